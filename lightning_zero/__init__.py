@@ -1,0 +1,1 @@
+"""ZeRO as a Lightning strategy."""

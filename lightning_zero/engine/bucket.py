@@ -1,0 +1,392 @@
+"""One flat buffer: its shard at rest, its gathering and release, and the reduction of its gradients.
+
+==============================  =====================  ====================  =====================
+stage and state                 ``shard``              ``full``              ``views`` show
+==============================  =====================  ====================  =====================
+1, 2 in fp32                    slice of ``full``      all values            ``full``
+1, 2 in low precision           fp32 masters           all values            ``full``
+3 at rest                       the rank's values      zero bytes            NaN
+3 gathered                      the rank's values      all values            ``full``
+==============================  =====================  ====================  =====================
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.engine.agreement import Agreement
+from lightning_zero.engine.collectives import Communicator, Pending
+from lightning_zero.engine.layout import BucketLayout
+from lightning_zero.engine.sharded_tensor import ShardedTensor
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+class Ledger:
+    """Bytes that the engine holds, by category, now and at the moment of the highest total."""
+
+    def __init__(self) -> None:
+        self.now: Counter[str] = Counter()
+        self.peak: dict[str, int] = {}
+
+    def add(self, category: str, nbytes: int) -> None:
+        self.now[category] += nbytes
+        if nbytes > 0 and self.now.total() > sum(self.peak.values()):
+            self.peak = dict(self.now)
+
+    def reset_peak(self) -> None:
+        self.peak = dict(self.now)
+
+
+class BucketSlot:
+    """A parameter's place in a bucket: what its sharded tensors ask for (see ``sharded_tensor.Slot``)."""
+
+    def __init__(self, bucket: Bucket, index: int, dtype: torch.dtype) -> None:
+        segment = bucket.layout.segments[index]
+        start, stop = bucket.layout.owned_range(index, index, bucket.communicator.rank)
+        self.bucket, self.index = bucket, index
+        self.name, self.shape, self.dtype, self.device = segment.name, segment.shape, dtype, bucket.full.device
+        self.offset, self.local_numel = start - segment.start, stop - start
+        low, _ = bucket.layout.shard_range(bucket.communicator.rank)
+        self.local_range = slice(start - low, start - low + self.local_numel) if stop > start else slice(0, 0)
+
+    def local_parameter(self) -> Tensor:
+        self.bucket.wait()  # in fp32 at stages 1 and 2 the shard is part of a buffer that others may be filling
+        return self.bucket.shard[self.local_range]
+
+    def whole_parameter(self) -> Tensor | None:
+        bucket = self.bucket
+        if bucket.communicator.size == 1:
+            return bucket.shard[self.local_range].view(self.shape)
+        if bucket.is_ready and (bucket.open or bucket.full.dtype == self.dtype):
+            bucket.wait()
+            return bucket.views[self.index].detach()
+        return None
+
+    def write_parameter(self, value: Tensor) -> None:
+        bucket = self.bucket
+        bucket.wait()
+        with torch.no_grad():
+            if bucket.is_ready:
+                bucket.segment_view(self.index).copy_(value)
+            if not bucket.shard_in_full:
+                flat = value.reshape(-1)
+                bucket.shard[self.local_range].copy_(flat[self.offset : self.offset + self.local_numel])
+
+    def written_locally(self) -> None:
+        bucket = self.bucket
+        if bucket.is_ready and bucket.communicator.size == 1 and not bucket.shard_in_full:
+            bucket.segment_view(self.index).copy_(bucket.shard[self.local_range].view(self.shape))
+        elif bucket.is_ready and bucket.communicator.size > 1:
+            bucket.segment_view(self.index).copy_(self.collect(bucket.shard[self.local_range]))
+
+    def collect(self, local: Tensor) -> Tensor:
+        bucket = self.bucket
+        if bucket.communicator.size == 1:
+            return local.view(self.shape)
+        segment = bucket.layout.segments[self.index]
+        flat = local.new_empty(segment.numel)
+        flat[self.offset : self.offset + self.local_numel] = local
+        ranges = []
+        for rank in range(bucket.communicator.size):
+            start, stop = bucket.layout.owned_range(self.index, self.index, rank)
+            ranges.append((start - segment.start, stop - segment.start))
+        bucket.agreement.meet(f"'{self.name}'")
+        bucket.communicator.broadcast_ranges(flat, ranges, f"the gather of '{self.name}'")
+        return flat.view(self.shape)
+
+    def reduce(self, value: Tensor, op: Any) -> Tensor:
+        if self.bucket.communicator.size > 1:
+            self.bucket.agreement.meet(f"a sum or norm over parts of '{self.name}'")
+        return self.bucket.communicator.all_reduce(value, op)
+
+
+class GradientShard:
+    """The reduced gradient of a bucket: this rank's part. It lives as long as some ``p.grad`` shows it."""
+
+    def __init__(self, bucket: Bucket, flat: Tensor) -> None:
+        self.flat = flat
+        self._bucket = weakref.ref(bucket)
+        nbytes = flat.untyped_storage().nbytes()
+        bucket.ledger.add("gradients", nbytes)
+        weakref.finalize(self, bucket.ledger.add, "gradients", -nbytes)
+
+    def accumulate(self, slot: BucketSlot, gradient: Tensor) -> None:
+        """Take a local gradient that autograd adds to a parameter's reduced one; it is reduced with the others."""
+        bucket = self._bucket()
+        assert bucket is not None
+        bucket.accumulate(slot.index, gradient)
+
+
+class Bucket:
+    """The parameters of one (unit, dtype, requires_grad), one after another in one flat buffer.
+
+    Args:
+        layout: the ranges.
+        parameters: the module's own, in the order of the layout, still ordinary; they are cut here.
+        compute_dtype: the dtype in which they are gathered.
+        replicated: whether all values stay here at rest (stages 1 and 2).
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        parameters: list[nn.Parameter],
+        *,
+        unit_name: str,
+        compute_dtype: torch.dtype,
+        replicated: bool,
+        communicator: Communicator,
+        agreement: Agreement,
+        ledger: Ledger,
+    ) -> None:
+        self.layout, self.unit_name = layout, unit_name
+        self.communicator, self.agreement, self.ledger = communicator, agreement, ledger
+        dtype, device = parameters[0].dtype, parameters[0].device
+        self.dtype = dtype
+        trainable = parameters[0].requires_grad
+        master_dtype = torch.float32 if trainable and dtype in LOW_PRECISION else dtype
+        self.reduce_dtype = torch.float32 if dtype in LOW_PRECISION else dtype
+        # Over one rank a whole copy in the masters' dtype would be the shard a second time.
+        self.replicated = replicated or (communicator.size == 1 and master_dtype == compute_dtype)
+        self.shard_in_full = self.replicated and master_dtype == compute_dtype
+        self.open = False
+        self._pending: Pending | None = None
+        self._gathered = False
+        self._low, self._high = layout.shard_range(communicator.rank)
+
+        flat = torch.zeros(layout.padded_numel, dtype=dtype, device=device)
+        for segment, parameter in zip(layout.segments, parameters):
+            flat[segment.start : segment.stop] = parameter.detach().reshape(-1)
+        communicator.from_first(flat)
+        if self.shard_in_full:
+            self.full = flat
+            self.shard = flat[self._low : self._high]
+            self._gathered = True
+        else:
+            self.shard = flat[self._low : self._high].to(master_dtype, copy=True)
+            self.full = torch.empty(layout.padded_numel, dtype=compute_dtype, device=device)
+            ledger.add("parameters", self.shard.untyped_storage().nbytes())
+        self._full_nbytes = self.full.untyped_storage().nbytes()
+        ledger.add("parameters" if self.replicated else "gathered", self._full_nbytes)
+        self.views = [nn.Parameter(self.segment_view(i), trainable) for i in range(len(layout.segments))]
+        nan = torch.full((1,), float("nan") if compute_dtype.is_floating_point else 0, device=device)
+        self._placeholders = [nan.to(compute_dtype).expand(segment.shape) for segment in layout.segments]
+        if self.replicated and not self.shard_in_full:
+            self.full.copy_(flat)
+            self._gathered = True
+        elif not self.replicated:
+            self._free()
+
+        self.flat_gradient: Tensor | None = None
+        self._filled = [False] * len(layout.segments)
+        self._unsynchronised = False
+        self._gradient_shard: weakref.ref[GradientShard] | None = None
+        self.slots = [BucketSlot(self, i, dtype) for i in range(len(layout.segments))]
+        self.parameters: list[weakref.ref[nn.Parameter]] = []
+        for slot, parameter in zip(self.slots, parameters):
+            become(parameter, nn.Parameter(ShardedTensor(slot), parameter.requires_grad))
+            self.parameters.append(weakref.ref(parameter))
+
+    # -- parameters -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all values lie here, or are on their way."""
+        return self._gathered
+
+    def parameter(self, index: int) -> nn.Parameter:
+        parameter = self.parameters[index]()
+        assert parameter is not None, f"parameter {self.layout.segments[index].name} was deleted"
+        return parameter
+
+    def segment_view(self, index: int) -> Tensor:
+        segment = self.layout.segments[index]
+        return self.full[segment.start : segment.stop].view(segment.shape)
+
+    def gather(self, *, refresh: bool = False) -> None:
+        """Start to fill ``full``; ``wait`` before it is read. Does nothing where it is filled, unless to refresh it."""
+        if self._gathered and not refresh:
+            return
+        self.wait()
+        # Autograd may have saved views of this storage: they are valid again once it holds the same values.
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.full):
+            if not self._gathered:
+                self.full.untyped_storage().resize_(self._full_nbytes)
+                self.ledger.add("gathered", self._full_nbytes)
+            if not self.shard_in_full:
+                self.full[self._low : self._high].copy_(self.shard)
+            self._pending = self.communicator.all_gather(self.full, f"the gather of unit {self.unit_name!r}")
+        if not self._gathered and not self.replicated:
+            for index, view in enumerate(self.views):
+                view.data = self.segment_view(index)
+        self._gathered = True
+
+    def wait(self) -> None:
+        """Wait until ``full`` is filled."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            with self.agreement.blocked_in(f"the gather of unit {self.unit_name!r}"):
+                pending.wait()
+
+    def release(self) -> None:
+        """Free ``full`` where it is not to stay at rest."""
+        if self.replicated or not self._gathered:
+            return
+        self.wait()
+        self._free()
+
+    def _free(self) -> None:
+        # A stray reference to a view shall compute NaN, not read freed memory.
+        for view, placeholder in zip(self.views, self._placeholders):
+            view.data = placeholder
+        self.full.untyped_storage().resize_(0)
+        self.ledger.add("gathered", -self._full_nbytes)
+        self._gathered = False
+
+    # -- gradients --------------------------------------------------------------------------------------------------
+
+    @property
+    def gradient_shard(self) -> GradientShard | None:
+        """The reduced gradient, if any ``p.grad`` still shows it."""
+        return self._gradient_shard() if self._gradient_shard is not None else None
+
+    def accumulate(self, index: int, gradient: Tensor) -> None:
+        """Add a local gradient of one parameter (its full shape) to the flat buffer, in the reduction's dtype."""
+        if isinstance(gradient, ShardedTensor):
+            gradient = gradient.whole()
+        with torch.no_grad():
+            if self.flat_gradient is None:
+                self.flat_gradient = torch.empty(
+                    self.layout.padded_numel, dtype=self.reduce_dtype, device=self.full.device
+                )
+                self.ledger.add("reduction", self.flat_gradient.untyped_storage().nbytes())
+            target = self._local_gradient(index)
+            if self._filled[index]:
+                target.add_(gradient)
+            else:
+                target.copy_(gradient)
+                self._filled[index] = True
+
+    def has_gradient(self, index: int) -> bool:
+        return self._filled[index]
+
+    @property
+    def has_any_gradient(self) -> bool:
+        return any(self._filled)
+
+    def show_unsynchronised(self) -> None:
+        """Make ``p.grad`` the local gradient accumulated so far: at stage 1 under ``no_sync``, as DDP does."""
+        for index, filled in enumerate(self._filled):
+            if filled:
+                self._unsynchronised = True
+                self.parameter(index).grad = self._local_gradient(index).to(self.dtype)
+
+    def begin_with(self, index: int, gradient: Tensor) -> None:
+        """A backward begins with autograd adding to the ``.grad`` that ``show_unsynchronised`` gave out as a copy."""
+        if self._unsynchronised and not self.shows_unsynchronised(index, gradient):
+            self._filled[index] = False  # what is taken now holds the earlier gradient too
+
+    def shows_unsynchronised(self, index: int, gradient: Tensor) -> bool:
+        """Whether a gradient is the flat buffer's own range, as ``show_unsynchronised`` gave it out."""
+        return self._filled[index] and gradient.data_ptr() == self._local_gradient(index).data_ptr() != 0
+
+    def forget_reset_unsynchronised(self) -> None:
+        """Drop what was accumulated for parameters whose ``.grad`` the user has reset since, and hide the rest."""
+        if not self._unsynchronised:
+            return
+        self._unsynchronised = False
+        for index, filled in enumerate(self._filled):
+            if filled:
+                parameter = self.parameter(index)
+                self._filled[index] = parameter.grad is not None
+                parameter.grad = None
+
+    def _local_gradient(self, index: int) -> Tensor:
+        assert self.flat_gradient is not None
+        segment = self.layout.segments[index]
+        return self.flat_gradient[segment.start : segment.stop].view(segment.shape)
+
+    def start_reduction(self) -> Pending:
+        """Start to sum the flat buffer over ranks, zeros for what got no gradient here."""
+        with torch.no_grad():
+            if self.flat_gradient is None:
+                self.flat_gradient = torch.zeros(
+                    self.layout.padded_numel, dtype=self.reduce_dtype, device=self.full.device
+                )
+                self.ledger.add("reduction", self.flat_gradient.untyped_storage().nbytes())
+            else:
+                for start, stop in self.layout.gaps():
+                    self.flat_gradient[start:stop].zero_()
+                for segment, filled in zip(self.layout.segments, self._filled):
+                    if not filled:
+                        self.flat_gradient[segment.start : segment.stop].zero_()
+            flat, self.flat_gradient = self.flat_gradient, None
+            self._filled = [False] * len(self._filled)
+            return self.communicator.reduce_scatter(flat, f"the gradient reduction of unit {self.unit_name!r}")
+
+    def finish_reduction(self, pending: Pending) -> GradientShard:
+        """Wait for a reduction and add the mean over ranks to the gradient shard."""
+        with torch.no_grad():
+            with self.agreement.blocked_in(f"the gradient reduction of unit {self.unit_name!r}"):
+                total: Tensor = pending.wait()
+            self.ledger.add("reduction", -self.layout.padded_numel * total.element_size())
+            if self.communicator.size > 1:
+                total.mul_(1.0 / self.communicator.size)
+            shard = self.gradient_shard
+            if shard is None:
+                shard = GradientShard(self, total)
+                self._gradient_shard = weakref.ref(shard)
+            else:
+                self._forget_reset(shard)
+                shard.flat.add_(total)
+            return shard
+
+    def _forget_reset(self, shard: GradientShard) -> None:
+        """Zero the gradient of every parameter whose ``.grad`` no longer shows it: the user has reset it."""
+        for slot in self.slots:
+            gradient = self.parameter(slot.index).grad
+            if not (isinstance(gradient, ShardedTensor) and gradient.keep is shard):
+                shard.flat[slot.local_range].zero_()
+
+    def show_gradient(self, index: int, shard: GradientShard) -> None:
+        """Make ``p.grad`` the reduced gradient."""
+        parameter, slot = self.parameter(index), self.slots[index]
+        gradient = parameter.grad
+        if not (isinstance(gradient, ShardedTensor) and gradient.keep is shard):
+            parameter.grad = ShardedTensor(slot, shard.flat[slot.local_range], self.dtype, keep=shard)
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def restore(self) -> None:
+        """Make the parameters ordinary again, whole."""
+        whole: list[Tensor] = []
+        self.gather(refresh=not self.shard_in_full and self.dtype == self.full.dtype)
+        self.wait()
+        for index, slot in enumerate(self.slots):
+            exact = self.full.dtype == self.dtype or self.communicator.size == 1
+            value = slot.whole_parameter() if exact else slot.collect(slot.local_parameter())
+            assert value is not None
+            whole.append(value.to(self.dtype, copy=True))
+        parameters = [self.parameter(index) for index in range(len(whole))]
+        self.parameters = []
+        for parameter, value in zip(parameters, whole):
+            parameter.grad = None
+            become(parameter, nn.Parameter(value, parameter.requires_grad))
+
+
+def become(parameter: nn.Parameter, other: nn.Parameter) -> None:
+    """Give a parameter another's tensor; the object keeps its identity and the attributes that users put on it."""
+    own = {name: value for name, value in parameter.__dict__.items() if name not in _TENSOR_ATTRIBUTES}
+    torch.utils.swap_tensors(parameter, other)
+    parameter.__dict__.update(own)
+
+
+_TENSOR_ATTRIBUTES = {"_slot", "_local", "keep", "_is_param"}
+
+

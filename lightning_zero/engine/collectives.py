@@ -1,0 +1,193 @@
+"""All-gather and reduce-scatter by the fastest way of each backend, and the counters of what they moved.
+
+On NCCL these are the backend's own. On Gloo both are direct exchanges between pairs of ranks, straight between the
+slices of the flat buffers, which overlap with computation and are several times as fast as Gloo's own (see
+``docs/benchmarks.md``); sums are taken in the order of ranks, so they do not depend on timing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_GATHER_TAG, _REDUCE_TAG = 7701, 7702
+
+# torch 2.13 renamed the two; the old names warn there
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Counters:
+    """Calls, logical elements and bytes by kind of collective ("all_gather", "reduce_scatter", "control").
+
+    One all-gather of a bucket counts the whole padded bucket once, as the paper counts its communication volume
+    (SC20, section 7): the wire carries (N - 1) / N of it each way.
+    """
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.elements: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def add(self, kind: str, tensor: Tensor) -> None:
+        self.calls[kind] += 1
+        self.elements[kind] += tensor.numel()
+        self.bytes[kind] += tensor.numel() * tensor.element_size()
+
+
+class Pending:
+    """A collective in flight.
+
+    Args:
+        what: what it is for, in words, for the error that a failure becomes.
+        works: the backend's handles.
+        finish: called once after all of them, on the thread that waits; its result is the result.
+    """
+
+    def __init__(self, what: str, works: list[Any], finish: Callable[[], Any] | None = None) -> None:
+        self._what, self._works, self._finish = what, works, finish
+
+    def wait(self) -> Any:
+        """Wait for it on the current stream (NCCL) or thread (Gloo).
+
+        Raises:
+            RuntimeError: if another rank failed, or did not take part within the process group's timeout.
+        """
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{self._what} did not complete: another rank failed, or did not take part in it. "
+                f"Every rank must run the same units in the same order. ({error})"
+            ) from error
+        return self._finish() if self._finish is not None else None
+
+
+class Communicator:
+    """The data-parallel group. With one rank it communicates nothing and counts nothing.
+
+    Args:
+        group: the process group, ``None`` for the default one; ignored where none is initialised.
+        device: where the flat buffers live.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.counters = Counters()
+        self.device = device
+        initialised = dist.is_available() and dist.is_initialized()
+        self.group = (group or dist.group.WORLD) if initialised else None
+        self.size = dist.get_world_size(self.group) if initialised else 1
+        self.rank = dist.get_rank(self.group) if initialised else 0
+        if self.size == 1:
+            return
+        assert self.group is not None
+        self.backend = self.group._get_backend(device).name().lower()
+        self._ranks = dist.get_process_group_ranks(self.group)
+        # What ranks tell each other about (bitmaps, orders) goes over the CPU, so that no device is synchronised for it.
+        has_cpu = "cpu:" in dist.get_backend_config(self.group)
+        self.control_group = self.group if has_cpu else dist.new_group(self._ranks, backend="gloo")
+
+    def all_gather(self, full: Tensor, what: str) -> Pending:
+        """Fill a flat buffer of which this rank's slice is already in place.
+
+        Args:
+            full: 1-D, contiguous, world_size equal slices in the order of ranks.
+            what: for the error message.
+        """
+        if self.size == 1:
+            return Pending(what, [])
+        self.counters.add("all_gather", full)
+        slices = full.chunk(self.size)
+        if self.backend != "gloo":
+            return Pending(what, [_all_gather_single(full, slices[self.rank], group=self.group, async_op=True)])
+        works = []
+        for peer, source in self._peers():
+            works.append(dist.irecv(slices[source], self._ranks[source], self.group, tag=_GATHER_TAG))
+            works.append(dist.isend(slices[self.rank], self._ranks[peer], self.group, tag=_GATHER_TAG))
+        return Pending(what, works)
+
+    def reduce_scatter(self, flat: Tensor, what: str) -> Pending:
+        """Sum a flat buffer over ranks; ``wait()`` gives this rank's slice of the sum (1-D).
+
+        Args:
+            flat: 1-D, contiguous, world_size equal slices in the order of ranks. Its contents are used up.
+            what: for the error message.
+        """
+        if self.size == 1:
+            return Pending(what, [], lambda: flat)
+        self.counters.add("reduce_scatter", flat)
+        if self.backend != "gloo":
+            shard = torch.empty_like(flat[: flat.numel() // self.size])
+            work = _reduce_scatter_single(shard, flat, group=self.group, async_op=True)
+            # the closure keeps the input alive until the current stream has waited for its reader
+            return Pending(what, [work], lambda: (flat, shard)[1])
+        slices = flat.chunk(self.size)
+        parts: list[Tensor] = list(slices)
+        works = []
+        for peer, source in self._peers():
+            parts[source] = torch.empty_like(slices[source])
+            works.append(dist.irecv(parts[source], self._ranks[source], self.group, tag=_REDUCE_TAG))
+            works.append(dist.isend(slices[peer], self._ranks[peer], self.group, tag=_REDUCE_TAG))
+        parts[self.rank] = slices[self.rank]
+
+        def add_up() -> Tensor:
+            total = torch.add(parts[0], parts[1])
+            for part in parts[2:]:
+                total.add_(part)
+            return total
+
+        return Pending(what, works, add_up)
+
+    def broadcast_ranges(self, flat: Tensor, ranges: list[tuple[int, int]], what: str) -> None:
+        """Fill ``flat`` from its owners, ``ranges[r]`` from rank r. For what is rare: any ranges, one broadcast each."""
+        if self.size == 1:
+            return
+        works = []
+        for source, (start, stop) in enumerate(ranges):
+            if stop > start:
+                self.counters.add("control", flat[start:stop])
+                work = dist.broadcast(flat[start:stop], self._ranks[source], self.group, async_op=True)
+                works.append(work)
+        Pending(what, works).wait()
+
+    def all_reduce(self, tensor: Tensor, op: Any = None) -> Tensor:
+        """Reduce a small tensor in place on the group's own device (so that it works from offloaded state over NCCL)."""
+        if self.size == 1:
+            return tensor
+        on_device = tensor.to(self.device)
+        self.counters.add("control", on_device)
+        dist.all_reduce(on_device, op or dist.ReduceOp.SUM, self.group)
+        return tensor.copy_(on_device) if on_device is not tensor else tensor
+
+    def agree(self, tensor: Tensor) -> Tensor:
+        """Elementwise maximum over ranks of a small CPU tensor, in place."""
+        if self.size > 1:
+            self.counters.add("control", tensor)
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, self.control_group)
+        return tensor
+
+    def from_first(self, tensor: Tensor) -> Tensor:
+        """Rank 0's value of a tensor, in place: parameters and buffers at the start, and what rank 0 decides."""
+        if self.size > 1:
+            self.counters.add("control", tensor)
+            group = self.control_group if tensor.device.type == "cpu" else self.group
+            dist.broadcast(tensor, self._ranks[0], group)
+        return tensor
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's small picklable value, in the order of ranks."""
+        if self.size == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value, self.control_group)
+        return gathered
+
+    def _peers(self) -> list[tuple[int, int]]:
+        """In the order of a ring, so that no rank is everybody's first: (whom to send to, whom to receive from)."""
+        return [((self.rank + k) % self.size, (self.rank - k) % self.size) for k in range(1, self.size)]

@@ -1,0 +1,399 @@
+"""The engine: a module's parameters, gradients and optimizer state over the ranks of a data-parallel group."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.engine.agreement import Agreement
+from lightning_zero.engine.bucket import Bucket, BucketSlot, Ledger
+from lightning_zero.engine.collectives import Communicator
+from lightning_zero.engine.gradients import GradientReducer
+from lightning_zero.engine.layout import BucketLayout
+from lightning_zero.engine.masters import Masters, check_optimizer
+from lightning_zero.engine.placement import Placement, placements_of
+from lightning_zero.engine.schedule import Schedule, Unit
+from lightning_zero.engine.sharded_tensor import ShardedTensor
+from lightning_zero.engine.units import UnitPlan, Units, plan_units
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an engine holds and what it has communicated.
+
+    Attributes:
+        stage, world_size: as set up.
+        numel: Psi, elements of all parameters.
+        padded_numel: the same with the gaps and padding of the buckets.
+        at_rest: bytes held now by category: parameters, gathered, gradients, reduction, optimizer.
+        peak: the same at the moment of the highest total since the last ``reset_peak``.
+        calls, elements, bytes: per kind of collective ("all_gather", "reduce_scatter", "control") since the last
+            ``reset_counters``. Elements are logical: one all-gather of a bucket counts the whole padded bucket.
+        steps, backwards: optimizer steps and synchronised backwards since the last ``reset_counters``.
+        formula: bytes of model states a rank by the paper's formula for this stage, with Adam's two moments.
+    """
+
+    stage: int
+    world_size: int
+    numel: int
+    padded_numel: int
+    at_rest: dict[str, int]
+    peak: dict[str, int]
+    calls: dict[str, int]
+    elements: dict[str, int]
+    bytes: dict[str, int]
+    steps: int
+    backwards: int
+    formula: int
+
+    def elements_per_step(self) -> float:
+        """Elements of parameters and gradients communicated an optimizer step."""
+        moved = self.elements.get("all_gather", 0) + self.elements.get("reduce_scatter", 0)
+        return moved / max(self.steps, 1)
+
+
+class Engine:
+    """Shard a module in place, and keep it trainable as before.
+
+    Args:
+        module: on one device, with ordinary parameters. It starts from rank 0's parameters and buffers.
+        optimizers: over the module's parameters; the objects stay the user's own.
+        stage: 1, 2, 3, or one of the paper's names for them (SC20, section 5).
+        units: how modules are grouped for gathering; see ``plan_units``.
+        prefetch: units gathered ahead of their forward and backward (stage 3).
+        overlap: False waits for every collective where it is started.
+        reduction_buffers: gradient buffers that may be in reduction at once.
+        compute_dtype: dtype in which fp32 parameters are gathered and computed with, except those of normalisation
+            layers; None for their own.
+        bucket_numel: elements from which on a unit is cut into several collectives.
+        allow_any_optimizer: accept optimizer classes that are not known to be elementwise.
+        group: the data-parallel process group, None for the default one.
+        handshake_timeout: seconds that a rank waits for the others where user code reads a sharded tensor.
+
+    Raises:
+        ValueError, TypeError: for what cannot be set up; nothing has been changed then.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer] = (),
+        *,
+        stage: int | str = 3,
+        units: Units = "auto",
+        prefetch: int = 1,
+        overlap: bool = True,
+        reduction_buffers: int = 2,
+        compute_dtype: torch.dtype | None = None,
+        bucket_numel: int = 2**25,
+        allow_any_optimizer: bool = False,
+        group: dist.ProcessGroup | None = None,
+        handshake_timeout: float = 600.0,
+    ) -> None:
+        self.placements = placements_of(stage)
+        for name, value, least in (
+            ("prefetch", prefetch, 0),
+            ("reduction_buffers", reduction_buffers, 1),
+            ("bucket_numel", bucket_numel, 1),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
+        for optimizer in optimizers:
+            check_optimizer(optimizer, allow_any_optimizer)
+        plans = plan_units(module, units)
+        parameters = [parameter for plan in plans for parameter in plan.parameters.values()]
+        device = _common_device(plans, parameters)
+
+        self._module = weakref.ref(module)
+        self.ledger = Ledger()
+        self.communicator = Communicator(group, device)
+        self.agreement = Agreement(self.communicator, handshake_timeout)
+        self._overlap, self._compute_dtype, self._bucket_numel = overlap, compute_dtype, bucket_numel
+        self._steps = 0
+        self._buffers_follow = True
+        for inner in module.modules():
+            if isinstance(inner, nn.RNNBase):
+                inner._flat_weight_refs = []  # weak references, which a tensor must not have to be swapped
+        self._sync_buffers(module)
+        rank_in_groups = _rank_in_groups(optimizers)
+        self.units = [Unit(plan, self._buckets_of(plan, rank_in_groups)) for plan in plans]
+        self.schedule = Schedule(self.units, prefetch if overlap else 0)
+        self.schedule.install(plans)
+        self.reducer = GradientReducer(
+            self.units,
+            self.schedule,
+            self.communicator,
+            in_flight=reduction_buffers,
+            overlap=overlap,
+            reduces_every_backward=self.placements.gradients is Placement.SHARDED,
+        )
+        self.masters = [
+            Masters(optimizer, slot_of, self.ledger, self._updated, self._before_update) for optimizer in optimizers
+        ]
+        self._root_hooks = [
+            module.register_forward_pre_hook(lambda *_: self._open_window(), prepend=True),
+            module.register_forward_hook(lambda *_: self._close_window(), always_call=True),
+        ]
+        log.debug("stage %d, units: %s", self.placements.stage, self.units)
+
+    # -- setting up -------------------------------------------------------------------------------------------------
+
+    def _buckets_of(self, plan: UnitPlan, rank_in_groups: dict[int, int]) -> list[Bucket]:
+        """Cut a unit's parameters into buckets of one (compute dtype, dtype, requires_grad)."""
+        kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in plan.parameters.items():
+            compute = self._compute_dtype_of(parameter, plan, name)
+            kinds.setdefault((compute, parameter.dtype, parameter.requires_grad), []).append((name, parameter))
+        buckets = []
+        for (compute, _, _), members in kinds.items():
+            # parameters of one optimizer group lie together, so that it has one master in a bucket
+            members.sort(key=lambda member: rank_in_groups.get(id(member[1]), -1))
+            for part in _cut(members, self._bucket_numel):
+                layout = BucketLayout.of([(name, p.shape) for name, p in part], self.communicator.size)
+                buckets.append(
+                    Bucket(
+                        layout,
+                        [p for _, p in part],
+                        unit_name=plan.name or "root",
+                        compute_dtype=compute,
+                        replicated=self.placements.parameters is Placement.REPLICATED,
+                        communicator=self.communicator,
+                        agreement=self.agreement,
+                        ledger=self.ledger,
+                    )
+                )
+        return buckets
+
+    def _compute_dtype_of(self, parameter: nn.Parameter, plan: UnitPlan, name: str) -> torch.dtype:
+        if self._compute_dtype is None or parameter.dtype != torch.float32:
+            return parameter.dtype
+        # Autocast computes normalisation in fp32, and some kernels refuse weights of another dtype than the statistics.
+        normalises = any("norm" in type(owner.module).__name__.lower() for owner in plan.owners[name])
+        return parameter.dtype if normalises else self._compute_dtype
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        assert module is not None, "the module was deleted"
+        return module
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        return [bucket for unit in self.units for bucket in unit.buckets]
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def window(self) -> Iterator[None]:
+        """Around what is a forward without being the module's own: Lightning's ``training_step`` and its kin."""
+        self._open_window()
+        try:
+            yield
+        finally:
+            self._close_window()
+
+    def _open_window(self) -> None:
+        if self.schedule.windows == 0:
+            for masters in self.masters:
+                masters.recover()
+            if self._buffers_follow:
+                self._sync_buffers(self.module)
+            self._buffers_follow = torch.is_grad_enabled() and self.reducer.synchronise
+        self.schedule.open_window()
+
+    def _close_window(self) -> None:
+        if self.schedule.windows:
+            self.schedule.close_window()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally, without communication, at stage 1; stages 2 and 3 reduce every micro-batch."""
+        before, self.reducer.synchronise = self.reducer.synchronise, False
+        try:
+            yield
+        finally:
+            self.reducer.synchronise = before
+
+    def _sync_buffers(self, module: nn.Module) -> None:
+        """Buffers follow rank 0's, as under DDP."""
+        if self.communicator.size > 1:
+            with torch.no_grad():
+                for buffer in module.buffers():
+                    if buffer.numel():
+                        self.communicator.from_first(buffer)
+
+    def _before_update(self) -> None:
+        for bucket in self.buckets:
+            bucket.wait()
+
+    def _updated(self, buckets: list[Bucket]) -> None:
+        """The masters of these buckets have changed: what shows their values is gathered anew, in forward order."""
+        self._steps += 1
+        changed = set(buckets)
+        for unit in self.schedule.order:
+            for bucket in unit.buckets:
+                if bucket in changed and bucket.is_ready:
+                    bucket.gather(refresh=True)
+                    if not self._overlap:
+                        bucket.wait()
+
+    # -- looking inside ---------------------------------------------------------------------------------------------
+
+    def full_state_dict(self, *, keep: bool = True) -> dict[str, Any]:
+        """The module's state dict with whole tensors, on the CPU. Collective.
+
+        Args:
+            keep: False gives tensors on the meta device, for ranks that take part but do not write.
+        """
+
+        def whole(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            value = value.whole() if isinstance(value, ShardedTensor) else value
+            return value.detach().to("cpu", copy=True) if keep else torch.empty_like(value, device="meta")
+
+        with torch.no_grad():
+            return {name: whole(value) for name, value in self.module.state_dict().items()}
+
+    def full_optimizer_state_dict(self, optimizer: Optimizer, *, keep: bool = True) -> dict[str, Any]:
+        """An optimizer's state dict in torch's ordinary form, with whole tensors, on the CPU. Collective."""
+        masters = next(masters for masters in self.masters if masters.optimizer is optimizer)
+        with torch.no_grad():
+            return masters.whole_state_dict(
+                lambda t: t.to("cpu") if keep else torch.empty_like(t, device="meta")
+            )
+
+    def masters_by_name(self, *, keep: bool = True) -> dict[str, Tensor]:
+        """The fp32 masters of low-precision parameters, whole, on the CPU. Collective."""
+        found = {}
+        with torch.no_grad():
+            for bucket in self.buckets:
+                if bucket.shard.dtype != bucket.dtype:
+                    for slot in bucket.slots:
+                        value = slot.collect(slot.local_parameter())
+                        found[slot.name] = value.to("cpu", copy=True) if keep else value.to("meta")
+        return found
+
+    def load_masters(self, masters: dict[str, Tensor]) -> None:
+        """Set the fp32 masters of low-precision parameters from whole tensors. No communication."""
+        with torch.no_grad():
+            for bucket in self.buckets:
+                for slot in bucket.slots:
+                    if slot.name in masters and bucket.shard.dtype != bucket.dtype:
+                        part = masters[slot.name].reshape(-1)[slot.offset : slot.offset + slot.local_numel]
+                        bucket.shard[slot.local_range].copy_(part)
+
+    def report(self) -> Report:
+        """What it holds now and has communicated so far."""
+        counters = self.communicator.counters
+        formula = 0
+        for bucket in self.buckets:
+            width, numel = bucket.full.element_size(), bucket.layout.numel
+            if bucket.views[0].requires_grad:
+                formula += self.placements.model_state_bytes(numel, self.communicator.size, parameter_bytes=width)
+            else:
+                formula += width * (numel if bucket.replicated else -(-numel // self.communicator.size))
+        return Report(
+            stage=self.placements.stage,
+            world_size=self.communicator.size,
+            numel=sum(unit.numel for unit in self.units),
+            padded_numel=sum(bucket.layout.padded_numel for bucket in self.buckets),
+            at_rest=dict(self.ledger.now),
+            peak=dict(self.ledger.peak),
+            calls=dict(counters.calls),
+            elements=dict(counters.elements),
+            bytes=dict(counters.bytes),
+            steps=self._steps,
+            backwards=self.reducer.backwards,
+            formula=formula,
+        )
+
+    def reset_counters(self) -> None:
+        counters = self.communicator.counters
+        counters.calls.clear(), counters.elements.clear(), counters.bytes.clear()
+        self._steps = self.reducer.backwards = 0
+
+    def reset_peak(self) -> None:
+        self.ledger.reset_peak()
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Make the parameters ordinary again, whole, and the optimizers' state with them. Collective."""
+        self.agreement.close()
+        states = [(masters._optimizer(), masters.close()) for masters in self.masters]
+        for hook in self._root_hooks:
+            hook.remove()
+        self.schedule.remove()
+        self.reducer.remove()
+        with torch.no_grad():
+            for bucket in self.buckets:
+                bucket.restore()
+        for optimizer, state in states:
+            if optimizer is not None and state is not None:
+                optimizer.state.clear()
+                optimizer.state.update(state)
+        module = self._module()
+        if module is not None:
+            for inner in module.modules():
+                if isinstance(inner, nn.RNNBase):
+                    inner._init_flat_weights()
+        self.units = []
+
+
+def slot_of(tensor: Any) -> BucketSlot | None:
+    """The place of a sharded parameter in its bucket; None for any other tensor."""
+    if isinstance(tensor, ShardedTensor) and tensor.is_parameter:
+        return tensor.slot  # type: ignore[return-value]
+    return None
+
+
+def _common_device(plans: list[UnitPlan], parameters: list[nn.Parameter]) -> torch.device:
+    if not parameters:
+        return torch.device("cpu")
+    for plan in plans:
+        for name, parameter in plan.parameters.items():
+            if isinstance(parameter, ShardedTensor):
+                raise ValueError(f"{name} is sharded already: one module belongs to one engine at a time.")
+            if parameter.device.type == "meta":
+                raise ValueError(
+                    f"{name} is on the meta device: materialise the module first (module.to_empty(device=...) and "
+                    "initialise it, or create it outside of torch.device('meta'))."
+                )
+            if isinstance(parameter, nn.parameter.UninitializedParameter):
+                raise ValueError(f"{name} is not initialised yet: run a batch through the lazy module first.")
+            if parameter.device != parameters[0].device:
+                raise ValueError(
+                    f"{name} is on {parameter.device}, other parameters on {parameters[0].device}: move the module to "
+                    "one device."
+                )
+    return parameters[0].device
+
+
+def _rank_in_groups(optimizers: Sequence[Optimizer]) -> dict[int, int]:
+    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+    return {id(parameter): number for number, group in enumerate(groups) for parameter in group}
+
+
+def _cut(members: list[tuple[str, nn.Parameter]], bucket_numel: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """Cut a list of parameters where a bucket would grow over ``bucket_numel`` elements."""
+    part: list[tuple[str, nn.Parameter]] = []
+    numel = 0
+    for member in members:
+        if part and numel + member[1].numel() > bucket_numel:
+            yield part
+            part, numel = [], 0
+        part.append(member)
+        numel += member[1].numel()
+    yield part

@@ -1,0 +1,272 @@
+"""From local gradients to ``p.grad``: when each bucket is reduced, in an order that is the same on every rank."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.engine.bucket import Bucket, GradientShard
+from lightning_zero.engine.collectives import Communicator, Pending
+from lightning_zero.engine.schedule import Schedule, Unit
+from lightning_zero.engine.sharded_tensor import ShardedTensor
+
+
+@dataclass
+class _Expectation:
+    """What a backward over a given set of trainable parameters looked like before.
+
+    Attributes:
+        counts: by bucket, how many gradients each parameter gets on this rank; decides when a bucket is complete.
+        order: the buckets that any rank has gradients for, in the order of reduction; the same on every rank.
+    """
+
+    counts: list[list[int]]
+    order: list[int]
+    observed: bool = False
+
+
+@dataclass
+class _Backward:
+    """A backward pass under way."""
+
+    expectation: _Expectation
+    counts: list[list[int]]
+    missing: list[int]  # by bucket: gradients that are expected still
+    position: int = 0  # in the order of reduction
+    seen: set[tuple[int, int]] = field(default_factory=set)  # parameters whose ordinary view has its gradient
+    launched: set[int] = field(default_factory=set)
+    completed: list[int] = field(default_factory=list)
+    in_flight: deque[tuple[int, Pending]] = field(default_factory=deque)
+    shards: dict[int, GradientShard] = field(default_factory=dict)
+
+
+class GradientReducer:
+    """Collects local gradients in flat buffers, reduces each bucket once it is complete, and shows the result.
+
+    Buckets are reduced in one order, whatever a rank's data: one that is complete waits for those before it. What a
+    rank has no gradient for is reduced as zeros at the end of backward, where ranks tell each other what they used.
+
+    Args:
+        in_flight: how many reductions, with their buffers, may be under way at once.
+        overlap: wait for each reduction where it is started, if not.
+        reduces_every_backward: False at stage 1, where ``no_sync`` accumulates locally.
+    """
+
+    def __init__(
+        self,
+        units: list[Unit],
+        schedule: Schedule,
+        communicator: Communicator,
+        *,
+        in_flight: int,
+        overlap: bool,
+        reduces_every_backward: bool,
+    ) -> None:
+        self._schedule, self._communicator = schedule, communicator
+        self._in_flight = in_flight if overlap else 0
+        self._reduces_every_backward = reduces_every_backward
+        self.synchronise = True
+        self.backwards = 0
+        self._units = [unit for unit in units for _ in unit.buckets]
+        self._buckets = [bucket for unit in units for bucket in unit.buckets]
+        self._expectations: dict[tuple[bool, ...], _Expectation] = {}
+        self._backward: _Backward | None = None
+        self._deferred = False
+        self._hooks: list[Any] = []
+        number_of = {id(bucket): number for number, bucket in enumerate(self._buckets)}
+        for bucket in self._buckets:
+            for index, view in enumerate(bucket.views):
+                self._hook(view, number_of[id(bucket)], index)
+                self._hook(bucket.parameter(index), number_of[id(bucket)], index)
+
+    def _hook(self, leaf: Tensor, number: int, index: int) -> None:
+        if not leaf.is_floating_point() and not leaf.is_complex():
+            return
+        reducer = weakref.ref(self)  # a leaf must not keep the engine alive
+
+        def take(leaf: Tensor) -> None:
+            owner = reducer()
+            if owner is not None:
+                owner._take(leaf, number, index)
+
+        requires_grad = leaf.requires_grad
+        leaf.requires_grad_(True)  # a frozen parameter may be unfrozen later
+        self._hooks.append(leaf.register_post_accumulate_grad_hook(take))
+        leaf.requires_grad_(requires_grad)
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    # -- during backward --------------------------------------------------------------------------------------------
+
+    def _take(self, leaf: Tensor, number: int, index: int) -> None:
+        """A leaf has its gradient: the ordinary parameter that a forward used, or the sharded one itself."""
+        bucket, gradient = self._buckets[number], leaf.grad
+        assert gradient is not None
+        is_view = leaf is bucket.views[index]
+        if self._backward is None and not is_view:
+            bucket.begin_with(index, gradient)
+        backward = self._begin()
+        if isinstance(gradient, ShardedTensor) and gradient.keep is not None:
+            pass  # autograd added to the reduced gradient: it has come by GradientShard.accumulate
+        else:
+            leaf.grad = None
+            if not bucket.shows_unsynchronised(index, gradient):  # else autograd added to the flat buffer itself
+                bucket.accumulate(index, self._with_user_hooks(bucket, leaf, index, gradient))
+        if is_view and (number, index) not in backward.seen:
+            backward.seen.add((number, index))
+            unit = self._units[number]
+            unit.missing_gradients -= 1
+            if unit.missing_gradients == 0:
+                self._schedule.gradients_in(unit)
+        backward.counts[number][index] += 1
+        if backward.counts[number][index] == backward.expectation.counts[number][index]:
+            backward.missing[number] -= 1
+            if backward.missing[number] == 0:
+                backward.completed.append(number)
+                if self._synchronises:
+                    self._launch_in_order(backward)
+
+    @staticmethod
+    def _with_user_hooks(bucket: Bucket, leaf: Tensor, index: int, gradient: Tensor) -> Tensor:
+        """Run the hooks that users registered on the parameter, where the gradient came to the view of it."""
+        parameter = bucket.parameter(index)
+        if leaf is not parameter and parameter._backward_hooks:
+            for hook in parameter._backward_hooks.values():
+                changed = hook(gradient)
+                gradient = gradient if changed is None else changed
+        return gradient
+
+    @property
+    def _synchronises(self) -> bool:
+        return self.synchronise or self._reduces_every_backward
+
+    def _begin(self) -> _Backward:
+        if self._backward is None:
+            key = tuple(bucket.parameter(i).requires_grad for bucket in self._buckets for i in range(len(bucket.views)))
+            expectation = self._expectations.get(key)
+            if expectation is None:
+                wanted = iter(key)
+                counts = [[int(next(wanted)) for _ in bucket.views] for bucket in self._buckets]
+                order = [number for number in reversed(range(len(counts))) if any(counts[number])]
+                expectation = self._expectations[key] = _Expectation(counts, order)
+            self._backward = _Backward(
+                expectation,
+                counts=[[0] * len(bucket.views) for bucket in self._buckets],
+                missing=[sum(count > 0 for count in counts) for counts in expectation.counts],
+            )
+            for unit in self._schedule.units:
+                unit.missing_gradients = 0
+            for unit, missing in zip(self._units, self._backward.missing):
+                unit.missing_gradients += missing
+            for bucket in self._buckets:
+                bucket.forget_reset_unsynchronised()
+            self._deferred = False
+            torch.autograd.Variable._execution_engine.queue_callback(self._at_end)
+        elif self._deferred:
+            self._deferred = False
+            torch.autograd.Variable._execution_engine.queue_callback(self._at_end)
+        return self._backward
+
+    def _launch_in_order(self, backward: _Backward) -> None:
+        order = backward.expectation.order
+        while backward.position < len(order) and backward.missing[order[backward.position]] <= 0:
+            self._launch(backward, order[backward.position])
+            backward.position += 1
+
+    def _launch(self, backward: _Backward, number: int) -> None:
+        while backward.in_flight and len(backward.in_flight) >= max(self._in_flight, 1):
+            self._finish_oldest(backward)
+        backward.launched.add(number)
+        backward.in_flight.append((number, self._buckets[number].start_reduction()))
+        if self._in_flight == 0:
+            self._finish_oldest(backward)
+
+    def _finish_oldest(self, backward: _Backward) -> None:
+        number, pending = backward.in_flight.popleft()
+        backward.shards[number] = self._buckets[number].finish_reduction(pending)
+
+    # -- at its end -------------------------------------------------------------------------------------------------
+
+    def _at_end(self) -> None:
+        """The autograd engine's final callback, of the backward in which the first gradient came."""
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            # A backward inside of a backward (reentrant activation checkpointing): the outer one is not at its end.
+            self._deferred = True
+            node.register_hook(self._queue_in_outer)
+            return
+        self._finish()
+
+    def _queue_in_outer(self, *_: Any) -> None:
+        if self._deferred:
+            self._begin()
+
+    def _finish(self) -> None:
+        backward, self._backward = self._backward, None
+        if backward is None:
+            return
+        self.backwards += 1
+        if self._synchronises:
+            self._complete(backward)
+        else:
+            for bucket in self._buckets:
+                bucket.show_unsynchronised()
+        self._schedule.end_backward()
+
+    def _complete(self, backward: _Backward) -> None:
+        used = [
+            [count > 0 or (bucket.has_gradient(i) and number not in backward.launched) for i, count in enumerate(counts)]
+            for number, (bucket, counts) in enumerate(zip(self._buckets, backward.counts))
+        ]
+        late = [number in backward.launched and bucket.has_any_gradient for number, bucket in enumerate(self._buckets)]
+        flags = torch.tensor([*(flag for flags in used for flag in flags), *late], dtype=torch.uint8)
+        agreed = iter(self._communicator.agree(flags).tolist())
+        used = [[bool(next(agreed)) for _ in flags] for flags in used]
+        late = [bool(next(agreed)) for _ in late]
+
+        expectation = backward.expectation
+        unplanned = [number for number in range(len(used)) if number not in expectation.order]
+        for number in [*expectation.order[backward.position :], *unplanned]:
+            if any(used[number]):
+                self._launch(backward, number)
+        self._collect(backward, used)
+        for number, is_late in enumerate(late):
+            if is_late:
+                self._launch(backward, number)
+        self._collect(backward, used)
+        self._learn(backward, used)
+
+    def _collect(self, backward: _Backward, used: list[list[bool]]) -> None:
+        while backward.in_flight:
+            self._finish_oldest(backward)
+        for number, shard in backward.shards.items():
+            for index, is_used in enumerate(used[number]):
+                if is_used:
+                    self._buckets[number].show_gradient(index, shard)
+
+    def _learn(self, backward: _Backward, used: list[list[bool]]) -> None:
+        expectation = backward.expectation
+        for number, flags in enumerate(used):
+            for index, is_used in enumerate(flags):
+                seen = backward.counts[number][index]
+                before = expectation.counts[number][index] if expectation.observed else 0
+                expectation.counts[number][index] = max(seen, before, 1) if is_used else before
+        if not expectation.observed or any(
+            any(flags) and number not in expectation.order for number, flags in enumerate(used)
+        ):
+            # rank 0 says in which order buckets become complete; those that it had no gradients for come last
+            in_use = [number for number, flags in enumerate(used) if any(flags)]
+            seen_order = [number for number in backward.completed if number in in_use]
+            order = seen_order + [number for number in reversed(in_use) if number not in seen_order]
+            expectation.order = self._communicator.from_first(torch.tensor(order, dtype=torch.int64)).tolist()
+            expectation.observed = True
+
+

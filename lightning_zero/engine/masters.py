@@ -1,0 +1,439 @@
+"""What optimizers update: 1-D masters, put in place of the module's parameters while ``optimizer.step`` runs.
+
+Between steps an optimizer's ``param_groups`` hold the module's own parameters, so that everything that users do with
+them works. During the update each group holds its masters instead: one tensor for each run of neighbouring segments
+of a bucket, this rank's part only, so that the update is a handful of kernels over 1/N of the elements (P_os in the
+paper, section 5.1).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.engine.bucket import Bucket, BucketSlot, Ledger
+from lightning_zero.engine.sharded_tensor import ShardedTensor
+
+ELEMENTWISE = frozenset(
+    {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"}
+)
+"""The optimizers of ``torch.optim`` that update each element from its own gradient and state alone."""
+
+_WHY_NOT = {
+    "LBFGS": "it takes inner products of whole gradients and calls the closure several times",
+    "Adafactor": "it factors the second moment over the rows and columns of each matrix",
+    "Muon": "it orthogonalises each whole matrix",
+    "SparseAdam": "it takes sparse gradients, which cannot be laid in a flat buffer",
+}
+
+
+def check_optimizer(optimizer: Optimizer, allow_any: bool) -> None:
+    """Refuse an optimizer that cannot update a part of a parameter without the rest.
+
+    Raises:
+        TypeError: if it is not elementwise, or not known to be and ``allow_any`` is not set.
+    """
+    cls = type(optimizer)
+    known = next((base for base in cls.__mro__ if base.__module__.startswith("torch.optim")), Optimizer)
+    own_step = next(base for base in cls.__mro__ if "step" in base.__dict__)
+    if known.__name__ in ELEMENTWISE and own_step is known:
+        return
+    if known.__name__ in _WHY_NOT:
+        raise TypeError(
+            f"{cls.__name__} cannot be used with ZeRO: {_WHY_NOT[known.__name__]}, while each rank holds only a part of "
+            f"every parameter. Use an elementwise optimizer ({', '.join(sorted(ELEMENTWISE))}) or strategy='ddp'."
+        )
+    if not allow_any:
+        raise TypeError(
+            f"{cls.__name__} is not known to be elementwise, that is, to update each element from its own gradient and "
+            "state alone; each rank holds only a part of every parameter. If you know that it is, pass "
+            "ZeroStrategy(allow_any_optimizer=True); otherwise use one of "
+            f"{', '.join(sorted(ELEMENTWISE))} or strategy='ddp'."
+        )
+
+
+class Master:
+    """This rank's part of a run of neighbouring segments, as one 1-D leaf over the bucket's shard.
+
+    Attributes:
+        first, last: the segments, inclusive.
+        tensor: what the optimizer updates; empty where the rank owns nothing of them.
+    """
+
+    def __init__(self, bucket: Bucket, first: int, last: int) -> None:
+        self.bucket, self.first, self.last = bucket, first, last
+        start, stop = bucket.layout.owned_range(first, last, bucket.communicator.rank)
+        low, _ = bucket.layout.shard_range(bucket.communicator.rank)
+        self.range = slice(start - low, stop - low) if stop > start else slice(0, 0)
+        self.tensor = nn.Parameter(bucket.shard[self.range])
+
+    @property
+    def slots(self) -> list[BucketSlot]:
+        return self.bucket.slots[self.first : self.last + 1]
+
+    def part_of(self, slot: BucketSlot) -> slice:
+        """The range of one segment within this master's tensor."""
+        if slot.local_numel == 0:
+            return slice(0, 0)
+        return slice(slot.local_range.start - self.range.start, slot.local_range.stop - self.range.start)
+
+
+class Masters:
+    """The masters of one optimizer, and the translation of its state to the module's parameters and back.
+
+    Args:
+        optimizer: the user's; it is kept alive by the user alone.
+        slot_of: finds the slot of one of the module's parameters, or None for a foreign one.
+        updated: called after each step with the buckets whose masters changed.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        slot_of: Callable[[Tensor], BucketSlot | None],
+        ledger: Ledger,
+        updated: Callable[[list[Bucket]], None],
+        prepare: Callable[[], None],
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._slot_of, self._ledger, self._updated, self._prepare = slot_of, ledger, updated, prepare
+        self._master_of: dict[BucketSlot, Master] = {}
+        self._module_parameters: list[list[Any]] | None = None
+        self._active: list[Master] = []
+        self._signature: Any = None
+        self._arranged: list[list[Any]] = []
+        self._loaded: dict[Any, dict[str, Any]] | None = None
+        self._own_state: Any = None
+        self._state_bytes = 0
+        self._keep: Callable[[Tensor], Tensor] = _unchanged
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(lambda *_: self._after_step()),
+            optimizer.register_state_dict_pre_hook(self._before_state_dict),
+            optimizer.register_state_dict_post_hook(self._after_state_dict),
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
+            optimizer.register_load_state_dict_post_hook(self._after_load),
+        ]
+        if optimizer.state:  # Adagrad's accumulators exist from the start
+            self._adopt(dict(optimizer.state))
+
+    @property
+    def optimizer(self) -> Optimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None, "the optimizer was deleted while it steps"
+        return optimizer
+
+    # -- the step ---------------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.recover()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+        if closure is None:
+            self._swap_in()
+            return None
+
+        def closure_then_swap() -> Any:
+            result = closure()
+            self._swap_in()
+            return result
+
+        if len(args) > 1:
+            return (optimizer, closure_then_swap, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure_then_swap}
+
+    def _swap_in(self) -> None:
+        self._prepare()
+        groups = self.optimizer.param_groups
+        self._arrange(groups)
+        self._module_parameters = [group["params"] for group in groups]
+        for master in self._active:
+            master.tensor.grad = self._gradient(master)
+        for group, masters in zip(groups, self._arranged):
+            group["params"] = masters
+
+    def _after_step(self) -> None:
+        if self._module_parameters is None:
+            return
+        self.recover()
+        self._measure()
+        self._updated(list(dict.fromkeys(master.bucket for master in self._active)))
+
+    def recover(self) -> None:
+        """Put the module's parameters back, also after a step that raised."""
+        if self._module_parameters is None:
+            return
+        for group, parameters in zip(self.optimizer.param_groups, self._module_parameters):
+            group["params"] = parameters
+        self._module_parameters = None
+        for master in self._active:
+            master.tensor.grad = None
+
+    def _arrange(self, groups: list[dict[str, Any]]) -> None:
+        """Lay each group's parameters that have a gradient out as masters; the same as last time, as a rule."""
+        signature = [[(id(p), p.grad is None) for p in group["params"]] for group in groups]
+        if signature == self._signature:
+            return
+        self._signature, self._active, self._arranged = signature, [], []
+        for group in groups:
+            slots = [self._slot_of(p) for p in group["params"] if p.grad is not None]
+            foreign = [p for p in group["params"] if p.grad is not None and self._slot_of(p) is None]
+            masters = self._masters_of([slot for slot in slots if slot is not None])
+            self._active.extend(masters)
+            self._arranged.append([master.tensor for master in masters if master.tensor.numel()] + foreign)
+
+    def _masters_of(self, slots: list[BucketSlot]) -> list[Master]:
+        """The masters that cover these slots and no others, split off or made where there are none."""
+        wanted = set(slots)
+        for master in dict.fromkeys(self._master_of[slot] for slot in slots if slot in self._master_of):
+            if not wanted.issuperset(master.slots):
+                self._split(master, wanted)
+        new = [slot for slot in slots if slot not in self._master_of]
+        for run in _runs(new):
+            self._own(Master(run[0].bucket, run[0].index, run[-1].index))
+        return list(dict.fromkeys(self._master_of[slot] for slot in slots))
+
+    def _own(self, master: Master) -> None:
+        for slot in master.slots:
+            self._master_of[slot] = master
+
+    def _split(self, master: Master, wanted: set[BucketSlot]) -> None:
+        """Split a master whose segments no longer all have gradients: each part keeps its own state."""
+        state = self.optimizer.state.pop(master.tensor, {})
+        for chosen in (True, False):
+            for run in _runs([slot for slot in master.slots if (slot in wanted) == chosen]):
+                part = Master(master.bucket, run[0].index, run[-1].index)
+                self._own(part)
+                if state and part.tensor.numel():
+                    offset = part.range.start - master.range.start
+                    kept = slice(offset, offset + part.tensor.numel())
+                    self.optimizer.state[part.tensor] = {
+                        key: value[kept].clone() if _is_elementwise(value, master.tensor.shape) else _copy(value)
+                        for key, value in state.items()
+                    }
+
+    def _gradient(self, master: Master) -> Tensor | None:
+        if master.tensor.numel() == 0:
+            return None
+        shard = master.bucket.gradient_shard
+        pieces = [master.bucket.parameter(slot.index).grad for slot in master.slots]
+        if shard is not None and all(isinstance(g, ShardedTensor) and g.keep is shard for g in pieces):
+            return shard.flat[master.range].to(master.tensor.dtype)
+        gathered = torch.zeros_like(master.tensor)  # the user put gradients of his own in p.grad
+        for slot, gradient in zip(master.slots, pieces):
+            assert gradient is not None
+            if isinstance(gradient, ShardedTensor):
+                local = gradient.local
+            else:
+                local = gradient.reshape(-1)[slot.offset : slot.offset + slot.local_numel]
+            gathered[master.part_of(slot)] = local
+        return gathered
+
+    def _measure(self) -> None:
+        """Enter the bytes of optimizer state in the ledger; once, when the state has come into being."""
+        held = sum(_nbytes(self.optimizer.state.get(master.tensor)) for master in self._active)
+        if held != self._state_bytes:
+            self._ledger.add("optimizer", held - self._state_bytes)
+            self._state_bytes = held
+
+    # -- state in the terms of the module's parameters --------------------------------------------------------------
+
+    def state_of(self, parameter: Tensor) -> dict[str, Any]:
+        """One parameter's state in full shape. Collective."""
+        slot = self._slot_of(parameter)
+        return dict(self.optimizer.state.get(parameter, {})) if slot is None else self._whole_state([slot])[slot]
+
+    def whole_state(self, keep: Callable[[Tensor], Tensor] | None = None) -> dict[Tensor, dict[str, Any]]:
+        """The state by parameter of the module, each tensor in the parameter's full shape. Collective.
+
+        Args:
+            keep: what becomes of each gathered tensor (moved to the CPU, or dropped on ranks that do not write).
+        """
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        slots = {slot: p for p in parameters if (slot := self._slot_of(p)) is not None}
+        states = self._whole_state(list(slots), keep)
+        found = {slots[slot]: state for slot, state in states.items() if state}
+        return {**{p: self.optimizer.state[p] for p in parameters if p in self.optimizer.state}, **found}
+
+    def _whole_state(
+        self, slots: list[BucketSlot], keep: Callable[[Tensor], Tensor] | None = None
+    ) -> dict[BucketSlot, dict[str, Any]]:
+        if not slots:
+            return {}
+        local = {}
+        for slot in slots:
+            master = self._master_of.get(slot)
+            if master is not None and slot.local_numel:
+                state = self.optimizer.state.get(master.tensor, {})
+                local[slot.name] = {
+                    key: value.dtype if _is_elementwise(value, master.tensor.shape) else _Scalar(value)
+                    for key, value in state.items()
+                }
+        # what a rank owns nothing of, another knows the keys and the step counts of
+        known: dict[str, dict[str, Any]] = {}
+        for found in slots[0].bucket.communicator.gather_objects(local):
+            for name, keys in found.items():
+                known.setdefault(name, keys)
+        states: dict[BucketSlot, dict[str, Any]] = {}
+        for slot in slots:
+            state = states[slot] = {}
+            master = self._master_of.get(slot)
+            held = self.optimizer.state.get(master.tensor, {}) if master is not None else {}
+            for key, kind in known.get(slot.name, {}).items():
+                if isinstance(kind, _Scalar):
+                    state[key] = kind.value
+                    continue
+                if master is not None and slot.local_numel:
+                    part = held[key][master.part_of(slot)]
+                else:
+                    part = torch.empty(0, dtype=kind, device=slot.device)
+                state[key] = (keep or _unchanged)(slot.collect(part).clone())
+        return states
+
+    def whole_state_dict(self, keep: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """The optimizer's ``state_dict()`` with every tensor whole. Collective."""
+        self._keep = keep
+        try:
+            return self.optimizer.state_dict()
+        finally:
+            self._keep = _unchanged
+
+    def _before_state_dict(self, optimizer: Optimizer) -> None:
+        self._own_state = optimizer.state
+        optimizer.state = defaultdict(dict, self.whole_state(self._keep))
+
+    def _after_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        optimizer.state, self._own_state = self._own_state, None
+
+    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Take the state out, so that torch does not cast it to the parameters' dtype, and load the groups only."""
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if len(saved) != len(parameters):
+            return state_dict  # torch names the mismatch
+        self._loaded = {
+            parameter: state_dict["state"][index]
+            for index, parameter in zip(saved, parameters)
+            if index in state_dict["state"]
+        }
+        return {**state_dict, "state": {}}
+
+    def _after_load(self, optimizer: Optimizer) -> None:
+        loaded, self._loaded = self._loaded, None
+        self._adopt(loaded or {})
+
+    def _adopt(self, states: dict[Any, dict[str, Any]]) -> None:
+        """Cut whole state by parameter into the state of masters."""
+        optimizer = self.optimizer
+        self._master_of.clear()
+        self._signature = None
+        optimizer.state = defaultdict(dict)
+        by_slot: dict[BucketSlot, dict[str, Any]] = {}
+        for parameter, state in states.items():
+            slot = self._slot_of(parameter)
+            if slot is None:
+                optimizer.state[parameter] = state
+            elif state:
+                by_slot[slot] = state
+        group_of = {
+            slot: number
+            for number, group in enumerate(optimizer.param_groups)
+            for p in group["params"]
+            if (slot := self._slot_of(p)) is not None
+        }
+        alike: dict[Any, list[BucketSlot]] = {}
+        for slot, state in by_slot.items():
+            scalars = tuple(
+                (key, float(value) if isinstance(value, Tensor) else repr(value))
+                for key, value in state.items()
+                if not _is_elementwise(value, slot.shape) or (value.dim() == 0 and key in _COUNTERS)
+            )
+            alike.setdefault((group_of[slot], scalars), []).append(slot)
+        for slots in alike.values():
+            for run in _runs(slots):
+                master = Master(run[0].bucket, run[0].index, run[-1].index)
+                self._own(master)
+                if master.tensor.numel():
+                    optimizer.state[master.tensor] = self._cut(master, [by_slot[slot] for slot in run])
+        self._measure_all()
+
+    def _cut(self, master: Master, states: list[dict[str, Any]]) -> dict[str, Any]:
+        cut: dict[str, Any] = {}
+        for key, first in states[0].items():
+            whole = [state[key] for state in states]
+            elementwise = key not in _COUNTERS and all(
+                _is_elementwise(value, slot.shape) for value, slot in zip(whole, master.slots)
+            )
+            if not elementwise:
+                cut[key] = _copy(first)
+                continue
+            dtype = torch.promote_types(first.dtype, master.tensor.dtype) if first.is_floating_point() else first.dtype
+            # the gaps between segments start like the elements before them, so that no operator sees garbage
+            cut[key] = torch.zeros(master.tensor.shape, dtype=dtype, device=master.tensor.device)
+            for value, slot in zip(whole, master.slots):
+                part = value.detach().reshape(-1)[slot.offset : slot.offset + slot.local_numel]
+                cut[key][master.part_of(slot)] = part.to(cut[key])
+        return cut
+
+    def _measure_all(self) -> None:
+        self._active = list(dict.fromkeys(self._master_of.values()))
+        self._measure()
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> dict[Tensor, dict[str, Any]] | None:
+        """Unhook the optimizer and return its state by parameter, whole, for when those are ordinary again."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return None
+        self.recover()
+        for handle in self._handles:
+            handle.remove()
+        return self.whole_state()
+
+
+class _Scalar:
+    """A state that is not by element, such as a count of steps, on its way between ranks."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+# Zero-dimensional states of zero-dimensional parameters that are nevertheless not by element.
+_COUNTERS = {"step", "mu_product", "eta", "mu"}
+
+
+def _runs(slots: list[BucketSlot]) -> list[list[BucketSlot]]:
+    """Maximal runs of neighbours within a bucket, in the order of the bucket."""
+    by_bucket: dict[Bucket, list[BucketSlot]] = {}
+    for slot in slots:
+        by_bucket.setdefault(slot.bucket, []).append(slot)
+    runs: list[list[BucketSlot]] = []
+    for members in by_bucket.values():
+        members.sort(key=lambda slot: slot.index)
+        for position, slot in enumerate(members):
+            if position == 0 or members[position - 1].index != slot.index - 1:
+                runs.append([])
+            runs[-1].append(slot)
+    return runs
+
+
+def _is_elementwise(value: Any, shape: torch.Size) -> bool:
+    return isinstance(value, Tensor) and value.shape == shape
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _nbytes(state: dict[str, Any] | None) -> int:
+    return sum(v.numel() * v.element_size() for v in (state or {}).values() if isinstance(v, Tensor) and v.dim())

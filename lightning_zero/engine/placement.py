@@ -1,0 +1,80 @@
+"""What a ZeRO stage means: where parameters, gradients and optimizer state live at rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Placement(Enum):
+    """Where one kind of model state lives between its uses."""
+
+    REPLICATED = "replicated"
+    SHARDED = "sharded"
+
+
+@dataclass(frozen=True)
+class Placements:
+    """The triple that a stage is (Rajbhandari et al., SC20, section 5, figure 1).
+
+    Args:
+        stage: 1, 2 or 3.
+        parameters: REPLICATED at stages 1 and 2; SHARDED at stage 3.
+        gradients: REPLICATED at stage 1 (while micro-batches are accumulated without synchronisation); SHARDED above.
+        optimizer: SHARDED at every stage of ZeRO.
+    """
+
+    stage: int
+    parameters: Placement
+    gradients: Placement
+    optimizer: Placement
+
+    def model_state_bytes(self, numel: int, world_size: int, *, parameter_bytes: int, state_bytes: int = 8) -> int:
+        """Bytes of model states a rank, by the formula of the paper with the widths in which this engine keeps them.
+
+        Args:
+            numel: Psi, the number of parameter elements.
+            world_size: N, the number of ranks.
+            parameter_bytes: width of a parameter as it is computed with: 4 for fp32, 2 for bf16.
+            state_bytes: what the optimizer keeps an element: 8 for Adam's two fp32 moments.
+
+        Returns:
+            Parameters + gradients + fp32 masters + optimizer state. A master in fp32 *is* the rank's own slice of an
+            fp32 parameter, and at stage 3 a low-precision copy exists only while it is gathered, so neither is counted
+            twice; gradients are kept in fp32.
+        """
+        local = -(-numel // world_size)
+        gradients = local if self.gradients is Placement.SHARDED else numel
+        if self.parameters is Placement.SHARDED:
+            parameters = 4 * local
+        else:
+            parameters = parameter_bytes * numel + (4 * local if parameter_bytes != 4 else 0)
+        return parameters + 4 * gradients + state_bytes * local
+
+
+_R, _S = Placement.REPLICATED, Placement.SHARDED
+_STAGES = {
+    1: Placements(1, parameters=_R, gradients=_R, optimizer=_S),
+    2: Placements(2, parameters=_R, gradients=_S, optimizer=_S),
+    3: Placements(3, parameters=_S, gradients=_S, optimizer=_S),
+}
+# The paper's names (P_os, P_os+g, P_os+g+p), and those of texts that name a stage after what it is the first to shard:
+# ZeRO-O(ptimizer), ZeRO-D (gra*d*ients), ZeRO-P(arameters).
+_ALIASES = {"os": 1, "o": 1, "os+g": 2, "d": 2, "os+g+p": 3, "p": 3}
+
+
+def placements_of(stage: int | str) -> Placements:
+    """The placements of a stage, given by number or by one of the names that papers use.
+
+    Raises:
+        ValueError: if ``stage`` names none.
+    """
+    key = _ALIASES.get(stage.lower().strip(), stage) if isinstance(stage, str) else stage
+    if isinstance(key, str) and key.isdigit():
+        key = int(key)
+    if isinstance(key, bool) or key not in _STAGES:
+        raise ValueError(
+            f"stage={stage!r} is not a ZeRO stage: write 1, 2 or 3, or the paper's 'os', 'os+g', 'os+g+p' "
+            "(for stage 0 use Lightning's strategy='ddp')."
+        )
+    return _STAGES[key]

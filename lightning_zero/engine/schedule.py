@@ -1,0 +1,324 @@
+"""When units are gathered and released: hooks on modules, the order of units, and prefetching along it."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.engine.bucket import Bucket
+from lightning_zero.engine.units import UnitPlan
+
+
+class Unit:
+    """Modules whose parameters are gathered and released together.
+
+    Attributes:
+        name: qualified name of the module, ``""`` for the root unit.
+        buckets: one for each (dtype, requires_grad) of its parameters, or more where it is gigantic.
+    """
+
+    def __init__(self, plan: UnitPlan, buckets: list[Bucket]) -> None:
+        self.name, self.is_root, self.buckets = plan.name, plan.is_root, buckets
+        self.parameter_names = list(plan.parameters)
+        self.numel = sum(parameter.numel() for parameter in plan.parameters.values())
+        self.held = False  # by a window or by the recomputation of a checkpointed forward
+        self.depth = 0  # of nested forwards
+        self.outstanding = False  # ran under grad since the last backward
+        self.missing_gradients = 0  # of parameters that a backward is expected to give one
+        self.calls: set[_Call] = set()  # whose backward is under way
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name or 'root'}: {self.numel} elements in {len(self.buckets)} bucket(s))"
+
+    @property
+    def is_gathered(self) -> bool:
+        return all(bucket.is_ready for bucket in self.buckets)
+
+    @property
+    def stays(self) -> bool:
+        """Whether its parameters are whole at rest, so that nothing is to be gathered or released."""
+        return all(bucket.replicated for bucket in self.buckets)
+
+    def gather(self) -> None:
+        for bucket in self.buckets:
+            bucket.gather()
+
+    def wait(self) -> None:
+        for bucket in self.buckets:
+            bucket.wait()
+
+    def release(self) -> None:
+        for bucket in self.buckets:
+            bucket.release()
+
+    def set_open(self, is_open: bool) -> None:
+        for bucket in self.buckets:
+            bucket.open = is_open
+
+
+class _Scope:
+    """The module in whose forward some parameters of a unit are ordinary ones, and the dictionaries that hold them."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
+        self.recurrent: list[weakref.ref[nn.RNNBase]] = []
+        self.depth = 0
+
+    def swap_in(self) -> None:
+        self.depth += 1
+        if self.depth > 1:
+            return
+        for holder, attribute, parameter, view in self.entries:
+            if view.requires_grad is not parameter.requires_grad:
+                view.requires_grad_(parameter.requires_grad)
+            holder[attribute] = view
+        self._refresh_recurrent()
+
+    def swap_out(self) -> None:
+        self.depth -= 1
+        if self.depth > 0:
+            return
+        for holder, attribute, parameter, _ in self.entries:
+            holder[attribute] = parameter
+        self._refresh_recurrent()
+
+    def _refresh_recurrent(self) -> None:
+        # nn.LSTM and its kin keep a list of their own parameters
+        for reference in self.recurrent:
+            module = reference()
+            if module is not None:
+                module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]
+
+
+class _Call:
+    """One forward of a unit under grad, as its backward sees it.
+
+    The gradient of an output announces it; the gradients of the inputs, or those of all parameters, end it.
+    """
+
+    def __init__(self, schedule: Schedule, unit: Unit) -> None:
+        self._schedule, self._unit = schedule, unit
+        self._inputs_missing = 0
+        self._has_inputs = self._first_done = False
+
+    def watch_inputs(self, tensors: Iterator[Tensor]) -> None:
+        for position, tensor in enumerate(tensor for tensor in tensors if tensor.requires_grad):
+            self._has_inputs = True
+            self._inputs_missing += 1
+            tensor.register_hook(self._first_input_done if position == 0 else self._input_done)
+
+    def watch_outputs(self, tensors: Iterator[Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(self._begin)
+
+    def end_if_done(self) -> None:
+        """End it if nothing of the unit's values can be needed any more."""
+        unit = self._unit
+        gradients_in = unit.missing_gradients <= 0
+        if self._has_inputs:
+            trainable = all(bucket.views[0].requires_grad for bucket in unit.buckets)
+            done = self._inputs_missing <= 0 or (self._first_done and trainable and gradients_in)
+        else:
+            done = gradients_in
+        if done:
+            unit.calls.discard(self)
+            self._schedule.release_if_idle(unit)
+
+    def _begin(self, _: Tensor) -> None:
+        if self not in self._unit.calls:
+            self._unit.calls.add(self)
+            self._schedule.gather_for_backward(self._unit)
+
+    def _first_input_done(self, gradient: Tensor) -> None:
+        self._first_done = True
+        self._input_done(gradient)
+
+    def _input_done(self, _: Tensor) -> None:
+        self._inputs_missing -= 1
+        if self in self._unit.calls:
+            self.end_if_done()
+
+
+class Schedule:
+    """Gathers each unit before its forward and its backward, and releases it after.
+
+    Args:
+        units: the root unit first, if there is one.
+        prefetch: units whose gather is started ahead.
+    """
+
+    def __init__(self, units: list[Unit], prefetch: int) -> None:
+        self.units, self.prefetch = units, prefetch
+        self.root = next((unit for unit in units if unit.is_root), None)
+        self.windows = 0
+        # The order in which units ran in the last window, which the next one is expected to repeat.
+        self._order: list[Unit] = [unit for unit in units if not unit.is_root]
+        self._ran: list[Unit] = []
+        self._handles: list[Any] = []
+
+    @property
+    def order(self) -> list[Unit]:
+        """Units in the order of forward, the root unit first."""
+        rest = [unit for unit in self.units if unit not in self._order and unit is not self.root]
+        return ([self.root] if self.root else []) + self._order + rest
+
+    # -- hooks ------------------------------------------------------------------------------------------------------
+
+    def install(self, plans: list[UnitPlan]) -> None:
+        """Hook the modules. The hooks hold the units; nothing here holds a module."""
+        for plan, unit in zip(plans, self.units):
+            slots = {slot.name: (bucket, slot.index) for bucket in unit.buckets for slot in bucket.slots}
+            scopes: dict[int, tuple[nn.Module, _Scope]] = {}
+            for name, owners in plan.owners.items():
+                bucket, index = slots[name]
+                for owner in owners:
+                    module = owner.module if unit.is_root else plan.module
+                    scope = scopes.setdefault(id(module), (module, _Scope()))[1]
+                    view = bucket.views[index]
+                    scope.entries.append((owner.module._parameters, owner.attribute, bucket.parameter(index), view))
+                    if isinstance(owner.module, nn.RNNBase):
+                        if not any(reference() is owner.module for reference in scope.recurrent):
+                            scope.recurrent.append(weakref.ref(owner.module))
+            for module, scope in scopes.values():
+                scope._refresh_recurrent()
+                self._hook(module, unit, scope)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _hook(self, module: nn.Module, unit: Unit, scope: _Scope) -> None:
+        calls: list[_Call | None] = []
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self._enter(unit)
+            scope.swap_in()
+            watched = torch.is_grad_enabled() and not unit.stays and not unit.held
+            calls.append(_Call(self, unit) if watched else None)
+            if calls[-1] is not None:
+                calls[-1].watch_inputs(tensors_in((args, kwargs)))
+
+        def after(_: nn.Module, args: Any, output: Any) -> None:
+            if not calls:
+                return  # the forward failed before ours began
+            call = calls.pop()
+            scope.swap_out()
+            if call is not None and output is not None:
+                call.watch_outputs(tensors_in(output))
+            self._leave(unit)
+
+        self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        # Recomputation for activation checkpointing ends by an exception as soon as it has what it needs.
+        self._handles.append(module.register_forward_hook(after, always_call=True))
+
+    # -- forward ----------------------------------------------------------------------------------------------------
+
+    def open_window(self) -> None:
+        """Begin a step: the root unit is whole from here on."""
+        self.windows += 1
+        if self.windows > 1:
+            return
+        self._ran = []
+        for unit in self.units:
+            unit.set_open(True)
+        if self.root is not None:
+            self.root.gather()
+            self.root.held = True
+            self._prefetch_after(-1)
+
+    def close_window(self) -> None:
+        self.windows -= 1
+        if self.windows:
+            return
+        if self._ran:
+            self._order = list(dict.fromkeys(self._ran))
+        for unit in self.units:
+            unit.set_open(False)
+            if unit is not self.root:
+                self.release_if_idle(unit)  # a prefetched one that never ran
+        if self.root is not None:
+            self.root.outstanding = torch.is_grad_enabled()
+            if not self.root.outstanding:
+                self.root.held = False
+                self.root.release()
+
+    def _enter(self, unit: Unit) -> None:
+        unit.depth += 1
+        if unit.depth > 1 or unit.is_root and unit.held:
+            unit.wait()
+            return
+        unit.gather()
+        if not in_backward():
+            self._ran.append(unit)
+            if unit in self._order and self.windows:
+                self._prefetch_after(self._order.index(unit))
+        unit.wait()
+
+    def _leave(self, unit: Unit) -> None:
+        unit.depth -= 1
+        if torch.is_grad_enabled():
+            unit.outstanding = True
+        if not in_backward():  # what was recomputed is needed at once
+            self.release_if_idle(unit)
+
+    def _prefetch_after(self, position: int) -> None:
+        for unit in self._order[position + 1 : position + 1 + self.prefetch]:
+            unit.gather()
+
+    # -- backward ---------------------------------------------------------------------------------------------------
+
+    def gather_for_backward(self, unit: Unit) -> None:
+        unit.gather()
+        if unit in self._order:
+            position = self._order.index(unit)
+            for before in self._order[max(0, position - self.prefetch) : position][::-1]:
+                if before.outstanding:
+                    before.gather()
+        unit.wait()
+
+    def gradients_in(self, unit: Unit) -> None:
+        """Every gradient that was expected of the unit has come."""
+        for call in list(unit.calls):
+            call.end_if_done()
+
+    def release_if_idle(self, unit: Unit) -> None:
+        if unit.depth == 0 and not unit.calls and not unit.held:
+            if in_backward():
+                unit.outstanding = False
+            unit.release()
+
+    def end_backward(self) -> None:
+        """Release what is still whole."""
+        for unit in self.units:
+            unit.calls.clear()
+            unit.outstanding = False
+            if unit.is_root and not self.windows:
+                unit.held = False
+            if unit.depth == 0 and not unit.held:
+                unit.release()
+
+
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested lists, dictionaries (ModelOutput too) and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))

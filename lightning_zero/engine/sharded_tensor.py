@@ -1,0 +1,487 @@
+"""One tensor of which each rank holds a contiguous range: a parameter at rest, and a gradient after its reduction.
+
+To user code it is a tensor of the full shape. What it does is decided by what an operator needs:
+
+- pointwise operators with scalars or with tensors cut alike act on the local range;
+- sums, norms and the like act on the local range and are reduced once;
+- views are recorded, and replayed when they are used;
+- everything else gathers the whole value, computes, and writes the local range back if it was in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+aten = torch.ops.aten
+
+
+class Slot(Protocol):
+    """What a sharded tensor asks of the place it has in a bucket. Slots that are cut alike are the same object."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    offset: int
+    local_numel: int
+
+    def local_parameter(self) -> Tensor:
+        """The rank's range of the parameter, 1-D, in the dtype of the masters."""
+
+    def whole_parameter(self) -> Tensor | None:
+        """The whole parameter where it lies here already, else None. Not to be kept: the buffer may be released."""
+
+    def write_parameter(self, value: Tensor) -> None:
+        """Give the parameter a new whole value."""
+
+    def written_locally(self) -> None:
+        """The local range of the parameter was written: copies of it are to follow."""
+
+    def collect(self, local: Tensor) -> Tensor:
+        """The whole of a tensor that is cut as this slot. Collective."""
+
+    def reduce(self, value: Tensor, op: Any) -> Tensor:
+        """Reduce a small tensor over ranks, in place. Collective."""
+
+
+class _Handle(torch.Tensor):
+    """What both kinds share: no data of their own, so that whatever reads data directly must be told."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def whole(self) -> Tensor:
+        raise NotImplementedError
+
+    def write_whole(self, value: Tensor) -> None:
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _HANDLERS:
+            out = _HANDLERS[func](func, args, kwargs)
+        elif torch.Tag.pointwise in func.tags or func in _LOCAL:
+            out = _act_locally(func, args, kwargs)
+        elif func._schema.name.startswith("aten::_foreach_"):
+            out = _act_on_lists(func, args, kwargs)
+        elif _is_view(func) and isinstance(args[0], _Handle):
+            out = _views(func, args, kwargs)
+        else:
+            out = NotImplemented
+        return _act_on_whole(func, args, kwargs) if out is NotImplemented else out
+
+    def numpy(self, *, force: bool = False) -> Any:
+        if self.requires_grad and not force:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+        array = self.whole().detach().clone().numpy(force=force)
+        array.flags.writeable = False  # a copy: a write to it would be lost without a word
+        return array
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
+
+    def tolist(self) -> Any:
+        return self.whole().tolist()
+
+    def __format__(self, format_spec: str) -> str:
+        return self.whole().__format__(format_spec) if self.dim() == 0 else object.__format__(self, format_spec)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        value = self.whole().detach().clone()
+        if isinstance(self, torch.nn.Parameter):
+            value = torch.nn.Parameter(value, self.requires_grad)
+        return value.__reduce_ex__(protocol)
+
+
+class ShardedTensor(_Handle):
+    """A tensor of a bucket's slot, of which this rank holds the 1-D range ``local``.
+
+    Args:
+        slot: the slot it is cut as.
+        local: this rank's range, or None for the parameter itself, whose range the slot keeps. Its dtype may be wider
+            than the tensor's own (an fp32 master of a bf16 parameter).
+        dtype: the dtype that user code sees.
+        keep: whatever has to live as long as this tensor.
+    """
+
+    _slot: Slot
+    _local: Tensor | None
+    keep: Any
+
+    @staticmethod
+    def __new__(
+        cls,
+        slot: Slot,
+        local: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        requires_grad: bool = False,
+        keep: Any = None,
+    ) -> ShardedTensor:
+        dtype = dtype or (local.dtype if local is not None else slot.dtype)
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, slot.shape, dtype=dtype, device=slot.device, requires_grad=requires_grad
+        )
+        self._slot, self._local, self.keep = slot, local, keep
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's range, 1-D."""
+        return self._slot.local_parameter() if self._local is None else self._local
+
+    @property
+    def slot(self) -> Slot:
+        return self._slot
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it is the engine's own parameter (a detached alias of it included), not a value derived from one."""
+        return self._local is None
+
+    def whole_at_hand(self) -> Tensor | None:
+        """The whole value where it can be had without communication."""
+        return self._slot.whole_parameter() if self.is_parameter else None
+
+    def whole(self) -> Tensor:
+        """The whole value, in the dtype that user code sees. Collective unless it is at hand."""
+        value = self.whole_at_hand()
+        if value is None:
+            value = self._slot.collect(self.local)
+        return value.to(self.dtype)
+
+    def write_whole(self, value: Tensor) -> None:
+        if self.is_parameter:
+            self._slot.write_parameter(value)
+        else:
+            self.local.copy_(_local_range(value, self._slot))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        start, stop = self._slot.offset, self._slot.offset + self._slot.local_numel
+        kind = "Parameter containing:\n" if isinstance(self, torch.nn.Parameter) else ""
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return (
+            f"{kind}ShardedTensor({self._slot.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"this rank holds [{start}, {stop}) of {self.numel()} elements{grad})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            with torch.no_grad():
+                # a copy is no longer the engine's: it is a value of its own, cut alike, so that a copied module (an
+                # average of weights, say) costs each rank its share only
+                copy = ShardedTensor(self._slot, self.local.clone(), self.dtype)
+            if isinstance(self, torch.nn.Parameter):
+                copy = torch.nn.Parameter(copy, self.requires_grad)
+            else:
+                copy.requires_grad_(self.requires_grad)
+            memo[id(self)] = copy
+        return memo[id(self)]
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.shape != self.shape:
+            raise ValueError(
+                f"{self._slot.name}: .data of shape {tuple(self.shape)} cannot be replaced by a tensor of shape "
+                f"{tuple(value.shape)} while the module is sharded; change shapes before the strategy sets it up."
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+
+class _View(_Handle):
+    """A view of a sharded tensor, recorded: what it shows, and what is written to it, is the tensor's own.
+
+    Args:
+        base: what was viewed, a view itself or not.
+        steps: the view operators to replay on the whole value.
+    """
+
+    _base_tensor: ShardedTensor
+    _steps: list[tuple[Any, Any, Any]]
+
+    @staticmethod
+    def __new__(cls, base: Any, steps: list[tuple[Any, Any, Any]]) -> _View:
+        if isinstance(base, _View):
+            base, steps = base._base_tensor, base._steps + steps
+        shape = torch.empty(base.shape, dtype=base.dtype, device="meta")
+        meta = _replay(shape, steps)
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, meta.shape, strides=meta.stride(), storage_offset=0, dtype=meta.dtype, device=base.device
+        )
+        self._base_tensor, self._steps = base, steps
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def whole(self) -> Tensor:
+        return _replay(self._base_tensor.whole(), self._steps)
+
+    def write_whole(self, value: Tensor) -> None:
+        base = self._base_tensor.whole().clone()
+        _replay(base, self._steps).copy_(value)
+        self._base_tensor.write_whole(base)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"view of {self._base_tensor!r}, shape={tuple(self.shape)}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.whole().detach().clone()
+
+
+def _replay(value: Tensor, steps: list[tuple[Any, Any, Any]]) -> Tensor:
+    for func, args, kwargs in steps:
+        value = func(value, *args, **kwargs)
+    return value
+
+
+def _is_view(func: Any) -> bool:
+    """Whether the result is a view, or a list of views, of the first argument."""
+    schema = func._schema
+    aliases = schema.arguments[0].alias_info if schema.arguments else None
+    return aliases is not None and not aliases.is_write and len(schema.returns) == 1
+
+
+def _views(func: Any, args: Any, kwargs: Any) -> Any:
+    if str(func._schema.returns[0].type) == "Tensor":
+        return _View(args[0], [(func, args[1:], kwargs)])
+    count = len(func(torch.empty(args[0].shape, device="meta"), *args[1:], **kwargs))
+
+    def item(position: int) -> Callable[..., Tensor]:
+        return lambda value, *rest, **options: func(value, *rest, **options)[position]
+
+    return [_View(args[0], [(item(position), args[1:], kwargs)]) for position in range(count)]
+
+
+def _local_range(value: Tensor, slot: Slot) -> Tensor:
+    """This rank's range of a plain tensor that has, or broadcasts to, the slot's shape."""
+    flat = value.expand(slot.shape).reshape(-1)
+    return flat[slot.offset : slot.offset + slot.local_numel]
+
+
+def _targets(func: Any) -> list[int | str]:
+    """Positions and names of the arguments that an operator writes to."""
+    found: list[int | str] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(argument.name if argument.kwarg_only else position)
+    return found
+
+
+def _act_on_whole(func: Any, args: Any, kwargs: Any) -> Any:
+    written: list[tuple[_Handle, Tensor]] = []
+    targets = _targets(func)
+
+    def to_whole(target: bool) -> Callable[[Any], Any]:
+        def convert(value: Any) -> Any:
+            if not isinstance(value, _Handle):
+                return value
+            whole = value.whole()
+            if target:
+                whole = whole.clone()  # so that a failing operator leaves the original as it was
+                written.append((value, whole))
+            return whole
+
+        return convert
+
+    new_args = [tree_map(to_whole(position in targets), arg) for position, arg in enumerate(args)]
+    new_kwargs = {name: tree_map(to_whole(name in targets), arg) for name, arg in kwargs.items()}
+    out = func(*new_args, **new_kwargs)
+    for handle, whole in written:
+        handle.write_whole(whole)
+    originals = {id(whole): handle for handle, whole in written}
+    return tree_map(lambda value: originals.get(id(value), value), out)
+
+
+def _act_locally(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a pointwise operator on local ranges, or say NotImplemented where that would not give the whole's answer."""
+    leaves, spec = tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    sharded = [tensor for tensor in tensors if isinstance(tensor, ShardedTensor)]
+    in_place = bool(_targets(func))
+    if not sharded or any(isinstance(t, _View) for t in tensors) or any(t._slot is not sharded[0]._slot for t in sharded):
+        return NotImplemented
+    slot = sharded[0]._slot
+    if in_place and (args == () or args[0] is not sharded[0] or "out" in kwargs):
+        return NotImplemented
+    plain = [tensor for tensor in tensors if not isinstance(tensor, ShardedTensor)]
+    # A plain tensor may differ by rank (a loss, an incoming gradient), and then so does the result, which is no longer
+    # one tensor of which each rank may keep a part. A write into the parts is meant alike on all ranks, as under DDP.
+    if plain and not in_place:
+        return NotImplemented
+    if all(tensor.whole_at_hand() is not None for tensor in sharded):
+        return NotImplemented  # cheaper, and equal to DDP's in every bit
+    if slot.shape != torch.broadcast_shapes(slot.shape, *(tensor.shape for tensor in plain)):
+        return NotImplemented
+
+    def to_local(value: Any) -> Any:
+        if isinstance(value, ShardedTensor):
+            # in place, a wider master is written to with its own precision
+            return value.local if in_place and value is args[0] else value.local.to(value.dtype)
+        if isinstance(value, Tensor) and value.dim() > 0:
+            return _local_range(value, slot)
+        return value
+
+    local_args, local_kwargs = tree_unflatten([to_local(leaf) for leaf in leaves], spec)
+    if func is aten._to_copy.default and set(local_kwargs) - {"dtype"}:
+        target = local_kwargs.get("device")
+        if target is not None and torch.device(target) != slot.device:
+            return NotImplemented
+        local_kwargs = {name: value for name, value in local_kwargs.items() if name in ("dtype", "non_blocking")}
+    local_kwargs.pop("memory_format", None)
+    out = func(*local_args, **local_kwargs)
+    if in_place:
+        if sharded[0].is_parameter:
+            slot.written_locally()
+        return args[0]
+    return ShardedTensor(slot, out) if isinstance(out, Tensor) else NotImplemented
+
+
+def _act_on_lists(func: Any, args: Any, kwargs: Any) -> Any:
+    """The ``_foreach_*`` operators: on local ranges where every tensor of the first list is sharded."""
+    lists = [arg for arg in args if isinstance(arg, (list, tuple)) and any(isinstance(t, Tensor) for t in arg)]
+    first = args[0]
+    in_place = bool(_targets(func))
+    alike = all(isinstance(t, ShardedTensor) and t.whole_at_hand() is None for t in first) and all(
+        isinstance(t, ShardedTensor) and t._slot is other._slot for tensors in lists for t, other in zip(tensors, first)
+    )
+    plain = any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values()))
+    if not alike or (plain and not in_place) or func is aten._foreach_norm.Scalar:
+        return _foreach_norm(args, kwargs) if func is aten._foreach_norm.Scalar and alike else NotImplemented
+
+    def to_local(value: Any) -> Any:
+        if isinstance(value, ShardedTensor):
+            return value.local
+        return [to_local(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    out = func(*(to_local(arg) for arg in args), **kwargs)
+    if in_place:
+        for tensor in first:
+            if tensor.is_parameter:
+                tensor._slot.written_locally()
+        return None
+    return [ShardedTensor(tensor._slot, local) for tensor, local in zip(first, out)]
+
+
+def _foreach_norm(args: Any, kwargs: Any) -> list[Tensor]:
+    """Norms of many sharded tensors with one reduction: what clipping by norm asks for."""
+    tensors, order = args[0], float(args[1]) if len(args) > 1 else float(kwargs.get("ord", 2))
+    slot: Slot = tensors[0]._slot
+    parts = [_partial_norm(tensor.local, order) for tensor in tensors]
+    return list(_finish_norm(torch.stack(parts), order, slot).unbind())
+
+
+def _partial_norm(local: Tensor, order: float) -> Tensor:
+    """What of a vector norm is summed (or, for the infinite orders, compared) over ranks."""
+    if order in (float("inf"), -float("inf")):
+        neutral = 0.0 if order > 0 else float("inf")
+        return torch.linalg.vector_norm(local, order) if local.numel() else local.new_full((), neutral)
+    if order == 0:
+        return (local != 0).sum().to(local.dtype)
+    return torch.linalg.vector_norm(local, order) ** order
+
+
+def _finish_norm(parts: Tensor, order: float, slot: Slot) -> Tensor:
+    if order == float("inf"):
+        return slot.reduce(parts, dist.ReduceOp.MAX)
+    if order == -float("inf"):
+        return slot.reduce(parts, dist.ReduceOp.MIN)
+    total = slot.reduce(parts, dist.ReduceOp.SUM)
+    return total if order == 0 else total ** (1.0 / order)
+
+
+def _own(tensor: Any) -> ShardedTensor | None:
+    """The argument of a reduction if it is to be reduced part by part."""
+    return tensor if isinstance(tensor, ShardedTensor) and tensor.whole_at_hand() is None else None
+
+
+def _vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = _own(args[0])
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    if tensor is None or len(args) > 2 or kwargs.get("dim") or kwargs.get("keepdim") or kwargs.get("dtype"):
+        return NotImplemented
+    return _finish_norm(_partial_norm(tensor.local, float(order)), float(order), tensor._slot)
+
+
+def _sum(func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = _own(args[0])
+    if tensor is None or len(args) > 1 or kwargs:
+        return NotImplemented
+    total = tensor._slot.reduce(tensor.local.sum(), dist.ReduceOp.SUM)
+    return total / tensor.numel() if func is aten.mean.default else total
+
+
+def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
+    """max, min, all, any: of the parts, then over ranks."""
+    tensor = _own(args[0])
+    if tensor is None or len(args) > 1 or kwargs or tensor.numel() == 0:
+        return NotImplemented
+    largest = func in (aten.max.default, aten.any.default)
+    boolean = func in (aten.all.default, aten.any.default)
+    local = tensor.local.bool().to(torch.uint8) if boolean else tensor.local
+    if local.numel():
+        part = local.max() if largest else local.min()
+    elif boolean:
+        part = local.new_full((), 0 if largest else 1)
+    else:
+        limits = torch.finfo(local.dtype) if local.is_floating_point() else torch.iinfo(local.dtype)
+        part = local.new_full((), limits.min if largest else limits.max)
+    found = tensor._slot.reduce(part, dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN)
+    return found.bool() if boolean else found
+
+
+def _alias(func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = args[0]
+    if isinstance(tensor, _View):
+        return _View(tensor, [])
+    return ShardedTensor(tensor._slot, tensor._local, tensor.dtype, keep=tensor.keep)
+
+
+def _accumulate(func: Any, args: Any, kwargs: Any) -> Any:
+    """``add_``: from inside a backward pass, onto a reduced gradient, it is autograd accumulating a local one."""
+    target = args[0]
+    if isinstance(target, ShardedTensor) and target.keep is not None and torch._C._current_graph_task_id() != -1:
+        target.keep.accumulate(target._slot, args[1])
+        return target
+    return _act_locally(func, args, kwargs)
+
+
+_HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
+    aten.detach.default: _alias,
+    aten.alias.default: _alias,
+    aten.add_.Tensor: _accumulate,
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten.sum.default: _sum,
+    aten.mean.default: _sum,
+    aten.max.default: _extreme,
+    aten.min.default: _extreme,
+    aten.all.default: _extreme,
+    aten.any.default: _extreme,
+}
+
+# Act on each element alone, though torch does not tag them so.
+_LOCAL = {
+    aten.clone.default,
+    aten.copy_.default,
+    aten.empty_like.default,
+    aten.fill_.Scalar,
+    aten.full_like.default,
+    aten.ones_like.default,
+    aten.zero_.default,
+    aten.zeros_like.default,
+    aten._to_copy.default,
+}
