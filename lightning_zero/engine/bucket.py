@@ -200,6 +200,11 @@ class Bucket:
         """Whether all values lie here, or are on their way."""
         return self._gathered
 
+    @property
+    def is_whole_here(self) -> bool:
+        """Whether all values of the masters lie here, and none is on its way."""
+        return self.shard_in_full and self._pending is None
+
     def parameter(self, index: int) -> nn.Parameter:
         parameter = self.parameters[index]()
         assert parameter is not None, f"parameter {self.layout.segments[index].name} was deleted"
@@ -365,19 +370,21 @@ class Bucket:
 
     def restore(self) -> None:
         """Make the parameters ordinary again, whole."""
-        whole: list[Tensor] = []
-        self.gather(refresh=not self.shard_in_full and self.dtype == self.full.dtype)
         self.wait()
-        for index, slot in enumerate(self.slots):
-            exact = self.full.dtype == self.dtype or self.communicator.size == 1
-            value = slot.whole_parameter() if exact else slot.collect(slot.local_parameter())
-            assert value is not None
+        exact = self.communicator.size > 1 and self.dtype == self.full.dtype
+        if exact:
+            self.gather()
+            self.wait()
+        whole = []
+        for slot in self.slots:
+            value = self.segment_view(slot.index) if exact else slot.collect(slot.local_parameter())
             whole.append(value.to(self.dtype, copy=True))
         parameters = [self.parameter(index) for index in range(len(whole))]
-        self.parameters = []
+        self.parameters = []  # a tensor must have no weak references to be swapped
         for parameter, value in zip(parameters, whole):
             parameter.grad = None
             become(parameter, nn.Parameter(value, parameter.requires_grad))
+        self.release()
 
 
 def become(parameter: nn.Parameter, other: nn.Parameter) -> None:

@@ -329,21 +329,28 @@ class Engine:
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Make the parameters ordinary again, whole, and the optimizers' state with them. Collective."""
+    def close(self, *, communicate: bool = True) -> None:
+        """Make the parameters ordinary again, whole, and the optimizers' state with them. Collective.
+
+        Args:
+            communicate: False asks nothing of other ranks, as after a failure: then what does not lie here whole stays
+                sharded, and the optimizers lose their state.
+        """
+        communicate = communicate or self.communicator.size == 1
         self.agreement.close()
-        states = [(masters._optimizer(), masters.close()) for masters in self.masters]
+        states = [(masters._optimizer(), masters.close(communicate=communicate)) for masters in self.masters]
         for hook in self._root_hooks:
             hook.remove()
         self.schedule.remove()
         self.reducer.remove()
         with torch.no_grad():
             for bucket in self.buckets:
-                bucket.restore()
+                if communicate or bucket.is_whole_here:
+                    bucket.restore()
         for optimizer, state in states:
-            if optimizer is not None and state is not None:
+            if optimizer is not None:
                 optimizer.state.clear()
-                optimizer.state.update(state)
+                optimizer.state.update(state or {})
         module = self._module()
         if module is not None:
             for inner in module.modules():

@@ -102,6 +102,7 @@ class Masters:
         prepare: Callable[[], None],
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
+        _masters_of[optimizer] = self
         self._slot_of, self._ledger, self._updated, self._prepare = slot_of, ledger, updated, prepare
         self._master_of: dict[BucketSlot, Master] = {}
         self._module_parameters: list[list[Any]] | None = None
@@ -386,15 +387,31 @@ class Masters:
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
-    def close(self) -> dict[Tensor, dict[str, Any]] | None:
-        """Unhook the optimizer and return its state by parameter, whole, for when those are ordinary again."""
+    def close(self, *, communicate: bool) -> dict[Tensor, dict[str, Any]] | None:
+        """Unhook the optimizer and return its state by parameter, whole, for when those are ordinary again.
+
+        Args:
+            communicate: False returns None, and asks nothing of other ranks.
+        """
         optimizer = self._optimizer()
         if optimizer is None:
             return None
         self.recover()
         for handle in self._handles:
             handle.remove()
-        return self.whole_state()
+        _masters_of.pop(optimizer, None)
+        return self.whole_state() if communicate else None
+
+
+_masters_of: weakref.WeakKeyDictionary[Optimizer, Masters] = weakref.WeakKeyDictionary()
+
+
+def masters_that_hold(parameter: Tensor) -> Masters | None:
+    """The masters of the optimizer in whose groups a parameter is, if an engine keeps any."""
+    for masters in _masters_of.values():
+        if any(held is parameter for group in masters.optimizer.param_groups for held in group["params"]):
+            return masters
+    return None
 
 
 class _Scalar:

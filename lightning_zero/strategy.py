@@ -1,0 +1,375 @@
+"""ZeRO as a Lightning strategy: Lightning's hooks, each a few lines that call the engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zero.engine import Engine, Report, Unit
+from lightning_zero.engine.placement import Placement, placements_of
+from lightning_zero.engine.units import Units
+from lightning_zero.precision import compute_dtype_of
+
+log = logging.getLogger(__name__)
+
+CHECKPOINT_KEY = "lightning_zero"
+"""Where a checkpoint keeps the fp32 masters of low-precision parameters; all else is where Lightning puts it."""
+
+
+class ZeroStrategy(ParallelStrategy):
+    """ZeRO (Rajbhandari et al., SC20) for an unmodified LightningModule.
+
+    Arguments:
+        stage: 1 shards the optimizer state, 2 the gradients too, 3 the parameters too. Also by the paper's names
+            ``"os"``, ``"os+g"``, ``"os+g+p"``.
+        offload: ``None``; nothing else in this version.
+        units: which modules are gathered and released together: ``"auto"``, module classes, or a predicate of
+            (qualified name, module).
+        prefetch: units gathered ahead of need at stage 3.
+        overlap: ``False`` waits for every collective where it is started; for debugging.
+        reduction_buffers: gradient buffers that may be in reduction at once.
+        bucket_numel: elements from which on a unit is cut into several collectives.
+        allow_any_optimizer: accept optimizer classes that are not known to be elementwise.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as of every strategy.
+        process_group_backend: for example ``"nccl"`` or ``"gloo"``; by default what suits the device.
+        timeout: of the process group.
+        start_method: how the Trainer starts the other processes: ``"popen"`` runs the script again,
+            ``"spawn"``, ``"fork"`` and ``"forkserver"`` are ``torch.multiprocessing``'s.
+
+    Raises:
+        ValueError: if an argument is not one of the allowed values.
+    """
+
+    def __init__(
+        self,
+        stage: int | str = 3,
+        offload: None = None,
+        units: Units = "auto",
+        prefetch: int = 1,
+        overlap: bool = True,
+        reduction_buffers: int = 2,
+        bucket_numel: int = 2**25,
+        allow_any_optimizer: bool = False,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        if offload is not None:
+            raise ValueError(f"offload={offload!r} is not supported yet: leave it out, or write offload=None.")
+        if start_method not in ("popen", "spawn", "fork", "forkserver"):
+            raise ValueError(f"start_method={start_method!r} must be 'popen', 'spawn', 'fork' or 'forkserver'.")
+        self.stage = placements_of(stage).stage
+        self.engine: Engine | None = None
+        self.last_report: Report | None = None
+        self._engine_options: dict[str, Any] = {
+            "stage": stage,
+            "units": units,
+            "prefetch": prefetch,
+            "overlap": overlap,
+            "reduction_buffers": reduction_buffers,
+            "bucket_numel": bucket_numel,
+            "allow_any_optimizer": allow_any_optimizer,
+        }
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        self._num_nodes = 1
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._start_method = start_method
+        self._failed = False
+        self._masters: dict[str, Tensor] = {}
+
+    # -- the processes ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_distributed(self) -> bool:
+        """Read by Lightning: data is split over the ranks and ``sync_dist`` means something."""
+        return True
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    @property
+    def process_group_backend(self) -> str | None:
+        return self._process_group_backend
+
+    @property
+    def _is_single(self) -> bool:
+        return self.num_nodes * self.num_processes == 1
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if self._is_single:
+            return
+        if self._start_method == "popen":
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        else:
+            self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        self._process_group_backend = self._process_group_backend or _get_default_process_group_backend_for_device(
+            self.root_device
+        )
+        if not self._is_single:
+            assert self.cluster_environment is not None
+            device_id = self.root_device if self.root_device.type != "cpu" else None
+            _init_dist_connection(
+                self.cluster_environment, self._process_group_backend, timeout=self._timeout, device_id=device_id
+            )
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment and the loggers which rank this is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
+
+    # -- setting up -------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        if precision_plugin is not None:
+            compute_dtype_of(precision_plugin)  # refuses what is not supported, before any process is started
+        self._precision_plugin = precision_plugin
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units of the module, the root unit first; empty outside of a run."""
+        return self.engine.units if self.engine is not None else []
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None and self.model is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        if fitting:
+            self.setup_optimizers(trainer)
+        if fitting or placements_of(self.stage).parameters is Placement.SHARDED:
+            self.engine = Engine(
+                self.lightning_module,
+                self.optimizers if fitting else [],
+                compute_dtype=compute_dtype_of(self.precision_plugin),
+                handshake_timeout=(self._timeout or default_pg_timeout).total_seconds(),
+                **self._engine_options,
+            )
+            self.engine.load_masters(self._masters)
+            self._masters = {}
+            if trainer.is_global_zero:
+                log.debug("ZeRO stage %d: %s", self.stage, self.engine.units)
+        elif not self._is_single:
+            _sync_module_states(self.lightning_module)
+        self._failed = False
+        self.setup_precision_plugin()
+        if fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    def _window(self) -> AbstractContextManager[None]:
+        return self.engine.window() if self.engine is not None else nullcontext()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._window():
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._window():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._window():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._window():
+            return super().predict_step(*args, **kwargs)
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        with self.engine.no_sync() if self.engine is not None else nullcontext():
+            yield
+
+    # -- collectives ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _blocked_in(self, what: str) -> Iterator[None]:
+        """Tell ranks that wait elsewhere where this one is."""
+        with self.engine.agreement.blocked_in(what) if self.engine is not None else nullcontext():
+            yield
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if _distributed_is_initialized():
+            device_ids = [self.root_device.index] if dist.get_backend() == "nccl" else None
+            with self._blocked_in(f"the barrier {name or ''}".strip()):
+                dist.barrier(device_ids=device_ids)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not _distributed_is_initialized():
+            return obj
+        holder = [obj]
+        with self._blocked_in("Strategy.broadcast"):
+            dist.broadcast_object_list(holder, src)
+        return holder[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, Tensor):
+            return tensor
+        with self._blocked_in("Strategy.reduce"):
+            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole state dict on rank 0; on the other ranks the same names and shapes on the meta device."""
+        if self.engine is None:
+            return super().lightning_module_state_dict()
+        return self.engine.full_state_dict(keep=self.is_global_zero)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        if self.engine is None:
+            return super().optimizer_state(optimizer)
+        return self.engine.full_optimizer_state_dict(optimizer, keep=self.is_global_zero)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self.engine is not None and "optimizer_states" in checkpoint:
+            masters = self.engine.masters_by_name(keep=self.is_global_zero)
+            if masters:
+                checkpoint[CHECKPOINT_KEY] = {"masters": masters}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        super().load_model_state_dict(checkpoint, strict)
+        masters = checkpoint.get(CHECKPOINT_KEY, {}).get("masters", {})
+        if self.engine is not None:
+            self.engine.load_masters(masters)
+        else:
+            self._masters = masters  # until the module is cut
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+
+    @override
+    def teardown(self) -> None:
+        if self.engine is not None:
+            engine, self.engine = self.engine, None
+            self.last_report = engine.report()
+            # After a failure the other ranks may be anywhere: nothing is asked of them.
+            engine.close(communicate=not self._failed)
+        if self.lightning_module is not None and self._layer_sync and self.model is not None:
+            self.model = self._layer_sync.revert(self.model)
+        super().teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # users copy trainers and strategies: the engine belongs to one
+        return {**super().__getstate__(), "engine": None}
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        variants: list[tuple[str, Callable[[int], dict[str, Any]]]] = [
+            ("", lambda stage: {"stage": stage}),
+            ("_spawn", lambda stage: {"stage": stage, "start_method": "spawn"}),
+            ("_fork", lambda stage: {"stage": stage, "start_method": "fork"}),
+            ("_notebook", lambda stage: {"stage": stage, "start_method": "fork"}),
+        ]
+        for stage in (1, 2, 3):
+            for suffix, options in variants:
+                name = f"zero{stage}{suffix}"
+                if name not in strategy_registry:
+                    description = f"ZeRO stage {stage}{f' ({suffix[1:]})' if suffix else ''}"
+                    strategy_registry.register(name, cls, description=description, **options(stage))
+
+
+# Lightning asks for DDPStrategy where it means "every rank holds the module": torch.compile, for one.
+DDPStrategy.register(ZeroStrategy)
+ZeroStrategy.register_strategies(StrategyRegistry)
