@@ -9,7 +9,8 @@ from lightning_zero.commands import COMMANDS
 def main() -> int:
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
-        print(f"usage: lightning-zero {{{','.join(COMMANDS)}}} ...\n\nlightning-zero train --help says what can be set.")
+        print(f"usage: lightning-zero {{{','.join(COMMANDS)}}} ...")
+        print("lightning-zero train --help says what can be set.")
         return 0
     if name not in COMMANDS:
         print(f"lightning-zero: no subcommand {name!r}; there is {', '.join(COMMANDS)}", file=sys.stderr)

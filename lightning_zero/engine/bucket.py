@@ -187,13 +187,22 @@ class Bucket:
         self._filled = [False] * len(layout.segments)
         self._unsynchronised = False
         self._gradient_shard: weakref.ref[GradientShard] | None = None
-        self.slots = [BucketSlot(self, i, dtype) for i in range(len(layout.segments))]
+        # a parameter holds its slot, which holds the bucket: the way back is weak, so that both go with the module
+        slots = [BucketSlot(self, i, dtype) for i in range(len(layout.segments))]
+        self._slots = [weakref.ref(slot) for slot in slots]
         self.parameters: list[weakref.ref[nn.Parameter]] = []
-        for slot, parameter in zip(self.slots, parameters):
+        for slot, parameter in zip(slots, parameters):
             become(parameter, nn.Parameter(ShardedTensor(slot), parameter.requires_grad))
             self.parameters.append(weakref.ref(parameter))
 
     # -- parameters -------------------------------------------------------------------------------------------------
+
+    @property
+    def slots(self) -> list[BucketSlot]:
+        """The places of the parameters, in the order of the layout."""
+        slots = [reference() for reference in self._slots]
+        assert None not in slots, f"parameters of unit {self.unit_name!r} were deleted"
+        return slots  # type: ignore[return-value]
 
     @property
     def is_ready(self) -> bool:
@@ -361,7 +370,8 @@ class Bucket:
 
     def show_gradient(self, index: int, shard: GradientShard) -> None:
         """Make ``p.grad`` the reduced gradient."""
-        parameter, slot = self.parameter(index), self.slots[index]
+        parameter, slot = self.parameter(index), self._slots[index]()
+        assert slot is not None
         gradient = parameter.grad
         if not (isinstance(gradient, ShardedTensor) and gradient.keep is shard):
             parameter.grad = ShardedTensor(slot, shard.flat[slot.local_range], self.dtype, keep=shard)
@@ -375,8 +385,8 @@ class Bucket:
         if exact:
             self.gather()
             self.wait()
-        whole = []
-        for slot in self.slots:
+        whole, slots = [], self.slots
+        for slot in slots:
             value = self.segment_view(slot.index) if exact else slot.collect(slot.local_parameter())
             whole.append(value.to(self.dtype, copy=True))
         parameters = [self.parameter(index) for index in range(len(whole))]

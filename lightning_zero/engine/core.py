@@ -123,8 +123,13 @@ class Engine:
         self._steps = 0
         self._buffers_follow = True
         for inner in module.modules():
+            for attribute, value in vars(inner).items():
+                # old-style weight_norm and its kin keep what they computed, and with it a graph that holds parameters
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    setattr(inner, attribute, value.detach())
             if isinstance(inner, nn.RNNBase):
-                inner._flat_weight_refs = []  # weak references, which a tensor must not have to be swapped
+                # weak references to parameters, which a tensor must not have when it is swapped
+                inner._flat_weight_refs = [None] * len(inner._flat_weights_names)
         self._sync_buffers(module)
         rank_in_groups = _rank_in_groups(optimizers)
         self.units = [Unit(plan, self._buckets_of(plan, rank_in_groups)) for plan in plans]
@@ -138,9 +143,9 @@ class Engine:
             overlap=overlap,
             reduces_every_backward=self.placements.gradients is Placement.SHARDED,
         )
-        self.masters = [
-            Masters(optimizer, slot_of, self.ledger, self._updated, self._before_update) for optimizer in optimizers
-        ]
+        self.masters = [Masters(optimizer, slot_of, self) for optimizer in optimizers]
+        # the module's and the optimizers' hooks keep the engine; nothing in the engine keeps these
+        weakref.finalize(self, self.agreement.close)
         self._root_hooks = [
             module.register_forward_pre_hook(lambda *_: self._open_window(), prepend=True),
             module.register_forward_hook(lambda *_: self._close_window(), always_call=True),
@@ -233,11 +238,12 @@ class Engine:
                     if buffer.numel():
                         self.communicator.from_first(buffer)
 
-    def _before_update(self) -> None:
+    def before_update(self) -> None:
+        """The masters are about to change: nothing may still be reading them."""
         for bucket in self.buckets:
             bucket.wait()
 
-    def _updated(self, buckets: list[Bucket]) -> None:
+    def updated(self, buckets: list[Bucket]) -> None:
         """The masters of these buckets have changed: what shows their values is gathered anew, in forward order."""
         self._steps += 1
         changed = set(buckets)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,16 @@ def check_optimizer(optimizer: Optimizer, allow_any: bool) -> None:
         )
 
 
+class Owner(Protocol):
+    """What masters ask of the engine."""
+
+    ledger: Ledger
+
+    def before_update(self) -> None: ...
+
+    def updated(self, buckets: list[Bucket]) -> None: ...
+
+
 class Master:
     """This rank's part of a run of neighbouring segments, as one 1-D leaf over the bucket's shard.
 
@@ -90,20 +100,18 @@ class Masters:
     Args:
         optimizer: the user's; it is kept alive by the user alone.
         slot_of: finds the slot of one of the module's parameters, or None for a foreign one.
-        updated: called after each step with the buckets whose masters changed.
+        owner: the engine, told before and after each update.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         slot_of: Callable[[Tensor], BucketSlot | None],
-        ledger: Ledger,
-        updated: Callable[[list[Bucket]], None],
-        prepare: Callable[[], None],
+        owner: Owner,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         _masters_of[optimizer] = self
-        self._slot_of, self._ledger, self._updated, self._prepare = slot_of, ledger, updated, prepare
+        self._slot_of, self._ledger, self._owner = slot_of, owner.ledger, weakref.ref(owner)
         self._master_of: dict[BucketSlot, Master] = {}
         self._module_parameters: list[list[Any]] | None = None
         self._active: list[Master] = []
@@ -149,7 +157,9 @@ class Masters:
         return args, {**kwargs, "closure": closure_then_swap}
 
     def _swap_in(self) -> None:
-        self._prepare()
+        owner = self._owner()
+        assert owner is not None
+        owner.before_update()
         groups = self.optimizer.param_groups
         self._arrange(groups)
         self._module_parameters = [group["params"] for group in groups]
@@ -163,7 +173,9 @@ class Masters:
             return
         self.recover()
         self._measure()
-        self._updated(list(dict.fromkeys(master.bucket for master in self._active)))
+        owner = self._owner()
+        assert owner is not None
+        owner.updated(list(dict.fromkeys(master.bucket for master in self._active)))
 
     def recover(self) -> None:
         """Put the module's parameters back, also after a step that raised."""

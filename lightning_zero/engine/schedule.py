@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine.bucket import Bucket
+from lightning_zero.engine.sharded_tensor import Handle
 from lightning_zero.engine.units import UnitPlan
 
 
@@ -159,6 +160,7 @@ class Schedule:
         self.windows = 0
         # The order in which units ran in the last window, which the next one is expected to repeat.
         self._order: list[Unit] = [unit for unit in units if not unit.is_root]
+        self._saved = SavedTensors(units)
         self._ran: list[Unit] = []
         self._handles: list[Any] = []
 
@@ -195,22 +197,28 @@ class Schedule:
         self._handles.clear()
 
     def _hook(self, module: nn.Module, unit: Unit, scope: _Scope) -> None:
-        calls: list[_Call | None] = []
+        calls: list[tuple[_Call | None, bool]] = []
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             self._enter(unit)
             scope.swap_in()
             watched = torch.is_grad_enabled() and not unit.stays and not unit.held
-            calls.append(_Call(self, unit) if watched else None)
-            if calls[-1] is not None:
-                calls[-1].watch_inputs(tensors_in((args, kwargs)))
+            call = _Call(self, unit) if watched else None
+            alone = call is not None and not self.windows and not in_backward()
+            calls.append((call, alone))
+            if call is not None:
+                call.watch_inputs(tensors_in((args, kwargs)))
+            if alone:
+                self._saved.watch()
 
         def after(_: nn.Module, args: Any, output: Any) -> None:
             if not calls:
                 return  # the forward failed before ours began
-            call = calls.pop()
+            call, alone = calls.pop()
             scope.swap_out()
-            if call is not None and output is not None:
+            if alone:
+                self._saved.unwatch()
+            if call is not None:
                 call.watch_outputs(tensors_in(output))
             self._leave(unit)
 
@@ -226,6 +234,8 @@ class Schedule:
         if self.windows > 1:
             return
         self._ran = []
+        if torch.is_grad_enabled():
+            self._saved.watch()
         for unit in self.units:
             unit.set_open(True)
         if self.root is not None:
@@ -237,6 +247,7 @@ class Schedule:
         self.windows -= 1
         if self.windows:
             return
+        self._saved.unwatch()
         if self._ran:
             self._order = list(dict.fromkeys(self._ran))
         for unit in self.units:
@@ -303,6 +314,69 @@ class Schedule:
                 unit.held = False
             if unit.depth == 0 and not unit.held:
                 unit.release()
+
+
+class SavedTensors:
+    """Gathers a unit again when backward needs a saved value of it that is not there.
+
+    As a rule the gradient of a unit's output has announced its backward. Where something else leaves a unit (a loss
+    kept as an attribute), or a graph is used twice, the saved tensor itself asks.
+
+    Args:
+        units: those whose buffers are released between their uses are watched for.
+    """
+
+    def __init__(self, units: list[Unit]) -> None:
+        self._bucket_of = {
+            bucket.full.untyped_storage()._cdata: bucket
+            for unit in units
+            for bucket in unit.buckets
+            if not bucket.replicated
+        }
+        self._watching = 0
+
+    def watch(self) -> None:
+        """Look at what autograd saves from here on."""
+        if not self._bucket_of:
+            return
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        buckets = self._bucket_of
+
+        def pack(tensor: Tensor) -> Any:
+            bucket = buckets.get(tensor.untyped_storage()._cdata) if not isinstance(tensor, Handle) else None
+            if bucket is None and outer is not None:
+                return outer[0](tensor)
+            return _Saved(tensor, tensor._version, bucket)
+
+        def unpack(packed: Any) -> Tensor:
+            if type(packed) is not _Saved:
+                return outer[1](packed)
+            tensor, version, bucket = packed
+            if bucket is not None:
+                bucket.gather()
+                bucket.wait()
+            if tensor._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"tensor of shape {tuple(tensor.shape)} is at version {tensor._version}; expected version {version} "
+                    "instead."
+                )
+            return tensor
+
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        self._watching += 1
+
+    def unwatch(self) -> None:
+        """Stop what the last ``watch`` began, if it began anything."""
+        if self._watching:
+            self._watching -= 1
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+class _Saved(NamedTuple):
+    tensor: Tensor
+    version: int
+    bucket: Bucket | None
 
 
 def in_backward() -> bool:

@@ -50,7 +50,7 @@ class Slot(Protocol):
         """Reduce a small tensor over ranks, in place. Collective."""
 
 
-class _Handle(torch.Tensor):
+class Handle(torch.Tensor):
     """What both kinds share: no data of their own, so that whatever reads data directly must be told."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -70,7 +70,7 @@ class _Handle(torch.Tensor):
             out = _act_locally(func, args, kwargs)
         elif func._schema.name.startswith("aten::_foreach_"):
             out = _act_on_lists(func, args, kwargs)
-        elif _is_view(func) and isinstance(args[0], _Handle):
+        elif _is_view(func) and isinstance(args[0], Handle):
             out = _views(func, args, kwargs)
         else:
             out = NotImplemented
@@ -99,7 +99,7 @@ class _Handle(torch.Tensor):
         return value.__reduce_ex__(protocol)
 
 
-class ShardedTensor(_Handle):
+class ShardedTensor(Handle):
     """A tensor of a bucket's slot, of which this rank holds the 1-D range ``local``.
 
     Args:
@@ -202,7 +202,7 @@ class ShardedTensor(_Handle):
             self.copy_(value)
 
 
-class _View(_Handle):
+class _View(Handle):
     """A view of a sharded tensor, recorded: what it shows, and what is written to it, is the tensor's own.
 
     Args:
@@ -283,12 +283,12 @@ def _targets(func: Any) -> list[int | str]:
 
 
 def _act_on_whole(func: Any, args: Any, kwargs: Any) -> Any:
-    written: list[tuple[_Handle, Tensor]] = []
+    written: list[tuple[Handle, Tensor]] = []
     targets = _targets(func)
 
     def to_whole(target: bool) -> Callable[[Any], Any]:
         def convert(value: Any) -> Any:
-            if not isinstance(value, _Handle):
+            if not isinstance(value, Handle):
                 return value
             whole = value.whole()
             if target:

@@ -1,0 +1,1 @@
+"""The tests, as a specification: a test's name is a sentence about behaviour."""

@@ -1,0 +1,23 @@
+"""Fixtures for every test; `tests/support/__init__.py` says how a test runs on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.support import WorkerPools
+
+
+@pytest.fixture(scope="session")
+def worker_pools() -> Iterator[WorkerPools]:
+    pools = WorkerPools()
+    yield pools
+    pools.close()
+
+
+@pytest.fixture
+def run_on(worker_pools: WorkerPools) -> Callable[..., list[Any]]:
+    """`run_on(world_size, fn, timeout=60, seed=0, **kwargs)`: what `fn(**kwargs)` returned on each rank, by rank."""
+    return worker_pools.run_on

@@ -1,0 +1,83 @@
+"""The arithmetic of a bucket: no tensor, no process."""
+
+import pytest
+import torch
+
+from lightning_zero.engine.layout import ALIGNMENT, BucketLayout, Segment
+from lightning_zero.engine.placement import Placement, placements_of
+
+SHAPES = [("a", torch.Size((7, 15))), ("b", torch.Size(())), ("c", torch.Size((0, 3))), ("d", torch.Size((16, 17)))]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 64, 1000])
+def test_every_element_of_every_parameter_is_owned_by_exactly_one_rank(world_size):
+    layout = BucketLayout.of(SHAPES, world_size)
+    for index, segment in enumerate(layout.segments):
+        owned = []
+        for rank in range(world_size):
+            start, stop = layout.owned_range(index, index, rank)
+            owned.extend(range(start, stop))
+        assert owned == list(range(segment.start, segment.stop))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 64])
+def test_shards_are_equal_and_cover_the_bucket(world_size):
+    layout = BucketLayout.of(SHAPES, world_size)
+    ranges = [layout.shard_range(rank) for rank in range(world_size)]
+    assert [stop - start for start, stop in ranges] == [layout.shard_numel] * world_size
+    assert ranges[0][0] == 0 and ranges[-1][1] == layout.padded_numel
+    assert all(before[1] == after[0] for before, after in zip(ranges, ranges[1:]))
+
+
+def test_segments_and_gaps_cover_the_bucket_once_and_segments_are_aligned():
+    layout = BucketLayout.of(SHAPES, 3)
+    covered = sorted([(s.start, s.stop) for s in layout.segments if s.numel] + layout.gaps())
+    assert covered[0][0] == 0 and covered[-1][1] == layout.padded_numel
+    assert all(before[1] == after[0] for before, after in zip(covered, covered[1:]))
+    assert all(segment.start % ALIGNMENT == 0 for segment in layout.segments)
+    assert layout.numel == 7 * 15 + 1 + 0 + 16 * 17
+
+
+def test_a_layout_whose_segments_overlap_is_refused_when_it_is_made():
+    with pytest.raises(AssertionError, match="overlaps"):
+        BucketLayout((Segment("a", torch.Size((16,)), 0), Segment("b", torch.Size((4,)), 8)), 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [(1, 1), ("1", 1), ("os", 1), ("o", 1), (2, 2), ("os+g", 2), ("d", 2), (3, 3), ("OS+G+P", 3), ("p", 3)],
+)
+def test_a_stage_goes_by_its_number_and_by_the_papers_names(name, stage):
+    assert placements_of(name).stage == stage
+
+
+@pytest.mark.parametrize("name", [0, 4, -1, "zero3", "", None, 2.5, True])
+def test_another_stage_is_refused_with_what_to_write_instead(name):
+    with pytest.raises(ValueError, match=r"write 1, 2 or 3"):
+        placements_of(name)
+
+
+def test_each_stage_shards_one_kind_of_state_more():
+    sharded = {
+        stage: [p is Placement.SHARDED for p in (places.optimizer, places.gradients, places.parameters)]
+        for stage in (1, 2, 3)
+        for places in [placements_of(stage)]
+    }
+    assert sharded == {1: [True, False, False], 2: [True, True, False], 3: [True, True, True]}
+
+
+@pytest.mark.parametrize(
+    ("stage", "width", "expected"),
+    [
+        # fp32: 4 parameters (a master is the rank's own slice) + 4 gradients + 8 Adam
+        (1, 4, 4 * 800 + 4 * 800 + 8 * 100),
+        (2, 4, 4 * 800 + 4 * 100 + 8 * 100),
+        (3, 4, 16 * 100),
+        # bf16 compute: 2 parameters, and 4 masters + 4 gradients + 8 Adam
+        (1, 2, 2 * 800 + 4 * 100 + 4 * 800 + 8 * 100),
+        (2, 2, 2 * 800 + 16 * 100),
+        (3, 2, 16 * 100),
+    ],
+)
+def test_the_formula_of_model_states_at_each_stage_for_800_parameters_on_8_ranks(stage, width, expected):
+    assert placements_of(stage).model_state_bytes(800, 8, parameter_bytes=width) == expected

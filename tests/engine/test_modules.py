@@ -1,0 +1,374 @@
+"""What modules do with their parameters, at every stage on two ranks, bit-equal to DDP."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from lightning_zero.engine import Engine
+from tests.support import rank
+
+WIDTH = 6
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Blocks between two layers; what is odd about a model overrides a method."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x, step):
+        x = self.first(x)
+        for number, block in enumerate(self.blocks):
+            x = self.run(block, x, number, step)
+        return self.last(x).square().mean()
+
+    def run(self, block, x, number, step):
+        return block(x)
+
+
+class Tied(Net):
+    def __init__(self):
+        super().__init__()
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+        self.last.weight = nn.Parameter(self.first.weight[:3].detach().clone())
+
+
+class Reused(Net):
+    def run(self, block, x, number, step):
+        return block(block(x))
+
+
+class Branches(Net):
+    """A unit that some steps do not use, alike on all ranks."""
+
+    def run(self, block, x, number, step):
+        return x if number == 1 and step % 2 else block(x)
+
+
+class BranchInside(Net):
+    """A branch inside a block that is chosen by rank and step."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.forward = lambda x, own=block: self.inside(own, x)
+        self.step = 0
+
+    def inside(self, block, x):
+        if (rank() + self.step) % 2:
+            return x + block.down(F.gelu(block.up(x)))
+        return block.norm(x)
+
+    def forward(self, x, step):
+        self.step = step
+        return super().forward(x, step)
+
+
+class Experts(Net):
+    """Each rank's tokens go to another expert; some expert gets none anywhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.ModuleDict({str(i): nn.Linear(WIDTH, WIDTH) for i in range(4)})])
+
+    def run(self, block, x, number, step):
+        return block[str((rank() + step) % 3)](x)
+
+
+class ReadOutside(Net):
+    """Parameters read outside of the module that owns them, in a unit and in the root."""
+
+    def run(self, block, x, number, step):
+        return block(x) + F.linear(x, self.first.weight) + self.blocks[0].up.bias[:WIDTH]
+
+
+class Penalty(Net):
+    def forward(self, x, step):
+        return super().forward(x, step) + 0.01 * sum((p**2).sum() for p in self.parameters())
+
+
+class PenaltyByRank(Net):
+    """A penalty whose weight differs by rank: its gradient differs too, and is averaged."""
+
+    def forward(self, x, step):
+        loss = super().forward(x, step)
+        return loss + loss.detach() * sum(p.abs().sum() for p in self.parameters())
+
+
+class OwnParameter(Net):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def run(self, block, x, number, step):
+        return self.scale * block(x)
+
+
+class Recurrent(Net):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.LSTM(WIDTH, WIDTH, 2), nn.GRU(WIDTH, WIDTH, bidirectional=True)])
+        self.last = nn.Linear(2 * WIDTH, 3)
+
+    def run(self, block, x, number, step):
+        return block(x)[0]
+
+
+class Normed(Net):
+    def __init__(self):
+        super().__init__()
+        nn.utils.parametrizations.weight_norm(self.first)
+        nn.utils.parametrizations.spectral_norm(self.last)
+        torch.nn.utils.weight_norm(self.blocks[1].up)
+
+
+class Checkpointed(Net):
+    reentrant = False
+
+    def run(self, block, x, number, step):
+        return checkpoint(block, x, use_reentrant=self.reentrant)
+
+
+class CheckpointedReentrant(Checkpointed):
+    reentrant = True
+
+
+class FrozenCheckpointed(Checkpointed):
+    def __init__(self):
+        super().__init__()
+        self.blocks[0].requires_grad_(False)
+        self.blocks[1].norm.requires_grad_(False)
+
+
+class Frozen(Net):
+    """A frozen backbone with trained biases and one trained block."""
+
+    def __init__(self):
+        super().__init__()
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_("bias" in name or name.startswith("blocks.1"))
+
+
+@dataclasses.dataclass
+class Output:
+    hidden: torch.Tensor
+    extra: dict
+
+
+class StructuredBlock(Block):
+    def forward(self, state):
+        hidden = super().forward(state.hidden)
+        return Output(hidden, {"kept": [hidden.detach(), state.extra.get("kept")], "name": "block"})
+
+
+class Structured(Net):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(StructuredBlock() for _ in range(3))
+
+    def run(self, block, x, number, step):
+        state = x if isinstance(x, Output) else Output(x, {})
+        state = block(state)
+        return state.hidden if number == 2 else state
+
+
+class Auxiliary(Net):
+    """A loss that leaves a block by an attribute, not by its output."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.register_forward_hook(lambda module, args, out: setattr(module, "aux", module.up(out).mean()))
+
+    def forward(self, x, step):
+        return super().forward(x, step) + sum(block.aux for block in self.blocks)
+
+
+class Buffers(Net):
+    """Statistics that differ by rank until the next forward, and an integer buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def run(self, block, x, number, step):
+        self.count += 1 + rank()
+        return self.norm(block(x))
+
+
+class InPlace(Net):
+    def run(self, block, x, number, step):
+        x = block(x)
+        x.mul_(1.5).relu_()
+        return x
+
+
+CASES = [
+    Net, Tied, Reused, Branches, BranchInside, Experts, ReadOutside, Penalty, PenaltyByRank, OwnParameter, Recurrent,
+    Normed, Checkpointed, CheckpointedReentrant, FrozenCheckpointed, Frozen, Structured, Auxiliary, Buffers, InPlace,
+]  # fmt: skip
+# Sums over parts, and gradients that reach a parameter both through its module and directly, are added up in another order.
+OTHER_ORDER = {Penalty, PenaltyByRank, ReadOutside}
+
+
+def inputs(step):
+    generator = torch.Generator().manual_seed(100 * step + rank())
+    return torch.randn(5, WIDTH, generator=generator)
+
+
+def train(module, forward, optimizer, steps=6):
+    losses = []
+    for step in range(steps):
+        loss = forward(inputs(step), step)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach().clone())
+    return losses
+
+
+def adam(module):
+    return torch.optim.Adam([p for p in module.parameters() if p.requires_grad], lr=1e-2)
+
+
+def compare_with_ddp(kind):
+    torch.manual_seed(0)
+    reference = kind()
+    modules = {stage: kind() for stage in (1, 2, 3)}
+    for module in modules.values():
+        module.load_state_dict(reference.state_dict())
+    wrapped = DistributedDataParallel(reference, find_unused_parameters=kind is not CheckpointedReentrant)
+    expected = train(reference, wrapped, adam(reference))
+    bound = {"rtol": 2e-6, "atol": 1e-7} if kind in OTHER_ORDER else {"rtol": 0, "atol": 0}
+    for stage, module in modules.items():
+        optimizer = adam(module)
+        engine = Engine(module, [optimizer], stage=stage)
+        losses = train(module, module, optimizer)
+        torch.testing.assert_close(losses, expected, **bound, msg=lambda m: f"stage {stage}: losses: {m}")
+        weights = engine.full_state_dict()
+        assert all(unit.stays or not unit.is_gathered for unit in engine.units), "something was left gathered"
+        engine.close()
+        for name, value in reference.state_dict().items():
+            torch.testing.assert_close(weights[name], value, **bound, msg=lambda m: f"stage {stage}: {name}: {m}")
+            torch.testing.assert_close(module.state_dict()[name], value, **bound, msg=lambda m: f"{stage} {name}: {m}")
+
+
+@pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
+def test_losses_and_weights_equal_ddps_at_every_stage(run_on, kind):
+    run_on(2, compare_with_ddp, kind=kind)
+
+
+def compare_two_backwards():
+    torch.manual_seed(0)
+    reference = Net()
+    modules = {stage: copy.deepcopy(reference) for stage in (1, 2, 3)}
+
+    def step(module, forward, optimizer):
+        for number in range(3):
+            once = module.blocks[0](inputs(number)).sum()  # a block used alone, outside of the module's forward
+            twice = forward(inputs(number), number) + forward(inputs(number + 50), number)
+            optimizer.zero_grad()
+            twice.backward(retain_graph=True)
+            twice.backward()
+            once.backward()
+            optimizer.step()
+
+    # what DDP's own reducer cannot do, its definition can: the mean over ranks of local gradients
+    optimizer = adam(reference)
+
+    def average():
+        for parameter in reference.parameters():
+            torch.distributed.all_reduce(parameter.grad)
+            parameter.grad /= 2
+
+    optimizer.register_step_pre_hook(lambda *_: average())
+    step(reference, reference, optimizer)
+    for stage, module in modules.items():
+        optimizer = adam(module)
+        engine = Engine(module, [optimizer], stage=stage)
+        step(module, module, optimizer)
+        for name, value in engine.full_state_dict().items():
+            torch.testing.assert_close(value, reference.state_dict()[name], rtol=1e-5, atol=1e-6)
+        engine.close()
+
+
+def test_two_forwards_one_backward_and_two_backwards_of_one_graph(run_on):
+    run_on(2, compare_two_backwards)
+
+
+def raise_in_forward():
+    torch.manual_seed(0)
+
+    class Failing(Net):
+        def run(self, block, x, number, step):
+            if step == 1 and number == 1:
+                raise KeyError("user error")
+            return block(x)
+
+    for stage in (1, 2, 3):
+        module = Failing()
+        optimizer = adam(module)
+        engine = Engine(module, [optimizer], stage=stage)
+        before = {name: id(p) for name, p in module.named_parameters()}
+        for step in range(3):
+            if step == 1:
+                with pytest.raises(KeyError, match="user error"):
+                    module(inputs(step), step)
+                continue
+            optimizer.zero_grad()
+            module(inputs(step), step).backward()
+            optimizer.step()
+        assert {name: id(p) for name, p in module.named_parameters()} == before
+        engine.close()
+        assert all(type(p) is nn.Parameter for p in module.parameters())
+
+
+def test_an_error_in_the_users_forward_leaves_the_module_able_to_train(run_on):
+    run_on(2, raise_in_forward)
+
+
+def delete_everything(stage):
+    gc.collect()
+    gc.disable()
+    try:
+        module = Net()
+        optimizer = adam(module)
+        engine = Engine(module, [optimizer], stage=stage)
+        train(module, module, optimizer, steps=2)
+        optimizer.zero_grad()
+        watched = [weakref.ref(engine), weakref.ref(module), *(weakref.ref(b) for b in engine.buckets)]
+        watched += [weakref.ref(p) for p in module.parameters()]
+        del engine, module, optimizer
+        assert [reference() for reference in watched if reference() is not None] == []
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deleting_the_module_frees_its_memory_without_a_garbage_collection(run_on, world_size, stage):
+    run_on(world_size, delete_everything, stage=stage)

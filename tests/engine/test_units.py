@@ -1,0 +1,92 @@
+"""Which modules form units: plain modules, no process."""
+
+import pytest
+from torch import nn
+
+from lightning_zero.engine import units as units_module
+from lightning_zero.engine.units import plan_units
+
+
+class Block(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+
+
+class Mixture(nn.Module):
+    """A block whose experts are chosen by data."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(4, 3)
+        self.experts = nn.ModuleList(Block() for _ in range(3))
+
+
+class Decoder(nn.Module):
+    def __init__(self, block=Block, tied=False):
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.head = nn.Linear(4, 10, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+
+def names(module, units="auto"):
+    return [plan.name for plan in plan_units(module, units)]
+
+
+def test_repeated_blocks_each_form_a_unit_and_the_rest_is_the_root():
+    plans = plan_units(Decoder())
+    assert [plan.name for plan in plans] == ["", "blocks.0", "blocks.1", "blocks.2"]
+    assert list(plans[0].parameters) == ["embedding.weight", "head.weight"]
+
+
+def test_children_of_a_sequential_form_units():
+    assert names(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == ["0", "2"]
+
+
+def test_stages_of_a_convolutional_net_are_opened():
+    assert names(nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block()))) == ["0.0", "0.1", "1.0"]
+
+
+def test_experts_stay_inside_their_block():
+    assert names(Decoder(Mixture)) == ["", "blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_a_list_of_heads_stays_with_who_chooses_among_them():
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.heads = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    assert names(Heads()) == [""]
+
+
+def test_large_layers_outside_of_blocks_form_their_own(monkeypatch):
+    monkeypatch.setattr(units_module, "LARGE_LAYER", 40)
+    assert names(Decoder()) == ["embedding", "blocks.0", "blocks.1", "blocks.2", "head"]
+
+
+def test_weights_tied_across_units_go_to_the_root_which_covers_both(monkeypatch):
+    monkeypatch.setattr(units_module, "LARGE_LAYER", 40)
+    root = plan_units(Decoder(tied=True))[0]
+    assert root.is_root and list(root.parameters) == ["embedding.weight"]
+    assert [owner.attribute for owner in root.owners["embedding.weight"]] == ["weight", "weight"]
+
+
+@pytest.mark.parametrize("units", [Block, [Block], (Block, nn.Bilinear), lambda name, _: name.startswith("blocks.")])
+def test_classes_or_a_predicate_override_the_choice(units):
+    assert names(Decoder(), units) == ["", "blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_units_that_match_nothing_are_refused_with_the_classes_there_are():
+    with pytest.raises(ValueError, match=r"no module matches LSTM.*Block.*Embedding"):
+        plan_units(Decoder(), nn.LSTM)
+
+
+@pytest.mark.parametrize("units", ["blocks", 3, [], [3]])
+def test_units_of_another_kind_are_refused_with_what_to_write(units):
+    with pytest.raises(TypeError, match=r"write 'auto'"):
+        plan_units(Decoder(), units)

@@ -1,0 +1,58 @@
+"""What a unit costs, by arithmetic of the tests' own: padding, collectives, bytes."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Any
+
+from torch import nn
+
+ALIGNMENT = 8
+"""Each parameter begins at a multiple of so many elements of its bucket, and each shard has a multiple of it."""
+
+
+def padded_numel(numels: list[int], ranks: int) -> int:
+    """Elements of a bucket that holds parameters of these sizes, with the gaps between and the padding behind them."""
+    stop = 0
+    for numel in numels:
+        stop = aligned(stop) + numel
+    return ranks * aligned(ceil(stop / ranks))
+
+
+def aligned(numel: int) -> int:
+    return ALIGNMENT * ceil(numel / ALIGNMENT)
+
+
+def padded_units(units: list[Any], module: nn.Module, ranks: int) -> dict[str, int]:
+    """Padded elements by unit; each unit here has one bucket (one dtype, all trainable)."""
+    numels = {name: p.numel() for name, p in module.named_parameters()}
+    assert sorted(name for unit in units for name in unit.parameter_names) == sorted(numels), "each is in one unit"
+    assert all(unit.numel == sum(numels[name] for name in unit.parameter_names) for unit in units)
+    return {unit.name: padded_numel([numels[name] for name in unit.parameter_names], ranks) for unit in units}
+
+
+def difference(later: Any, earlier: Any) -> dict[str, dict[str, int]]:
+    """What was counted between two reports: calls, elements and bytes of the two kinds that move the model."""
+    kinds = ("all_gather", "reduce_scatter")
+    return {
+        what: {kind: getattr(later, what).get(kind, 0) - getattr(earlier, what).get(kind, 0) for kind in kinds}
+        for what in ("calls", "elements", "bytes")
+    }
+
+
+def expected_traffic(padded: dict[str, int], stage: int, steps: int, backwards: int) -> dict[str, dict[str, int]]:
+    """In fp32, of so many steps and backwards over units of these sizes; the root unit's name is empty.
+
+    Gradients are reduced once a step at stage 1, and once a backward above. Weights are gathered once a step at stages
+    1 and 2; at stage 3 in the forward and in the backward of each unit, except the root unit, which is whole from the
+    beginning of the one to the end of the other.
+    """
+    reductions = dict.fromkeys(padded, steps if stage == 1 else backwards)
+    gathers = {name: steps if stage < 3 else backwards * (1 if name == "" else 2) for name in padded}
+    times = {"all_gather": gathers, "reduce_scatter": reductions}
+    elements = {kind: sum(times[kind][name] * padded[name] for name in padded) for kind in times}
+    return {
+        "calls": {kind: sum(times[kind].values()) for kind in times},
+        "elements": elements,
+        "bytes": {kind: 4 * elements[kind] for kind in times},
+    }

@@ -1,0 +1,139 @@
+"""One plain-torch training loop for DistributedDataParallel and for the engine, and the comparison of two such runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from tests.support.models import CLASSES, VOCABULARY, OddModel, adam
+from tests.support.workers import rank, world_size
+
+STEPS = 20
+
+CLOSE = 1e-6
+"""Relative bound where numbers are summed in another order, or a global norm is involved."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained, whatever the system that trains it.
+
+    Arguments:
+        model: makes the module; its forward takes tokens and targets and returns the loss.
+        optimizer: makes the optimizer from the module.
+        steps: optimizer steps.
+        micro_batches: backward passes a step.
+        clip: called with the module's parameters before each step.
+        dtype: of the parameters; the inputs are integers.
+    """
+
+    model: Callable[[], nn.Module] = OddModel
+    optimizer: Callable[[nn.Module], Optimizer] = adam
+    steps: int = STEPS
+    micro_batches: int = 1
+    clip: Callable[[Iterable[nn.Parameter]], Any] | None = None
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class Run:
+    """This rank's loss of each micro-batch, the full weights and buffers at the end, the engine's report."""
+
+    losses: list[Tensor]
+    weights: dict[str, Tensor]
+    report: Any = None
+
+
+def batch(index: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of this rank's micro-batch `index`, the same in every run."""
+    generator = torch.Generator().manual_seed(1000 * index + rank())
+    tokens = torch.randint(VOCABULARY, (4, 6), generator=generator)
+    return tokens, torch.randint(CLASSES, (4, 6), generator=generator)
+
+
+def prepare(recipe: Recipe) -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(0)
+    model = recipe.model().to(recipe.dtype)
+    return model, recipe.optimizer(model)
+
+
+def train_ddp(recipe: Recipe) -> Run:
+    """The reference: DistributedDataParallel, or the bare module on one rank."""
+    module, optimizer = prepare(recipe)
+    model = DistributedDataParallel(module) if world_size() > 1 else module
+    no_sync = model.no_sync if isinstance(model, DistributedDataParallel) else contextlib.nullcontext
+    losses = _loop(model, module, optimizer, recipe, no_sync)
+    return Run(losses, {name: value.clone() for name, value in module.state_dict().items()})
+
+
+def train_zero(recipe: Recipe, stage: int, **options: Any) -> Run:
+    """The same under the engine; `options` are the engine's own."""
+    from lightning_zero.engine import Engine
+
+    module, optimizer = prepare(recipe)
+    engine = Engine(module, [optimizer], stage=stage, **options)
+    losses = _loop(module, module, optimizer, recipe, engine.no_sync if stage == 1 else contextlib.nullcontext)
+    run = Run(losses, engine.full_state_dict(), engine.report())
+    engine.close()
+    same_tensors(module.state_dict(), run.weights, bound=0)
+    return run
+
+
+def _loop(
+    model: nn.Module,
+    module: nn.Module,
+    optimizer: Optimizer,
+    recipe: Recipe,
+    no_sync: Callable[[], contextlib.AbstractContextManager[Any]],
+) -> list[Tensor]:
+    losses = []
+    for index in range(recipe.steps * recipe.micro_batches):
+        last = (index + 1) % recipe.micro_batches == 0
+        with contextlib.nullcontext() if last else no_sync():
+            loss = model(*batch(index)) / recipe.micro_batches
+            loss.backward()
+        losses.append(loss.detach().clone())
+        if last:
+            if recipe.clip is not None:
+                recipe.clip(module.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def same_runs(run: Run, reference: Run, bound: float = 0) -> None:
+    """Losses and weights agree; see `same_tensors`."""
+    for index, (loss, expected) in enumerate(zip(run.losses, reference.losses, strict=True)):
+        same_tensors({f"loss {index}": loss}, {f"loss {index}": expected}, bound)
+    same_tensors(run.weights, reference.weights, bound)
+
+
+def same_tensors(tensors: dict[str, Tensor], reference: dict[str, Tensor], bound: float) -> None:
+    """Same names, shapes and dtypes; values equal bit for bit where `bound` is 0, else relative to the norm."""
+    assert list(tensors) == list(reference), f"{list(tensors)} instead of {list(reference)}"
+    for name, expected in reference.items():
+        value = tensors[name]
+        assert value.shape == expected.shape, f"{name}: {tuple(value.shape)} instead of {tuple(expected.shape)}"
+        assert value.dtype == expected.dtype, f"{name}: {value.dtype} instead of {expected.dtype}"
+        if value.numel() == 0 or torch.equal(value, expected):
+            continue
+        relative = (value.double() - expected.double()).norm().item() / expected.double().norm().item()
+        assert relative <= bound, f"{name}: differs by {relative:.1e} of its norm, allowed is {bound:.1e}"
+
+
+def same_on_every_rank(tensors: dict[str, Tensor]) -> None:
+    """Every rank holds the same values, bit for bit."""
+    if world_size() == 1:
+        return
+    for name, value in tensors.items():
+        theirs = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(world_size())]
+        dist.all_gather(theirs, value.contiguous())
+        assert all(torch.equal(other, value) for other in theirs), f"{name} differs between ranks"

@@ -1,0 +1,364 @@
+"""Pools of worker processes: one function runs on every rank of a Gloo group; failures and hangs come back as text."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import gc
+import importlib
+import multiprocessing
+import os
+import pickle
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+# What every case imports anyway. The fork server imports it once; importing it starts no thread of Python's or torch's.
+PRELOAD = ["torch", "torch.distributed", "torch.nn.parallel", "numpy", "pytest", "torchmetrics", "lightning.pytorch"]
+START_TIMEOUT = 120  # seconds: the first pool waits for the fork server's imports
+GRACE = 3  # seconds that the other ranks get to end by themselves after one failed
+LONGEST_TEXT = 12_000  # characters of one rank's output, or of one value, in a failure's text
+
+
+class CaseFailed(AssertionError):
+    """At least one rank raised, died or did not end in time; the text says what happened on each."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function by name, so that it is found again in the worker whatever the test was imported as."""
+
+    module: str
+    name: str
+    kwargs: dict[str, Any]
+    seed: int
+    path: list[str]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    value: Any = None
+    error: str | None = None
+    healthy: bool = True  # False: the case took the process group down; the pool cannot serve another
+
+
+# ---------------------------------------------------------------------------------------------------- in the worker
+
+_rank, _world_size = 0, 1
+
+
+def rank() -> int:
+    """The rank of this worker; 0 where no pool is."""
+    return _rank
+
+
+def world_size() -> int:
+    """The number of workers that run this case; 1 where no pool is."""
+    return _world_size
+
+
+def _work(rank: int, world_size: int, conn: Connection, folder: str, path: list[str]) -> None:
+    """A worker's whole life: join the group, then serve cases till the other end of `conn` is closed."""
+    global _rank, _world_size
+    _rank, _world_size = rank, world_size
+    _redirect_output(Path(folder) / "output")
+    stacks = open(Path(folder) / "stacks", "w")  # noqa: SIM115  (must stay open: the signal handler writes to it)
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+    sys.path[:] = path
+
+    import torch
+
+    torch.set_num_threads(1)
+    if world_size > 1:
+        _join_group(rank, world_size, conn)
+    gc.collect()
+    gc.freeze()  # what was imported stays: the collection after each case then looks at the case's objects only
+    conn.send_bytes(pickle.dumps(Outcome()))
+
+    work = Path(folder) / "work"
+    while True:
+        try:
+            message = conn.recv_bytes()
+        except EOFError:
+            os._exit(0)  # not through destructors: the other ranks' ends of the group may be gone already
+        with _clean_surroundings(work):
+            outcome = _run(pickle.loads(message))
+        try:
+            answer = pickle.dumps(outcome)
+        except Exception as error:
+            answer = pickle.dumps(Outcome(error=f"the result cannot be pickled: {error!r}"))
+        conn.send_bytes(answer)
+
+
+def _redirect_output(file: Path) -> None:
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    # Python's own streams may have been replaced in the fork server, or be closed.
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+
+
+def _join_group(rank: int, world_size: int, conn: Connection) -> None:
+    """Form a Gloo group on a port that the system chose, and look to Lightning as if torchrun had started us."""
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=START_TIMEOUT)
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+        conn.send_bytes(pickle.dumps(store.port))
+        port = store.port
+    else:
+        port = pickle.loads(conn.recv_bytes())
+        store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False, timeout=timeout)
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        GROUP_RANK="0",
+        TORCHELASTIC_RUN_ID="tests",
+        TORCHELASTIC_USE_AGENT_STORE="False",
+    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _run(case: Case) -> Outcome:
+    import numpy
+    import torch
+    import torch.distributed as dist
+
+    torch.manual_seed(case.seed)
+    numpy.random.seed(case.seed)
+    random.seed(case.seed)
+    try:
+        sys.path[:] = case.path
+        value = getattr(importlib.import_module(case.module), case.name)(**case.kwargs)
+        if _world_size == 1:
+            return Outcome(value, healthy=not dist.is_initialized())
+        if not dist.is_initialized():
+            return Outcome(value, healthy=False)
+        # Ranks that ended out of step (one more collective here than there) are found in this case, not in the next.
+        dist.barrier()
+        return Outcome(value)
+    except BaseException as error:
+        return Outcome(error=_describe(error))
+
+
+def _describe(error: BaseException) -> str:
+    """The traceback, and the variables of the frame where an assertion failed: pytest does not rewrite it here."""
+    text = "".join(traceback.format_exception(error))
+    if isinstance(error, AssertionError) and error.__traceback__ is not None:
+        frames = [f for f, _ in traceback.walk_tb(error.__traceback__) if f.f_globals["__name__"].startswith("tests")]
+        for name, value in frames[-1].f_locals.items() if frames else ():
+            shown = repr(value)
+            text += f"    {name} = {shown if len(shown) <= 400 else shown[:400] + ' ...'}\n"
+    return text
+
+
+@contextlib.contextmanager
+def _clean_surroundings(work: Path) -> Iterator[None]:
+    """An empty working folder, and after the case the environment and torch's global switches as they were."""
+    import torch
+
+    environment, folder = dict(os.environ), os.getcwd()
+    work.mkdir()
+    os.chdir(work)
+    try:
+        yield
+    finally:
+        os.chdir(folder)
+        shutil.rmtree(work)
+        os.environ.clear()
+        os.environ.update(environment)
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+        torch.set_grad_enabled(True)
+        gc.enable()
+        gc.collect()
+
+
+# ----------------------------------------------------------------------------------------------- in the test process
+
+
+class WorkerPools:
+    """One pool for each world size, made when first asked for and replaced after a case that failed."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, _Pool] = {}
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOAD)
+        atexit.register(self.close)
+
+    def run_on(
+        self, world_size: int, fn: Callable[..., Any], *, timeout: float = 60, seed: int = 0, **kwargs: Any
+    ) -> list[Any]:
+        """Run `fn(**kwargs)` on every rank of a group.
+
+        Arguments:
+            world_size: number of ranks. With 1 there is no process group.
+            fn: a function at the top of a module.
+            timeout: seconds after which the case has failed.
+            seed: of torch, numpy and random on every rank alike.
+            kwargs: passed to `fn` on every rank.
+
+        Returns:
+            What `fn` returned, by rank.
+
+        Raises:
+            CaseFailed: a rank raised, died, or did not end in time.
+        """
+        __tracebackhide__ = True  # pytest shows the test's line and the text of the failure
+        if fn.__qualname__ != fn.__name__:
+            raise ValueError(
+                f"{fn.__qualname__} is not at the top of its module, where a worker could find it; move it"
+            )
+        pool = self._pools.pop(world_size, None) or _Pool(self._context, world_size)
+        try:
+            values = pool.run(Case(fn.__module__, fn.__name__, kwargs, seed, list(sys.path)), timeout)
+        finally:
+            if pool.closed:
+                self._pools.pop(world_size, None)
+            else:
+                self._pools[world_size] = pool
+        return values
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+
+
+class _Pool:
+    def __init__(self, context: Any, world_size: int) -> None:
+        self.closed = False
+        self.folder = Path(tempfile.mkdtemp(prefix="lightning-zero-tests-"))
+        self.processes: list[BaseProcess] = []
+        self.conns: list[Connection] = []
+        # Read by the fork server when the first pool starts it.
+        with _environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"):
+            for rank in range(world_size):
+                folder = self.folder / str(rank)
+                folder.mkdir()
+                ours, theirs = context.Pipe()
+                args = (rank, world_size, theirs, str(folder), list(sys.path))
+                # Not daemonic: a case may use a DataLoader with workers, or launch processes of its own.
+                process = context.Process(target=_work, args=args, name=f"rank {rank} of {world_size}", daemon=False)
+                process.start()
+                theirs.close()
+                self.conns.append(ours)
+                self.processes.append(process)
+        try:
+            if world_size > 1:
+                if not self.conns[0].poll(START_TIMEOUT):
+                    raise CaseFailed(self._report({0: "did not open a store"}))
+                port = self.conns[0].recv_bytes()
+                for conn in self.conns[1:]:
+                    conn.send_bytes(port)
+            self._collect("starting", START_TIMEOUT)
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, case: Case, timeout: float) -> list[Any]:
+        __tracebackhide__ = True
+        try:
+            for rank in range(len(self.conns)):  # a case's failure shows what was printed in this case
+                os.truncate(self.folder / str(rank) / "output", 0)
+            for conn in self.conns:
+                conn.send_bytes(pickle.dumps(case))
+            outcomes = self._collect(f"{case.module}.{case.name}({case.kwargs})", timeout)
+        except BaseException:
+            self.close()
+            raise
+        if not all(outcome.healthy for outcome in outcomes):
+            self.close()
+        return [outcome.value for outcome in outcomes]
+
+    def _collect(self, what: str, timeout: float) -> list[Outcome]:
+        """Wait for an answer from every rank; after the first failure the others get a few seconds more."""
+        __tracebackhide__ = True
+        deadline = time.monotonic() + timeout
+        waiting = dict(zip(self.conns, range(len(self.conns)), strict=True))
+        outcomes: dict[int, Outcome] = {}
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for conn in wait(list(waiting), left):
+                assert isinstance(conn, Connection)
+                rank = waiting.pop(conn)
+                try:
+                    outcomes[rank] = pickle.loads(conn.recv_bytes())
+                except (EOFError, ConnectionError):
+                    self.processes[rank].join(GRACE)
+                    outcomes[rank] = Outcome(error=f"the process ended with code {self.processes[rank].exitcode}")
+                if outcomes[rank].error is not None:
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        errors = {rank: outcome.error for rank, outcome in outcomes.items() if outcome.error is not None}
+        if waiting or errors:
+            reason = f"no answer within {timeout} s" if not errors else "still busy when another rank failed"
+            raise CaseFailed(what + self._report(errors | self._stacks(list(waiting.values()), reason)))
+        return [outcomes[rank] for rank in range(len(self.conns))]
+
+    def _stacks(self, ranks: list[int], reason: str) -> dict[int, str]:
+        for rank in ranks:
+            if self.processes[rank].is_alive():
+                os.kill(self.processes[rank].pid or 0, signal.SIGUSR1)
+        texts = {}
+        for rank in ranks:
+            file, deadline = self.folder / str(rank) / "stacks", time.monotonic() + GRACE
+            # The innermost call comes first and the module that started it all last: then the text is complete.
+            while " in <module>" not in (text := file.read_text()) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            texts[rank] = f"{reason}; its stack, innermost call first:\n{text}"
+        return texts
+
+    def _report(self, errors: dict[int, str]) -> str:
+        text = ""
+        for rank in sorted(errors):
+            twin = min(other for other in errors if errors[other] == errors[rank])
+            error = errors[rank][:LONGEST_TEXT] if twin == rank else f"as on rank {twin}"
+            text += f"\n---- rank {rank} of {len(self.conns)}: {error}"
+            for name in ("output", "stacks") if "the process ended" in errors[rank] else ("output",):
+                file = self.folder / str(rank) / name
+                shown = file.read_text(errors="replace").strip() if file.exists() else ""
+                text += f"\n---- {name} of rank {rank}:\n{shown[-LONGEST_TEXT:]}" if shown else ""
+        return text
+
+    def close(self) -> None:
+        """End the processes: by closing the connection where they are idle, else by a signal that cannot be ignored."""
+        self.closed = True
+        for conn in self.conns:
+            conn.close()
+        deadline = time.monotonic() + 0.5
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
