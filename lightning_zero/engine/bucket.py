@@ -156,7 +156,8 @@ class Bucket:
         self.replicated = replicated or (communicator.size == 1 and master_dtype == compute_dtype)
         self.shard_in_full = self.replicated and master_dtype == compute_dtype
         self.open = False
-        self._pending: Pending | None = None
+        self._pending: list[Pending] = []  # the gather under way, if one is
+        weakref.finalize(self, _settle, self._pending).atexit = False
         self._gathered = False
         self._low, self._high = layout.shard_range(communicator.rank)
 
@@ -212,7 +213,7 @@ class Bucket:
     @property
     def is_whole_here(self) -> bool:
         """Whether all values of the masters lie here, and none is on its way."""
-        return self.shard_in_full and self._pending is None
+        return self.shard_in_full and not self._pending
 
     def parameter(self, index: int) -> nn.Parameter:
         parameter = self.parameters[index]()
@@ -235,7 +236,7 @@ class Bucket:
                 self.ledger.add("gathered", self._full_nbytes)
             if not self.shard_in_full:
                 self.full[self._low : self._high].copy_(self.shard)
-            self._pending = self.communicator.all_gather(self.full, f"the gather of unit {self.unit_name!r}")
+            self._pending.append(self.communicator.all_gather(self.full, f"the gather of unit {self.unit_name!r}"))
         if not self._gathered and not self.replicated:
             for index, view in enumerate(self.views):
                 view.data = self.segment_view(index)
@@ -243,8 +244,8 @@ class Bucket:
 
     def wait(self) -> None:
         """Wait until ``full`` is filled."""
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
+        if self._pending:
+            pending = self._pending.pop()
             with self.agreement.blocked_in(f"the gather of unit {self.unit_name!r}"):
                 pending.wait()
 
@@ -395,6 +396,12 @@ class Bucket:
             parameter.grad = None
             become(parameter, nn.Parameter(value, parameter.requires_grad))
         self.release()
+
+
+def _settle(pending: list[Pending]) -> None:
+    """A bucket is deleted: the peers of what it still exchanges need it to end."""
+    for exchange in pending:
+        exchange.wait()
 
 
 def become(parameter: nn.Parameter, other: nn.Parameter) -> None:

@@ -46,11 +46,14 @@ class Pending:
     Args:
         what: what it is for, in words, for the error that a failure becomes.
         works: the backend's handles.
+        buffers: what they read and write, kept until they are done.
         finish: called once after all of them, on the thread that waits; its result is the result.
     """
 
-    def __init__(self, what: str, works: list[Any], finish: Callable[[], Any] | None = None) -> None:
-        self._what, self._works, self._finish = what, works, finish
+    def __init__(
+        self, what: str, works: list[Any], buffers: list[Tensor], finish: Callable[[], Any] | None = None
+    ) -> None:
+        self._what, self._works, self._buffers, self._finish = what, works, buffers, finish
 
     def wait(self) -> Any:
         """Wait for it on the current stream (NCCL) or thread (Gloo).
@@ -66,7 +69,9 @@ class Pending:
                 f"{self._what} did not complete: another rank failed, or did not take part in it. "
                 f"Every rank must run the same units in the same order. ({error})"
             ) from error
-        return self._finish() if self._finish is not None else None
+        result = self._finish() if self._finish is not None else None
+        self._buffers = []
+        return result
 
 
 class Communicator:
@@ -101,16 +106,17 @@ class Communicator:
             what: for the error message.
         """
         if self.size == 1:
-            return Pending(what, [])
+            return Pending(what, [], [])
         self.counters.add("all_gather", full)
         slices = full.chunk(self.size)
         if self.backend != "gloo":
-            return Pending(what, [_all_gather_single(full, slices[self.rank], group=self.group, async_op=True)])
+            work = _all_gather_single(full, slices[self.rank], group=self.group, async_op=True)
+            return Pending(what, [work], [full])
         works = []
         for peer, source in self._peers():
             works.append(dist.irecv(slices[source], self._ranks[source], self.group, tag=_GATHER_TAG))
             works.append(dist.isend(slices[self.rank], self._ranks[peer], self.group, tag=_GATHER_TAG))
-        return Pending(what, works)
+        return Pending(what, works, [full])
 
     def reduce_scatter(self, flat: Tensor, what: str) -> Pending:
         """Sum a flat buffer over ranks; ``wait()`` gives this rank's slice of the sum (1-D).
@@ -120,13 +126,13 @@ class Communicator:
             what: for the error message.
         """
         if self.size == 1:
-            return Pending(what, [], lambda: flat)
+            return Pending(what, [], [], lambda: flat)
         self.counters.add("reduce_scatter", flat)
         if self.backend != "gloo":
             shard = torch.empty_like(flat[: flat.numel() // self.size])
             work = _reduce_scatter_single(shard, flat, group=self.group, async_op=True)
-            # the closure keeps the input alive until the current stream has waited for its reader
-            return Pending(what, [work], lambda: (flat, shard)[1])
+            # the input is kept until the current stream has waited for its reader
+            return Pending(what, [work], [flat], lambda: shard)
         slices = flat.chunk(self.size)
         parts: list[Tensor] = list(slices)
         works = []
@@ -142,7 +148,7 @@ class Communicator:
                 total.add_(part)
             return total
 
-        return Pending(what, works, add_up)
+        return Pending(what, works, [flat], add_up)
 
     def broadcast_ranges(self, flat: Tensor, ranges: list[tuple[int, int]], what: str) -> None:
         """Fill ``flat`` from its owners, ``ranges[r]`` from rank r. For what is rare: any ranges, one broadcast each."""
@@ -154,7 +160,7 @@ class Communicator:
                 self.counters.add("control", flat[start:stop])
                 work = dist.broadcast(flat[start:stop], self._ranks[source], self.group, async_op=True)
                 works.append(work)
-        Pending(what, works).wait()
+        Pending(what, works, [flat]).wait()
 
     def all_reduce(self, tensor: Tensor, op: Any = None) -> Tensor:
         """Reduce a small tensor in place on the group's own device (so that it works from offloaded state over NCCL)."""

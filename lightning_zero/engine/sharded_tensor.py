@@ -11,6 +11,7 @@ To user code it is a tensor of the full shape. What it does is decided by what a
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -64,6 +65,10 @@ class Handle(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():  # composite operators come here whole then, as autograd is out of the way
+            out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
         if func in _HANDLERS:
             out = _HANDLERS[func](func, args, kwargs)
         elif torch.Tag.pointwise in func.tags or func in _LOCAL:
@@ -125,9 +130,10 @@ class ShardedTensor(Handle):
         keep: Any = None,
     ) -> ShardedTensor:
         dtype = dtype or (local.dtype if local is not None else slot.dtype)
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, slot.shape, dtype=dtype, device=slot.device, requires_grad=requires_grad
-        )
+        with _ordinary_tensors():
+            self = torch.Tensor._make_wrapper_subclass(
+                cls, slot.shape, dtype=dtype, device=slot.device, requires_grad=requires_grad
+            )
         self._slot, self._local, self.keep = slot, local, keep
         return self
 
@@ -219,9 +225,10 @@ class _View(Handle):
             base, steps = base._base_tensor, base._steps + steps
         shape = torch.empty(base.shape, dtype=base.dtype, device="meta")
         meta = _replay(shape, steps)
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, meta.shape, strides=meta.stride(), storage_offset=0, dtype=meta.dtype, device=base.device
-        )
+        with _ordinary_tensors():
+            self = torch.Tensor._make_wrapper_subclass(
+                cls, meta.shape, strides=meta.stride(), storage_offset=0, dtype=meta.dtype, device=base.device
+            )
         self._base_tensor, self._steps = base, steps
         return self
 
@@ -241,6 +248,11 @@ class _View(Handle):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.whole().detach().clone()
+
+
+def _ordinary_tensors() -> AbstractContextManager[Any]:
+    """Where a handle is made: under ``inference_mode`` too, a view or alias of an ordinary tensor is an ordinary one."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def _replay(value: Tensor, steps: list[tuple[Any, Any, Any]]) -> Tensor:

@@ -1,0 +1,321 @@
+"""What user code may do with a parameter or a gradient that is sharded: DDP's answer, or an error in seconds."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import time
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lightning_zero
+from lightning_zero.engine import Engine, ShardedTensor
+from tests.support import rank
+
+CLOSE = {"rtol": 1e-6, "atol": 1e-7}
+
+
+def make(stage, dtype=None, **options):
+    """A sharded module after a backward, its optimizer and engine, and the same module and gradients whole."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
+    reference = copy.deepcopy(module)
+    optimizer = torch.optim.Adam(module.parameters())
+    engine = Engine(module, [optimizer], stage=stage, **options)
+    for inputs in (torch.ones(2, 7, dtype=dtype), torch.arange(14.0).view(2, 7).to(dtype) / 7):
+        for model in (module, reference):
+            model(inputs).square().mean().backward()  # alike on both ranks, so the mean is each rank's own
+    return module, reference, optimizer, engine
+
+
+def pairs(module, reference):
+    yield from zip(module.parameters(), reference.parameters())
+
+
+READS = {
+    "arithmetic": lambda p: p + 1,
+    "two of them": lambda p: p * p.detach() - p / 2,
+    "norm": lambda p: p.norm(),
+    "norm 1": lambda p: p.norm(1),
+    "norm inf": lambda p: p.norm(float("inf")),
+    "norm by rows": lambda p: p.norm(dim=0),
+    "sum": lambda p: p.sum(),
+    "mean": lambda p: p.mean(),
+    "sum by rows": lambda p: p.sum(dim=0),
+    "max": lambda p: p.max(),
+    "min": lambda p: p.min(),
+    "argmax": lambda p: p.argmax(),
+    "std": lambda p: p.std(),
+    "all finite": lambda p: torch.isfinite(p).all(),
+    "any": lambda p: (p > 0).any(),
+    "comparison": lambda p: p > 0.1,
+    "equal": lambda p: torch.equal(p, p.clone()),
+    "allclose": lambda p: torch.allclose(p, p + 1e-9),
+    "item": lambda p: p.flatten()[1].item(),
+    "row": lambda p: p[0],
+    "slice": lambda p: p[1:, ...],
+    "mask": lambda p: p[p > 0],
+    "transpose": lambda p: p.t() if p.dim() == 2 else p,
+    "matrix product": lambda p: p.t() @ p if p.dim() == 2 else p @ p,
+    "chunks": lambda p: torch.cat([part * 2 for part in p.chunk(2)]),
+    "iteration": lambda p: [row.sum() for row in p],
+    "clone": lambda p: p.clone(),
+    "detach": lambda p: p.detach(),
+    "data": lambda p: p.data,
+    "double": lambda p: p.double(),
+    "cpu": lambda p: p.cpu(),
+    "numpy": lambda p: p.detach().numpy(),
+    "asarray": lambda p: numpy.asarray(p.detach()),
+    "list": lambda p: p.tolist(),
+    "where": lambda p: torch.where(p > 0, p, torch.zeros(())),
+    "stack": lambda p: torch.stack([p, p]),
+    "sort": lambda p: p.sort(dim=-1)[0],
+    "svd": lambda p: torch.linalg.svdvals(p) if p.dim() == 2 else p,
+    "histogram": lambda p: torch.histc(p.detach(), 5),
+    "vector": lambda p: torch.nn.utils.parameters_to_vector([p]),
+    "with a whole tensor": lambda p: p * torch.ones(p.shape) * 3,
+}
+
+
+def plain(value):
+    """The result of a read, for comparison."""
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone() if not hasattr(value, "whole") else value.whole().detach().clone()
+    return torch.as_tensor(value)
+
+
+def read_everywhere(stage):
+    module, reference, _, engine = make(stage)
+    for name, read in READS.items():
+        for ours, theirs in pairs(module, reference):
+            for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+                with context():
+                    got, expected = plain(read(ours)), plain(read(theirs))
+                torch.testing.assert_close(got, expected, **CLOSE, msg=lambda m: f"{name}: {m}")
+            torch.testing.assert_close(
+                plain(read(ours.grad)), plain(read(theirs.grad)), **CLOSE, msg=lambda m: f"{name} of the gradient: {m}"
+            )
+    engine.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_reading_a_parameter_or_a_gradient_gives_ddps_value(run_on, world_size, stage):
+    run_on(world_size, read_everywhere, stage=stage)
+
+
+WRITES = {
+    "multiply": lambda p: p.mul_(0.5),
+    "clamp": lambda p: p.clamp_(-0.1, 0.1),
+    "zero": lambda p: p.zero_(),
+    "fill": lambda p: p.fill_(3),
+    "add a whole tensor": lambda p: p.add_(torch.ones(p.shape)),
+    "add one of its kind": lambda p: p.add_(p.detach() * 2, alpha=0.1),
+    "average": lambda p: p.lerp_(p.detach() + 1, 0.25),
+    "copy": lambda p: p.copy_(torch.arange(float(p.numel())).view(p.shape)),
+    "a row": lambda p: p[0].zero_(),
+    "an element": lambda p: p.view(-1).__setitem__(2, 7.0),
+    "a mask": lambda p: p.__setitem__(p > 0, 0.5),
+    "data": lambda p: p.data.mul_(2),
+    "all of data": lambda p: setattr(p, "data", torch.full(p.shape, 2.0)),
+    "a transpose": lambda p: p.t().add_(1) if p.dim() == 2 else p.add_(1),
+    "chunks": lambda p: p.chunk(2)[0].mul_(3),
+    "initialise": lambda p: nn.init.constant_(p, 0.3),
+    "foreach": lambda p: torch._foreach_mul_([p], 0.5),
+    "a rule of two": lambda p: p.sub_(p.grad, alpha=0.1),
+}
+
+
+def write_everywhere(stage):
+    for name, write in WRITES.items():
+        module, reference, optimizer, engine = make(stage)
+        with torch.no_grad():
+            for ours, theirs in pairs(module, reference):
+                write(ours)
+                write(theirs)
+                torch.testing.assert_close(plain(ours), plain(theirs), **CLOSE, msg=lambda m: f"{name}: {m}")
+        inputs = torch.ones(2, 7)
+        torch.testing.assert_close(module(inputs), reference(inputs), **CLOSE, msg=lambda m: f"{name}, seen by forward: {m}")
+        optimizer.step()
+        torch.optim.Adam(reference.parameters()).step()
+        for ours, theirs in pairs(module, reference):
+            torch.testing.assert_close(plain(ours), plain(theirs), **CLOSE, msg=lambda m: f"{name}, then a step: {m}")
+        engine.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_write_to_a_parameter_is_seen_by_forward_and_by_the_optimizer(run_on, world_size, stage):
+    run_on(world_size, write_everywhere, stage=stage)
+
+
+def write_to_gradients(stage):
+    for name, write in WRITES.items():
+        if "data" in name or "rule" in name:
+            continue
+        module, reference, optimizer, engine = make(stage)
+        with torch.no_grad():
+            for ours, theirs in pairs(module, reference):
+                write(ours.grad)
+                write(theirs.grad)
+                torch.testing.assert_close(plain(ours.grad), plain(theirs.grad), **CLOSE, msg=lambda m: f"{name}: {m}")
+        optimizer.step()
+        torch.optim.Adam(reference.parameters()).step()
+        for ours, theirs in pairs(module, reference):
+            torch.testing.assert_close(plain(ours), plain(theirs), **CLOSE, msg=lambda m: f"{name}, then a step: {m}")
+        engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_write_to_a_gradient_is_what_the_optimizer_uses(run_on, stage):
+    run_on(2, write_to_gradients, stage=stage)
+
+
+def low_precision_writes(stage):
+    module, reference, _, engine = make(stage, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for ours, theirs in pairs(module, reference):
+            assert ours.dtype == ours.grad.dtype == torch.bfloat16
+            ours.mul_(0.5), theirs.mul_(0.5)
+            ours[0].fill_(0.25), theirs[0].fill_(0.25)
+            assert lightning_zero.shard_of(ours).dtype == torch.float32
+            torch.testing.assert_close(plain(ours), plain(theirs), rtol=0, atol=0)
+    inputs = torch.ones(2, 7, dtype=torch.bfloat16)
+    torch.testing.assert_close(module(inputs), reference(inputs), rtol=0, atol=0)
+    engine.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_write_to_a_low_precision_parameter_is_carried_to_the_master(run_on, world_size, stage):
+    run_on(world_size, low_precision_writes, stage=stage)
+
+
+def keep_identity(stage):
+    module = nn.Linear(5, 3)
+    module.weight.no_decay = True
+    weight, listed = module.weight, list(module.parameters())
+    engine = Engine(module, [torch.optim.SGD(module.parameters(), lr=0.1)], stage=stage)
+    for _ in range(2):
+        assert module.weight is weight and all(a is b for a, b in zip(module.parameters(), listed))
+        assert isinstance(weight, nn.Parameter) and weight.no_decay
+        assert weight.shape == (3, 5) and weight.dtype == torch.float32 and weight.is_leaf and weight.requires_grad
+        assert weight.numel() == 15 and weight.stride() == (5, 1)
+        assert str(weight).startswith("Parameter containing:")
+        if engine is not None:
+            engine.close()
+            engine = None
+    assert type(weight) is nn.Parameter
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_parameter_keeps_its_identity_attributes_shape_and_dtype(run_on, stage):
+    run_on(2, keep_identity, stage=stage)
+
+
+def copies(stage):
+    module, reference, _, engine = make(stage)
+    average = copy.deepcopy(module)
+    with torch.no_grad():
+        for mean, ours in zip(average.parameters(), module.parameters()):
+            assert mean is not ours and isinstance(mean, nn.Parameter)
+            ours.mul_(2)
+    for mean, theirs in zip(average.parameters(), reference.parameters()):
+        torch.testing.assert_close(plain(mean), theirs.detach(), rtol=0, atol=0)
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    pickled = pickle.loads(pickle.dumps(list(module.parameters())))
+    for name, theirs in reference.named_parameters():
+        assert type(saved[name]) is torch.Tensor
+        torch.testing.assert_close(saved[name], 2 * theirs.detach(), rtol=0, atol=0)
+    for ours, theirs in zip(pickled, reference.parameters()):
+        assert type(ours) is nn.Parameter
+        torch.testing.assert_close(ours.detach(), 2 * theirs.detach(), rtol=0, atol=0)
+    module.load_state_dict(reference.state_dict())
+    torch.testing.assert_close(module(torch.ones(2, 7)), reference(torch.ones(2, 7)), rtol=0, atol=0)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_copies_pickles_and_state_dicts_hold_the_values(run_on, stage):
+    run_on(2, copies, stage=stage)
+
+
+def look_inside(stage):
+    module, reference, optimizer, engine = make(stage)
+    optimizer.step()
+    other = torch.optim.Adam(reference.parameters())
+    other.step()
+    for ours, theirs in pairs(module, reference):
+        torch.testing.assert_close(lightning_zero.full_grad(ours), theirs.grad, rtol=0, atol=0)
+        state = lightning_zero.full_optimizer_state(ours)
+        assert state.keys() == other.state[theirs].keys()
+        for key, value in state.items():
+            torch.testing.assert_close(value, other.state[theirs][key], rtol=0, atol=0)
+        pieces = [None, None]
+        dist.all_gather_object(pieces, lightning_zero.shard_of(ours).detach().clone())
+        torch.testing.assert_close(torch.cat(pieces).view(ours.shape), theirs.detach(), rtol=0, atol=0)
+    with lightning_zero.full_parameters(module, writeback=True):
+        assert all(type(p) is nn.Parameter for p in module.parameters())
+        with torch.no_grad():
+            module[0].weight.t()[0] = 9.0
+    with lightning_zero.full_parameters(module), torch.no_grad():
+        module[2].weight.zero_()
+    with torch.no_grad():
+        reference[0].weight.t()[0] = 9.0
+    for ours, theirs in pairs(module, reference):
+        torch.testing.assert_close(plain(ours), theirs.detach(), rtol=0, atol=0)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_looking_inside_shows_whole_values_gradients_and_state_and_writes_back_on_request(run_on, stage):
+    run_on(2, look_inside, stage=stage)
+
+
+def read_on_rank_0_while_others_wait_in(where):
+    module, _, _, engine = make(3)
+    dist.barrier()
+    begin = time.monotonic()
+    if rank() == 0:
+        with pytest.raises(RuntimeError) as error:
+            module[0].weight.norm() if where != "another parameter" else module[0].weight.sort()
+        text = str(error.value)
+        assert "'0.weight'" in text and "[1]" in text and "every rank" in text, text
+    elif where == "another parameter":
+        with pytest.raises(RuntimeError, match=r"'2\.bias'.*\[0\].*'0\.weight'"):
+            module[2].bias.sort()
+    else:
+        with engine.agreement.blocked_in("the barrier of this test"):
+            engine.communicator.gather_objects(None)
+        return
+    assert time.monotonic() - begin < 15
+    if where != "another parameter":
+        engine.communicator.gather_objects(None)
+
+
+@pytest.mark.parametrize("where", ["a collective", "another parameter"])
+def test_a_read_on_some_ranks_only_ends_in_seconds_naming_the_parameter_and_the_ranks(run_on, where):
+    run_on(2, read_on_rank_0_while_others_wait_in, where=where)
+
+
+def sharded_gradients_stage_1():
+    module, _, optimizer, engine = make(1)
+    assert all(isinstance(p.grad, ShardedTensor) for p in module.parameters())
+    held = engine.report().at_rest["gradients"]
+    optimizer.zero_grad()
+    assert held > 0 and engine.report().at_rest["gradients"] == 0
+    engine.close()
+
+
+def test_gradients_are_sharded_at_every_stage_and_freed_by_zero_grad(run_on):
+    run_on(2, sharded_gradients_stage_1)
