@@ -131,6 +131,7 @@ class Bucket:
         parameters: the module's own, in the order of the layout, still ordinary; they are cut here.
         compute_dtype: the dtype in which they are gathered.
         replicated: whether all values stay here at rest (stages 1 and 2).
+        reduces_every_backward: whether no gradient stays here unreduced (stages 2 and 3).
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class Bucket:
         unit_name: str,
         compute_dtype: torch.dtype,
         replicated: bool,
+        reduces_every_backward: bool,
         communicator: Communicator,
         agreement: Agreement,
         ledger: Ledger,
@@ -152,6 +154,9 @@ class Bucket:
         trainable = parameters[0].requires_grad
         master_dtype = torch.float32 if trainable and dtype in LOW_PRECISION else dtype
         self.reduce_dtype = torch.float32 if dtype in LOW_PRECISION else dtype
+        # The mean over ranks costs nothing extra where it is taken with the copy of a gradient into the flat buffer. Not
+        # in low precision, which would round, and not where the local gradient is shown to the user.
+        self._mean_first = reduces_every_backward and communicator.size > 1 and compute_dtype == self.reduce_dtype
         # Over one rank a whole copy in the masters' dtype would be the shard a second time.
         self.replicated = replicated or (communicator.size == 1 and master_dtype == compute_dtype)
         self.shard_in_full = self.replicated and master_dtype == compute_dtype
@@ -187,6 +192,7 @@ class Bucket:
         self.flat_gradient: Tensor | None = None
         self._filled = [False] * len(layout.segments)
         self._unsynchronised = False
+        self._reducing_nbytes = 0
         self._gradient_shard: weakref.ref[GradientShard] | None = None
         # a parameter holds its slot, which holds the bucket: the way back is weak, so that both go with the module
         slots = [BucketSlot(self, i, dtype) for i in range(len(layout.segments))]
@@ -282,11 +288,16 @@ class Bucket:
                 )
                 self.ledger.add("reduction", self.flat_gradient.untyped_storage().nbytes())
             target = self._local_gradient(index)
+            factor = 1.0 / self.communicator.size if self._mean_first else 1.0
             if self._filled[index]:
-                target.add_(gradient)
+                target.add_(gradient, alpha=factor)
+            elif self._mean_first and gradient.dtype == target.dtype:
+                torch.mul(gradient, factor, out=target)
             else:
                 target.copy_(gradient)
-                self._filled[index] = True
+                if self._mean_first:
+                    target.mul_(factor)
+            self._filled[index] = True
 
     def has_gradient(self, index: int) -> bool:
         return self._filled[index]
@@ -342,6 +353,8 @@ class Bucket:
                     if not filled:
                         self.flat_gradient[segment.start : segment.stop].zero_()
             flat, self.flat_gradient = self.flat_gradient, None
+            self._reducing_nbytes = self.communicator.reduction_bytes(flat)
+            self.ledger.add("reduction", self._reducing_nbytes - flat.untyped_storage().nbytes())
             self._filled = [False] * len(self._filled)
             return self.communicator.reduce_scatter(flat, f"the gradient reduction of unit {self.unit_name!r}")
 
@@ -350,8 +363,8 @@ class Bucket:
         with torch.no_grad():
             with self.agreement.blocked_in(f"the gradient reduction of unit {self.unit_name!r}"):
                 total: Tensor = pending.wait()
-            self.ledger.add("reduction", -self.layout.padded_numel * total.element_size())
-            if self.communicator.size > 1:
+            self.ledger.add("reduction", -self._reducing_nbytes)
+            if self.communicator.size > 1 and not self._mean_first:
                 total.mul_(1.0 / self.communicator.size)
             shard = self.gradient_shard
             if shard is None:

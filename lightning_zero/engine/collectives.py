@@ -2,7 +2,7 @@
 
 On NCCL these are the backend's own. On Gloo both are direct exchanges between pairs of ranks, straight between the
 slices of the flat buffers, which overlap with computation and are several times as fast as Gloo's own (see
-``docs/benchmarks.md``); sums are taken in the order of ranks, so they do not depend on timing.
+``docs/benchmarks.md``); each owner adds in an order of its own that is always the same, whatever came first.
 """
 
 from __future__ import annotations
@@ -134,21 +134,24 @@ class Communicator:
             # the input is kept until the current stream has waited for its reader
             return Pending(what, [work], [flat], lambda: shard)
         slices = flat.chunk(self.size)
-        parts: list[Tensor] = list(slices)
-        works = []
+        received, works = [], []
         for peer, source in self._peers():
-            parts[source] = torch.empty_like(slices[source])
-            works.append(dist.irecv(parts[source], self._ranks[source], self.group, tag=_REDUCE_TAG))
+            received.append(torch.empty_like(slices[source]))
+            works.append(dist.irecv(received[-1], self._ranks[source], self.group, tag=_REDUCE_TAG))
             works.append(dist.isend(slices[peer], self._ranks[peer], self.group, tag=_REDUCE_TAG))
-        parts[self.rank] = slices[self.rank]
 
         def add_up() -> Tensor:
-            total = torch.add(parts[0], parts[1])
-            for part in parts[2:]:
+            total = received[0]
+            for part in (slices[self.rank], *received[1:]):
                 total.add_(part)
             return total
 
         return Pending(what, works, [flat], add_up)
+
+    def reduction_bytes(self, flat: Tensor) -> int:
+        """Bytes held while a flat buffer is reduced: the buffer, and what is received from the others."""
+        received = self.size - 1 if self.size > 1 and self.backend == "gloo" else min(self.size - 1, 1)
+        return flat.numel() * flat.element_size() // self.size * (self.size + received)
 
     def broadcast_ranges(self, flat: Tensor, ranges: list[tuple[int, int]], what: str) -> None:
         """Fill ``flat`` from its owners, ``ranges[r]`` from rank r. For what is rare: any ranges, one broadcast each."""

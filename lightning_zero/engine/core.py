@@ -173,6 +173,7 @@ class Engine:
                         unit_name=plan.name or "root",
                         compute_dtype=compute,
                         replicated=self.placements.parameters is Placement.REPLICATED,
+                        reduces_every_backward=self.placements.gradients is Placement.SHARDED,
                         communicator=self.communicator,
                         agreement=self.agreement,
                         ledger=self.ledger,
