@@ -154,8 +154,8 @@ class Bucket:
         trainable = parameters[0].requires_grad
         master_dtype = torch.float32 if trainable and dtype in LOW_PRECISION else dtype
         self.reduce_dtype = torch.float32 if dtype in LOW_PRECISION else dtype
-        # The mean over ranks costs nothing extra where it is taken with the copy of a gradient into the flat buffer. Not
-        # in low precision, which would round, and not where the local gradient is shown to the user.
+        # The mean over ranks is free where it is taken with the copy of a gradient into the flat buffer: not in low
+        # precision, which would round, and not where the local gradient is shown to the user.
         self._mean_first = reduces_every_backward and communicator.size > 1 and compute_dtype == self.reduce_dtype
         # Over one rank a whole copy in the masters' dtype would be the shard a second time.
         self.replicated = replicated or (communicator.size == 1 and master_dtype == compute_dtype)
@@ -425,5 +425,3 @@ def become(parameter: nn.Parameter, other: nn.Parameter) -> None:
 
 
 _TENSOR_ATTRIBUTES = {"_slot", "_local", "keep", "_is_param"}
-
-

@@ -94,7 +94,7 @@ class Communicator:
         assert self.group is not None
         self.backend = self.group._get_backend(device).name().lower()
         self._ranks = dist.get_process_group_ranks(self.group)
-        # What ranks tell each other about (bitmaps, orders) goes over the CPU, so that no device is synchronised for it.
+        # What ranks tell each other (bitmaps, orders) goes over the CPU, so that no device is synchronised for it.
         has_cpu = "cpu:" in dist.get_backend_config(self.group)
         self.control_group = self.group if has_cpu else dist.new_group(self._ranks, backend="gloo")
 
@@ -154,7 +154,7 @@ class Communicator:
         return flat.numel() * flat.element_size() // self.size * (self.size + received)
 
     def broadcast_ranges(self, flat: Tensor, ranges: list[tuple[int, int]], what: str) -> None:
-        """Fill ``flat`` from its owners, ``ranges[r]`` from rank r. For what is rare: any ranges, one broadcast each."""
+        """Fill ``flat`` from its owners, ``ranges[r]`` from rank r: one broadcast each, for what is rare."""
         if self.size == 1:
             return
         works = []
@@ -166,7 +166,7 @@ class Communicator:
         Pending(what, works, [flat]).wait()
 
     def all_reduce(self, tensor: Tensor, op: Any = None) -> Tensor:
-        """Reduce a small tensor in place on the group's own device (so that it works from offloaded state over NCCL)."""
+        """Reduce a small tensor in place, on the group's own device: from offloaded state over NCCL too."""
         if self.size == 1:
             return tensor
         on_device = tensor.to(self.device)

@@ -277,9 +277,7 @@ class Engine:
         """An optimizer's state dict in torch's ordinary form, with whole tensors, on the CPU. Collective."""
         masters = next(masters for masters in self.masters if masters.optimizer is optimizer)
         with torch.no_grad():
-            return masters.whole_state_dict(
-                lambda t: t.to("cpu") if keep else torch.empty_like(t, device="meta")
-            )
+            return masters.whole_state_dict(lambda t: t.to("cpu") if keep else torch.empty_like(t, device="meta"))
 
     def masters_by_name(self, *, keep: bool = True) -> dict[str, Tensor]:
         """The fp32 masters of low-precision parameters, whole, on the CPU. Collective."""
@@ -328,7 +326,8 @@ class Engine:
 
     def reset_counters(self) -> None:
         counters = self.communicator.counters
-        counters.calls.clear(), counters.elements.clear(), counters.bytes.clear()
+        for counter in (counters.calls, counters.elements, counters.bytes):
+            counter.clear()
         self._steps = self.reducer.backwards = 0
 
     def reset_peak(self) -> None:

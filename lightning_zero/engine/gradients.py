@@ -223,7 +223,10 @@ class GradientReducer:
 
     def _complete(self, backward: _Backward) -> None:
         used = [
-            [count > 0 or (bucket.has_gradient(i) and number not in backward.launched) for i, count in enumerate(counts)]
+            [
+                count > 0 or (bucket.has_gradient(i) and number not in backward.launched)
+                for i, count in enumerate(counts)
+            ]
             for number, (bucket, counts) in enumerate(zip(self._buckets, backward.counts))
         ]
         late = [number in backward.launched and bucket.has_any_gradient for number, bucket in enumerate(self._buckets)]
@@ -268,5 +271,3 @@ class GradientReducer:
             order = seen_order + [number for number in reversed(in_use) if number not in seen_order]
             expectation.order = self._communicator.from_first(torch.tensor(order, dtype=torch.int64)).tolist()
             expectation.observed = True
-
-

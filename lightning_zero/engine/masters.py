@@ -46,8 +46,8 @@ def check_optimizer(optimizer: Optimizer, allow_any: bool) -> None:
         return
     if known.__name__ in _WHY_NOT:
         raise TypeError(
-            f"{cls.__name__} cannot be used with ZeRO: {_WHY_NOT[known.__name__]}, while each rank holds only a part of "
-            f"every parameter. Use an elementwise optimizer ({', '.join(sorted(ELEMENTWISE))}) or strategy='ddp'."
+            f"{cls.__name__} cannot be used with ZeRO: {_WHY_NOT[known.__name__]}, while each rank holds only a part "
+            f"of every parameter. Use an elementwise optimizer ({', '.join(sorted(ELEMENTWISE))}) or strategy='ddp'."
         )
     if not allow_any:
         raise TypeError(

@@ -358,8 +358,8 @@ class SavedTensors:
             if tensor._version != version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"tensor of shape {tuple(tensor.shape)} is at version {tensor._version}; expected version {version} "
-                    "instead."
+                    f"tensor of shape {tuple(tensor.shape)} is at version {tensor._version}; "
+                    f"expected version {version} instead."
                 )
             return tensor
 

@@ -54,7 +54,7 @@ class Slot(Protocol):
 class Handle(torch.Tensor):
     """What both kinds share: no data of their own, so that whatever reads data directly must be told."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def whole(self) -> Tensor:
         raise NotImplementedError
@@ -63,7 +63,9 @@ class Handle(torch.Tensor):
         raise NotImplementedError
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if torch.is_inference_mode_enabled():  # composite operators come here whole then, as autograd is out of the way
             out = func.decompose(*args, **kwargs)
@@ -171,7 +173,7 @@ class ShardedTensor(Handle):
         else:
             self.local.copy_(_local_range(value, self._slot))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         start, stop = self._slot.offset, self._slot.offset + self._slot.local_numel
         kind = "Parameter containing:\n" if isinstance(self, torch.nn.Parameter) else ""
         grad = ", requires_grad=True" if self.requires_grad else ""
@@ -185,7 +187,7 @@ class ShardedTensor(Handle):
             with torch.no_grad():
                 # a copy is no longer the engine's: it is a value of its own, cut alike, so that a copied module (an
                 # average of weights, say) costs each rank its share only
-                copy = ShardedTensor(self._slot, self.local.clone(), self.dtype)
+                copy: Tensor = ShardedTensor(self._slot, self.local.clone(), self.dtype)
             if isinstance(self, torch.nn.Parameter):
                 copy = torch.nn.Parameter(copy, self.requires_grad)
             else:
@@ -194,7 +196,7 @@ class ShardedTensor(Handle):
         return memo[id(self)]
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         return self.detach()
 
     @data.setter
@@ -243,7 +245,7 @@ class _View(Handle):
         _replay(base, self._steps).copy_(value)
         self._base_tensor.write_whole(base)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"view of {self._base_tensor!r}, shape={tuple(self.shape)}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -251,7 +253,7 @@ class _View(Handle):
 
 
 def _ordinary_tensors() -> AbstractContextManager[Any]:
-    """Where a handle is made: under ``inference_mode`` too, a view or alias of an ordinary tensor is an ordinary one."""
+    """Where a handle is made: a view or alias of an ordinary tensor is ordinary, under ``inference_mode`` too."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
@@ -325,14 +327,16 @@ def _act_locally(func: Any, args: Any, kwargs: Any) -> Any:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     sharded = [tensor for tensor in tensors if isinstance(tensor, ShardedTensor)]
     in_place = bool(_targets(func))
-    if not sharded or any(isinstance(t, _View) for t in tensors) or any(t._slot is not sharded[0]._slot for t in sharded):
+    if not sharded or any(isinstance(t, _View) for t in tensors):
+        return NotImplemented
+    if any(tensor._slot is not sharded[0]._slot for tensor in sharded):
         return NotImplemented
     slot = sharded[0]._slot
     if in_place and (args == () or args[0] is not sharded[0] or "out" in kwargs):
         return NotImplemented
     plain = [tensor for tensor in tensors if not isinstance(tensor, ShardedTensor)]
-    # A plain tensor may differ by rank (a loss, an incoming gradient), and then so does the result, which is no longer
-    # one tensor of which each rank may keep a part. A write into the parts is meant alike on all ranks, as under DDP.
+    # A plain tensor may differ by rank (a loss, an incoming gradient), and so does the result then: no longer one value
+    # of which each rank may keep a part. A write into the parts is meant alike on all ranks, as under DDP.
     if plain and not in_place:
         return NotImplemented
     if all(tensor.whole_at_hand() is not None for tensor in sharded):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Union
 
 from torch import nn
 
 LARGE_LAYER = 2**20
 """Parameters from which on a layer outside of every block is a unit of its own (an embedding, a head)."""
 
-Units = Union[str, type[nn.Module], Sequence[type[nn.Module]], Callable[[str, nn.Module], bool]]
+Units = str | type[nn.Module] | Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]
 
 
 @dataclass(frozen=True)

@@ -231,7 +231,7 @@ CASES = [
     Net, Tied, Reused, Branches, BranchInside, Experts, ReadOutside, Penalty, PenaltyByRank, OwnParameter, Recurrent,
     Normed, Checkpointed, CheckpointedReentrant, FrozenCheckpointed, Frozen, Structured, Auxiliary, Buffers, InPlace,
 ]  # fmt: skip
-# Sums over parts, and gradients that reach a parameter both through its module and directly, are added up in another order.
+# Sums over parts, and gradients that reach a parameter through its module and directly, are added in another order.
 OTHER_ORDER = {Penalty, PenaltyByRank, ReadOutside}
 
 

@@ -142,7 +142,9 @@ def write_everywhere(stage):
                 write(theirs)
                 torch.testing.assert_close(plain(ours), plain(theirs), **CLOSE, msg=lambda m: f"{name}: {m}")
         inputs = torch.ones(2, 7)
-        torch.testing.assert_close(module(inputs), reference(inputs), **CLOSE, msg=lambda m: f"{name}, seen by forward: {m}")
+        torch.testing.assert_close(
+            module(inputs), reference(inputs), **CLOSE, msg=lambda m: f"{name}, seen by forward: {m}"
+        )
         optimizer.step()
         torch.optim.Adam(reference.parameters()).step()
         for ours, theirs in pairs(module, reference):

@@ -1,0 +1,35 @@
+# make demo | test | lint | types | bench | clean. The first call makes .venv and installs; nothing else is needed before.
+# ARGS is handed on, e.g.: make demo ARGS="stage=2 debug=short"   make test ARGS="tests/engine -x"
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+INSTALLED := $(VENV)/.installed
+RUN := $(VENV)/bin/python
+
+.PHONY: demo test lint types bench clean
+
+demo: $(INSTALLED)
+	$(RUN) -m lightning_zero train $(ARGS)
+
+test: $(INSTALLED)
+	$(RUN) -m pytest $(ARGS)
+
+lint: $(INSTALLED)
+	$(RUN) -m ruff check .
+
+types: $(INSTALLED)
+	$(RUN) -m mypy
+
+bench: $(INSTALLED)
+	$(RUN) benchmarks/step_time.py $(ARGS)
+	$(RUN) benchmarks/overhead.py
+
+# The stamp is newer than the two files that say what is installed, so a second call does not install again.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install -c constraints.txt -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

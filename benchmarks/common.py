@@ -1,0 +1,157 @@
+"""What the benchmarks share: worker processes, readings of memory, a description of the machine, tables.
+
+No torch in here, since the parent process of a benchmark never imports it: it only starts workers, each a fresh
+interpreter, and reads what they write. So a system starts from the same state in every round, and the parent takes no
+core from it.
+"""
+
+import json
+import os
+import platform
+import shlex
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+# glibc keeps freed blocks for later, so that resident memory would show what was once used. With these it hands every
+# larger block back at once, and resident memory follows the live tensors. It costs page faults: not for timing.
+RETURN_MEMORY_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+
+def run_workers(
+    script: str, arguments: list[str], ranks: int, environment: dict[str, str], timeout: float
+) -> list[Any]:
+    """Runs `script --worker FILE *arguments` as `ranks` processes of one thread each; returns what each wrote as JSON.
+
+    Raises:
+        RuntimeError: a worker failed or did not end within `timeout` seconds; the text holds the end of its output.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    with tempfile.TemporaryDirectory() as folder:
+        results = [Path(folder, f"rank{rank}.json") for rank in range(ranks)]
+        logs = [Path(folder, f"rank{rank}.log") for rank in range(ranks)]
+        processes = []
+        for rank in range(ranks):
+            added = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            added |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "PYTHONPATH": path}
+            with logs[rank].open("w") as log:
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, script, "--worker", str(results[rank]), *arguments],
+                        env=os.environ | {name: str(value) for name, value in added.items()} | environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                    )
+                )
+        failed = wait_for_all(processes, timeout)
+        if failed is not None:
+            raise RuntimeError(
+                f"{script} {shlex.join(arguments)}: rank {failed} of {ranks} failed or took longer than "
+                f"{timeout:.0f} s; the end of its output:\n{logs[failed].read_text()[-3000:]}"
+            )
+        return [json.loads(result.read_text()) for result in results]
+
+
+def wait_for_all(processes: list[subprocess.Popen[bytes]], timeout: float) -> int | None:
+    """The first process that fails, or outlasts `timeout` seconds (then the others are ended); None if none."""
+    deadline = time.monotonic() + timeout
+    try:
+        while True:
+            codes = [process.poll() for process in processes]
+            late = time.monotonic() > deadline
+            for index, code in enumerate(codes):
+                if code not in (None, 0) or (code is None and late):
+                    return index
+            if None not in codes:
+                return None
+            time.sleep(0.05)  # one rank that failed leaves the others waiting for it, so all are watched at once
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def resident_bytes() -> int:
+    """Bytes of memory that this process holds now."""
+    return psutil.Process().memory_info().rss
+
+
+def peak_resident_bytes() -> int:
+    """The most bytes of memory that this process has held so far."""
+    if sys.platform == "linux":  # not ru_maxrss: on Linux that starts from what the parent held
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def describe(command: str, packages: tuple[str, ...]) -> dict[str, str]:
+    """Where, with what and how a result came about; stands beside every figure."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else "unknown"
+
+    versions = []
+    for package in packages:
+        try:
+            versions.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            versions.append(f"{package} not installed")
+    changed = " with uncommitted changes" if git("status", "--porcelain", "--", "lightning_zero", "benchmarks") else ""
+    memory = psutil.virtual_memory().total / 2**30
+    return {
+        "hardware": f"{processor_name()}, {os.cpu_count()} logical cores, {memory:.0f} GiB",
+        "versions": ", ".join([f"Python {platform.python_version()}", *versions]),
+        "commit": git("rev-parse", "--short=12", "HEAD") + changed,
+        "command": command,
+    }
+
+
+def processor_name() -> str:
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def write_results(folder: Path, name: str, result: dict[str, Any], lines: list[str]) -> None:
+    """Writes `folder/name.json` and `folder/name.md`, the lines followed by the description, and prints the latter."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [*lines, "", *(f"- {key}: {value}" for key, value in result["about"].items())]
+    (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+def markdown_table(head: list[str], rows: list[list[str]]) -> list[str]:
+    """First column to the left, the others to the right."""
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return ["| " + " | ".join(cells) + " |" for cells in [head, rule, *rows]]
+
+
+def median_of_rounds(rounds: list[list[float]]) -> float:
+    return statistics.median(value for values in rounds for value in values)
+
+
+def spread(rounds: list[list[float]]) -> str:
+    """The lowest and the highest median of a round, which says how noisy the machine was."""
+    medians = [statistics.median(values) for values in rounds]
+    return f"{min(medians):.4f} - {max(medians):.4f}"

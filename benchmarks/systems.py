@@ -1,0 +1,102 @@
+"""How each compared system trains the same model: one function a system, set up as its own documentation recommends.
+
+Each takes the model (ordinary, the same weights on every rank) and returns a `Training`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_zero.zoo.gpt import GPT
+
+LEARNING_RATE = 3e-4
+
+
+@dataclass(frozen=True)
+class Training:
+    step: Callable[[Tensor, Tensor], Tensor]
+    """One step on tokens and targets, (batch, sequence) of bytes each; returns this rank's loss, detached."""
+    peak_by_category: Callable[[], dict[str, int]] = dict
+    """Bytes of the system's own buffers at their peak, where it tells."""
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def plain_step(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor, Tensor], Tensor]:
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = cross_entropy(module(tokens), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def single(model: GPT) -> Training:
+    return Training(plain_step(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)))
+
+
+def ddp(model: GPT) -> Training:
+    wrapped = DistributedDataParallel(model)
+    return Training(plain_step(wrapped, torch.optim.AdamW(wrapped.parameters(), lr=LEARNING_RATE)))
+
+
+def fsdp2(model: GPT) -> Training:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return Training(plain_step(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)))
+
+
+def zero(model: GPT, stage: int) -> Training:
+    from lightning_zero.engine import Engine
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    engine = Engine(model, [optimizer], stage=stage)
+    return Training(plain_step(model, optimizer), peak_by_category=lambda: dict(engine.report().peak))
+
+
+def deepspeed(model: GPT, stage: int) -> Training:
+    import deepspeed
+
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE),
+        config={
+            "train_micro_batch_size_per_gpu": 1,  # required; with one micro-batch a step only its log reads it
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+        },
+    )
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = cross_entropy(engine(tokens), targets)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return Training(step)
+
+
+SYSTEMS: dict[str, Callable[[GPT], Training]] = {
+    "single": single,
+    "ddp": ddp,
+    "zero1": partial(zero, stage=1),
+    "zero2": partial(zero, stage=2),
+    "zero3": partial(zero, stage=3),
+    "fsdp2": fsdp2,
+    "deepspeed1": partial(deepspeed, stage=1),
+    "deepspeed2": partial(deepspeed, stage=2),
+    "deepspeed3": partial(deepspeed, stage=3),
+}

@@ -1,0 +1,1 @@
+"""The Hydra config groups, importable as `lightning_zero.conf`: see train.yaml."""

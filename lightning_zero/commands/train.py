@@ -1,0 +1,104 @@
+"""`lightning-zero train`: a Hydra app which trains one model, or with -m a sweep of them, and reports each."""
+
+import os
+import re
+import signal
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_zero.commands.check import ConfigError, check, in_one_line
+from lightning_zero.commands.compare import CompareJobs, compare
+from lightning_zero.commands.launch import RankFailed, launch, ranks_exist, this_rank
+
+
+def train(config: DictConfig) -> None:
+    """One job on one rank, from the config to the report. The whole program."""
+    from hydra.utils import instantiate
+    from lightning.pytorch import Trainer, seed_everything
+
+    from lightning_zero.monitoring import ZeroMonitor, report
+
+    # validation is on several ranks knowingly; the other is Lightning's own, with torch 2.13
+    for message in ("Using `DistributedSampler`", r"`isinstance\(treespec", ".*does not have many workers"):
+        warnings.filterwarnings("ignore", message=message)
+    seed_everything(config.seed, workers=True, verbose=False)
+    data = instantiate(config.data)
+    model = instantiate(config.model)
+    monitor = ZeroMonitor()
+    callbacks = [monitor, *(instantiate(callback) for callback in config.callbacks.values())]
+    trainer: Trainer = instantiate(config.trainer, callbacks=callbacks, logger=instantiate(config.logger) or False)
+
+    trainer.fit(model, data, ckpt_path=config.resume)
+    (metrics,) = trainer.validate(model, data, verbose=False)
+
+    if trainer.is_global_zero:
+        best = getattr(trainer.checkpoint_callback, "best_model_path", "")
+        sample = model.sample() if hasattr(model, "sample") else None
+        report.write_report(Path(config.folder), report.collect(trainer, monitor, metrics, best), sample)
+
+
+def job(config: DictConfig) -> None:
+    """What Hydra calls for each job: checks, then trains on the ranks that exist, or on processes of the job's own."""
+    try:
+        resolved = check(config)
+        if ranks_exist():
+            train(resolved)
+        else:
+            launch(resolved)
+    except (ConfigError, RankFailed) as error:
+        complain(str(error))
+        if HydraConfig.get().mode is RunMode.MULTIRUN:
+            raise  # Hydra goes on with the sweep's other jobs, then raises this
+        raise SystemExit(_exit_code(error)) from None  # Hydra would print two lines more about another exception
+
+
+def _exit_code(error: Exception) -> int:
+    return 1 if isinstance(error, RankFailed) else 2
+
+
+def complain(text: str) -> None:
+    if this_rank() == 0:
+        print(f"lightning-zero train: {text}", file=sys.stderr, flush=True)
+
+
+def _quote_stage(argument: str) -> str:
+    """stage=1,2 -> stage="1","2": Hydra takes a bare number for a number, and wants the name of a file in a group."""
+    key, equals, value = argument.partition("=")
+    return key + equals + re.sub(r"(?<![\w\"'])(\d+)(?![\w\"'])", r'"\1"', value) if key == "stage" else argument
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the app with Hydra's arguments and returns the exit code."""
+    wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors, where it would print several lines and exit
+    with tempfile.TemporaryDirectory() as nowhere:
+        if this_rank() != 0:
+            # The ranks that torchrun or SLURM started are one job. Its folder is rank 0's.
+            arguments = [*arguments, f"hydra.run.dir={nowhere}", f"hydra.sweep.dir={nowhere}"]
+            arguments += ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
+        sys.argv = [sys.argv[0], *map(_quote_stage, arguments)]
+        app = hydra.main(config_path="pkg://lightning_zero.conf", config_name="train", version_base="1.3")(job)
+        code = 0
+        try:
+            app()
+        except (ConfigError, RankFailed) as error:
+            code = _exit_code(error)
+        except (HydraException, OmegaConfBaseException) as error:
+            if wants_traceback:
+                raise
+            complain(in_one_line(error))
+            code = 2
+        except KeyboardInterrupt:
+            code = 128 + signal.SIGINT
+        if CompareJobs.folder is not None and this_rank() == 0:
+            compare(CompareJobs.folder)
+    return code

@@ -1,0 +1,126 @@
+"""Measures a fit while it runs: loss, throughput, memory of the model states, and communication."""
+
+import time
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from typing_extensions import override
+
+
+class ZeroMonitor(Callback):
+    """Puts loss, throughput and memory in the progress bar, and keeps what the report at the end is made of.
+
+    A module says what is counted for the throughput by a method ``count(batch) -> int`` and an attribute ``counted``,
+    for example ``"tokens"``; optimizer steps are counted otherwise. Works with every strategy; what only the ZeRO
+    engine knows stays None with the others.
+
+    Attributes:
+        loss_curve: (step, training loss on rank 0) of each optimizer step.
+        validation_curve: (step, metrics) of each validation during the fit.
+        per_second: What ``counted`` names, a second, over all ranks, while training only.
+        elements_per_step: Elements communicated by a rank in an optimizer step, while training only.
+        peak_bytes: Bytes of a rank at the highest, by category.
+        formula_bytes: What the formula for the stage says of them, with Adam as the optimizer.
+        numel: Elements of all parameters.
+    """
+
+    def __init__(self) -> None:
+        self.loss_curve: list[tuple[int, float]] = []
+        self.validation_curve: list[tuple[int, dict[str, float]]] = []
+        self.counted = "steps"
+        self.per_second: float | None = None
+        self.elements_per_step: float | None = None
+        self.peak_bytes: dict[str, int] = {}
+        self.formula_bytes: int | None = None
+        self.numel = 0
+        self._losses: list[tuple[int, Tensor]] = []  # still on the device: reading one waits for it
+        self._step_began: tuple[float, int] | None = None
+        self._seconds = 0.0
+        self._steps = 0
+        self._count = 0
+        self._window_count = 0
+        self._elements = 0
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.counted = getattr(pl_module, "counted", "steps")
+        self.numel = sum(p.numel() for p in pl_module.parameters())
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # The step after a validation is not measured: it neither follows another directly, nor does all of its own
+        # communication (at stages 1 and 2 the validation may have gathered the parameters which it uses).
+        self._step_began = None
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "fit":  # the sanity check before the first step is the curve's beginning
+            metrics = {k: v.item() for k, v in trainer.callback_metrics.items() if k.startswith("validation/")}
+            self.validation_curve.append((trainer.global_step, metrics))
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        count = getattr(pl_module, "count", None)
+        self._window_count += count(batch) if count is not None else 0
+        step = trainer.global_step
+        if step == (self._losses[-1][0] if self._losses else 0):
+            return  # in the middle of an accumulation
+
+        self._losses.append((step, outputs["loss"].detach()))
+        pl_module.log("loss", outputs["loss"], prog_bar=True)
+        counted = self._window_count * trainer.world_size if count is not None else 1
+        self._window_count = 0
+        now, elements = time.perf_counter(), _elements(trainer)
+        if self._step_began is not None:
+            began, elements_before = self._step_began
+            self._seconds += now - began
+            self._elements += elements - elements_before
+            self._count += counted
+            self._steps += 1
+            pl_module.log(f"{self.counted}/s", counted / (now - began), prog_bar=True)
+        self._step_began = now, elements
+
+        held = model_state_bytes(trainer)
+        if sum(held.values()) > sum(self.peak_bytes.values()):
+            self.peak_bytes = held
+        pl_module.log("MB/rank", sum(held.values()) / 1e6, prog_bar=True)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.loss_curve = [(step, loss.item()) for step, loss in self._losses]
+        if self._steps:
+            self.per_second = self._count / self._seconds
+        engine = getattr(trainer.strategy, "engine", None)
+        if engine is None:
+            self.formula_bytes = 16 * self.numel  # every rank holds everything: parameters, gradients, two moments
+        else:
+            report = engine.report()
+            # a peak within a step is seen by the engine only
+            self.peak_bytes, self.formula_bytes, self.numel = dict(report.peak), report.formula, report.numel
+            self.elements_per_step = self._elements / self._steps if self._steps else None
+
+
+def model_state_bytes(trainer: Trainer) -> dict[str, int]:
+    """Bytes of parameters, gradients and optimizer states which this rank holds now, by category."""
+    engine = getattr(trainer.strategy, "engine", None)
+    if engine is not None:
+        return dict(engine.report().at_rest)
+    parameters = list(trainer.lightning_module.parameters())
+    states = [value for o in trainer.optimizers for state in o.state.values() for value in state.values()]
+    return {
+        "parameters": sum(p.nbytes for p in parameters),
+        "gradients": sum(p.grad.nbytes for p in parameters if p.grad is not None),
+        "optimizer": sum(value.nbytes for value in states if isinstance(value, Tensor)),
+    }
+
+
+def _elements(trainer: Trainer) -> int:
+    """Elements gathered and reduced so far; 0 where nobody counts them."""
+    engine = getattr(trainer.strategy, "engine", None)
+    if engine is None:
+        return 0
+    elements = engine.report().elements
+    return elements.get("all_gather", 0) + elements.get("reduce_scatter", 0)

@@ -1,0 +1,142 @@
+"""What is told when a training ends: a table, a plot, the named figures, and the same as results.json."""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Trainer
+
+from lightning_zero.monitoring.callback import ZeroMonitor
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def expected_psi(stage: int, accumulate: int, world_size: int) -> int:
+    """Elements communicated a rank and optimizer step, in multiples of the parameters (ZeRO paper, section 7).
+
+    Stage 1 reduces the gradients once a step, stages 2 and 3 once a micro-batch; stages 1 and 2 gather the parameters
+    once a step, stage 3 twice a micro-batch.
+    """
+    if world_size == 1:
+        return 0
+    return {1: 2, 2: accumulate + 1, 3: 3 * accumulate}[stage]
+
+
+def collect(trainer: Trainer, monitor: ZeroMonitor, metrics: Mapping[str, float], checkpoint: str) -> dict[str, Any]:
+    """All results of a job, as plain values.
+
+    Arguments:
+        trainer: After its fit.
+        monitor: What it measured.
+        metrics: The validation metrics, ``validation/NAME`` -> value.
+        checkpoint: The path of the best checkpoint, or "".
+    """
+    stage = getattr(trainer.strategy, "stage", None)
+    last = [loss for _, loss in monitor.loss_curve[-20:]]
+    communicated = None if monitor.elements_per_step is None else monitor.elements_per_step / monitor.numel
+    expected = expected_psi(stage, trainer.accumulate_grad_batches, trainer.world_size) if stage else None
+    return {
+        "strategy": f"ZeRO stage {stage}" if stage else type(trainer.strategy).__name__,
+        "processes": trainer.world_size,
+        "precision": str(trainer.precision),
+        "parameters": monitor.numel,
+        "steps": trainer.global_step,
+        "training_loss": sum(last) / len(last) if last else None,
+        "validation": {name.removeprefix("validation/"): value for name, value in metrics.items()},
+        "counted": monitor.counted,
+        "per_second": monitor.per_second,
+        "peak_bytes": monitor.peak_bytes,
+        "formula_bytes": monitor.formula_bytes,
+        "communicated_psi": communicated,
+        "expected_psi": expected,
+        "checkpoint": checkpoint,
+        "loss_curve": monitor.loss_curve,
+        "validation_curve": monitor.validation_curve,
+    }
+
+
+def figures(results: dict[str, Any]) -> dict[str, str]:
+    """The results which have a name and a value, in words, for the table and the last lines."""
+    said = {}
+    for name, value in results["validation"].items():
+        if name != "loss":
+            said[f"validation {name}"] = f"{value:.3g}"
+    rate, psi = results["per_second"], results["communicated_psi"]
+    said[f"{results['counted']} a second"] = "not measured" if rate is None else f"{rate:.0f}"
+    peak, formula = sum(results["peak_bytes"].values()) / 1e6, results["formula_bytes"] / 1e6
+    said["peak model-state memory a rank"] = f"{peak:.1f} MB (formula {formula:.1f} MB)"
+    expected = results["expected_psi"]
+    said["communicated a step"] = "not counted" if psi is None else f"{psi:.2f} Psi (expected {expected} Psi)"
+    return said
+
+
+def write_report(folder: Path, results: dict[str, Any], sample: str | None) -> None:
+    """Prints the table, a sample of text and the named figures, and writes ``results.json`` and ``loss.png``.
+
+    Arguments:
+        folder: The job's.
+        results: From :func:`collect`.
+        sample: What the model wrote, if it writes.
+    """
+    from rich.table import Table
+
+    plot = folder / "loss.png"
+    plot_losses(plot, {results["strategy"]: results})
+    (folder / "results.json").write_text(json.dumps(results, indent=1))
+
+    console = make_console()
+    table = Table(title=f"{results['strategy']}, {results['processes']} processes, {results['precision']}")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    table.add_row("parameters (Psi)", f"{results['parameters'] / 1e6:.2f} million")
+    table.add_row("steps", str(results["steps"]))
+    if results["training_loss"] is not None:
+        table.add_row("training loss (rank 0, mean of 20 steps)", f"{results['training_loss']:.3f}")
+    if "loss" in results["validation"]:
+        table.add_row("validation loss", f"{results['validation']['loss']:.3f}")
+    for name, value in dict(results["validation_curve"]).get(0, {}).items():
+        table.add_row(f"{name.replace('/', ' ')} before the first step", f"{value:.3g}")
+    for name, value in figures(results).items():
+        table.add_row(name, value)
+    for category, held in results["peak_bytes"].items():
+        table.add_row(f"  {category} at the peak", f"{held / 1e6:.1f} MB")
+    console.print(table)
+    if sample is not None:
+        console.rule("sample")
+        console.print(sample, markup=False, highlight=False)
+        console.rule()
+    for name, value in figures(results).items():
+        print(name, value)
+    print("checkpoint", results["checkpoint"] or "none")
+    print("plot", plot, flush=True)
+
+
+def make_console() -> "Console":
+    """A terminal has its own width; what goes to a file or a log should not be cut to rich's 80 columns."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 120)
+
+
+def plot_losses(path: Path, runs: dict[str, dict[str, Any]]) -> None:
+    """Draws training and validation loss of each run, label -> results, as a PNG at ``path``."""
+    # figures made without pyplot need no display and leave no global state behind
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot(xlabel="optimizer step", ylabel="loss")
+    for index, (label, results) in enumerate(runs.items()):
+        steps, losses = zip(*results["loss_curve"] or [(0, float("nan"))], strict=True)
+        axes.plot(steps, losses, color=f"C{index}", alpha=0.35, linewidth=0.8)
+        key = "validation/loss"
+        points = [(step, metrics[key]) for step, metrics in results["validation_curve"] if key in metrics]
+        if points:
+            axes.plot(*zip(*points, strict=True), color=f"C{index}", marker="o", label=f"{label}, validation")
+        else:
+            axes.plot([], [], color=f"C{index}", label=label)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,1 @@
+"""Models and data that the `train` command, the examples and the benchmarks use: ordinary Lightning code throughout."""

@@ -1,0 +1,151 @@
+"""A byte-level GPT as a plain module, and the LightningModule which trains it. Nothing here knows about ZeRO."""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from torch import Tensor, nn
+from torchmetrics.text import Perplexity
+
+from lightning_zero.zoo.optimization import decay_by_shape
+
+VOCABULARY = 256  # every byte is a token: no tokenizer, and any file is a text
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, width = x.shape
+        q, k, v = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        x = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (batch, heads, time, width / heads)
+        return self.out(x.transpose(1, 2).reshape(batch, time, width))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm_attention = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.norm_mlp = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm_attention(x))
+        return x + self.down(F.gelu(self.up(self.norm_mlp(x)), approximate="tanh"))
+
+
+class GPT(nn.Module):
+    """Bytes in, logits of the next byte out.
+
+    Arguments:
+        width: Features of a token.
+        depth: Number of blocks.
+        heads: Attention heads in a block; must divide ``width``.
+        context: The longest sequence, in bytes.
+        tied: Whether the head's weight is the embedding's.
+    """
+
+    def __init__(self, width: int, depth: int, heads: int, context: int, tied: bool = False) -> None:
+        super().__init__()
+        if width % heads:
+            raise ValueError(f"heads={heads} must divide width={width}")
+        self.context = context
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.position = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        for name, p in self.named_parameters():
+            if p.ndim >= 2:
+                # what is added to the residual stream is scaled so that the stream's variance does not grow with depth
+                residual = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * depth) if residual else 0.02)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(batch, time) of bytes -> (batch, time, 256) of logits."""
+        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    @torch.no_grad()
+    def generate(self, prompt: bytes, length: int, temperature: float = 0.8, top_k: int = 40, seed: int = 0) -> bytes:
+        """Continues ``prompt`` by ``length`` bytes, each from the ``top_k`` likeliest. Equal seeds, equal text."""
+        device = self.embedding.weight.device
+        generator = torch.Generator(device).manual_seed(seed)
+        tokens = torch.tensor([list(prompt)], device=device)
+        for _ in range(length):
+            logits = self(tokens[:, -self.context :])[0, -1].float() / temperature
+            values, indices = logits.topk(top_k)
+            drawn = torch.multinomial(values.softmax(0), 1, generator=generator)
+            tokens = torch.cat([tokens, indices[drawn][None]], dim=1)
+        return bytes(tokens[0].tolist())
+
+
+class LanguageModel(LightningModule):
+    """Trains a GPT on (batch, context) windows of bytes: cross entropy, validation perplexity a byte.
+
+    Arguments:
+        width, depth, heads, context, tied: The GPT's.
+        optimizer: Makes the optimizer from parameter groups, for example ``partial(torch.optim.AdamW, lr=1e-3)``.
+        warmup_steps: Optimizer steps until the full learning rate; a cosine follows.
+        prompt: What the sample of text begins with.
+    """
+
+    counted = "tokens"  # what `count` counts
+
+    def __init__(
+        self,
+        width: int = 256,
+        depth: int = 3,
+        heads: int = 4,
+        context: int = 256,
+        tied: bool = False,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+        warmup_steps: int = 100,
+        prompt: str = "def ",
+    ) -> None:
+        super().__init__()
+        # not the optimizer: a checkpoint should hold plain values, which torch.load reads with weights_only=True
+        self.save_hyperparameters(ignore=["optimizer"])
+        self.gpt = GPT(width, depth, heads, context, tied)
+        self.optimizer = optimizer
+        self.warmup_steps = warmup_steps
+        self.prompt = prompt
+        self.perplexity = Perplexity()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.gpt(tokens)
+
+    def count(self, batch: tuple[Tensor, Tensor]) -> int:
+        return batch[0].numel()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor:
+        tokens, targets = batch
+        return F.cross_entropy(self(tokens).flatten(0, 1).float(), targets.flatten())
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
+        tokens, targets = batch
+        logits = self(tokens).float()
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        self.log("validation/loss", loss, batch_size=len(tokens), sync_dist=True)
+        self.perplexity(logits, targets)
+        self.log("validation/perplexity", self.perplexity, prog_bar=True)
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        return decay_by_shape(self, self.optimizer, self.warmup_steps)
+
+    def sample(self) -> str:
+        """What the model writes after its prompt; for ordinary parameters, that is outside of a fit."""
+        return self.gpt.generate(self.prompt.encode(), length=400).decode("utf-8", errors="replace")

@@ -1,0 +1,136 @@
+"""Windows of bytes from text files; by default from the source of the running Python's own standard library."""
+
+import sysconfig
+import zlib
+from pathlib import Path
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset
+
+# tests repeat themselves, and site-packages differs between machines with the same Python
+SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """Consecutive windows of ``context`` bytes, each with the bytes that follow them by one as targets."""
+
+    def __init__(self, text: Tensor, context: int) -> None:
+        self.text = text
+        self.context = context
+
+    def __len__(self) -> int:
+        return (len(self.text) - 1) // self.context
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        start = index * self.context
+        window = self.text[start : start + self.context + 1].long()
+        return window[:-1], window[1:]
+
+
+def standard_library() -> Path:
+    """The folder with the source text of the running Python's standard library."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def text_files(root: Path, suffix: str = "") -> list[Path]:
+    """The files under ``root`` whose names end in ``suffix``, ordered by their relative names, so alike everywhere."""
+    found = (path for path in root.rglob("*" + suffix) if path.is_file())
+    kept = (path for path in found if SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts))
+    return sorted(kept, key=lambda path: path.relative_to(root).as_posix())
+
+
+def is_validation(name: str, percent: float) -> bool:
+    """Whether the file of this relative name is held out: by its name's checksum, so alike on every machine."""
+    return zlib.crc32(name.encode()) % 10_000 < percent * 100
+
+
+def read_split(path: Path | None, max_bytes: int, percent: float) -> tuple[bytes, bytes]:
+    """Reads at most ``max_bytes`` and splits them into text for training and text for validation.
+
+    A folder is split by file. A single file has no other files to hold out: its end is the validation text.
+
+    Arguments:
+        path: A file, a folder (all files in it), or None for the standard library.
+        max_bytes: Where reading ends.
+        percent: The share of files, or of bytes, which is for validation.
+    """
+    if path is not None and path.is_file():
+        text = path.read_bytes()[:max_bytes]
+        cut = len(text) - int(len(text) * percent / 100)
+        return text[:cut], text[cut:]
+    root = standard_library() if path is None else path
+    parts: tuple[list[bytes], list[bytes]] = [], []
+    left = max_bytes
+    for file in text_files(root, ".py" if path is None else ""):
+        text = file.read_bytes()[:left]
+        left -= len(text)
+        parts[is_validation(file.relative_to(root).as_posix(), percent)].append(text)
+        if not left:
+            break
+    return b"".join(parts[0]), b"".join(parts[1])
+
+
+class TextData(LightningDataModule):
+    """Text as windows of bytes, split into train and validation the same way on every machine.
+
+    Arguments:
+        path: A file or a folder; None is the standard library of the running Python.
+        context: Bytes in a window.
+        batch_size: Windows a rank and step.
+        max_bytes: At most so much text is read.
+        validation_percent: The share of files (of bytes, for a single file) held out.
+        workers: Processes that load batches; 0 loads them in the training process.
+
+    Raises:
+        FileNotFoundError: ``path`` does not exist.
+        ValueError: There is less than one window of text for training or validation.
+    """
+
+    def __init__(
+        self,
+        path: str | None = None,
+        context: int = 256,
+        batch_size: int = 16,
+        max_bytes: int = 32_000_000,
+        validation_percent: float = 10.0,
+        workers: int = 0,
+    ) -> None:
+        super().__init__()
+        self.path = None if path is None else Path(path)
+        self.context = context
+        self.batch_size = batch_size
+        self.max_bytes = max_bytes
+        self.validation_percent = validation_percent
+        self.workers = workers
+
+    def setup(self, stage: str | None = None) -> None:
+        if self.path is not None and not self.path.exists():
+            raise FileNotFoundError(f"path={self.path} is neither a file nor a folder")
+        texts = read_split(self.path, self.max_bytes, self.validation_percent)
+        for text, use in zip(texts, ("training", "validation"), strict=True):
+            if len(text) <= self.context:
+                where = self.path or standard_library()
+                needed = self.context + 1
+                raise ValueError(f"path={where} has {len(text)} bytes of text for {use}; at least {needed} are needed")
+        # bytearray, since a tensor wants memory that may be written
+        self.train, validation = (
+            Windows(torch.frombuffer(bytearray(text), dtype=torch.uint8), self.context) for text in texts
+        )
+        # in a fixed order which mixes the files: a validation of a few batches should see more than the first of them
+        order = torch.randperm(len(validation), generator=torch.Generator().manual_seed(0))
+        self.validation = Subset(validation, order.tolist())
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+        return DataLoader(
+            self.train,
+            self.batch_size,
+            shuffle=True,
+            drop_last=True,
+            num_workers=self.workers,
+            persistent_workers=self.workers > 0,
+        )
+
+    def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+        return DataLoader(self.validation, self.batch_size, num_workers=self.workers)

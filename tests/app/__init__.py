@@ -1,0 +1,1 @@
+"""The `lightning-zero` command, its configuration, models and data."""

@@ -1,0 +1,52 @@
+"""Runs `lightning-zero` in a fresh process, as a user does."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+# A job of seconds: everything is done once, with a model of some thousand parameters.
+TINY = (
+    "debug=short",
+    "trainer.max_steps=6",
+    "trainer.val_check_interval=3",
+    "trainer.enable_progress_bar=false",
+    "model.width=32",
+    "model.depth=2",
+    "model.warmup_steps=2",
+    "data.max_bytes=500_000",
+)
+
+
+def start(*arguments: str, folder: Path, launcher: tuple[str, ...] = (sys.executable,)) -> subprocess.Popen[str]:
+    """Starts `lightning-zero ARGUMENTS` with `folder` as the working directory."""
+    return subprocess.Popen(
+        [*launcher, "-m", "lightning_zero", *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a group of its own, so that on a timeout its ranks can be ended with it
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 120) -> tuple[int, str, str]:
+    """Waits for the end: exit code, standard output, standard error."""
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        output, errors = process.communicate()
+        raise AssertionError(f"took longer than {timeout} s:\n{output}\n{errors}") from None
+    return process.returncode, output, errors
+
+
+def succeed(*arguments: str, folder: Path, launcher: tuple[str, ...] = (sys.executable,)) -> str:
+    """Runs `lightning-zero ARGUMENTS` to its end, which must be a good one, and returns standard output."""
+    code, output, errors = finish(start(*arguments, folder=folder, launcher=launcher))
+    assert code == 0, f"ended with code {code}:\n{output}\n{errors}"
+    return output

@@ -1,0 +1,72 @@
+"""Every file in conf/ composes, and what it describes can be made."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_zero.commands.check import check
+from tests.app.commands import REPOSITORY
+
+CONF = REPOSITORY / "conf"
+FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
+# group=option for each file of each group; stage/options is no group, and hydra/launcher needs a package of its own
+CHOICES = [
+    f'{file.parent}="{file.stem}"' for file in FILES if len(file.parts) == 2 and file.parts[0] not in ("hydra", "stage")
+] + [f'stage="{stage}"' for stage in ("1", "2", "3", "ddp")]
+
+
+def composed(*overrides: str, folder: Path) -> DictConfig:
+    with initialize_config_module("lightning_zero.conf", version_base="1.3"):
+        return compose("train", overrides=[*overrides, f"folder={folder}"])
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_choice_passes_the_check_and_makes_its_objects(choice: str, tmp_path: Path) -> None:
+    needed = {'model="vit_tiny"': ["data=digits"], 'data="digits"': ["model=vit_tiny"]}.get(choice, [])
+    if choice == 'trainer="gpu"' or choice == 'trainer="slurm"':
+        # Lightning makes a Trainer for GPUs only where there are GPUs: the rest of the file is checked
+        needed = ["trainer.accelerator=cpu", "trainer.devices=2"]
+    if "digits" not in f"{choice}{needed}":
+        needed = [*needed, "data.max_bytes=500_000"]
+    config = check(composed(choice, *needed, folder=tmp_path))
+
+    instantiate(config.data)
+    with torch.device("meta"):
+        model = instantiate(config.model)
+    assert isinstance(model.optimizer(model.parameters()), torch.optim.Optimizer)
+    for callback in config.callbacks.values():
+        instantiate(callback)
+    instantiate(config.logger)
+
+
+@pytest.mark.parametrize("choice", ["1", "2", "3"])
+def test_stage_options_reach_the_strategy(choice: str, tmp_path: Path) -> None:
+    config = composed(f'stage="{choice}"', "stage.prefetch=2", folder=tmp_path)
+    strategy = instantiate(config.trainer.strategy)
+    assert strategy.stage == int(choice)
+
+
+def test_later_groups_override_earlier_ones(tmp_path: Path) -> None:
+    config = composed("experiment=digits", "debug=short", "precision=bf16", folder=tmp_path)
+    assert config.model._target_ == "lightning_zero.zoo.digits.DigitClassifier"
+    assert config.trainer.max_steps == 20  # of debug=short, not the 250 of experiment=digits
+    assert config.trainer.precision == "bf16-mixed"
+
+
+def test_slurm_launcher_takes_its_sizes_from_the_trainer(tmp_path: Path) -> None:
+    config = composed("trainer=slurm", "trainer.num_nodes=4", folder=tmp_path)
+    launcher = OmegaConf.load(CONF / "hydra" / "launcher" / "slurm.yaml")
+    merged = OmegaConf.merge(OmegaConf.create(OmegaConf.to_container(config)), {"launcher": launcher})
+    assert (merged.launcher.nodes, merged.launcher.tasks_per_node, merged.launcher.gpus_per_node) == (4, 8, 8)
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_every_file_says_how_it_is_overridden(file: Path) -> None:
+    comments = " ".join(re.findall(r"^#(.*)", (CONF / file).read_text(), flags=re.MULTILINE))
+    assert re.search(r"[Oo]verrid|command line", comments), "no comment says how"
+    assert file.name == "train.yaml" or f"{file.stem}" in comments or file.parent.name == "options"

@@ -1,0 +1,168 @@
+"""`lightning-zero train` on two processes: alone, as a sweep, under torchrun, and when something goes wrong."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lightning_zero.zoo.gpt import LanguageModel
+from tests.app.commands import TINY, finish, start, succeed
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A sweep over DDP and stage 3: its folder, and what it printed."""
+    folder = tmp_path_factory.mktemp("sweep")
+    output = succeed("train", "-m", *TINY, "stage=ddp,3", "hydra.sweep.dir=sweep", folder=folder)
+    return folder / "sweep", output
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """One job at stage 3: its folder, and what it printed."""
+    folder = tmp_path_factory.mktemp("alone")
+    return folder / "job", succeed("train", *TINY, "hydra.run.dir=job", folder=folder)
+
+
+def results(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "results.json").read_text())
+
+
+def test_last_lines_name_the_figures(alone: tuple[Path, str]) -> None:
+    folder, output = alone
+    perplexity, rate, memory, communicated, checkpoint, plot = output.splitlines()[-6:]
+    assert re.fullmatch(r"validation perplexity \d+(\.\d+)?", perplexity)
+    assert re.fullmatch(r"tokens a second \d+", rate)
+    assert re.fullmatch(r"peak model-state memory a rank \d+\.\d MB \(formula \d+\.\d MB\)", memory)
+    assert re.fullmatch(r"communicated a step \d\.\d\d Psi \(expected 3 Psi\)", communicated)
+    assert checkpoint == f"checkpoint {folder / 'checkpoints' / 'epoch=0-step=6.ckpt'}"
+    assert plot == f"plot {folder / 'loss.png'}"
+
+
+def test_figures_are_those_in_the_results_file(alone: tuple[Path, str]) -> None:
+    folder, output = alone
+    found = results(folder)
+    assert f"validation perplexity {found['validation']['perplexity']:.3g}\n" in output
+    assert [step for step, _ in found["loss_curve"]] == [1, 2, 3, 4, 5, 6]
+    assert [step for step, _ in found["validation_curve"]] == [0, 3, 6]
+    assert found["validation_curve"][0][1]["validation/perplexity"] == pytest.approx(256, rel=0.1)
+    assert found["validation"]["perplexity"] < 200
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_checkpoint_is_an_ordinary_one(alone: tuple[Path, str]) -> None:
+    model = LanguageModel.load_from_checkpoint(results(alone[0])["checkpoint"], map_location="cpu")
+    assert model.sample().startswith("def ")
+
+
+def test_job_of_a_sweep_is_not_disturbed_by_the_one_before(sweep: tuple[Path, str], alone: tuple[Path, str]) -> None:
+    second, single = results(sweep[0] / "1"), results(alone[0])
+    assert second["strategy"] == "ZeRO stage 3"
+    assert second["loss_curve"] == single["loss_curve"]
+    assert second["validation"] == single["validation"]
+
+
+def test_stage_3_learns_what_ddp_learns_and_only_it_counts_traffic(sweep: tuple[Path, str]) -> None:
+    ddp, stage3 = results(sweep[0] / "0"), results(sweep[0] / "1")
+    # the norm for clipping is summed in another order: 1e-6 relative, and six steps of Adam on top of it
+    assert stage3["validation"]["loss"] == pytest.approx(ddp["validation"]["loss"], rel=1e-4)
+    assert ddp["communicated_psi"] is None and "communicated a step not counted" in sweep[1]
+    assert stage3["expected_psi"] == 3
+    # DDP holds 16 bytes a parameter: itself, its gradient and Adam's two moments in 4 bytes each
+    assert sum(ddp["peak_bytes"].values()) == pytest.approx(16 * ddp["parameters"], rel=0.01)
+
+
+def test_sweep_ends_with_a_comparison(sweep: tuple[Path, str]) -> None:
+    folder, output = sweep
+    assert list(json.loads((folder / "comparison.json").read_text())) == ["stage=ddp", "stage=3"]
+    assert (folder / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    assert "2 of 2 jobs" in output
+
+
+def test_torchrun_starts_the_ranks_and_no_more_are_started(tmp_path: Path, alone: tuple[Path, str]) -> None:
+    output = succeed("train", *TINY, "hydra.run.dir=job", folder=tmp_path, launcher=TORCHRUN)
+    assert output.count("validation perplexity ") == 1 + output.count("before the first step")
+    assert results(tmp_path / "job")["loss_curve"] == results(alone[0])["loss_curve"]
+
+
+def test_resumed_run_goes_on_where_the_other_stopped(tmp_path: Path, alone: tuple[Path, str]) -> None:
+    checkpoint = alone[0] / "checkpoints" / "epoch=0-step=6.ckpt"
+    arguments = [*TINY, "stage=2", "trainer.max_steps=9", f'resume="{checkpoint}"', "hydra.run.dir=job"]
+    arguments[arguments.index("trainer.max_steps=6")] = "trainer.log_every_n_steps=1"
+    succeed("train", *arguments, folder=tmp_path)
+    assert [step for step, _ in results(tmp_path / "job")["loss_curve"]] == [7, 8, 9]
+
+
+def test_digits_are_learned(tmp_path: Path) -> None:
+    output = succeed(
+        "train",
+        "experiment=digits",
+        "stage=2",
+        "trainer.enable_progress_bar=false",
+        "hydra.run.dir=job",
+        folder=tmp_path,
+    )
+    assert results(tmp_path / "job")["validation"]["accuracy"] > 0.9
+    assert re.search(r"^validation accuracy 0\.9\d*$", output, flags=re.MULTILINE)
+    assert "images a second" in output
+
+
+@pytest.fixture
+def endless(tmp_path: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    """A job that trains and would not end soon, with its ranks."""
+    process = start("train", *TINY, "stage=ddp", "trainer.max_steps=1_000_000", "hydra.run.dir=job", folder=tmp_path)
+    assert process.stderr is not None
+    said = ""
+    while "Starting with 2 processes" not in said:
+        line = process.stderr.readline()
+        assert line, f"the job ended early:\n{said}"
+        said += line
+    ranks = psutil.Process(process.pid).children()
+    assert len(ranks) == 2
+    return process, ranks
+
+
+def end_of(job: tuple[subprocess.Popen[str], list[psutil.Process]]) -> tuple[int, str]:
+    """Exit code and standard error of a job that must end within seconds, and leave no rank behind."""
+    process, ranks = job
+    code, _, errors = finish(process, timeout=20)
+    _, alive = psutil.wait_procs(ranks, timeout=5)
+    assert not alive
+    return code, errors
+
+
+def test_killed_rank_ends_the_others(endless: tuple[subprocess.Popen[str], list[psutil.Process]]) -> None:
+    process, ranks = endless
+    ranks[1].kill()
+    code, errors = end_of(endless)
+    assert code == 1
+    assert re.search(r"^lightning-zero train: rank \d of 2 ended ", errors, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_signal_ends_every_rank(
+    signum: signal.Signals, endless: tuple[subprocess.Popen[str], list[psutil.Process]]
+) -> None:
+    process, _ = endless
+    if signum is signal.SIGINT:
+        os.killpg(process.pid, signum)  # a terminal sends it to all
+    else:
+        process.send_signal(signum)
+    assert end_of(endless)[0] == 128 + signum
+
+
+def test_killed_command_leaves_no_ranks(endless: tuple[subprocess.Popen[str], list[psutil.Process]]) -> None:
+    process, ranks = endless
+    process.kill()
+    _, alive = psutil.wait_procs(ranks, timeout=20)
+    assert not alive
+    finish(process)

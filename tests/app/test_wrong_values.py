@@ -1,0 +1,71 @@
+"""A wrong value ends with one line which names the key, before any process is started."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_zero import __main__
+from lightning_zero.commands import launch, train
+from tests.app.commands import TINY, finish, start
+
+# arguments, and what the line must say
+WRONG = [
+    ("stage=9", "stage=9: no such option; there are 1, 2, 3, ddp"),
+    ("model=gpt_huge", "model=gpt_huge: no such option; there are gpt_medium, gpt_small, gpt_tiny, vit_tiny"),
+    ("model.width=-4", "model.width=-4: expected a whole number, 1 or more"),
+    ("model.heads=3", "model.heads=3 must divide width=256"),
+    ("model.widht=64", "model.widht: no such key; did you mean model.width?"),
+    ("optimiser.lr=1", "optimiser: no such key; did you mean optimizer?"),
+    ("+trainer.max_step=3", "trainer.max_step: no such key; did you mean trainer.max_steps?"),
+    ("+model.experts=3", "model.experts: no such key; there are"),
+    ("data.batch_size=0", "data.batch_size=0: expected a whole number, 1 or more"),
+    ("data.batch_size=many", "data.batch_size=many: expected a whole number, 1 or more"),
+    ("data.validation_percent=100", "data.validation_percent=100: expected a number between 0 and 100"),
+    ("data.path=/no/such/text", "data.path=/no/such/text is neither a file nor a folder"),
+    ("data.path=/dev/null", "data.path=/dev/null has 0 bytes of text for training"),
+    ("data=digits", "model.context: Interpolation key 'data.context' not found"),
+    ("optimizer.lr=0", "optimizer.lr=0: expected a number above 0"),
+    ("resume=/no/such.ckpt", "resume=/no/such.ckpt: no such checkpoint"),
+    ("trainer.devices=-1", "trainer.devices=-1: expected a whole number, 1 or more"),
+    ("trainer.devices=auto", "trainer.devices=auto: on a CPU, say how many processes"),
+    ("trainer.num_nodes=2", "trainer.num_nodes=2: start one process a rank by torchrun or srun"),
+    ("trainer.accelerator=abacus", "trainer.accelerator=abacus: expected cpu, gpu or cuda"),
+    ("trainer.precision=half", "trainer.precision=half: expected one of 32-true,"),
+    ("trainer.gradient_clip_val=some", "trainer: `gradient_clip_val` should be an int or a float"),
+    ("stage.prefetch=-1", "stage.prefetch=-1: expected a whole number, 0 or more"),
+    ("stage.units=[", "stage.units=[: no viable alternative"),
+]
+
+
+@pytest.mark.parametrize(("argument", "line"), WRONG, ids=[argument for argument, _ in WRONG])
+def test_wrong_value_ends_with_one_line_that_names_the_key(
+    argument: str, line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "")
+    monkeypatch.setattr(sys, "argv", ["lightning-zero"])
+    monkeypatch.setattr(launch.subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
+    try:
+        code = train.main([argument])
+    except SystemExit as end:
+        code = end.code
+    errors = capfd.readouterr().err
+    assert code == 2
+    assert errors.startswith(f"lightning-zero train: {line}") and errors.count("\n") == 1, errors
+
+
+def test_job_of_a_sweep_with_a_wrong_value_does_not_keep_the_others_from_training(tmp_path: Path) -> None:
+    process = start("train", "-m", *TINY, "stage=ddp", "model.heads=3,4", "hydra.sweep.dir=sweep", folder=tmp_path)
+    code, output, errors = finish(process)
+    assert code == 2
+    assert "lightning-zero train: model.heads=3 must divide width=32" in errors and "Traceback" not in errors
+    assert "1 of 2 jobs" in output and "failed" in output
+    assert not (tmp_path / "sweep/0/results.json").exists()
+    assert (tmp_path / "sweep/1/results.json").exists()
+
+
+def test_unknown_subcommand_gets_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-zero", "trian"])
+    assert __main__.main() == 2
+    assert capsys.readouterr().err == "lightning-zero: no subcommand 'trian'; there is train\n"

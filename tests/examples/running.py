@@ -1,0 +1,44 @@
+"""Runs a script of this repository in a fresh process, as a user does."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCRIPT = [sys.executable]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def run(launcher: list[str], script: str, *arguments: str, folder: Path, timeout: float = 90) -> str:
+    """Returns standard output; `folder` is the working directory.
+
+    Raises:
+        AssertionError: the script failed or took longer than `timeout` seconds; the text holds what it printed.
+    """
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*launcher, str(REPOSITORY / script), *arguments],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a group of its own, so that on a timeout its ranks can be ended with it
+    )
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        output, errors = process.communicate()
+        raise AssertionError(f"{script} took longer than {timeout} s:\n{output}\n{errors}") from None
+    assert process.returncode == 0, f"{script} ended with code {process.returncode}:\n{output}\n{errors}"
+    return output
+
+
+def lines_with(output: str, *beginnings: str) -> list[str]:
+    """The lines that begin so, of which there must be one each."""
+    found = [line for line in output.splitlines() if line.startswith(beginnings)]
+    assert len(found) == len(beginnings), output
+    return found

@@ -1,0 +1,27 @@
+"""An existing Lightning project needs the import and the name of the strategy, and gets the figures it had before."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.examples.running import SCRIPT, TORCHRUN, lines_with, run
+
+
+def figures(launcher: list[str], strategy: str, folder: Path) -> list[str]:
+    output = run(launcher, "examples/plain_project/train.py", "--strategy", strategy, folder=folder)
+    return lines_with(output, "validation loss", "test accuracy")
+
+
+@pytest.fixture(scope="module")
+def figures_under_ddp(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return figures(SCRIPT, "ddp", tmp_path_factory.mktemp("ddp"))
+
+
+def test_plain_script_prints_the_same_figures_under_zero3_as_under_ddp(
+    figures_under_ddp: list[str], tmp_path: Path
+) -> None:
+    assert figures(SCRIPT, "zero3", tmp_path) == figures_under_ddp
+
+
+def test_torchrun_prints_the_same_figures_as_the_plain_script(figures_under_ddp: list[str], tmp_path: Path) -> None:
+    assert figures(TORCHRUN, "zero3", tmp_path) == figures_under_ddp

@@ -1,0 +1,1 @@
+"""The numbers: what is trained, communicated and held in memory, against DistributedDataParallel and the formulas."""

@@ -1,0 +1,99 @@
+"""Gradient accumulation: what it computes, and when it communicates."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from torch import nn
+
+from tests.support.arithmetic import difference, expected_traffic, padded_units
+from tests.support.models import OddModel, adam_with_large_eps, sgd_nesterov
+from tests.support.trainer import Learner, fit
+from tests.support.training import CLOSE, Recipe, batch, prepare, same_runs, train_ddp, train_zero
+from tests.support.workers import world_size
+
+# Stage 1 adds up micro-batches locally and reduces the sum, as DDP's `no_sync` does. Stages 2 and 3 hold a shard of the
+# gradients only, so they reduce each micro-batch and add up the sums: the same number, rounded in another order.
+BOUND = {1: 0, 2: CLOSE, 3: CLOSE}
+
+
+def train_both(stage: int, recipe: Recipe, bound: float) -> None:
+    same_runs(train_zero(recipe, stage), train_ddp(recipe), bound)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_three_micro_batches_a_step_train_as_under_ddp(run_on, stage):
+    recipe = Recipe(optimizer=adam_with_large_eps, micro_batches=3)
+    run_on(2, train_both, stage=stage, recipe=recipe, bound=BOUND[stage])
+
+
+def clip_by_norm(parameters) -> None:
+    nn.utils.clip_grad_norm_(parameters, 0.1)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_three_micro_batches_a_step_with_clipping_train_as_under_ddp(run_on, stage):
+    recipe = Recipe(optimizer=sgd_nesterov, micro_batches=3, clip=clip_by_norm)
+    run_on(2, train_both, stage=stage, recipe=recipe, bound=CLOSE)
+
+
+def count_collectives(stage: int, micro_batches: int) -> None:
+    """Count over two steps in the middle of training, where each gather of updated weights has its place."""
+    from lightning_zero.engine import Engine
+
+    module, optimizer = prepare(Recipe())
+    engine = Engine(module, [optimizer], stage=stage)
+    padded = padded_units(engine.units, OddModel(), world_size())
+    assert len(padded) == 4, "three blocks, and what is outside of them"
+    reports = []
+    for step in range(4):
+        for index in range(micro_batches):
+            loss = module(*batch(step * micro_batches + index))
+            if stage == 1 and index < micro_batches - 1:
+                with engine.no_sync():
+                    loss.backward()
+            else:
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reports.append(engine.report())
+    counted = difference(reports[3], reports[1])
+    expected = expected_traffic(padded, stage, steps=2, backwards=2 * micro_batches)
+    assert counted == expected, f"{counted} instead of {expected}"
+    assert reports[3].steps == 4 and reports[3].backwards == 4 * micro_batches
+    assert reports[3].padded_numel == sum(padded.values())
+    assert reports[3].numel == sum(p.numel() for p in OddModel().parameters())
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_gradients_travel_once_a_step_at_stage_1_and_once_a_micro_batch_above(run_on, stage, size, micro_batches):
+    run_on(size, count_collectives, stage=stage, micro_batches=micro_batches)
+
+
+def fit_both(stage: int, bound: float, gradient_clip_val: float | None) -> None:
+    learner = partial(Learner, optimizer=sgd_nesterov, batches=7)
+    options = {"accumulate_grad_batches": 3, "gradient_clip_val": gradient_clip_val, "max_epochs": 3}
+    reference, run = fit("ddp", learner, **options), fit(f"zero{stage}", learner, **options)
+    assert len(run.losses) == 3 * 7
+    same_runs(run, reference, bound)
+    # The second epoch's windows: batches 7 to 9, 10 to 12, and 13 alone. From the end of one to the end of the next:
+    padded = padded_units(run.units, reference.module, world_size())
+    for before, after, micro_batches in [(9, 12, 3), (12, 13, 1)]:
+        counted = difference(run.reports[after], run.reports[before])
+        expected = expected_traffic(padded, stage, steps=1, backwards=micro_batches)
+        assert counted == expected, f"batches {before} to {after}: {counted} instead of {expected}"
+        assert run.reports[after].steps - run.reports[before].steps == 1
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_trainer_that_accumulates_three_of_seven_batches_trains_and_communicates_as_it_should(run_on, stage):
+    run_on(2, fit_both, stage=stage, bound=BOUND[stage], gradient_clip_val=None)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_trainer_that_accumulates_three_of_seven_batches_and_clips_trains_as_under_ddp(run_on, stage):
+    run_on(2, fit_both, stage=stage, bound=CLOSE, gradient_clip_val=0.1)

@@ -1,0 +1,242 @@
+"""bf16: what travels, in which precision it is added up, and what keeps its dtype."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from tests.support.arithmetic import difference
+from tests.support.models import OddModel, Square, adam
+from tests.support.trainer import Learner, fit
+from tests.support.training import Recipe, batch, prepare, same_on_every_rank, same_runs, train_ddp, train_zero
+from tests.support.workers import rank
+
+STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
+# "mixed": fp32 parameters, gathered and computed with in bf16. "true": the module's own parameters are bf16.
+KINDS = pytest.mark.parametrize("kind", ["mixed", "true"])
+
+
+def engine_options(kind: str) -> dict[str, Any]:
+    return {"compute_dtype": torch.bfloat16} if kind == "mixed" else {}
+
+
+class Weight(nn.Module):
+    """One weight, whose gradient is the input: what is added up can be chosen exactly."""
+
+    def __init__(self, dtype: torch.dtype, value: float, elements: int = 64) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((elements,), value, dtype=dtype))
+
+    def forward(self, x: float) -> Tensor:
+        return (self.weight * x).sum()
+
+
+def descend(stage: int, kind: str, value: float, gradients: list[list[float]]) -> Tensor:
+    """`w -= sum over micro-batches of the gradients` for each list in turn; the full weight at the end."""
+    from lightning_zero.engine import Engine
+
+    module = Weight(torch.float32 if kind == "mixed" else torch.bfloat16, value)
+    optimizer = SGD(module.parameters(), lr=1.0)
+    engine = Engine(module, [optimizer], stage=stage, **engine_options(kind))
+    for micro_batches in gradients:
+        for index, x in enumerate(micro_batches):
+            loss = module(x)
+            if stage == 1 and index < len(micro_batches) - 1:
+                with engine.no_sync():
+                    loss.backward()
+            else:
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weight = engine.full_state_dict()["weight"]
+    assert weight.dtype == module.weight.dtype
+    engine.close()
+    assert (weight == weight[0]).all()
+    return weight[0].float()
+
+
+# bf16 has 8 significant bits: from 1 on its numbers are 2**-7 apart, so adding 2**-9 to 1 in bf16 leaves 1.
+TINY = 2.0**-9
+
+
+def add_up_micro_batches(stage: int, kind: str) -> None:
+    # 1 + 8 * 2**-9 = 1 + 2**-6, which bf16 can say; added up in bf16 it stays 1.
+    assert descend(stage, kind, 0.0, [[1.0] + [TINY] * 8]) == -(1 + 8 * TINY)
+
+
+@STAGES
+@KINDS
+@pytest.mark.parametrize("size", [1, 2])
+def test_micro_batches_are_added_up_in_fp32(run_on, stage, kind, size):
+    run_on(size, add_up_micro_batches, stage=stage, kind=kind)
+
+
+def add_up_ranks(stage: int, kind: str) -> None:
+    # The mean of 2 and 2 * 2**-9 is 1 + 2**-9; from 1 that leaves -2**-9, and after a reduction in bf16 0.
+    assert descend(stage, kind, 1.0, [[2.0 if rank() == 0 else 2 * TINY]]) == -TINY
+
+
+@STAGES
+@KINDS
+def test_ranks_are_added_up_in_fp32(run_on, stage, kind):
+    run_on(2, add_up_ranks, stage=stage, kind=kind)
+
+
+def add_up_steps(stage: int, kind: str) -> None:
+    # Each step takes 2**-10 from 1, less than bf16 can show there (2**-8 apart below 1); 16 of them take 2**-6.
+    assert descend(stage, kind, 1.0, [[TINY / 2]] * 16) == 1 - 16 * TINY / 2
+
+
+@STAGES
+@KINDS
+@pytest.mark.parametrize("size", [1, 2])
+def test_masters_are_in_fp32_so_that_small_updates_add_up(run_on, stage, kind, size):
+    run_on(size, add_up_steps, stage=stage, kind=kind)
+
+
+def read_the_optimizers_state(stage: int, kind: str) -> None:
+    from lightning_zero.engine import Engine
+
+    module, optimizer = prepare(Recipe(dtype=torch.float32 if kind == "mixed" else torch.bfloat16))
+    engine = Engine(module, [optimizer], stage=stage, **engine_options(kind))
+    loss = module(*batch(0))
+    loss.backward()
+    optimizer.step()
+    for state in optimizer.state_dict()["state"].values():
+        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
+    engine.close()
+
+
+@STAGES
+@KINDS
+def test_the_optimizers_state_is_in_fp32(run_on, stage, kind):
+    run_on(2, read_the_optimizers_state, stage=stage, kind=kind)
+
+
+def count_bytes(stage: int, precision: str) -> None:
+    from lightning_zero import ZeroStrategy
+
+    # Without layers of normalisation, whose few weights autocast wants in fp32.
+    run = fit(ZeroStrategy(stage=stage), partial(Learner, Square), max_epochs=1, precision=precision)
+    counted = difference(run.reports[8], run.reports[2])
+    psi = run.reports[8].padded_numel
+    elements, nbytes = counted["elements"], counted["bytes"]
+    assert elements == {"all_gather": 6 * psi * (2 if stage == 3 else 1), "reduce_scatter": 6 * psi}
+    assert nbytes == {"all_gather": 2 * elements["all_gather"], "reduce_scatter": 4 * elements["reduce_scatter"]}
+
+
+@STAGES
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_weights_travel_in_bf16_and_gradients_in_fp32(run_on, stage, precision):
+    run_on(2, count_bytes, stage=stage, precision=precision)
+
+
+def train_beside_ddp(stage: int, precision: str) -> None:
+    # Under "bf16-true" DDP rounds the weights themselves to bf16 at each step, which masters avoid: there the run in
+    # fp32 is what is followed.
+    reference = fit("ddp", precision=precision if precision == "bf16-mixed" else "32-true")
+    run = fit(f"zero{stage}", precision=precision)
+    same_on_every_rank(run.weights)
+    for loss, expected in zip(run.losses, reference.losses, strict=True):
+        # Roundings of 2**-8 on the way, of which few add up: one percent.
+        assert abs(loss - expected) <= 0.01 * abs(expected), f"{loss} instead of {expected}"
+    dtype = torch.float32 if precision == "bf16-mixed" else torch.bfloat16
+    assert {weight.dtype for weight in run.weights.values()} == {dtype}
+    exact = fit("ddp")
+    assert not torch.equal(run.losses[0].float(), exact.losses[0]), "this was computed in fp32"
+
+
+@STAGES
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_losses_follow_ddps_to_the_precision_of_bf16(run_on, stage, precision):
+    run_on(2, train_beside_ddp, stage=stage, precision=precision)
+
+
+def train_all_stages(kind: str) -> None:
+    recipe = Recipe(dtype=torch.float32 if kind == "mixed" else torch.bfloat16)
+    first, *others = [train_zero(recipe, stage, **engine_options(kind)) for stage in (1, 2, 3)]
+    for other in others:
+        same_runs(other, first)
+
+
+@KINDS
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_three_stages_give_the_same_bits(run_on, kind, size):
+    run_on(size, train_all_stages, kind=kind)
+
+
+class WithBuffers(nn.Module):
+    """Float, double and integer buffers, an integer parameter that indexes, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = OddModel()
+        self.norm = nn.BatchNorm1d(6)
+        self.register_buffer("seen", torch.tensor(0))
+        self.register_buffer("total", torch.tensor(1 / 3, dtype=torch.float64))
+        self.register_buffer("narrow", torch.tensor([1.0, 2.0], dtype=torch.float16))
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.order = nn.Parameter(torch.tensor([5, 3, 1, 0, 2, 4]), requires_grad=False)
+        self.frozen = nn.Parameter(torch.tensor([1 / 3, 1.0]), requires_grad=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        assert not self.order.is_floating_point()
+        self.seen += tokens.shape[0]
+        self.total += tokens.double().mean()
+        weighting = self.norm(tokens.to(self.norm.weight.dtype)).square().mean()
+        return self.model(tokens[:, self.order], targets) + weighting * self.frozen.sum()
+
+
+def trainable_adam(model: nn.Module) -> Optimizer:
+    return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+
+def keep_buffers(stage: int, precision: str) -> None:
+    learner = partial(Learner, WithBuffers, trainable_adam)
+    reference, run = fit("ddp", learner, precision=precision), fit(f"zero{stage}", learner, precision=precision)
+    assert list(run.weights) == list(reference.weights)
+    for name, expected in reference.weights.items():
+        value = run.weights[name]
+        assert value.dtype == expected.dtype, f"{name} became {value.dtype}"
+        assert value.shape == expected.shape
+        if not name.startswith("model.model.") and "norm" not in name:
+            assert torch.equal(value, expected), f"{name}: {value} instead of {expected}"
+    assert run.weights["model.order"].tolist() == [5, 3, 1, 0, 2, 4]
+    assert run.weights["model.seen"] == 4 * 20
+
+
+@STAGES
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_buffers_keep_their_dtype_and_integers_survive(run_on, stage, precision):
+    run_on(2, keep_buffers, stage=stage, precision=precision)
+
+
+def train_with_buffers(stage: int) -> None:
+    recipe = Recipe(model=WithBuffers, optimizer=trainable_adam)
+    run, reference = train_zero(recipe, stage), train_ddp(recipe)
+    # The buffers of a rank are its own in the last forward, as under DDP, which broadcasts them before each.
+    same_runs(run, reference)
+
+
+@STAGES
+def test_in_fp32_a_model_with_buffers_integers_and_frozen_parameters_equals_ddps(run_on, stage):
+    run_on(2, train_with_buffers, stage=stage)
+
+
+def keep_exact_masters(stage: int) -> None:
+    """What 20 steps in bf16-mixed leave is exact to fp32: the weights are not multiples of what bf16 can say."""
+    weights = train_zero(Recipe(OddModel, adam), stage, compute_dtype=torch.bfloat16).weights
+    weight = weights["embed.weight"]
+    assert weight.dtype == torch.float32
+    assert not torch.equal(weight, weight.bfloat16().float())
+
+
+@STAGES
+@pytest.mark.parametrize("size", [1, 2])
+def test_full_weights_of_a_mixed_run_are_the_fp32_masters(run_on, stage, size):
+    run_on(size, keep_exact_masters, stage=stage)

@@ -1,0 +1,104 @@
+"""Clipping by norm and by value: through the Trainer, through the module's hook, and by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from math import inf
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tests.support.models import OddModel, sgd_nesterov
+from tests.support.trainer import Learner, ManualLearner, fit
+from tests.support.training import CLOSE, Recipe, same_runs, same_tensors, train_ddp, train_zero
+
+# A sum over all shards is taken in another order than a sum over all parameters; a maximum and a bound are not sums.
+NORMS = [
+    pytest.param(1.0, CLOSE, id="norm 1"),
+    pytest.param(2.0, CLOSE, id="norm 2"),
+    pytest.param(inf, 0, id="norm inf"),
+]
+# Small against these models' gradients, so that every step is clipped. (Plain gradient descent, as Adam hides scale.)
+MAX_NORM, MAX_VALUE = 0.01, 0.001
+
+# Torch has no infinity norm of a parameter without elements, so each has some; on four ranks a rank's part may not.
+model = partial(OddModel, rows=2)
+
+
+def clip_norm_of(parameters: Iterable[nn.Parameter], norm_type: float) -> Tensor:
+    return nn.utils.clip_grad_norm_(parameters, MAX_NORM, norm_type=norm_type)
+
+
+def clip_value_of(parameters: Iterable[nn.Parameter]) -> None:
+    nn.utils.clip_grad_value_(parameters, MAX_VALUE)
+
+
+def train_both(stage: int, recipe: Recipe, bound: float) -> None:
+    reference = train_ddp(recipe)
+    same_runs(train_zero(recipe, stage), reference, bound)
+    assert not torch.equal(reference.losses[-1], train_ddp(Recipe(model, recipe.optimizer)).losses[-1])
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("norm_type", "bound"), NORMS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_torchs_clip_grad_norm_before_a_step_acts_as_under_ddp(run_on, stage, size, norm_type, bound):
+    recipe = Recipe(model, sgd_nesterov, clip=partial(clip_norm_of, norm_type=norm_type))
+    run_on(size, train_both, stage=stage, recipe=recipe, bound=bound if size <= 2 else CLOSE)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_torchs_clip_grad_value_before_a_step_acts_as_under_ddp(run_on, stage):
+    run_on(2, train_both, stage=stage, recipe=Recipe(model, sgd_nesterov, clip=clip_value_of), bound=0)
+
+
+def fit_both(stage: int, learner: partial[Learner], bound: float, **options: object) -> None:
+    reference, run = fit("ddp", learner, **options), fit(f"zero{stage}", learner, **options)
+    same_runs(run, reference, bound)
+    norms, expected = ({f"norm {i}": norm for i, norm in enumerate(r.norms)} for r in (run, reference))
+    same_tensors(norms, expected, bound)
+    unclipped = fit("ddp", partial(Learner, model, sgd_nesterov))
+    assert not torch.equal(reference.losses[-1], unclipped.losses[-1])
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("algorithm", "value", "bound"),
+    [pytest.param("norm", MAX_NORM, CLOSE, id="norm"), pytest.param("value", MAX_VALUE, 0, id="value")],
+)
+def test_the_trainers_own_clipping_acts_as_under_ddp(run_on, stage, algorithm, value, bound):
+    options = {"gradient_clip_val": value, "gradient_clip_algorithm": algorithm}
+    run_on(2, fit_both, stage=stage, learner=partial(Learner, model, sgd_nesterov), bound=bound, **options)
+
+
+def by_norm(module: LightningModule, optimizer: Optimizer, norm_type: float) -> Tensor:
+    return clip_norm_of(module.parameters(), norm_type)
+
+
+def by_lightnings_method(module: LightningModule, optimizer: Optimizer) -> Tensor:
+    module.clip_gradients(optimizer, gradient_clip_val=MAX_VALUE, gradient_clip_algorithm="value")
+    return torch.tensor(MAX_VALUE)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("norm_type", "bound"), NORMS)
+def test_clipping_in_configure_gradient_clipping_acts_as_under_ddp(run_on, stage, norm_type, bound):
+    learner = partial(Learner, model, sgd_nesterov, clip=partial(by_norm, norm_type=norm_type))
+    run_on(2, fit_both, stage=stage, learner=learner, bound=bound)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("kind", [Learner, ManualLearner], ids=["automatic", "manual"])
+def test_lightnings_clip_gradients_called_by_the_module_acts_as_under_ddp(run_on, stage, kind):
+    run_on(2, fit_both, stage=stage, learner=partial(kind, model, sgd_nesterov, clip=by_lightnings_method), bound=0)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("norm_type", "bound"), NORMS)
+def test_clipping_in_manual_optimization_acts_as_under_ddp(run_on, stage, norm_type, bound):
+    learner = partial(ManualLearner, model, sgd_nesterov, clip=partial(by_norm, norm_type=norm_type))
+    run_on(2, fit_both, stage=stage, learner=learner, bound=bound)

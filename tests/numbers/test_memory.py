@@ -1,0 +1,289 @@
+"""Bytes that a rank holds, at rest and at the peak, against the paper's formula and the bound on buffers."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.models import OddModel, Square, adam
+from tests.support.training import Recipe, batch, prepare
+from tests.support.workers import world_size
+
+WIDTH, LAYERS = 256, 8
+UNIT = WIDTH * WIDTH  # elements of a layer; 8 * 4 divides them, so nothing is padded
+PSI = LAYERS * UNIT
+
+STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
+SIZES = pytest.mark.parametrize("size", [2, 4])
+KINDS = pytest.mark.parametrize("kind", ["fp32", "mixed", "true"])
+
+
+def wide() -> nn.Module:
+    return Square(WIDTH, LAYERS)
+
+
+def make(stage: int, kind: str = "fp32", **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """A model of 8 equal layers and no root unit, in fp32, in fp32 computed in bf16, or in bf16 itself."""
+    from lightning_zero.engine import Engine
+
+    module, optimizer = prepare(Recipe(wide, adam, dtype=torch.bfloat16 if kind == "true" else torch.float32))
+    if kind == "mixed":
+        options["compute_dtype"] = torch.bfloat16
+    return module, optimizer, Engine(module, [optimizer], stage=stage, **options)
+
+
+def loss_of(module: nn.Module, index: int, kind: str = "fp32") -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16, enabled=kind != "fp32"):
+        return module(*batch(index))
+
+
+def held(engine: Any) -> dict[str, int]:
+    return {category: nbytes for category, nbytes in engine.report().at_rest.items() if nbytes}
+
+
+def expected_at_rest(stage: int, kind: str) -> dict[str, int]:
+    """With Adam's state and without gradients: P_os, P_os+g, P_os+g+p of figure 1, for fp32 masters."""
+    ranks = world_size()
+    if stage == 3:
+        parameters = 4 * PSI // ranks  # the masters; a bf16 copy exists only while it is gathered
+    elif kind == "fp32":
+        parameters = 4 * PSI  # the masters are this rank's slice of them
+    else:
+        parameters = 2 * PSI + 4 * PSI // ranks
+    return {"parameters": parameters, "optimizer": 2 * 4 * PSI // ranks}
+
+
+def measure_at_rest(stage: int, kind: str) -> None:
+    module, optimizer, engine = make(stage, kind)
+    expected = expected_at_rest(stage, kind)
+    assert held(engine) == {"parameters": expected["parameters"]}, "before the first step there is no state"
+    for index in range(2):
+        loss_of(module, index, kind).backward()
+        gradients = 4 * PSI // world_size()
+        optimizer_state = expected["optimizer"] if index else 0
+        with_gradients = {k: v for k, v in (expected | {"optimizer": optimizer_state}).items() if v}
+        assert held(engine) == with_gradients | {"gradients": gradients}, "reduced gradients are sharded"
+        optimizer.step()
+        optimizer.zero_grad()
+        assert held(engine) == expected, f"{held(engine)} instead of {expected}"
+    # The formula counts gradients too: a shard of them, or at stage 1 all, which is what accumulation there needs.
+    formula = sum(expected.values()) + 4 * PSI // (1 if stage == 1 else world_size())
+    assert engine.report().formula == formula, f"{engine.report().formula} instead of {formula}"
+    engine.close()
+
+
+@STAGES
+@SIZES
+@KINDS
+def test_at_rest_a_rank_holds_what_the_formula_says(run_on, stage, size, kind):
+    run_on(size, measure_at_rest, stage=stage, kind=kind)
+
+
+def accumulate_at_stage_1() -> None:
+    module, optimizer, engine = make(1)
+    with engine.no_sync():
+        loss_of(module, 0).backward()
+    gradients = sum(nbytes for category, nbytes in held(engine).items() if category in ("gradients", "reduction"))
+    assert gradients == 4 * PSI
+    assert engine.report().formula >= sum(held(engine).values())
+    loss_of(module, 1).backward()
+    assert held(engine)["gradients"] == 4 * PSI // world_size()
+    assert "reduction" not in held(engine)
+    engine.close()
+
+
+def test_stage_1_holds_all_gradients_only_while_it_accumulates(run_on):
+    run_on(2, accumulate_at_stage_1)
+
+
+def large_storages(least: int) -> dict[int, int]:
+    """Bytes by address of every tensor storage in this process of at least so many, whoever holds it."""
+    found = {}
+    for item in gc.get_objects():
+        if issubclass(type(item), torch.Tensor) and type(item) in (torch.Tensor, nn.Parameter):
+            storage = item.untyped_storage()
+            if storage.nbytes() >= least:
+                found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def watch(module: nn.Module, look: Callable[[str], None]) -> None:
+    """Call `look` inside the forward and the backward of each layer, while its weights are there."""
+    for layer in module.layers:
+        layer.linear.register_forward_hook(lambda *_: look("forward"))
+        layer.linear.register_full_backward_hook(lambda *_: look("backward"))
+
+
+def measure_peak(stage: int, kind: str, prefetch: int, reduction_buffers: int) -> None:
+    module, optimizer, engine = make(stage, kind, prefetch=prefetch, reduction_buffers=reduction_buffers)
+    width = 4 if kind == "fp32" else 2
+    gathered: dict[str, int] = {"forward": 0, "backward": 0}
+
+    def look(phase: str) -> None:
+        gathered[phase] = max(gathered[phase], held(engine).get("gathered", 0))
+
+    watch(module, look)
+    for index in range(3):
+        if index == 1:
+            engine.reset_peak()  # from here on with optimizer state
+        loss_of(module, index, kind).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    # Two units in forward and three in backward with one of prefetch; one more for each more, one less for none.
+    units = {"forward": 1 + prefetch, "backward": 2 + prefetch} if stage == 3 else {"forward": 0, "backward": 0}
+    for phase, most in units.items():
+        assert gathered[phase] <= most * width * UNIT, f"{gathered[phase] / (width * UNIT)} units in {phase}"
+        assert (gathered[phase] > 0) == (most > 0)
+    at_rest = sum(expected_at_rest(stage, kind).values())
+    gradients = 4 * PSI // world_size()
+    # K buffers in reduction, and one that backward fills meanwhile.
+    bound = at_rest + gradients + units["backward"] * width * UNIT + (reduction_buffers + 1) * 4 * UNIT
+    peak = engine.report().peak
+    assert at_rest < sum(peak.values()) <= bound, f"{peak}, together {sum(peak.values())}, allowed {bound}"
+    assert peak.get("gathered", 0) <= units["backward"] * width * UNIT
+    assert peak.get("reduction", 0) <= (reduction_buffers + 1) * 4 * UNIT
+    engine.close()
+
+
+@STAGES
+@SIZES
+@KINDS
+def test_at_the_peak_buffers_are_bounded_whatever_the_size_of_the_model(run_on, stage, size, kind):
+    run_on(size, measure_peak, stage=stage, kind=kind, prefetch=1, reduction_buffers=2)
+
+
+@pytest.mark.parametrize(("prefetch", "reduction_buffers"), [(0, 1), (2, 1), (2, 3)])
+def test_each_unit_of_prefetch_and_each_buffer_costs_one_more(run_on, prefetch, reduction_buffers):
+    run_on(2, measure_peak, stage=3, kind="fp32", prefetch=prefetch, reduction_buffers=reduction_buffers)
+
+
+def compare_with_the_process(stage: int) -> None:
+    """What the engine says it holds is what is there: look at all large storages of the process."""
+    least = 4 * UNIT // world_size()  # a shard of a layer; activations are smaller: 24 rows instead of 64 or more
+    before = large_storages(least)
+    module, optimizer, engine = make(stage, prefetch=1, reduction_buffers=2)
+    excess = {"forward": 0, "backward": 0}
+
+    def total() -> int:
+        return sum(n for address, n in large_storages(least).items() if address not in before)
+
+    def look(phase: str) -> None:
+        excess[phase] = max(excess[phase], total() - sum(held(engine).values()))
+
+    watch(module, look)
+    for index in range(2):
+        loss_of(module, index).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert total() == sum(held(engine).values()), f"{total()} are there, {held(engine)} are known"
+    # In flight besides: what Gloo receives for each reduction ((N - 1) / N of a unit each, for two and the one that
+    # ends, and its sum), and the gradient of one layer on its way into the flat buffer.
+    assert excess["forward"] <= 0, f"{excess['forward']} bytes more than known in forward"
+    assert excess["backward"] <= (3 + 1) * 4 * UNIT, f"{excess['backward']} bytes more than known in backward"
+    engine.close()
+
+
+@STAGES
+@SIZES
+def test_the_engine_knows_of_every_large_buffer_in_the_process(run_on, stage, size):
+    run_on(size, compare_with_the_process, stage=stage)
+
+
+def look_at_released_storages() -> None:
+    module, optimizer, engine = make(3, prefetch=0)
+    phases: list[int] = []
+
+    def full() -> list[int]:
+        return [bucket.full.untyped_storage().nbytes() for bucket in engine.buckets]
+
+    def look(_: str) -> None:
+        nbytes = full()
+        assert set(nbytes) <= {0, 4 * UNIT}
+        phases.append(sum(n > 0 for n in nbytes))
+
+    watch(module, look)
+    assert full() == [0] * LAYERS
+    loss = loss_of(module, 0)
+    assert phases == [1] * LAYERS, "one at a time"
+    assert full() == [0] * LAYERS, "nothing stays between forward and backward"
+    loss.backward()
+    assert full() == [0] * LAYERS
+    optimizer.step()
+    assert full() == [0] * LAYERS
+    with torch.no_grad():
+        module(*batch(1))
+    assert full() == [0] * LAYERS
+    engine.full_state_dict()
+    assert full() == [0] * LAYERS
+    engine.close()
+
+
+@SIZES
+def test_a_released_units_storage_has_zero_bytes(run_on, size):
+    run_on(size, look_at_released_storages)
+
+
+def delete(stage: int, kind: str, training: bool) -> None:
+    """With the collector off, so that a single cycle would keep its memory."""
+    gc.collect()
+    gc.disable()
+    before = large_storages(1)
+    module, optimizer, engine = make(stage, kind)
+    if training:
+        for index in range(2):
+            loss_of(module, index, kind).backward()
+            optimizer.step()
+            if index == 0:
+                optimizer.zero_grad()  # the last gradients stay
+    assert len(large_storages(1)) > len(before)
+    watched = [weakref.ref(item) for item in (module, module.layers[0], optimizer, engine)]
+    watched += [weakref.ref(bucket) for bucket in engine.buckets]
+    del module, optimizer, engine
+    alive = [reference() for reference in watched if reference() is not None]
+    assert not alive, f"still there: {[type(item).__name__ for item in alive]}"
+    # A thread of Gloo's lets go of its last tensor a moment after the wait for it has returned; a leak stays for ever.
+    deadline = time.monotonic() + 2
+    while (left := large_storages(1).keys() - before.keys()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not left, f"{len(left)} storages are still held"
+
+
+@STAGES
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("kind", ["fp32", "mixed"])
+@pytest.mark.parametrize("training", [False, True], ids=["new", "trained"])
+def test_deleting_model_optimizer_and_engine_frees_everything_without_the_garbage_collector(
+    run_on, stage, size, kind, training
+):
+    run_on(size, delete, stage=stage, kind=kind, training=training)
+
+
+def delete_an_odd_model(stage: int) -> None:
+    """Through the root unit, embeddings and scalars, after an evaluation too."""
+    from lightning_zero.engine import Engine
+
+    gc.collect()
+    gc.disable()
+    module, optimizer = prepare(Recipe(OddModel, adam))
+    engine = Engine(module, [optimizer], stage=stage)
+    module(*batch(0)).backward()
+    optimizer.step()
+    with torch.no_grad():
+        module(*batch(1))
+    watched = [weakref.ref(item) for item in (module, optimizer, engine, *module.modules(), *engine.buckets)]
+    del module, optimizer, engine
+    alive = [reference() for reference in watched if reference() is not None]
+    assert not alive, f"still there: {[type(item).__name__ for item in alive]}"
+
+
+@STAGES
+@pytest.mark.parametrize("size", [1, 2])
+def test_deleting_a_model_with_a_root_unit_frees_it_too(run_on, stage, size):
+    run_on(size, delete_an_odd_model, stage=stage)

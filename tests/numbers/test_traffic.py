@@ -1,0 +1,46 @@
+"""Traffic a rank and step: 2 Psi elements at stages 1 and 2, 3 Psi at stage 3 (SC20, section 7)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.models import Square
+from tests.support.training import Recipe, batch, prepare
+from tests.support.workers import world_size
+
+WIDTH, LAYERS, STEPS = 32, 6, 5
+
+
+def measure(stage: int, prefetch: int) -> None:
+    from lightning_zero.engine import Engine
+
+    module, optimizer = prepare(Recipe(model=Square))
+    engine = Engine(module, [optimizer], stage=stage, prefetch=prefetch)
+    # 32 * 32 elements a layer divide by 8 * 2 and 8 * 4: Psi without padding. Each layer's backward needs its weight.
+    psi = LAYERS * WIDTH * WIDTH
+    for step in range(1 + STEPS):
+        module(*batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            engine.reset_counters()
+    report = engine.report()
+    assert report.numel == report.padded_numel == psi
+    factor = {1: 2, 2: 2, 3: 3}[stage]
+    assert report.steps == report.backwards == STEPS
+    assert report.elements_per_step() == factor * psi, f"{report.elements_per_step() / psi} Psi instead of {factor}"
+    assert report.elements["reduce_scatter"] == STEPS * psi
+    assert report.elements["all_gather"] == STEPS * (factor - 1) * psi
+    for kind in ("all_gather", "reduce_scatter"):
+        assert report.bytes[kind] == 4 * report.elements[kind]
+    # What ranks tell each other besides: a few words for each unit, whatever its size.
+    assert report.bytes.get("control", 0) <= STEPS * LAYERS * 64
+    engine.close()
+    assert world_size() == report.world_size
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_moves_2_psi_at_stages_1_and_2_and_3_psi_at_stage_3(run_on, stage, size, prefetch):
+    run_on(size, measure, stage=stage, prefetch=prefetch)

@@ -1,0 +1,147 @@
+"""`Trainer(strategy="zero1" | "zero2" | "zero3")` trains as `Trainer(strategy="ddp")` does, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from tests.support import models
+from tests.support.trainer import Learner, ManualLearner, fit, make_trainer
+from tests.support.training import CLOSE, same_on_every_rank, same_runs
+from tests.support.workers import world_size
+
+# The plain-torch loops have them all; here those that differ in what the Trainer and the strategy see of them.
+OPTIMIZERS = [
+    models.adam_fused,
+    models.adamw_with_decay_groups,
+    models.sgd_nesterov,
+    models.adagrad_with_initial_accumulator,
+    models.several_groups,
+]
+
+
+def fit_both(stage: int, learner: Callable[[], Learner], bound: float = 0) -> None:
+    """20 steps in two epochs."""
+    reference, run = fit("ddp", learner), fit(f"zero{stage}", learner)
+    assert len(reference.losses) == 20
+    same_runs(run, reference, bound)
+    same_on_every_rank(run.weights)
+    assert dist.is_initialized() == (world_size() > 1)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.__name__)
+def test_losses_and_weights_equal_ddps_over_20_steps(run_on, stage, optimizer):
+    run_on(2, fit_both, stage=stage, learner=partial(Learner, optimizer=optimizer))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_losses_and_weights_equal_those_of_a_single_device_and_follow_ddps_on_more_ranks(run_on, stage, size):
+    learner = partial(Learner, optimizer=models.adam_with_large_eps)
+    run_on(size, fit_both, stage=stage, learner=learner, bound=0 if size == 1 else CLOSE)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_manual_optimization_equals_ddps(run_on, stage):
+    run_on(2, fit_both, stage=stage, learner=ManualLearner)
+
+
+class LearnerWithSchedule(Learner):
+    def configure_optimizers(self) -> dict[str, object]:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.7)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_learning_rate_schedule_acts_as_under_ddp(run_on, stage):
+    run_on(2, fit_both, stage=stage, learner=LearnerWithSchedule)
+
+
+class LearnerWithLooseParameters(Learner):
+    """Parameters of the LightningModule itself, used in `training_step` outside of any submodule's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.0, 0.5, 2.0]))
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) * self.scale.square().sum() + self.scale.abs().mean()
+
+    def configure_optimizers(self) -> Optimizer:
+        return self.make_optimizer(self)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_parameters_of_the_lightning_module_itself_train_as_under_ddp(run_on, stage):
+    run_on(2, fit_both, stage=stage, learner=LearnerWithLooseParameters)
+
+
+def read_the_report(stage: int) -> None:
+    from lightning_zero import ZeroStrategy
+
+    strategy = ZeroStrategy(stage=stage, prefetch=2)
+    assert strategy.engine is None
+    run = fit(strategy)
+    assert strategy.engine is None
+    assert [unit.name for unit in run.units if "blocks" in unit.name] == [f"model.blocks.{i}" for i in range(3)]
+    report = strategy.last_report
+    assert (report.stage, report.world_size) == (stage, world_size())
+    assert report.steps == report.backwards == 20
+    psi = sum(p.numel() for p in run.module.parameters())
+    assert report.numel == psi <= report.padded_numel
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_strategy_offers_its_units_and_its_last_report(run_on, stage, size):
+    run_on(size, read_the_report, stage=stage)
+
+
+def take_the_name(stage: int | str) -> int:
+    from lightning_zero import ZeroStrategy
+
+    strategy = ZeroStrategy(stage=stage)
+    fit(strategy, max_epochs=1)
+    return strategy.last_report.stage
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [("os", 1), ("os+g", 2), ("os+g+p", 3), ("o", 1), ("d", 2), ("p", 3)],
+)
+def test_a_stage_may_be_named_as_in_the_paper(run_on, name, stage):
+    assert run_on(1, take_the_name, stage=name) == [stage]
+
+
+def refuse_the_precision(precision: str) -> None:
+    with pytest.raises(ValueError, match=precision) as error:
+        make_trainer("zero2", precision=precision).fit(Learner())
+    for allowed in ("32-true", "bf16-mixed", "bf16-true"):
+        assert allowed in str(error.value)
+
+
+@pytest.mark.parametrize("precision", ["16-true", "64-true"])
+def test_a_precision_of_a_later_release_is_refused_with_the_allowed_ones(run_on, precision):
+    run_on(1, refuse_the_precision, precision=precision)
+
+
+def refuse_the_plugin() -> None:
+    """On a CPU Lightning itself turns the word "16-mixed" into "bf16-mixed", so the plugin is given."""
+    from lightning.pytorch.plugins import MixedPrecision
+
+    with pytest.raises(ValueError, match="16-mixed") as error:
+        make_trainer("zero2", plugins=MixedPrecision("16-mixed", device="cpu")).fit(Learner())
+    for allowed in ("32-true", "bf16-mixed", "bf16-true"):
+        assert allowed in str(error.value)
+
+
+def test_fp16_is_refused_with_the_allowed_precisions(run_on):
+    run_on(1, refuse_the_plugin)
