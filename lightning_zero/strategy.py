@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -38,8 +37,6 @@ from lightning_zero.engine import Engine, Report, Unit
 from lightning_zero.engine.placement import Placement, placements_of
 from lightning_zero.engine.units import Units
 from lightning_zero.precision import compute_dtype_of
-
-log = logging.getLogger(__name__)
 
 CHECKPOINT_KEY = "lightning_zero"
 """Where a checkpoint keeps the fp32 masters of low-precision parameters; all else is where Lightning puts it."""
@@ -222,8 +219,6 @@ class ZeroStrategy(ParallelStrategy):
             )
             self.engine.load_masters(self._masters)
             self._masters = {}
-            if trainer.is_global_zero:
-                log.debug("ZeRO stage %d: %s", self.stage, self.engine.units)
         elif not self._is_single:
             _sync_module_states(self.lightning_module)
         self._failed = False

@@ -34,11 +34,13 @@ def _number(value: Any) -> bool:
 Rule = tuple[Callable[[Any], bool], str]
 POSITIVE: Rule = (lambda v: _whole(v, 1), "a whole number, 1 or more")
 NOT_NEGATIVE: Rule = (lambda v: _whole(v, 0), "a whole number, 0 or more")
+ABOVE_0: Rule = (lambda v: _number(v) and v > 0, "a number above 0")
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true")
 
 RULES: dict[str, Rule] = {
     "seed": NOT_NEGATIVE,
+    "stage.units": (lambda v: v == "auto" or not isinstance(v, str), '"auto"'),
     "stage.prefetch": NOT_NEGATIVE,
     "stage.reduction_buffers": POSITIVE,
     "model.width": POSITIVE,
@@ -52,13 +54,15 @@ RULES: dict[str, Rule] = {
     "data.max_bytes": POSITIVE,
     "data.workers": NOT_NEGATIVE,
     "data.validation_percent": (lambda v: _number(v) and 0 < v < 100, "a number between 0 and 100"),
-    "optimizer.lr": (lambda v: _number(v) and v > 0, "a number above 0"),
+    "optimizer.lr": ABOVE_0,
     "optimizer.weight_decay": (lambda v: _number(v) and v >= 0, "a number, 0 or more"),
     "trainer.accelerator": (lambda v: v in ("cpu", "gpu", "cuda"), "cpu, gpu or cuda"),
     "trainer.precision": (lambda v: v in PRECISIONS, f"one of {', '.join(PRECISIONS)}"),
     "trainer.devices": (lambda v: v == "auto" or _whole(v, 1), 'a whole number, 1 or more, or "auto"'),
     "trainer.num_nodes": POSITIVE,
     "trainer.max_steps": (lambda v: v == -1 or _whole(v, 1), "a whole number, 1 or more, or -1 for no limit"),
+    "trainer.val_check_interval": ABOVE_0,
+    "trainer.limit_val_batches": ABOVE_0,
     "trainer.accumulate_grad_batches": POSITIVE,
     "trainer.log_every_n_steps": POSITIVE,
 }
@@ -115,7 +119,7 @@ def _check_targets(node: Any, key: str) -> None:
 
 
 def _check_made(config: DictConfig) -> None:
-    """The data can be read, the model can be made (without memory for its weights), and the Trainer too."""
+    """The data can be read, and everything can be made (the model without memory for its weights)."""
     import torch
     from hydra.utils import instantiate
 
@@ -128,6 +132,10 @@ def _check_made(config: DictConfig) -> None:
         group = "model"
         with torch.device("meta"):
             instantiate(config.model)
+        group = "optimizer"
+        instantiate(config.optimizer)([torch.nn.Parameter(torch.empty(1))])
+        group = "stage"
+        instantiate(config.stage)
         group = "callbacks"
         callbacks = [instantiate(callback) for callback in config.callbacks.values()]
         group = "trainer"

@@ -53,7 +53,7 @@ def _columns(results: dict[str, Any]) -> dict[str, str]:
         **{name: f"{value:.3g}" for name, value in results["validation"].items() if name != "loss"},
         f"{results['counted']}/s": "" if rate is None else f"{rate:.0f}",
         "peak MB": f"{sum(results['peak_bytes'].values()) / 1e6:.1f}",
-        "formula MB": f"{results['formula_bytes'] / 1e6:.1f}",
+        "formula MB": "" if results["formula_bytes"] is None else f"{results['formula_bytes'] / 1e6:.1f}",
         "Psi/step": "not counted" if psi is None else f"{psi:.2f}",
     }
 

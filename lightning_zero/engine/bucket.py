@@ -107,20 +107,49 @@ class BucketSlot:
 
 
 class GradientShard:
-    """The reduced gradient of a bucket: this rank's part. It lives as long as some ``p.grad`` shows it."""
+    """The reduced gradient of a bucket: this rank's part. It lives as long as some ``p.grad`` shows it.
 
-    def __init__(self, bucket: Bucket, flat: Tensor) -> None:
+    Args:
+        flat: the shard. Over one rank instead each parameter's own gradient, by index: nothing was to be laid out for a
+            reduction, and so nothing was copied.
+    """
+
+    def __init__(self, bucket: Bucket, flat: Tensor | dict[int, Tensor]) -> None:
         self.flat = flat
         self._bucket = weakref.ref(bucket)
-        nbytes = flat.untyped_storage().nbytes()
+        tensors = flat.values() if isinstance(flat, dict) else [flat]
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         bucket.ledger.add("gradients", nbytes)
         weakref.finalize(self, bucket.ledger.add, "gradients", -nbytes)
+
+    def part_of(self, slot: BucketSlot) -> Tensor:
+        """This rank's range of one parameter's gradient, 1-D."""
+        return self.flat[slot.index].view(-1) if isinstance(self.flat, dict) else self.flat[slot.local_range]
+
+    def add(self, total: Tensor | dict[int, Tensor]) -> None:
+        """Add another backward's gradient."""
+        if not isinstance(self.flat, dict):
+            self.flat.add_(total)
+            return
+        assert isinstance(total, dict)
+        for index, gradient in total.items():
+            if index in self.flat:
+                self.flat[index].add_(gradient)
+            else:
+                self.flat[index] = gradient
+
+    def forget(self, slot: BucketSlot) -> None:
+        """Drop the gradient of one parameter."""
+        if isinstance(self.flat, dict):
+            self.flat.pop(slot.index, None)
+        else:
+            self.flat[slot.local_range].zero_()
 
     def accumulate(self, slot: BucketSlot, gradient: Tensor) -> None:
         """Take a local gradient that autograd adds to a parameter's reduced one; it is reduced with the others."""
         bucket = self._bucket()
         assert bucket is not None
-        bucket.accumulate(slot.index, gradient)
+        bucket.accumulate(slot.index, gradient.clone())
 
 
 class Bucket:
@@ -190,6 +219,7 @@ class Bucket:
             self._free()
 
         self.flat_gradient: Tensor | None = None
+        self._alone: dict[int, Tensor] = {}  # over one rank: gradients as they came
         self._filled = [False] * len(layout.segments)
         self._unsynchronised = False
         self._reducing_nbytes = 0
@@ -278,10 +308,20 @@ class Bucket:
         return self._gradient_shard() if self._gradient_shard is not None else None
 
     def accumulate(self, index: int, gradient: Tensor) -> None:
-        """Add a local gradient of one parameter (its full shape) to the flat buffer, in the reduction's dtype."""
+        """Add a local gradient of one parameter (its full shape) to the flat buffer, in the reduction's dtype.
+
+        The tensor is taken over: the caller has no other use of it.
+        """
         if isinstance(gradient, ShardedTensor):
             gradient = gradient.whole()
         with torch.no_grad():
+            if self.communicator.size == 1:
+                if self._filled[index]:
+                    self._alone[index].add_(gradient)
+                else:
+                    self._alone[index] = gradient.to(self.reduce_dtype).contiguous()
+                    self._filled[index] = True
+                return
             if self.flat_gradient is None:
                 self.flat_gradient = torch.empty(
                     self.layout.padded_numel, dtype=self.reduce_dtype, device=self.full.device
@@ -340,6 +380,10 @@ class Bucket:
 
     def start_reduction(self) -> Pending:
         """Start to sum the flat buffer over ranks, zeros for what got no gradient here."""
+        if self.communicator.size == 1:
+            alone, self._alone = self._alone, {}
+            self._filled = [False] * len(self._filled)
+            return Pending("", [], [], lambda: alone)
         with torch.no_grad():
             if self.flat_gradient is None:
                 self.flat_gradient = torch.zeros(
@@ -362,8 +406,9 @@ class Bucket:
         """Wait for a reduction and add the mean over ranks to the gradient shard."""
         with torch.no_grad():
             with self.agreement.blocked_in(f"the gradient reduction of unit {self.unit_name!r}"):
-                total: Tensor = pending.wait()
+                total = pending.wait()
             self.ledger.add("reduction", -self._reducing_nbytes)
+            self._reducing_nbytes = 0
             if self.communicator.size > 1 and not self._mean_first:
                 total.mul_(1.0 / self.communicator.size)
             shard = self.gradient_shard
@@ -372,7 +417,7 @@ class Bucket:
                 self._gradient_shard = weakref.ref(shard)
             else:
                 self._forget_reset(shard)
-                shard.flat.add_(total)
+                shard.add(total)
             return shard
 
     def _forget_reset(self, shard: GradientShard) -> None:
@@ -380,7 +425,7 @@ class Bucket:
         for slot in self.slots:
             gradient = self.parameter(slot.index).grad
             if not (isinstance(gradient, ShardedTensor) and gradient.keep is shard):
-                shard.flat[slot.local_range].zero_()
+                shard.forget(slot)
 
     def show_gradient(self, index: int, shard: GradientShard) -> None:
         """Make ``p.grad`` the reduced gradient."""
@@ -388,7 +433,7 @@ class Bucket:
         assert slot is not None
         gradient = parameter.grad
         if not (isinstance(gradient, ShardedTensor) and gradient.keep is shard):
-            parameter.grad = ShardedTensor(slot, shard.flat[slot.local_range], self.dtype, keep=shard)
+            parameter.grad = ShardedTensor(slot, shard.part_of(slot), self.dtype, keep=shard)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 

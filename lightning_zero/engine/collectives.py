@@ -125,8 +125,7 @@ class Communicator:
             flat: 1-D, contiguous, world_size equal slices in the order of ranks. Its contents are used up.
             what: for the error message.
         """
-        if self.size == 1:
-            return Pending(what, [], [], lambda: flat)
+        assert self.size > 1, "a bucket keeps its gradients as they come over one rank"
         self.counters.add("reduce_scatter", flat)
         if self.backend != "gloo":
             shard = torch.empty_like(flat[: flat.numel() // self.size])
@@ -150,7 +149,7 @@ class Communicator:
 
     def reduction_bytes(self, flat: Tensor) -> int:
         """Bytes held while a flat buffer is reduced: the buffer, and what is received from the others."""
-        received = self.size - 1 if self.size > 1 and self.backend == "gloo" else min(self.size - 1, 1)
+        received = self.size - 1 if self.backend == "gloo" else 1
         return flat.numel() * flat.element_size() // self.size * (self.size + received)
 
     def broadcast_ranges(self, flat: Tensor, ranges: list[tuple[int, int]], what: str) -> None:

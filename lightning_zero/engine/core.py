@@ -150,7 +150,8 @@ class Engine:
             module.register_forward_pre_hook(lambda *_: self._open_window(), prepend=True),
             module.register_forward_hook(lambda *_: self._close_window(), always_call=True),
         ]
-        log.debug("stage %d, units: %s", self.placements.stage, self.units)
+        if self.communicator.rank == 0:
+            log.debug("ZeRO stage %d, units: %s", self.placements.stage, self.units)
 
     # -- setting up -------------------------------------------------------------------------------------------------
 

@@ -146,7 +146,7 @@ class GradientReducer:
 
     @property
     def _synchronises(self) -> bool:
-        return self.synchronise or self._reduces_every_backward
+        return self.synchronise or self._reduces_every_backward or self._communicator.size == 1
 
     def _begin(self) -> _Backward:
         if self._backward is None:

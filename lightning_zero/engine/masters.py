@@ -235,7 +235,13 @@ class Masters:
             return None
         shard = master.bucket.gradient_shard
         pieces = [master.bucket.parameter(slot.index).grad for slot in master.slots]
-        if shard is not None and all(isinstance(g, ShardedTensor) and g.keep is shard for g in pieces):
+        if len(pieces) == 1 and isinstance(pieces[0], ShardedTensor):
+            return pieces[0].local.to(master.tensor.dtype)
+        if (
+            shard is not None
+            and not isinstance(shard.flat, dict)
+            and all(isinstance(g, ShardedTensor) and g.keep is shard for g in pieces)
+        ):
             return shard.flat[master.range].to(master.tensor.dtype)
         gathered = torch.zeros_like(master.tensor)  # the user put gradients of his own in p.grad
         for slot, gradient in zip(master.slots, pieces):
@@ -446,7 +452,9 @@ def _runs(slots: list[BucketSlot]) -> list[list[BucketSlot]]:
     for members in by_bucket.values():
         members.sort(key=lambda slot: slot.index)
         for position, slot in enumerate(members):
-            if position == 0 or members[position - 1].index != slot.index - 1:
+            # over one rank gradients are not laid out as a bucket, and each parameter is its own run
+            alone = slot.bucket.communicator.size == 1
+            if position == 0 or alone or members[position - 1].index != slot.index - 1:
                 runs.append([])
             runs[-1].append(slot)
     return runs

@@ -66,8 +66,9 @@ def figures(results: dict[str, Any]) -> dict[str, str]:
             said[f"validation {name}"] = f"{value:.3g}"
     rate, psi = results["per_second"], results["communicated_psi"]
     said[f"{results['counted']} a second"] = "not measured" if rate is None else f"{rate:.0f}"
-    peak, formula = sum(results["peak_bytes"].values()) / 1e6, results["formula_bytes"] / 1e6
-    said["peak model-state memory a rank"] = f"{peak:.1f} MB (formula {formula:.1f} MB)"
+    peak, formula = sum(results["peak_bytes"].values()) / 1e6, results["formula_bytes"]
+    memory = "not measured" if formula is None else f"{peak:.1f} MB (formula {formula / 1e6:.1f} MB)"
+    said["peak model-state memory a rank"] = memory
     expected = results["expected_psi"]
     said["communicated a step"] = "not counted" if psi is None else f"{psi:.2f} Psi (expected {expected} Psi)"
     return said

@@ -44,7 +44,7 @@ def test_last_lines_name_the_figures(alone: tuple[Path, str]) -> None:
     assert re.fullmatch(r"tokens a second \d+", rate)
     assert re.fullmatch(r"peak model-state memory a rank \d+\.\d MB \(formula \d+\.\d MB\)", memory)
     assert re.fullmatch(r"communicated a step \d\.\d\d Psi \(expected 3 Psi\)", communicated)
-    assert checkpoint == f"checkpoint {folder / 'checkpoints' / 'epoch=0-step=6.ckpt'}"
+    assert checkpoint == f"checkpoint {folder / 'checkpoints' / 'step_6.ckpt'}"
     assert plot == f"plot {folder / 'loss.png'}"
 
 
@@ -95,8 +95,8 @@ def test_torchrun_starts_the_ranks_and_no_more_are_started(tmp_path: Path, alone
 
 
 def test_resumed_run_goes_on_where_the_other_stopped(tmp_path: Path, alone: tuple[Path, str]) -> None:
-    checkpoint = alone[0] / "checkpoints" / "epoch=0-step=6.ckpt"
-    arguments = [*TINY, "stage=2", "trainer.max_steps=9", f'resume="{checkpoint}"', "hydra.run.dir=job"]
+    checkpoint = alone[0] / "checkpoints" / "step_6.ckpt"
+    arguments = [*TINY, "stage=2", "trainer.max_steps=9", f"resume={checkpoint}", "hydra.run.dir=job"]
     arguments[arguments.index("trainer.max_steps=6")] = "trainer.log_every_n_steps=1"
     succeed("train", *arguments, folder=tmp_path)
     assert [step for step, _ in results(tmp_path / "job")["loss_curve"]] == [7, 8, 9]

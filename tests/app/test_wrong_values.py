@@ -26,6 +26,8 @@ WRONG = [
     ("data.path=/dev/null", "data.path=/dev/null has 0 bytes of text for training"),
     ("data=digits", "model.context: Interpolation key 'data.context' not found"),
     ("optimizer.lr=0", "optimizer.lr=0: expected a number above 0"),
+    ("optimizer.betas=[2,3]", "optimizer: Invalid beta parameter"),
+    ("trainer.limit_val_batches=0", "trainer.limit_val_batches=0: expected a number above 0"),
     ("resume=/no/such.ckpt", "resume=/no/such.ckpt: no such checkpoint"),
     ("trainer.devices=-1", "trainer.devices=-1: expected a whole number, 1 or more"),
     ("trainer.devices=auto", "trainer.devices=auto: on a CPU, say how many processes"),
@@ -34,6 +36,7 @@ WRONG = [
     ("trainer.precision=half", "trainer.precision=half: expected one of 32-true,"),
     ("trainer.gradient_clip_val=some", "trainer: `gradient_clip_val` should be an int or a float"),
     ("stage.prefetch=-1", "stage.prefetch=-1: expected a whole number, 0 or more"),
+    ("stage.units=some", "stage.units=some: expected"),
     ("stage.units=[", "stage.units=[: no viable alternative"),
 ]
 
