@@ -210,7 +210,7 @@ class Bucket:
         self._full_nbytes = self.full.untyped_storage().nbytes()
         ledger.add("parameters" if self.replicated else "gathered", self._full_nbytes)
         self.views = [nn.Parameter(self.segment_view(i), trainable) for i in range(len(layout.segments))]
-        nan = torch.full((1,), float("nan") if compute_dtype.is_floating_point else 0, device=device)
+        nan = torch.full((), float("nan") if compute_dtype.is_floating_point else 0, device=device)
         self._placeholders = [nan.to(compute_dtype).expand(segment.shape) for segment in layout.segments]
         if self.replicated and not self.shard_in_full:
             self.full.copy_(flat)

@@ -94,6 +94,9 @@ class Communicator:
         assert self.group is not None
         self.backend = self.group._get_backend(device).name().lower()
         self._ranks = dist.get_process_group_ranks(self.group)
+        # Ranks whose data differ may complete a gradient before or after the next gather starts. Over NCCL the two must
+        # not share a queue, in which they would have to come in one order.
+        self._reduce_group = self.group if self.backend == "gloo" else dist.new_group(self._ranks, backend=self.backend)
         # What ranks tell each other (bitmaps, orders) goes over the CPU, so that no device is synchronised for it.
         has_cpu = "cpu:" in dist.get_backend_config(self.group)
         self.control_group = self.group if has_cpu else dist.new_group(self._ranks, backend="gloo")
@@ -129,7 +132,7 @@ class Communicator:
         self.counters.add("reduce_scatter", flat)
         if self.backend != "gloo":
             shard = torch.empty_like(flat[: flat.numel() // self.size])
-            work = _reduce_scatter_single(shard, flat, group=self.group, async_op=True)
+            work = _reduce_scatter_single(shard, flat, group=self._reduce_group, async_op=True)
             # the input is kept until the current stream has waited for its reader
             return Pending(what, [work], [flat], lambda: shard)
         slices = flat.chunk(self.size)

@@ -272,7 +272,10 @@ class Engine:
             return value.detach().to("cpu", copy=True) if keep else torch.empty_like(value, device="meta")
 
         with torch.no_grad():
-            return {name: whole(value) for name, value in self.module.state_dict().items()}
+            state = self.module.state_dict()
+            for name, value in state.items():
+                state[name] = whole(value)
+            return state
 
     def full_optimizer_state_dict(self, optimizer: Optimizer, *, keep: bool = True) -> dict[str, Any]:
         """An optimizer's state dict in torch's ordinary form, with whole tensors, on the CPU. Collective."""

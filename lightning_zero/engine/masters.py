@@ -8,6 +8,7 @@ paper, section 5.1).
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -41,8 +42,9 @@ def check_optimizer(optimizer: Optimizer, allow_any: bool) -> None:
     """
     cls = type(optimizer)
     known = next((base for base in cls.__mro__ if base.__module__.startswith("torch.optim")), Optimizer)
-    own_step = next(base for base in cls.__mro__ if "step" in base.__dict__)
-    if known.__name__ in ELEMENTWISE and own_step is known:
+    # torch wraps the method of every class that is instantiated: whose it is shows beneath
+    inherits_step = inspect.unwrap(cls.step).__module__.startswith("torch.optim")
+    if known.__name__ in ELEMENTWISE and inherits_step:
         return
     if known.__name__ in _WHY_NOT:
         raise TypeError(
@@ -87,6 +89,11 @@ class Master:
     def slots(self) -> list[BucketSlot]:
         return self.bucket.slots[self.first : self.last + 1]
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank updates it: it owns some of it, or there is nothing to own, as DDP's optimizer does."""
+        return self.tensor.numel() > 0 or all(slot.shape.numel() == 0 for slot in self.slots)
+
     def part_of(self, slot: BucketSlot) -> slice:
         """The range of one segment within this master's tensor."""
         if slot.local_numel == 0:
@@ -119,7 +126,7 @@ class Masters:
         self._arranged: list[list[Any]] = []
         self._loaded: dict[Any, dict[str, Any]] | None = None
         self._own_state: Any = None
-        self._state_bytes = 0
+        self._state_bytes = self._states_measured = 0
         self._keep: Callable[[Tensor], Tensor] = _unchanged
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -198,7 +205,7 @@ class Masters:
             foreign = [p for p in group["params"] if p.grad is not None and self._slot_of(p) is None]
             masters = self._masters_of([slot for slot in slots if slot is not None])
             self._active.extend(masters)
-            self._arranged.append([master.tensor for master in masters if master.tensor.numel()] + foreign)
+            self._arranged.append([master.tensor for master in masters if master.is_here] + foreign)
 
     def _masters_of(self, slots: list[BucketSlot]) -> list[Master]:
         """The masters that cover these slots and no others, split off or made where there are none."""
@@ -222,7 +229,7 @@ class Masters:
             for run in _runs([slot for slot in master.slots if (slot in wanted) == chosen]):
                 part = Master(master.bucket, run[0].index, run[-1].index)
                 self._own(part)
-                if state and part.tensor.numel():
+                if state and part.is_here:
                     offset = part.range.start - master.range.start
                     kept = slice(offset, offset + part.tensor.numel())
                     self.optimizer.state[part.tensor] = {
@@ -231,7 +238,7 @@ class Masters:
                     }
 
     def _gradient(self, master: Master) -> Tensor | None:
-        if master.tensor.numel() == 0:
+        if not master.is_here:
             return None
         shard = master.bucket.gradient_shard
         pieces = [master.bucket.parameter(slot.index).grad for slot in master.slots]
@@ -254,9 +261,10 @@ class Masters:
         return gathered
 
     def _measure(self) -> None:
-        """Enter the bytes of optimizer state in the ledger; once, when the state has come into being."""
-        held = sum(_nbytes(self.optimizer.state.get(master.tensor)) for master in self._active)
-        if held != self._state_bytes:
+        """Enter the bytes of optimizer state in the ledger, when state has come into being or gone."""
+        if len(self.optimizer.state) != self._states_measured:
+            self._states_measured = len(self.optimizer.state)
+            held = sum(_nbytes(state) for state in self.optimizer.state.values())
             self._ledger.add("optimizer", held - self._state_bytes)
             self._state_bytes = held
 
@@ -287,7 +295,7 @@ class Masters:
         local = {}
         for slot in slots:
             master = self._master_of.get(slot)
-            if master is not None and slot.local_numel:
+            if master is not None and (slot.local_numel or slot.shape.numel() == 0):
                 state = self.optimizer.state.get(master.tensor, {})
                 local[slot.name] = {
                     key: value.dtype if _is_elementwise(value, master.tensor.shape) else _Scalar(value)
@@ -350,7 +358,7 @@ class Masters:
         """Cut whole state by parameter into the state of masters."""
         optimizer = self.optimizer
         self._master_of.clear()
-        self._signature = None
+        self._signature, self._states_measured = None, -1
         optimizer.state = defaultdict(dict)
         by_slot: dict[BucketSlot, dict[str, Any]] = {}
         for parameter, state in states.items():
@@ -377,9 +385,9 @@ class Masters:
             for run in _runs(slots):
                 master = Master(run[0].bucket, run[0].index, run[-1].index)
                 self._own(master)
-                if master.tensor.numel():
+                if master.is_here:
                     optimizer.state[master.tensor] = self._cut(master, [by_slot[slot] for slot in run])
-        self._measure_all()
+        self._measure()
 
     def _cut(self, master: Master, states: list[dict[str, Any]]) -> dict[str, Any]:
         cut: dict[str, Any] = {}
@@ -392,16 +400,11 @@ class Masters:
                 cut[key] = _copy(first)
                 continue
             dtype = torch.promote_types(first.dtype, master.tensor.dtype) if first.is_floating_point() else first.dtype
-            # the gaps between segments start like the elements before them, so that no operator sees garbage
             cut[key] = torch.zeros(master.tensor.shape, dtype=dtype, device=master.tensor.device)
             for value, slot in zip(whole, master.slots):
                 part = value.detach().reshape(-1)[slot.offset : slot.offset + slot.local_numel]
                 cut[key][master.part_of(slot)] = part.to(cut[key])
         return cut
-
-    def _measure_all(self) -> None:
-        self._active = list(dict.fromkeys(self._master_of.values()))
-        self._measure()
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -444,7 +447,7 @@ _COUNTERS = {"step", "mu_product", "eta", "mu"}
 
 
 def _runs(slots: list[BucketSlot]) -> list[list[BucketSlot]]:
-    """Maximal runs of neighbours within a bucket, in the order of the bucket."""
+    """Maximal runs of adjoining segments, in the order of each bucket."""
     by_bucket: dict[Bucket, list[BucketSlot]] = {}
     for slot in slots:
         by_bucket.setdefault(slot.bucket, []).append(slot)
@@ -452,12 +455,22 @@ def _runs(slots: list[BucketSlot]) -> list[list[BucketSlot]]:
     for members in by_bucket.values():
         members.sort(key=lambda slot: slot.index)
         for position, slot in enumerate(members):
-            # over one rank gradients are not laid out as a bucket, and each parameter is its own run
-            alone = slot.bucket.communicator.size == 1
-            if position == 0 or alone or members[position - 1].index != slot.index - 1:
+            before = members[position - 1] if position else None
+            if before is None or not _are_neighbours(before, slot):
                 runs.append([])
             runs[-1].append(slot)
     return runs
+
+
+def _are_neighbours(before: BucketSlot, slot: BucketSlot) -> bool:
+    """Whether one follows the other without a gap.
+
+    Over a gap a run would end in the middle of what a kernel treats as the end of a parameter (see ``ALIGNMENT``). And
+    over one rank gradients are not laid out as a bucket, so that each parameter is a run of its own.
+    """
+    segments = slot.bucket.layout.segments
+    adjoining = slot.index == before.index + 1 and segments[before.index].stop == segments[slot.index].start
+    return adjoining and slot.bucket.communicator.size > 1
 
 
 def _is_elementwise(value: Any, shape: torch.Size) -> bool:
@@ -472,5 +485,5 @@ def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _nbytes(state: dict[str, Any] | None) -> int:
-    return sum(v.numel() * v.element_size() for v in (state or {}).values() if isinstance(v, Tensor) and v.dim())
+def _nbytes(state: dict[str, Any]) -> int:
+    return sum(v.numel() * v.element_size() for v in state.values() if isinstance(v, Tensor) and v.dim())

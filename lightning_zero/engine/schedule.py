@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -111,12 +111,18 @@ class _Call:
         for position, tensor in enumerate(tensor for tensor in tensors if tensor.requires_grad):
             self._has_inputs = True
             self._inputs_missing += 1
-            tensor.register_hook(self._first_input_done if position == 0 else self._input_done)
+            done = self._first_input_done if position == 0 else self._input_done
+            announcement = getattr(tensor, "_announcement", None)
+            if announcement is not None:
+                announcement.ends.append(done)
+            else:
+                tensor.register_hook(done)
 
     def watch_outputs(self, tensors: Iterator[Tensor]) -> None:
         for tensor in tensors:
             if tensor.requires_grad:
-                tensor.register_hook(self._begin)
+                tensor._announcement = _Announcement(self)  # type: ignore[attr-defined]
+                tensor.register_hook(tensor._announcement)  # type: ignore[attr-defined]
 
     def end_if_done(self) -> None:
         """End it if nothing of the unit's values can be needed any more."""
@@ -131,7 +137,8 @@ class _Call:
             unit.calls.discard(self)
             self._schedule.release_if_idle(unit)
 
-    def _begin(self, _: Tensor) -> None:
+    def begin(self) -> None:
+        """Its backward is about to start."""
         if self not in self._unit.calls:
             self._unit.calls.add(self)
             self._schedule.gather_for_backward(self._unit)
@@ -144,6 +151,19 @@ class _Call:
         self._inputs_missing -= 1
         if self in self._unit.calls:
             self.end_if_done()
+
+
+class _Announcement:
+    """The hook on a tensor that one unit put out and others took in: ends theirs, and frees them, before it begins."""
+
+    def __init__(self, call: _Call) -> None:
+        self._call = call
+        self.ends: list[Callable[[Tensor], None]] = []
+
+    def __call__(self, gradient: Tensor) -> None:
+        for end in self.ends:
+            end(gradient)
+        self._call.begin()
 
 
 class Schedule:

@@ -68,7 +68,7 @@ class DigitClassifier(LightningModule):
         # not the optimizer: a checkpoint should hold plain values, which torch.load reads with weights_only=True
         self.save_hyperparameters(ignore=["optimizer"])
         self.patches = nn.Conv2d(1, width, kernel_size=2, stride=2)
-        self.position = nn.Parameter(0.02 * torch.randn(16, width))
+        self.position = nn.Parameter(0.5 * torch.randn(16, width))
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
             for _ in range(depth)

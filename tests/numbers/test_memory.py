@@ -143,12 +143,14 @@ def measure_peak(stage: int, kind: str, prefetch: int, reduction_buffers: int) -
         assert (gathered[phase] > 0) == (most > 0)
     at_rest = sum(expected_at_rest(stage, kind).values())
     gradients = 4 * PSI // world_size()
-    # K buffers in reduction, and one that backward fills meanwhile.
-    bound = at_rest + gradients + units["backward"] * width * UNIT + (reduction_buffers + 1) * 4 * UNIT
+    # K buffers in reduction, each with what is received from the other ranks, and one that backward fills meanwhile.
+    received = (world_size() - 1) * UNIT // world_size()
+    reduction = 4 * (reduction_buffers * (UNIT + received) + UNIT)
+    bound = at_rest + gradients + units["backward"] * width * UNIT + reduction
     peak = engine.report().peak
     assert at_rest < sum(peak.values()) <= bound, f"{peak}, together {sum(peak.values())}, allowed {bound}"
     assert peak.get("gathered", 0) <= units["backward"] * width * UNIT
-    assert peak.get("reduction", 0) <= (reduction_buffers + 1) * 4 * UNIT
+    assert peak.get("reduction", 0) <= reduction
     engine.close()
 
 
@@ -175,7 +177,12 @@ def compare_with_the_process(stage: int) -> None:
         return sum(n for address, n in large_storages(least).items() if address not in before)
 
     def look(phase: str) -> None:
-        excess[phase] = max(excess[phase], total() - sum(held(engine).values()))
+        # The least of several readings: a thread of Gloo's lets go of its last tensor a moment after the wait for it.
+        readings = [total() - sum(held(engine).values())]
+        while readings[-1] > 0 and len(readings) < 5:
+            time.sleep(0.005)
+            readings.append(total() - sum(held(engine).values()))
+        excess[phase] = max(excess[phase], min(readings))
 
     watch(module, look)
     for index in range(2):
@@ -183,10 +190,11 @@ def compare_with_the_process(stage: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         assert total() == sum(held(engine).values()), f"{total()} are there, {held(engine)} are known"
-    # In flight besides: what Gloo receives for each reduction ((N - 1) / N of a unit each, for two and the one that
-    # ends, and its sum), and the gradient of one layer on its way into the flat buffer.
+    # In flight besides: the gradient of one layer on its way into the flat buffer, and the sum of one reduction.
     assert excess["forward"] <= 0, f"{excess['forward']} bytes more than known in forward"
-    assert excess["backward"] <= (3 + 1) * 4 * UNIT, f"{excess['backward']} bytes more than known in backward"
+    assert excess["backward"] <= 4 * UNIT + 4 * UNIT // world_size(), (
+        f"{excess['backward']} bytes more than known in backward"
+    )
     engine.close()
 
 

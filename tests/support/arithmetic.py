@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-ALIGNMENT = 8
+ALIGNMENT = 32
 """Each parameter begins at a multiple of so many elements of its bucket, and each shard has a multiple of it."""
 
 
