@@ -160,7 +160,6 @@ class Bucket:
         parameters: the module's own, in the order of the layout, still ordinary; they are cut here.
         compute_dtype: the dtype in which they are gathered.
         replicated: whether all values stay here at rest (stages 1 and 2).
-        reduces_every_backward: whether no gradient stays here unreduced (stages 2 and 3).
     """
 
     def __init__(
@@ -171,7 +170,6 @@ class Bucket:
         unit_name: str,
         compute_dtype: torch.dtype,
         replicated: bool,
-        reduces_every_backward: bool,
         communicator: Communicator,
         agreement: Agreement,
         ledger: Ledger,
@@ -183,9 +181,10 @@ class Bucket:
         trainable = parameters[0].requires_grad
         master_dtype = torch.float32 if trainable and dtype in LOW_PRECISION else dtype
         self.reduce_dtype = torch.float32 if dtype in LOW_PRECISION else dtype
-        # The mean over ranks is free where it is taken with the copy of a gradient into the flat buffer: not in low
-        # precision, which would round, and not where the local gradient is shown to the user.
-        self._mean_first = reduces_every_backward and communicator.size > 1 and compute_dtype == self.reduce_dtype
+        # The mean over ranks is free where it is taken with the copy of a gradient into the flat buffer; in low precision
+        # that would round.
+        self._can_take_mean_first = communicator.size > 1 and compute_dtype == self.reduce_dtype
+        self.reduces = True  # what is accumulated now, in this backward
         # Over one rank a whole copy in the masters' dtype would be the shard a second time.
         self.replicated = replicated or (communicator.size == 1 and master_dtype == compute_dtype)
         self.shard_in_full = self.replicated and master_dtype == compute_dtype
@@ -328,14 +327,15 @@ class Bucket:
                 )
                 self.ledger.add("reduction", self.flat_gradient.untyped_storage().nbytes())
             target = self._local_gradient(index)
-            factor = 1.0 / self.communicator.size if self._mean_first else 1.0
+            mean_first = self._can_take_mean_first and self.reduces
+            factor = 1.0 / self.communicator.size if mean_first else 1.0
             if self._filled[index]:
                 target.add_(gradient, alpha=factor)
-            elif self._mean_first and gradient.dtype == target.dtype:
+            elif mean_first and gradient.dtype == target.dtype:
                 torch.mul(gradient, factor, out=target)
             else:
                 target.copy_(gradient)
-                if self._mean_first:
+                if mean_first:
                     target.mul_(factor)
             self._filled[index] = True
 
@@ -372,6 +372,8 @@ class Bucket:
                 parameter = self.parameter(index)
                 self._filled[index] = parameter.grad is not None
                 parameter.grad = None
+                if self._can_take_mean_first and self.reduces:
+                    self._local_gradient(index).mul_(1.0 / self.communicator.size)
 
     def _local_gradient(self, index: int) -> Tensor:
         assert self.flat_gradient is not None
@@ -409,7 +411,7 @@ class Bucket:
                 total = pending.wait()
             self.ledger.add("reduction", -self._reducing_nbytes)
             self._reducing_nbytes = 0
-            if self.communicator.size > 1 and not self._mean_first:
+            if self.communicator.size > 1 and not self._can_take_mean_first:
                 total.mul_(1.0 / self.communicator.size)
             shard = self.gradient_shard
             if shard is None:

@@ -174,7 +174,6 @@ class Engine:
                         unit_name=plan.name or "root",
                         compute_dtype=compute,
                         replicated=self.placements.parameters is Placement.REPLICATED,
-                        reduces_every_backward=self.placements.gradients is Placement.SHARDED,
                         communicator=self.communicator,
                         agreement=self.agreement,
                         ledger=self.ledger,
@@ -226,7 +225,8 @@ class Engine:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally, without communication, at stage 1; stages 2 and 3 reduce every micro-batch."""
-        before, self.reducer.synchronise = self.reducer.synchronise, False
+        before = self.reducer.synchronise
+        self.reducer.synchronise = False
         try:
             yield
         finally:

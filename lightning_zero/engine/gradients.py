@@ -70,10 +70,10 @@ class GradientReducer:
         self._schedule, self._communicator = schedule, communicator
         self._in_flight = in_flight if overlap else 0
         self._reduces_every_backward = reduces_every_backward
-        self.synchronise = True
         self.backwards = 0
         self._units = [unit for unit in units for _ in unit.buckets]
         self._buckets = [bucket for unit in units for bucket in unit.buckets]
+        self.synchronise = True
         self._expectations: dict[tuple[bool, ...], _Expectation] = {}
         self._backward: _Backward | None = None
         self._deferred = False
@@ -145,8 +145,16 @@ class GradientReducer:
         return gradient
 
     @property
-    def _synchronises(self) -> bool:
-        return self.synchronise or self._reduces_every_backward or self._communicator.size == 1
+    def synchronise(self) -> bool:
+        """Whether a backward that begins now is to be synchronised, as far as the stage leaves a choice."""
+        return self._synchronise
+
+    @synchronise.setter
+    def synchronise(self, synchronise: bool) -> None:
+        self._synchronise = synchronise
+        self._synchronises = synchronise or self._reduces_every_backward or self._communicator.size == 1
+        for bucket in self._buckets:
+            bucket.reduces = self._synchronises
 
     def _begin(self) -> _Backward:
         if self._backward is None:

@@ -313,7 +313,7 @@ class Masters:
             held = self.optimizer.state.get(master.tensor, {}) if master is not None else {}
             for key, kind in known.get(slot.name, {}).items():
                 if isinstance(kind, _Scalar):
-                    state[key] = kind.value
+                    state[key] = _copy(kind.value)  # each parameter's own, also after pickling
                     continue
                 if master is not None and slot.local_numel:
                     part = held[key][master.part_of(slot)]
