@@ -128,10 +128,10 @@ class GradientShard:
 
     def add(self, total: Tensor | dict[int, Tensor]) -> None:
         """Add another backward's gradient."""
-        if not isinstance(self.flat, dict):
+        if not isinstance(self.flat, dict) or not isinstance(total, dict):
+            assert isinstance(self.flat, Tensor) and isinstance(total, Tensor)
             self.flat.add_(total)
             return
-        assert isinstance(total, dict)
         for index, gradient in total.items():
             if index in self.flat:
                 self.flat[index].add_(gradient)
@@ -181,8 +181,8 @@ class Bucket:
         trainable = parameters[0].requires_grad
         master_dtype = torch.float32 if trainable and dtype in LOW_PRECISION else dtype
         self.reduce_dtype = torch.float32 if dtype in LOW_PRECISION else dtype
-        # The mean over ranks is free where it is taken with the copy of a gradient into the flat buffer; in low precision
-        # that would round.
+        # The mean over ranks is free where it is taken with the copy of a gradient into the flat buffer; in low
+        # precision that would round.
         self._can_take_mean_first = communicator.size > 1 and compute_dtype == self.reduce_dtype
         self.reduces = True  # what is accumulated now, in this backward
         # Over one rank a whole copy in the masters' dtype would be the shard a second time.
