@@ -16,7 +16,7 @@ from math import prod
 
 import torch
 
-# Elements. A multiple of 16 bytes in every dtype, and of what vectorised CPU kernels take in one stride (two vectors
+# Elements. A multiple of 16 bytes in every dtype, and of what vectorised CPU kernels take in one stride (two 512-bit
 # vectors in fp32), so that they treat each element of a shard as they would in the whole parameter: these kernels
 # round some of the elements that are left over at the end of a tensor otherwise.
 ALIGNMENT = 32
