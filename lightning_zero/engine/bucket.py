@@ -313,6 +313,8 @@ class Bucket:
         """
         if isinstance(gradient, ShardedTensor):
             gradient = gradient.whole()
+        if gradient.layout is not torch.strided:
+            gradient = gradient.to_dense()
         with torch.no_grad():
             if self.communicator.size == 1:
                 if self._filled[index]:
@@ -360,7 +362,9 @@ class Bucket:
 
     def shows_unsynchronised(self, index: int, gradient: Tensor) -> bool:
         """Whether a gradient is the flat buffer's own range, as ``show_unsynchronised`` gave it out."""
-        return self._filled[index] and gradient.data_ptr() == self._local_gradient(index).data_ptr() != 0
+        if self.flat_gradient is None or not self._filled[index]:
+            return False
+        return gradient.data_ptr() == self._local_gradient(index).data_ptr() != 0
 
     def forget_reset_unsynchronised(self) -> None:
         """Drop what was accumulated for parameters whose ``.grad`` the user has reset since, and hide the rest."""

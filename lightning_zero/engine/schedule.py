@@ -181,6 +181,7 @@ class Schedule:
         # The order in which units ran in the last window, which the next one is expected to repeat.
         self._order: list[Unit] = [unit for unit in units if not unit.is_root]
         self._saved = SavedTensors(units)
+        self._watched = False
         self._ran: list[Unit] = []
         self._handles: list[Any] = []
 
@@ -254,7 +255,8 @@ class Schedule:
         if self.windows > 1:
             return
         self._ran = []
-        if torch.is_grad_enabled():
+        self._watched = torch.is_grad_enabled()
+        if self._watched:
             self._saved.watch()
         for unit in self.units:
             unit.set_open(True)
@@ -267,7 +269,8 @@ class Schedule:
         self.windows -= 1
         if self.windows:
             return
-        self._saved.unwatch()
+        if self._watched:
+            self._saved.unwatch()
         if self._ran:
             self._order = list(dict.fromkeys(self._ran))
         for unit in self.units:
@@ -353,7 +356,6 @@ class SavedTensors:
             for bucket in unit.buckets
             if not bucket.replicated
         }
-        self._watching = 0
 
     def watch(self) -> None:
         """Look at what autograd saves from here on."""
@@ -384,12 +386,10 @@ class SavedTensors:
             return tensor
 
         torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-        self._watching += 1
 
     def unwatch(self) -> None:
-        """Stop what the last ``watch`` began, if it began anything."""
-        if self._watching:
-            self._watching -= 1
+        """Stop what the last ``watch`` began."""
+        if self._bucket_of:
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
 

@@ -227,9 +227,23 @@ class InPlace(Net):
         return x
 
 
+class Sparse(Net):
+    """An embedding whose gradient is sparse."""
+
+    optimizer = staticmethod(lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, WIDTH, sparse=True)
+
+    def run(self, block, x, number, step):
+        return block(x) + self.embedding(torch.arange(len(x)) + rank() + step)
+
+
 CASES = [
     Net, Tied, Reused, Branches, BranchInside, Experts, ReadOutside, Penalty, PenaltyByRank, OwnParameter, Recurrent,
     Normed, Checkpointed, CheckpointedReentrant, FrozenCheckpointed, Frozen, Structured, Auxiliary, Buffers, InPlace,
+    Sparse,
 ]  # fmt: skip
 # Sums over parts, and gradients that reach a parameter through its module and directly, are added in another order.
 OTHER_ORDER = {Penalty, PenaltyByRank, ReadOutside}
@@ -262,10 +276,11 @@ def compare_with_ddp(kind):
     for module in modules.values():
         module.load_state_dict(reference.state_dict())
     wrapped = DistributedDataParallel(reference, find_unused_parameters=kind is not CheckpointedReentrant)
-    expected = train(reference, wrapped, adam(reference))
+    make_optimizer = getattr(kind, "optimizer", adam)
+    expected = train(reference, wrapped, make_optimizer(reference))
     bound = {"rtol": 2e-6, "atol": 1e-7} if kind in OTHER_ORDER else {"rtol": 0, "atol": 0}
     for stage, module in modules.items():
-        optimizer = adam(module)
+        optimizer = make_optimizer(module)
         engine = Engine(module, [optimizer], stage=stage)
         losses = train(module, module, optimizer)
         torch.testing.assert_close(losses, expected, **bound, msg=lambda m: f"stage {stage}: losses: {m}")

@@ -1,0 +1,339 @@
+"""ZeroStrategy behind a Trainer: names, arguments, hooks, and what existing projects do with their parameters."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import BaseFinetuning, WeightAveraging
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.utilities import grad_norm
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_zero import ZeroStrategy
+from tests.support import rank
+from tests.support.trainer import Learner, make_trainer
+
+STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
+CLOSE = {"rtol": 2e-6, "atol": 1e-7}
+
+
+def test_every_stage_is_registered_with_the_launch_variants_that_ddp_has():
+    for stage in (1, 2, 3):
+        for suffix in ("", "_spawn", "_fork", "_notebook"):
+            strategy = StrategyRegistry.get(f"zero{stage}{suffix}")
+            assert isinstance(strategy, ZeroStrategy) and strategy.stage == stage
+    assert isinstance(ZeroStrategy(), DDPStrategy), "what Lightning allows DDP it allows ZeRO"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"stage": 4}, r"stage=4 is not a ZeRO stage: write 1, 2 or 3"),
+        ({"offload": "cpu"}, r"offload='cpu' is not supported yet"),
+        ({"start_method": "thread"}, r"start_method='thread' must be 'popen'"),
+    ],
+)
+def test_a_wrong_argument_is_refused_with_what_is_allowed(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ZeroStrategy(**arguments)
+
+
+def refuse_engine_options(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        make_trainer(ZeroStrategy(**options)).fit(Learner())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prefetch": -1}, r"prefetch=-1 must be an integer of at least 0"),
+        ({"reduction_buffers": 0}, r"reduction_buffers=0 must be an integer of at least 1"),
+        ({"bucket_numel": 1.5}, r"bucket_numel=1.5 must be an integer"),
+        ({"units": "blocks"}, r"units='blocks' is not understood"),
+        ({"units": nn.LSTM}, r"no module matches LSTM"),
+    ],
+)
+def test_a_wrong_option_of_the_engine_is_refused_before_anything_is_cut(run_on, options, message):
+    run_on(2, refuse_engine_options, options=options, message=message)
+
+
+# ---------------------------------------------------------------------------------- what existing projects do
+
+
+class Everything(LightningModule):
+    """Logs, evaluates and predicts as projects do."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8))
+        self.head = nn.Linear(8, 3)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.lr = 1e-2
+        self.norms = []
+
+    def forward(self, x):
+        return self.head(self.backbone(x)) * self.scale
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self(batch[0]), batch[1]) + 1e-3 * self.head.weight.square().sum()
+        self.log("train", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", F.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
+
+    def test_step(self, batch, batch_idx):
+        self.log("test", F.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0]).argmax(-1)
+
+    def on_before_optimizer_step(self, optimizer):
+        self.norms.append(grad_norm(self, 2)["grad_2.0_norm_total"])
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        with torch.no_grad():
+            self.head.weight.clamp_(-0.4, 0.4)  # weight clipping, as of a Wasserstein critic
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+def loader(samples=24, batch_size=4):
+    generator = torch.Generator().manual_seed(3)
+    x, y = torch.randn(samples, 6, generator=generator), torch.randint(3, (samples,), generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=batch_size)
+
+
+def run_everything(strategy, callbacks=(), module=Everything, **options):
+    torch.manual_seed(0)
+    model = module()
+    trainer = make_trainer(strategy, callbacks=list(callbacks), **({"max_epochs": 3} | options))
+    trainer.fit(model, loader(), loader(16))
+    return trainer, model
+
+
+def same_model(model, reference):
+    assert list(model.state_dict()) == list(reference.state_dict())
+    for name, value in reference.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, **CLOSE, msg=lambda m: f"{name}: {m}")
+
+
+def train_evaluate_and_predict(stage):
+    reference_trainer, reference = run_everything("ddp")
+    trainer, model = run_everything(f"zero{stage}")
+    assert all(type(p) is nn.Parameter for p in model.parameters()), "ordinary again after fit"
+    same_model(model, reference)
+    torch.testing.assert_close(trainer.callback_metrics, reference_trainer.callback_metrics, **CLOSE)
+    torch.testing.assert_close(model.norms, reference.norms, rtol=1e-5, atol=1e-7)
+    for evaluate in ("validate", "test"):
+        expected = getattr(reference_trainer, evaluate)(reference, loader(16), verbose=False)
+        got = getattr(trainer, evaluate)(model, loader(16), verbose=False)
+        assert got[0] == pytest.approx(expected[0], rel=1e-5)
+    predictions = trainer.predict(model, loader(16))
+    for ours, theirs in zip(predictions, reference_trainer.predict(reference, loader(16)), strict=True):
+        assert torch.equal(ours, theirs)
+    trainer.fit(model, loader())  # once more: max_epochs is reached, nothing is left over that disturbs it
+    same_model(model, reference)
+
+
+@STAGES
+@pytest.mark.parametrize("size", [1, 2])
+def test_fit_validate_test_predict_and_fit_again_give_ddps_numbers(run_on, stage, size):
+    run_on(size, train_evaluate_and_predict, stage=stage)
+
+
+def use_callback(stage, make):
+    _, reference = run_everything("ddp", [make()])
+    _, model = run_everything(f"zero{stage}", [make()])
+    same_model(model, reference)
+
+
+class UnfreezeLater(BaseFinetuning):
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer)
+
+
+class UnfreezeLaterUnderDdp(UnfreezeLater):
+    """DDP never reduces what was frozen when it wrapped the module, so for it the freezing waits until then."""
+
+    def setup(self, trainer, pl_module, stage):
+        pass
+
+    def on_fit_start(self, trainer, pl_module):
+        self.freeze_before_training(pl_module)
+        super().on_fit_start(trainer, pl_module)
+
+
+def unfreeze(stage):
+    _, reference = run_everything("ddp_find_unused_parameters_true", [UnfreezeLaterUnderDdp()])
+    _, model = run_everything(f"zero{stage}", [UnfreezeLater()])
+    same_model(model, reference)
+
+
+@STAGES
+def test_a_backbone_that_is_unfrozen_in_mid_run_trains_from_then_on(run_on, stage):
+    run_on(2, unfreeze, stage=stage)
+
+
+class EditLearningRate(Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        trainer.optimizers[0].param_groups[0]["lr"] = 1e-3 * (1 + batch_idx)
+
+
+def ema():
+    return WeightAveraging(device=None)
+
+
+@STAGES
+@pytest.mark.parametrize("make", [EditLearningRate, ema], ids=lambda make: make.__name__)
+def test_callbacks_that_touch_parameters_and_rates_work_as_under_ddp(run_on, stage, make):
+    run_on(2, use_callback, stage=stage, make=make)
+
+
+class Gan(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6))
+        self.critic = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        for optimizer, sign in ((first, -1), (second, 1)):
+            self.toggle_optimizer(optimizer)
+            fake = self.critic(self.generator(batch[0])).mean()
+            loss = fake if sign < 0 else self.critic(batch[0]).mean() - fake
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, 0.5, "norm")
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self):
+        return (
+            torch.optim.Adam(self.generator.parameters(), lr=1e-2),
+            torch.optim.SGD(self.critic.parameters(), lr=1e-2, momentum=0.9),
+        )
+
+
+def train_gan(stage):
+    _, reference = run_everything("ddp_find_unused_parameters_true", module=Gan)
+    _, model = run_everything(f"zero{stage}", module=Gan)
+    same_model(model, reference)
+
+
+@STAGES
+def test_two_optimizers_toggled_in_turn_train_as_under_ddp(run_on, stage):
+    run_on(2, train_gan, stage=stage)
+
+
+def evaluate_alone(stage, backend):
+    torch.manual_seed(rank())  # each rank makes other weights: those of rank 0 count
+    model = Everything()
+    reference = copy.deepcopy(model)
+    trainer = make_trainer(ZeroStrategy(stage=stage, process_group_backend=backend))
+    got = trainer.validate(model, loader(16), verbose=False)
+    expected = make_trainer("ddp").validate(reference, loader(16), verbose=False)
+    assert got[0] == pytest.approx(expected[0], rel=1e-6)
+    predictions = trainer.predict(model, loader(16))
+    assert all(torch.equal(a, b) for a, b in zip(predictions, make_trainer("ddp").predict(reference, loader(16))))
+
+
+@STAGES
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo"])
+def test_evaluation_without_training_gives_ddps_numbers_under_inference_mode_too(run_on, stage, backend):
+    run_on(2, evaluate_alone, stage=stage, backend=backend)
+
+
+def copy_and_pickle():
+    trainer, model = run_everything("zero3", max_epochs=1)
+    for strategy in (copy.deepcopy(trainer.strategy), pickle.loads(pickle.dumps(ZeroStrategy(stage=2)))):
+        assert strategy.engine is None
+
+    class CopyInFit(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            self.copied = copy.deepcopy(pl_module.backbone)
+
+    callback = CopyInFit()
+    run_everything("zero3", [callback], max_epochs=1)
+    assert len(list(callback.copied.parameters())) == 6
+
+
+def test_strategies_and_modules_can_be_copied(run_on):
+    run_on(2, copy_and_pickle)
+
+
+# -------------------------------------------------------------------------------------------- whole processes
+
+
+SCRIPT = """
+    import sys
+    import lightning_zero
+    from tests.strategy.test_strategy import Everything, loader, torch
+    from lightning.pytorch import Trainer, seed_everything
+
+    class Failing(Everything):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 1 and self.global_rank in FAILING:
+                raise KeyError("user error")
+            return super().training_step(batch, batch_idx)
+
+    FAILING = {failing}
+    if __name__ == "__main__":
+        torch.set_num_threads(1)
+        seed_everything(0)
+        model = Failing()
+        before = model.head.weight.detach().clone()
+        trainer = Trainer(
+            strategy="{strategy}", devices=2, accelerator="cpu", max_epochs=1, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )
+        trainer.fit(model, loader())
+        assert type(model.head.weight) is torch.nn.Parameter
+        print("TRAINED", not torch.equal(before, model.head.weight))
+"""
+
+
+def run_script(tmp_path, strategy, failing=()):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT).format(strategy=strategy, failing=set(failing)))
+    begin = time.monotonic()
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=150, env=_environment())
+    return done, time.monotonic() - begin
+
+
+def _environment():
+    root = str(Path(__file__).parents[2])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero3_spawn", "zero2_fork"])
+def test_each_launcher_trains_and_the_main_process_has_the_weights(tmp_path, strategy):
+    done, _ = run_script(tmp_path, strategy)
+    assert done.returncode == 0, done.stderr
+    assert "TRAINED True" in done.stdout
+
+
+def test_an_error_on_one_rank_reaches_the_user_and_ends_every_rank_in_seconds(tmp_path):
+    done, seconds = run_script(tmp_path, "zero3", failing=[1])
+    assert done.returncode != 0
+    assert "KeyError: 'user error'" in done.stderr
+    assert seconds < 90
