@@ -339,7 +339,7 @@ class ZeroStrategy(ParallelStrategy):
             engine, self.engine = self.engine, None
             self.last_report = engine.report()
             # After a failure the other ranks may be anywhere: nothing is asked of them.
-            engine.close(communicate=not self._failed)
+            engine.close(communicate=not self._failed, device="cpu")
         if self.lightning_module is not None and self._layer_sync and self.model is not None:
             self.model = self._layer_sync.revert(self.model)
         super().teardown()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning_zero.engine.collectives import Communicator
 
 _PATIENCE = 3.0
-"""Seconds that a rank may be blocked in a collective before it says so to those who wait for it elsewhere."""
+"""Seconds that a rank may be blocked in a collective before it says so, and that another lets such a notice stand."""
 
 _generations = itertools.count()
 
@@ -33,6 +33,8 @@ class Agreement:
     def __init__(self, communicator: Communicator, timeout: float) -> None:
         self._rank, self._size, self._timeout = communicator.rank, communicator.size, timeout
         self._blocked: tuple[str, float] | None = None
+        self._announced: str | None = None
+        self._lock = threading.Lock()  # of what is announced
         self._closed = threading.Event()
         if self._size == 1:
             return
@@ -61,13 +63,19 @@ class Agreement:
         others = [rank for rank in range(self._size) if rank != self._rank]
         deadline, pause = time.monotonic() + self._timeout, 1e-4
         missing = others
+        seen: dict[int, tuple[str | None, float]] = {}
         while missing := [rank for rank in missing if not self._store.check([f"meeting/{number}/{rank}"])]:
             if time.monotonic() > deadline:
+                self._call_off(number)
                 self._fail(what, missing, f"did not come within {self._timeout:.0f} s")
-            elsewhere = [rank for rank in missing if self._store.check([f"blocked/{rank}"])]
-            if elsewhere:
-                where = self._store.get(f"blocked/{elsewhere[0]}").decode()
-                self._fail(what, missing, f"wait in {where}")
+            for rank in missing:
+                # A notice may be a moment old: only one that stands says that its rank will not come.
+                notice = self._store.get(f"blocked/{rank}").decode() if self._store.check([f"blocked/{rank}"]) else None
+                if notice is None or seen.get(rank, (None, 0.0))[0] != notice:
+                    seen[rank] = (notice, time.monotonic())
+                elif time.monotonic() - seen[rank][1] > _PATIENCE:
+                    self._call_off(number)
+                    self._fail(what, missing, f"wait in {notice.partition(':')[2]}")
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
         asked = {rank: self._store.get(f"meeting/{number}/{rank}").decode() for rank in others}
@@ -80,14 +88,22 @@ class Agreement:
     @contextmanager
     def blocked_in(self, what: str) -> Iterator[None]:
         """Around anything in which this rank waits for others."""
-        self._blocked = (what, time.monotonic())
+        outer, self._blocked = self._blocked, (what, time.monotonic())
         try:
             yield
         finally:
-            self._blocked = None
+            self._blocked = outer
+            if self._announced is not None:
+                with self._lock:
+                    self._withdraw()
 
     def close(self) -> None:
         self._closed.set()
+
+    def _call_off(self, number: int) -> None:
+        """A meeting to which some did not come has not taken place: the next one has its number, as it has for them."""
+        self._meetings = number
+        self._store.delete_key(f"meeting/{number}/{self._rank}")
 
     def _fail(self, what: str, ranks: list[int], reason: str) -> None:
         raise RuntimeError(
@@ -96,17 +112,21 @@ class Agreement:
             "'with lightning_zero.full_parameters(module):' entered by all."
         )
 
+    def _withdraw(self) -> None:
+        if self._announced is not None:
+            self._announced = None
+            self._notices.delete_key(f"blocked/{self._rank}")
+
     def _watch(self) -> None:
-        announced = False
         while not self._closed.wait(_PATIENCE / 3):
             blocked = self._blocked
-            stuck = blocked is not None and time.monotonic() - blocked[1] > _PATIENCE
+            if blocked is None or time.monotonic() - blocked[1] < _PATIENCE:
+                continue
+            notice = f"{blocked[1]}:{blocked[0]}"  # the time tells one wait from another
             try:
-                if stuck and not announced:
-                    assert blocked is not None
-                    self._notices.set(f"blocked/{self._rank}", blocked[0])
-                elif announced and not stuck:
-                    self._notices.delete_key(f"blocked/{self._rank}")
+                with self._lock:
+                    if self._blocked is blocked and self._announced != notice:
+                        self._notices.set(f"blocked/{self._rank}", notice)
+                        self._announced = notice
             except RuntimeError:  # the store went away with the rank that hosted it: nobody is left to tell
                 return
-            announced = stuck

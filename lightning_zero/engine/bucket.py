@@ -59,11 +59,11 @@ class BucketSlot:
         self.bucket.wait()  # in fp32 at stages 1 and 2 the shard is part of a buffer that others may be filling
         return self.bucket.shard[self.local_range]
 
-    def whole_parameter(self) -> Tensor | None:
+    def whole_parameter(self, exact: bool = False) -> Tensor | None:
         bucket = self.bucket
         if bucket.communicator.size == 1:
             return bucket.shard[self.local_range].view(self.shape)
-        if bucket.is_ready and (bucket.open or bucket.full.dtype == self.dtype):
+        if bucket.is_ready and (bucket.full.dtype == self.dtype or (bucket.open and not exact)):
             bucket.wait()
             return bucket.views[self.index].detach()
         return None
@@ -75,8 +75,10 @@ class BucketSlot:
             if bucket.is_ready:
                 bucket.segment_view(self.index).copy_(value)
             if not bucket.shard_in_full:
-                flat = value.reshape(-1)
-                bucket.shard[self.local_range].copy_(flat[self.offset : self.offset + self.local_numel])
+                part = value.reshape(-1)[self.offset : self.offset + self.local_numel]
+                master = bucket.shard[self.local_range]
+                # a master with more digits than the parameter keeps them where nothing was changed
+                master.copy_(torch.where(part != master.to(self.dtype), part.to(master.dtype), master))
 
     def written_locally(self) -> None:
         bucket = self.bucket
@@ -138,6 +140,17 @@ class GradientShard:
             else:
                 self.flat[index] = gradient
 
+    def add_part(self, slot: BucketSlot, gradient: Tensor) -> None:
+        """Add a tensor of one parameter's shape, sharded or whole, to its gradient."""
+        if isinstance(gradient, ShardedTensor):
+            part = gradient.local
+        else:
+            part = gradient.reshape(-1)[slot.offset : slot.offset + slot.local_numel]
+        if isinstance(self.flat, dict):
+            self.add({slot.index: part.view(slot.shape).clone()})
+        else:
+            self.flat[slot.local_range].add_(part)
+
     def forget(self, slot: BucketSlot) -> None:
         """Drop the gradient of one parameter."""
         if isinstance(self.flat, dict):
@@ -158,6 +171,7 @@ class Bucket:
     Args:
         layout: the ranges.
         parameters: the module's own, in the order of the layout, still ordinary; they are cut here.
+        number: the bucket's own among all, the same on every rank.
         compute_dtype: the dtype in which they are gathered.
         replicated: whether all values stay here at rest (stages 1 and 2).
     """
@@ -167,6 +181,7 @@ class Bucket:
         layout: BucketLayout,
         parameters: list[nn.Parameter],
         *,
+        number: int,
         unit_name: str,
         compute_dtype: torch.dtype,
         replicated: bool,
@@ -174,7 +189,7 @@ class Bucket:
         agreement: Agreement,
         ledger: Ledger,
     ) -> None:
-        self.layout, self.unit_name = layout, unit_name
+        self.layout, self.unit_name, self._number = layout, unit_name, number
         self.communicator, self.agreement, self.ledger = communicator, agreement, ledger
         dtype, device = parameters[0].dtype, parameters[0].device
         self.dtype = dtype
@@ -248,7 +263,7 @@ class Bucket:
     @property
     def is_whole_here(self) -> bool:
         """Whether all values of the masters lie here, and none is on its way."""
-        return self.shard_in_full and not self._pending
+        return self.replicated and self.full.dtype == self.dtype and not self._pending
 
     def parameter(self, index: int) -> nn.Parameter:
         parameter = self.parameters[index]()
@@ -271,7 +286,9 @@ class Bucket:
                 self.ledger.add("gathered", self._full_nbytes)
             if not self.shard_in_full:
                 self.full[self._low : self._high].copy_(self.shard)
-            self._pending.append(self.communicator.all_gather(self.full, f"the gather of unit {self.unit_name!r}"))
+            self._pending.append(
+                self.communicator.all_gather(self.full, self._number, f"the gather of unit {self.unit_name!r}")
+            )
         if not self._gathered and not self.replicated:
             for index, view in enumerate(self.views):
                 view.data = self.segment_view(index)
@@ -379,6 +396,14 @@ class Bucket:
                 if self._can_take_mean_first and self.reduces:
                     self._local_gradient(index).mul_(1.0 / self.communicator.size)
 
+    def drop_gradients(self) -> None:
+        """Drop what was accumulated and not reduced."""
+        if self.flat_gradient is not None:
+            self.ledger.add("reduction", -self.flat_gradient.untyped_storage().nbytes())
+        self.flat_gradient, self._alone = None, {}
+        self._filled = [False] * len(self._filled)
+        self._unsynchronised = False
+
     def _local_gradient(self, index: int) -> Tensor:
         assert self.flat_gradient is not None
         segment = self.layout.segments[index]
@@ -421,17 +446,22 @@ class Bucket:
             if shard is None:
                 shard = GradientShard(self, total)
                 self._gradient_shard = weakref.ref(shard)
+                self._follow_user(shard, is_new=True)
             else:
-                self._forget_reset(shard)
+                self._follow_user(shard, is_new=False)
                 shard.add(total)
             return shard
 
-    def _forget_reset(self, shard: GradientShard) -> None:
-        """Zero the gradient of every parameter whose ``.grad`` no longer shows it: the user has reset it."""
+    def _follow_user(self, shard: GradientShard, *, is_new: bool) -> None:
+        """Let the shard hold what users put in ``p.grad`` since the last backward: nothing, or their own tensor."""
         for slot in self.slots:
             gradient = self.parameter(slot.index).grad
-            if not (isinstance(gradient, ShardedTensor) and gradient.keep is shard):
+            if isinstance(gradient, ShardedTensor) and gradient.keep is shard:
+                continue
+            if not is_new:
                 shard.forget(slot)
+            if gradient is not None:
+                shard.add_part(slot, gradient)
 
     def show_gradient(self, index: int, shard: GradientShard) -> None:
         """Make ``p.grad`` the reduced gradient."""
@@ -443,8 +473,8 @@ class Bucket:
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
-    def restore(self) -> None:
-        """Make the parameters ordinary again, whole."""
+    def restore(self, device: torch.device) -> None:
+        """Make the parameters ordinary again, whole, on a device."""
         self.wait()
         exact = self.communicator.size > 1 and self.dtype == self.full.dtype
         if exact:
@@ -453,7 +483,7 @@ class Bucket:
         whole, slots = [], self.slots
         for slot in slots:
             value = self.segment_view(slot.index) if exact else slot.collect(slot.local_parameter())
-            whole.append(value.to(self.dtype, copy=True))
+            whole.append(value.to(device, self.dtype, copy=True))
         parameters = [self.parameter(index) for index in range(len(whole))]
         self.parameters = []  # a tensor must have no weak references to be swapped
         for parameter, value in zip(parameters, whole):

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_GATHER_TAG, _REDUCE_TAG = 7701, 7702
+_REDUCE_TAG = 7701
+_GATHER_TAG = 7702  # and up, a tag for each bucket: ranks that gather in another order wait, and never mix buckets up
 
 # torch 2.13 renamed the two; the old names warn there
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -101,11 +102,12 @@ class Communicator:
         has_cpu = "cpu:" in dist.get_backend_config(self.group)
         self.control_group = self.group if has_cpu else dist.new_group(self._ranks, backend="gloo")
 
-    def all_gather(self, full: Tensor, what: str) -> Pending:
+    def all_gather(self, full: Tensor, number: int, what: str) -> Pending:
         """Fill a flat buffer of which this rank's slice is already in place.
 
         Args:
             full: 1-D, contiguous, world_size equal slices in the order of ranks.
+            number: the bucket's, the same on every rank.
             what: for the error message.
         """
         if self.size == 1:
@@ -117,8 +119,8 @@ class Communicator:
             return Pending(what, [work], [full])
         works = []
         for peer, source in self._peers():
-            works.append(dist.irecv(slices[source], self._ranks[source], self.group, tag=_GATHER_TAG))
-            works.append(dist.isend(slices[self.rank], self._ranks[peer], self.group, tag=_GATHER_TAG))
+            works.append(dist.irecv(slices[source], self._ranks[source], self.group, tag=_GATHER_TAG + number))
+            works.append(dist.isend(slices[self.rank], self._ranks[peer], self.group, tag=_GATHER_TAG + number))
         return Pending(what, works, [full])
 
     def reduce_scatter(self, flat: Tensor, what: str) -> Pending:

@@ -21,7 +21,7 @@ from lightning_zero.engine.gradients import GradientReducer
 from lightning_zero.engine.layout import BucketLayout
 from lightning_zero.engine.masters import Masters, check_optimizer
 from lightning_zero.engine.placement import Placement, placements_of
-from lightning_zero.engine.schedule import Schedule, Unit
+from lightning_zero.engine.schedule import Schedule, Unit, in_backward
 from lightning_zero.engine.sharded_tensor import ShardedTensor
 from lightning_zero.engine.units import UnitPlan, Units, plan_units
 
@@ -120,8 +120,9 @@ class Engine:
         self.communicator = Communicator(group, device)
         self.agreement = Agreement(self.communicator, handshake_timeout)
         self._overlap, self._compute_dtype, self._bucket_numel = overlap, compute_dtype, bucket_numel
-        self._steps = 0
+        self._steps = self._numbers = 0
         self._buffers_follow = True
+        self._is_forward_a_step = True  # until somebody says what is, by window()
         for inner in module.modules():
             for attribute, value in vars(inner).items():
                 # old-style weight_norm and its kin keep what they computed, and with it a graph that holds parameters
@@ -147,7 +148,9 @@ class Engine:
         # the module's and the optimizers' hooks keep the engine; nothing in the engine keeps these
         weakref.finalize(self, self.agreement.close)
         self._root_hooks = [
-            module.register_forward_pre_hook(lambda *_: self._open_window(), prepend=True),
+            module.register_forward_pre_hook(
+                lambda *_: self._open_window(is_step=self._is_forward_a_step), prepend=True
+            ),
             module.register_forward_hook(lambda *_: self._close_window(), always_call=True),
         ]
         if self.communicator.rank == 0:
@@ -161,7 +164,7 @@ class Engine:
         for name, parameter in plan.parameters.items():
             compute = self._compute_dtype_of(parameter, plan, name)
             kinds.setdefault((compute, parameter.dtype, parameter.requires_grad), []).append((name, parameter))
-        buckets = []
+        buckets: list[Bucket] = []
         for (compute, _, _), members in kinds.items():
             # parameters of one optimizer group lie together, so that it has one master in a bucket
             members.sort(key=lambda member: rank_in_groups.get(id(member[1]), -1))
@@ -171,6 +174,7 @@ class Engine:
                     Bucket(
                         layout,
                         [p for _, p in part],
+                        number=self._numbers,
                         unit_name=plan.name or "root",
                         compute_dtype=compute,
                         replicated=self.placements.parameters is Placement.REPLICATED,
@@ -179,6 +183,7 @@ class Engine:
                         ledger=self.ledger,
                     )
                 )
+                self._numbers += 1
         return buckets
 
     def _compute_dtype_of(self, parameter: nn.Parameter, plan: UnitPlan, name: str) -> torch.dtype:
@@ -203,17 +208,20 @@ class Engine:
     @contextmanager
     def window(self) -> Iterator[None]:
         """Around what is a forward without being the module's own: Lightning's ``training_step`` and its kin."""
-        self._open_window()
+        self._is_forward_a_step = False
+        self._open_window(is_step=True)
         try:
             yield
         finally:
             self._close_window()
 
-    def _open_window(self) -> None:
+    def _open_window(self, *, is_step: bool) -> None:
         if self.schedule.windows == 0:
+            if not in_backward():
+                self.reducer.abort()  # if an exception ended the last backward
             for masters in self.masters:
                 masters.recover()
-            if self._buffers_follow:
+            if is_step and self._buffers_follow:
                 self._sync_buffers(self.module)
             self._buffers_follow = torch.is_grad_enabled() and self.reducer.synchronise
         self.schedule.open_window()
@@ -246,10 +254,13 @@ class Engine:
             bucket.wait()
 
     def updated(self, buckets: list[Bucket]) -> None:
-        """The masters of these buckets have changed: what shows their values is gathered anew, in forward order."""
+        """The masters of these buckets have changed: what shows their values is gathered anew.
+
+        In the order of the plan, which is that of forward as a rule, and the same on every rank whatever ran there.
+        """
         self._steps += 1
         changed = set(buckets)
-        for unit in self.schedule.order:
+        for unit in self.units:
             for bucket in unit.buckets:
                 if bucket in changed and bucket.is_ready:
                     bucket.gather(refresh=True)
@@ -265,11 +276,19 @@ class Engine:
             keep: False gives tensors on the meta device, for ranks that take part but do not write.
         """
 
+        tied: dict[Any, Tensor] = {}
+
         def whole(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
+            slot = slot_of(value)
+            if slot in tied:
+                return tied[slot]
             value = value.whole() if isinstance(value, ShardedTensor) else value
-            return value.detach().to("cpu", copy=True) if keep else torch.empty_like(value, device="meta")
+            value = value.detach().to("cpu", copy=True) if keep else torch.empty_like(value, device="meta")
+            if slot is not None:
+                tied[slot] = value
+            return value
 
         with torch.no_grad():
             state = self.module.state_dict()
@@ -339,16 +358,18 @@ class Engine:
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
-    def close(self, *, communicate: bool = True) -> None:
+    def close(self, *, communicate: bool = True, device: torch.device | str | None = None) -> None:
         """Make the parameters ordinary again, whole, and the optimizers' state with them. Collective.
 
         Args:
             communicate: False asks nothing of other ranks, as after a failure: then what does not lie here whole stays
                 sharded, and the optimizers lose their state.
+            device: where parameters and state are put whole, by default where they are.
         """
+        device = torch.device(device) if device is not None else self.communicator.device
         communicate = communicate or self.communicator.size == 1
         self.agreement.close()
-        states = [(masters._optimizer(), masters.close(communicate=communicate)) for masters in self.masters]
+        states = [(masters._optimizer(), masters.close(device if communicate else None)) for masters in self.masters]
         for hook in self._root_hooks:
             hook.remove()
         self.schedule.remove()
@@ -356,7 +377,7 @@ class Engine:
         with torch.no_grad():
             for bucket in self.buckets:
                 if communicate or bucket.is_whole_here:
-                    bucket.restore()
+                    bucket.restore(device)
         for optimizer, state in states:
             if optimizer is not None:
                 optimizer.state.clear()

@@ -40,6 +40,7 @@ class _Backward:
     position: int = 0  # in the order of reduction
     seen: set[tuple[int, int]] = field(default_factory=set)  # parameters whose ordinary view has its gradient
     launched: set[int] = field(default_factory=set)
+    sent: set[tuple[int, int]] = field(default_factory=set)  # parameters that the launched reductions had something of
     completed: list[int] = field(default_factory=list)
     in_flight: deque[tuple[int, Pending]] = field(default_factory=deque)
     shards: dict[int, GradientShard] = field(default_factory=dict)
@@ -193,7 +194,9 @@ class GradientReducer:
         while backward.in_flight and len(backward.in_flight) >= max(self._in_flight, 1):
             self._finish_oldest(backward)
         backward.launched.add(number)
-        backward.in_flight.append((number, self._buckets[number].start_reduction()))
+        bucket = self._buckets[number]
+        backward.sent.update((number, i) for i in range(len(bucket.views)) if bucket.has_gradient(i))
+        backward.in_flight.append((number, bucket.start_reduction()))
         if self._in_flight == 0:
             self._finish_oldest(backward)
 
@@ -230,11 +233,12 @@ class GradientReducer:
         self._schedule.end_backward()
 
     def _complete(self, backward: _Backward) -> None:
+        expectation = backward.expectation
+        # Before ranks speak to each other: another may be waiting for one of these to make room.
+        for number in expectation.order[backward.position :]:
+            self._launch(backward, number)
         used = [
-            [
-                count > 0 or (bucket.has_gradient(i) and number not in backward.launched)
-                for i, count in enumerate(counts)
-            ]
+            [count > 0 or (number, i) in backward.sent or bucket.has_gradient(i) for i, count in enumerate(counts)]
             for number, (bucket, counts) in enumerate(zip(self._buckets, backward.counts))
         ]
         late = [number in backward.launched and bucket.has_any_gradient for number, bucket in enumerate(self._buckets)]
@@ -243,10 +247,8 @@ class GradientReducer:
         used = [[bool(next(agreed)) for _ in flags] for flags in used]
         late = [bool(next(agreed)) for _ in late]
 
-        expectation = backward.expectation
-        unplanned = [number for number in range(len(used)) if number not in expectation.order]
-        for number in [*expectation.order[backward.position :], *unplanned]:
-            if any(used[number]):
+        for number, flags_of_bucket in enumerate(used):
+            if number not in expectation.order and any(flags_of_bucket):
                 self._launch(backward, number)
         self._collect(backward, used)
         for number, is_late in enumerate(late):
@@ -254,6 +256,17 @@ class GradientReducer:
                 self._launch(backward, number)
         self._collect(backward, used)
         self._learn(backward, used)
+
+    def abort(self) -> None:
+        """Forget a backward that an exception ended: what came of it is dropped, so that the next one is whole."""
+        backward, self._backward = self._backward, None
+        if backward is None:
+            return
+        while backward.in_flight:
+            self._finish_oldest(backward)
+        for bucket in self._buckets:
+            bucket.drop_gradients()
+        self._schedule.end_backward()
 
     def _collect(self, backward: _Backward, used: list[list[bool]]) -> None:
         while backward.in_flight:

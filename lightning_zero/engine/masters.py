@@ -136,6 +136,8 @@ class Masters:
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._after_load),
         ]
+        post_hooks = optimizer._optimizer_step_post_hooks
+        post_hooks.move_to_end(self._handles[1].id, last=False)  # before the users' own, for the same reason
         if optimizer.state:  # Adagrad's accumulators exist from the start
             self._adopt(dict(optimizer.state))
 
@@ -150,12 +152,13 @@ class Masters:
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.recover()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
-        if closure is None:
+        if closure is None and "closure" not in inspect.signature(optimizer.step).parameters:
             self._swap_in()
             return None
 
+        # By a closure in any case, so that the users' own step hooks, which come before it, see the module's parameters.
         def closure_then_swap() -> Any:
-            result = closure()
+            result = closure() if closure is not None else None
             self._swap_in()
             return result
 
@@ -301,6 +304,7 @@ class Masters:
                     key: value.dtype if _is_elementwise(value, master.tensor.shape) else _Scalar(value)
                     for key, value in state.items()
                 }
+        slots[0].bucket.agreement.meet(f"the state of {type(self.optimizer).__name__}")
         # what a rank owns nothing of, another knows the keys and the step counts of
         known: dict[str, dict[str, Any]] = {}
         for found in slots[0].bucket.communicator.gather_objects(local):
@@ -408,11 +412,11 @@ class Masters:
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
-    def close(self, *, communicate: bool) -> dict[Tensor, dict[str, Any]] | None:
+    def close(self, device: torch.device | None) -> dict[Tensor, dict[str, Any]] | None:
         """Unhook the optimizer and return its state by parameter, whole, for when those are ordinary again.
 
         Args:
-            communicate: False returns None, and asks nothing of other ranks.
+            device: where to put it; None returns None, and asks nothing of other ranks.
         """
         optimizer = self._optimizer()
         if optimizer is None:
@@ -421,7 +425,7 @@ class Masters:
         for handle in self._handles:
             handle.remove()
         _masters_of.pop(optimizer, None)
-        return self.whole_state() if communicate else None
+        return self.whole_state(lambda tensor: tensor.to(device)) if device is not None else None
 
 
 _masters_of: weakref.WeakKeyDictionary[Optimizer, Masters] = weakref.WeakKeyDictionary()

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from lightning_zero.engine.bucket import Bucket
 from lightning_zero.engine.sharded_tensor import Handle
@@ -27,7 +28,7 @@ class Unit:
         self.name, self.is_root, self.buckets = plan.name, plan.is_root, buckets
         self.parameter_names = list(plan.parameters)
         self.numel = sum(parameter.numel() for parameter in plan.parameters.values())
-        self.held = False  # by a window or by the recomputation of a checkpointed forward
+        self.held = False  # the root unit, by a window and until the backward after it
         self.depth = 0  # of nested forwards
         self.outstanding = False  # ran under grad since the last backward
         self.missing_gradients = 0  # of parameters that a backward is expected to give one
@@ -108,7 +109,8 @@ class _Call:
         self._has_inputs = self._first_done = False
 
     def watch_inputs(self, tensors: Iterator[Tensor]) -> None:
-        for position, tensor in enumerate(tensor for tensor in tensors if tensor.requires_grad):
+        # a leaf would keep its hook for ever, and is given no gradient before the end in any case
+        for position, tensor in enumerate(tensor for tensor in tensors if tensor.grad_fn is not None):
             self._has_inputs = True
             self._inputs_missing += 1
             done = self._first_input_done if position == 0 else self._input_done
@@ -185,12 +187,6 @@ class Schedule:
         self._ran: list[Unit] = []
         self._handles: list[Any] = []
 
-    @property
-    def order(self) -> list[Unit]:
-        """Units in the order of forward, the root unit first."""
-        rest = [unit for unit in self.units if unit not in self._order and unit is not self.root]
-        return ([self.root] if self.root else []) + self._order + rest
-
     # -- hooks ------------------------------------------------------------------------------------------------------
 
     def install(self, plans: list[UnitPlan]) -> None:
@@ -232,16 +228,18 @@ class Schedule:
             if alone:
                 self._saved.watch()
 
-        def after(_: nn.Module, args: Any, output: Any) -> None:
+        def after(_: nn.Module, args: Any, output: Any) -> Any:
             if not calls:
-                return  # the forward failed before ours began
+                return None  # the forward failed before ours began
             call, alone = calls.pop()
             scope.swap_out()
             if alone:
                 self._saved.unwatch()
+            output = self._saved.outlive(output)
             if call is not None:
                 call.watch_outputs(tensors_in(output))
             self._leave(unit)
+            return output
 
         self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         # Recomputation for activation checkpointing ends by an exception as soon as it has what it needs.
@@ -362,10 +360,9 @@ class SavedTensors:
         if not self._bucket_of:
             return
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        buckets = self._bucket_of
 
         def pack(tensor: Tensor) -> Any:
-            bucket = buckets.get(tensor.untyped_storage()._cdata) if not isinstance(tensor, Handle) else None
+            bucket = self._bucket_showing(tensor)
             if bucket is None and outer is not None:
                 return outer[0](tensor)
             return _Saved(tensor, tensor._version, bucket)
@@ -386,6 +383,17 @@ class SavedTensors:
             return tensor
 
         torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+    def outlive(self, output: Any) -> Any:
+        """An output of a module, with copies of the tensors in it that show parameters, which are about to go."""
+        if any(self._bucket_showing(tensor) is not None for tensor in tensors_in(output)):
+            return tree_map_only(Tensor, lambda t: t if self._bucket_showing(t) is None else t.clone(), output)
+        return output
+
+    def _bucket_showing(self, tensor: Tensor) -> Bucket | None:
+        if tensor.layout is not torch.strided or isinstance(tensor, Handle) or not self._bucket_of:
+            return None
+        return self._bucket_of.get(tensor.untyped_storage()._cdata)
 
     def unwatch(self) -> None:
         """Stop what the last ``watch`` began."""

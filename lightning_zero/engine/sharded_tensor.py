@@ -35,8 +35,12 @@ class Slot(Protocol):
     def local_parameter(self) -> Tensor:
         """The rank's range of the parameter, 1-D, in the dtype of the masters."""
 
-    def whole_parameter(self) -> Tensor | None:
-        """The whole parameter where it lies here already, else None. Not to be kept: the buffer may be released."""
+    def whole_parameter(self, exact: bool = False) -> Tensor | None:
+        """The whole parameter where it lies here already, else None. Not to be kept: the buffer may be released.
+
+        Args:
+            exact: not in a lower precision than its own.
+        """
 
     def write_parameter(self, value: Tensor) -> None:
         """Give the parameter a new whole value."""
@@ -56,7 +60,7 @@ class Handle(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def whole(self) -> Tensor:
+    def whole(self, exact: bool = False) -> Tensor:
         raise NotImplementedError
 
     def write_whole(self, value: Tensor) -> None:
@@ -156,13 +160,17 @@ class ShardedTensor(Handle):
         """Whether it is the engine's own parameter (a detached alias of it included), not a value derived from one."""
         return self._local is None
 
-    def whole_at_hand(self) -> Tensor | None:
+    def whole_at_hand(self, exact: bool = False) -> Tensor | None:
         """The whole value where it can be had without communication."""
-        return self._slot.whole_parameter() if self.is_parameter else None
+        return self._slot.whole_parameter(exact) if self.is_parameter else None
 
-    def whole(self) -> Tensor:
-        """The whole value, in the dtype that user code sees. Collective unless it is at hand."""
-        value = self.whole_at_hand()
+    def whole(self, exact: bool = False) -> Tensor:
+        """The whole value, in the dtype that user code sees. Collective unless it is at hand.
+
+        Args:
+            exact: not as a forward sees it, which may be in a lower precision: for what is written back.
+        """
+        value = self.whole_at_hand(exact)
         if value is None:
             value = self._slot.collect(self.local)
         return value.to(self.dtype)
@@ -201,6 +209,11 @@ class ShardedTensor(Handle):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        if value.dtype != self.dtype:
+            raise TypeError(
+                f"{self._slot.name}: a sharded parameter keeps its dtype, {self.dtype}, it cannot become {value.dtype}. "
+                "Convert the module before the strategy sets it up, or choose Trainer(precision=...)."
+            )
         if value.shape != self.shape:
             raise ValueError(
                 f"{self._slot.name}: .data of shape {tuple(self.shape)} cannot be replaced by a tensor of shape "
@@ -237,11 +250,11 @@ class _View(Handle):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def whole(self) -> Tensor:
-        return _replay(self._base_tensor.whole(), self._steps)
+    def whole(self, exact: bool = False) -> Tensor:
+        return _replay(self._base_tensor.whole(exact), self._steps)
 
     def write_whole(self, value: Tensor) -> None:
-        base = self._base_tensor.whole().clone()
+        base = self._base_tensor.whole(exact=True).clone()
         _replay(base, self._steps).copy_(value)
         self._base_tensor.write_whole(base)
 
@@ -304,7 +317,7 @@ def _act_on_whole(func: Any, args: Any, kwargs: Any) -> Any:
         def convert(value: Any) -> Any:
             if not isinstance(value, Handle):
                 return value
-            whole = value.whole()
+            whole = value.whole(exact=target)
             if target:
                 whole = whole.clone()  # so that a failing operator leaves the original as it was
                 written.append((value, whole))
@@ -339,8 +352,11 @@ def _act_locally(func: Any, args: Any, kwargs: Any) -> Any:
     # of which each rank may keep a part. A write into the parts is meant alike on all ranks, as under DDP.
     if plain and not in_place:
         return NotImplemented
-    if all(tensor.whole_at_hand() is not None for tensor in sharded):
-        return NotImplemented  # cheaper, and equal to DDP's in every bit
+    # Cheaper, and equal to DDP's in every bit; but a write goes to the masters, where these have more digits.
+    if all(tensor.whole_at_hand(exact=in_place) is not None for tensor in sharded) and not (
+        in_place and sharded[0].local.dtype != sharded[0].dtype
+    ):
+        return NotImplemented
     if slot.shape != torch.broadcast_shapes(slot.shape, *(tensor.shape for tensor in plain)):
         return NotImplemented
 
@@ -430,7 +446,7 @@ def _vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     if tensor is None or len(args) > 2 or kwargs.get("dim") or kwargs.get("keepdim") or kwargs.get("dtype"):
         return NotImplemented
-    return _finish_norm(_partial_norm(tensor.local, float(order)), float(order), tensor._slot)
+    return _finish_norm(_partial_norm(tensor.local, float(order)), float(order), tensor._slot).to(tensor.dtype)
 
 
 def _sum(func: Any, args: Any, kwargs: Any) -> Any:
@@ -438,7 +454,8 @@ def _sum(func: Any, args: Any, kwargs: Any) -> Any:
     if tensor is None or len(args) > 1 or kwargs:
         return NotImplemented
     total = tensor._slot.reduce(tensor.local.sum(), dist.ReduceOp.SUM)
-    return total / tensor.numel() if func is aten.mean.default else total
+    total = total / tensor.numel() if func is aten.mean.default else total
+    return total.to(tensor.dtype) if tensor.is_floating_point() else total
 
 
 def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
@@ -457,7 +474,7 @@ def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
         limits = torch.finfo(local.dtype) if local.is_floating_point() else torch.iinfo(local.dtype)
         part = local.new_full((), limits.min if largest else limits.max)
     found = tensor._slot.reduce(part, dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN)
-    return found.bool() if boolean else found
+    return found.bool() if boolean else found.to(tensor.dtype)
 
 
 def _alias(func: Any, args: Any, kwargs: Any) -> Any:

@@ -387,3 +387,83 @@ def delete_everything(stage):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deleting_the_module_frees_its_memory_without_a_garbage_collection(run_on, world_size, stage):
     run_on(world_size, delete_everything, stage=stage)
+
+
+# ----------------------------------------------------------------------------------- what ranks do differently
+
+
+class LayerDrop(Net):
+    """Each rank skips another block in each step."""
+
+    def run(self, block, x, number, step):
+        return x if number == 1 + (rank() + step) % 2 else block(x)
+
+
+def skip_units_by_rank(stage):
+    torch.manual_seed(0)
+    reference, module = LayerDrop(), LayerDrop()
+    module.load_state_dict(reference.state_dict())
+    expected = train(reference, DistributedDataParallel(reference, find_unused_parameters=True), adam(reference))
+    optimizer = adam(module)
+    engine = Engine(module, [optimizer], stage=stage, reduction_buffers=1)
+    torch.testing.assert_close(train(module, module, optimizer), expected, rtol=0, atol=0)
+    engine.close()
+    for name, value in reference.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name], value, rtol=0, atol=0, msg=lambda m: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_ranks_that_skip_different_units_train_as_under_ddp_where_parameters_are_whole(run_on, stage):
+    run_on(2, skip_units_by_rank, stage=stage)
+
+
+# -------------------------------------------------------------------------------------- what must not be read
+
+
+class Returned(Net):
+    """A block whose output shows its parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].query = nn.Parameter(torch.randn(WIDTH))
+        self.blocks[1].register_forward_hook(lambda module, args, out: (out, module.query.expand(5, -1), module.query))
+
+    def run(self, block, x, number, step):
+        if number != 1:
+            return block(x)
+        x, expanded, query = block(x)
+        return x * expanded + query
+
+
+class SparseProduct(Net):
+    """A sparse tensor is saved for backward."""
+
+    def run(self, block, x, number, step):
+        return torch.sparse.mm(torch.eye(len(x)).to_sparse(), block(x))
+
+
+@pytest.mark.parametrize("kind", [Returned, SparseProduct], ids=lambda kind: kind.__name__)
+def test_what_outlives_a_forward_is_right(run_on, kind):
+    run_on(2, compare_with_ddp, kind=kind)
+
+
+def fail_in_backward(stage):
+    torch.manual_seed(0)
+    reference, module = Net(), Net()
+    module.load_state_dict(reference.state_dict())
+    forward = DistributedDataParallel(reference) if torch.distributed.is_initialized() else reference
+    expected = train(reference, forward, adam(reference), steps=3)
+    optimizer = adam(module)
+    engine = Engine(module, [optimizer], stage=stage)
+    x = module.first(inputs(0))
+    x.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        module.last(module.blocks[0](x)).sum().backward()
+    torch.testing.assert_close(train(module, module, optimizer, steps=3), expected, rtol=0, atol=0)
+    engine.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_after_an_error_in_backward_the_next_one_is_whole(run_on, world_size, stage):
+    run_on(world_size, fail_in_backward, stage=stage)

@@ -321,3 +321,122 @@ def sharded_gradients_stage_1():
 
 def test_gradients_are_sharded_at_every_stage_and_freed_by_zero_grad(run_on):
     run_on(2, sharded_gradients_stage_1)
+
+
+def write_in_a_window_of_bf16(stage):
+    torch.manual_seed(0)
+    module = nn.Linear(7, 5)
+    exact = module.weight.detach().clone()
+    engine = Engine(module, [torch.optim.SGD(module.parameters(), lr=0.1)], stage=stage, compute_dtype=torch.bfloat16)
+    with engine.window(), torch.no_grad():
+        module.weight.clamp_(-10, 10)
+        module.weight[0].zero_()
+        module.weight.data[1].mul_(1)
+    exact[0] = 0
+    torch.testing.assert_close(plain(module.weight), exact, rtol=0, atol=0)
+    engine.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_write_in_a_step_of_bf16_mixed_keeps_the_digits_of_the_masters(run_on, world_size, stage):
+    run_on(world_size, write_in_a_window_of_bf16, stage=stage)
+
+
+def write_a_row_of_bf16(stage):
+    torch.manual_seed(0)
+    module = nn.Linear(7, 5).bfloat16()
+    engine = Engine(module, [torch.optim.SGD(module.parameters(), lr=0.1)], stage=stage)
+    with torch.no_grad():
+        lightning_zero.shard_of(module.weight).add_(1e-5)  # less than bf16 shows
+        digits = lightning_zero.shard_of(module.weight).clone()
+        module.weight[0].zero_()
+        kept = lightning_zero.shard_of(module.weight)
+    changed = int((kept != digits).sum())
+    assert changed == (7 if rank() == 0 else 0), changed
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_write_to_a_row_in_bf16_leaves_the_masters_of_the_others(run_on, stage):
+    run_on(2, write_a_row_of_bf16, stage=stage)
+
+
+def stall():
+    """One rank is late, which the other announces; then they meet, the notice being old."""
+    module, _, _, engine = make(3)
+    if rank() == 0:
+        time.sleep(5)
+    dist_input = torch.ones(2, 7)
+    module(dist_input).sum().backward()
+    if rank() == 1:
+        time.sleep(0.2)
+    torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+    engine.close()
+
+
+def test_a_rank_that_was_late_is_no_reason_to_fail_the_next_handshake(run_on):
+    run_on(2, stall)
+
+
+def replace_gradients(stage):
+    module, reference, _, engine = make(stage)
+    for ours, theirs in pairs(module, reference):
+        ours.grad = ours.grad * 0.5
+        theirs.grad = theirs.grad * 0.5
+    for model in (module, reference):
+        model(torch.ones(2, 7)).square().mean().backward()
+    for ours, theirs in pairs(module, reference):
+        torch.testing.assert_close(plain(ours.grad), theirs.grad, **CLOSE)
+    engine.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_gradient_that_the_user_replaced_is_what_the_next_backward_adds_to(run_on, world_size, stage):
+    run_on(world_size, replace_gradients, stage=stage)
+
+
+def ask_on_rank_0_then_on_all():
+    module, _, optimizer, engine = make(3)
+    if rank() == 0:
+        with pytest.raises(RuntimeError, match=r"the state of Adam.*\[1\]"):
+            optimizer.state_dict()
+    else:
+        with engine.agreement.blocked_in("what rank 1 does meanwhile"):
+            engine.communicator.gather_objects(None)
+    if rank() == 0:
+        engine.communicator.gather_objects(None)
+    assert module[0].weight.sort()[0].shape == (5, 7)
+    engine.close()
+
+
+def test_a_handshake_that_failed_does_not_disturb_the_next(run_on):
+    run_on(2, ask_on_rank_0_then_on_all)
+
+
+def convert_after_setup():
+    module, _, _, engine = make(3)
+    with pytest.raises(TypeError, match=r"'?0\.weight.* keeps its dtype, torch\.float32"):
+        module.double()
+    engine.close()
+
+
+def test_converting_a_sharded_module_is_refused_with_what_to_do_instead(run_on):
+    run_on(2, convert_after_setup)
+
+
+def step_hooks(with_closure):
+    module, _, optimizer, engine = make(2)
+    seen = []
+    expected = list(module.parameters())
+    optimizer.register_step_pre_hook(lambda own, *_: seen.append(own.param_groups[0]["params"]))
+    optimizer.register_step_post_hook(lambda own, *_: seen.append(own.param_groups[0]["params"]))
+    optimizer.step(lambda: torch.zeros(())) if with_closure else optimizer.step()
+    assert [[id(p) for p in parameters] for parameters in seen] == 2 * [[id(p) for p in expected]]
+    engine.close()
+
+
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_step_hooks_of_the_user_see_the_modules_parameters(run_on, with_closure):
+    run_on(2, step_hooks, with_closure=with_closure)
