@@ -136,8 +136,8 @@ class Masters:
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._after_load),
         ]
-        post_hooks = optimizer._optimizer_step_post_hooks
-        post_hooks.move_to_end(self._handles[1].id, last=False)  # before the users' own, for the same reason
+        # before the users' own, so that these see the module's parameters
+        optimizer._optimizer_step_post_hooks.move_to_end(self._handles[1].id, last=False)  # type: ignore[attr-defined]
         if optimizer.state:  # Adagrad's accumulators exist from the start
             self._adopt(dict(optimizer.state))
 
@@ -156,7 +156,7 @@ class Masters:
             self._swap_in()
             return None
 
-        # By a closure in any case, so that the users' own step hooks, which come before it, see the module's parameters.
+        # By a closure in any case, so that the users' step hooks, which come before it, see the module's parameters.
         def closure_then_swap() -> Any:
             result = closure() if closure is not None else None
             self._swap_in()

@@ -211,7 +211,7 @@ class ShardedTensor(Handle):
     def data(self, value: Tensor) -> None:
         if value.dtype != self.dtype:
             raise TypeError(
-                f"{self._slot.name}: a sharded parameter keeps its dtype, {self.dtype}, it cannot become {value.dtype}. "
+                f"{self._slot.name}: a sharded parameter keeps its dtype, {self.dtype}; it cannot be {value.dtype}. "
                 "Convert the module before the strategy sets it up, or choose Trainer(precision=...)."
             )
         if value.shape != self.shape:
