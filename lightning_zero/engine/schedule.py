@@ -307,6 +307,12 @@ class Schedule:
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def gather_for_backward(self, unit: Unit) -> None:
+        if torch.is_grad_enabled() and not self.windows:
+            # What it saves for a second backward would not be watched, and would be read after its release.
+            raise RuntimeError(
+                f"backward(create_graph=True) through unit {unit.name!r}, whose parameters are released, is possible "
+                "only inside of training_step, or of 'with engine.window():' around forward and both backwards."
+            )
         unit.gather()
         if unit in self._order:
             position = self._order.index(unit)

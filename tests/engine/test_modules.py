@@ -467,3 +467,32 @@ def fail_in_backward(stage):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_after_an_error_in_backward_the_next_one_is_whole(run_on, world_size, stage):
     run_on(world_size, fail_in_backward, stage=stage)
+
+
+def penalise_gradients(stage):
+    """A gradient penalty, as of a Wasserstein critic: the gradient by the inputs is part of the loss."""
+    torch.manual_seed(0)
+    reference, module = Net(), Net()
+    module.load_state_dict(reference.state_dict())
+    engine = Engine(module, [adam(module)], stage=stage)
+    gradients = []
+    for model in (reference, module):
+        x = inputs(0).requires_grad_()
+        with engine.window():
+            (by_input,) = torch.autograd.grad(model(x, 0), x, create_graph=True)
+            ((by_input.norm(2, 1) - 1) ** 2).mean().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for theirs, ours in zip(*gradients):
+        if theirs is not None:  # each rank's own, to be averaged as the engine does
+            torch.distributed.all_reduce(theirs)
+            torch.testing.assert_close(ours.whole(), theirs / 2, rtol=1e-6, atol=1e-7)
+    if stage == 3:
+        x = inputs(0).requires_grad_()
+        with pytest.raises(RuntimeError, match=r"with engine\.window"):
+            torch.autograd.grad(module(x, 0), x, create_graph=True)
+    # not closed: the last backward ended in an error
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_double_backward_is_right_in_a_window_and_refused_outside_where_it_would_read_freed_memory(run_on, stage):
+    run_on(2, penalise_gradients, stage=stage)
