@@ -63,15 +63,15 @@ class Agreement:
         others = [rank for rank in range(self._size) if rank != self._rank]
         deadline, pause = time.monotonic() + self._timeout, 1e-4
         missing = others
-        seen: dict[int, tuple[str | None, float]] = {}
+        seen: dict[int, tuple[str, float]] = {}
         while missing := [rank for rank in missing if not self._store.check([f"meeting/{number}/{rank}"])]:
             if time.monotonic() > deadline:
                 self._call_off(number)
                 self._fail(what, missing, f"did not come within {self._timeout:.0f} s")
             for rank in missing:
                 # A notice may be a moment old: only one that stands says that its rank will not come.
-                notice = self._store.get(f"blocked/{rank}").decode() if self._store.check([f"blocked/{rank}"]) else None
-                if notice is None or seen.get(rank, (None, 0.0))[0] != notice:
+                notice = self._store.get(f"blocked/{rank}").decode() if self._store.check([f"blocked/{rank}"]) else ""
+                if not notice or seen.get(rank, ("", 0.0))[0] != notice:
                     seen[rank] = (notice, time.monotonic())
                 elif time.monotonic() - seen[rank][1] > _PATIENCE:
                     self._call_off(number)
@@ -115,7 +115,8 @@ class Agreement:
     def _withdraw(self) -> None:
         if self._announced is not None:
             self._announced = None
-            self._notices.delete_key(f"blocked/{self._rank}")
+            # emptied, not deleted: another may be about to read it, and would wait for it to come back
+            self._notices.set(f"blocked/{self._rank}", "")
 
     def _watch(self) -> None:
         while not self._closed.wait(_PATIENCE / 3):

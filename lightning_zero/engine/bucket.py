@@ -301,6 +301,10 @@ class Bucket:
             with self.agreement.blocked_in(f"the gather of unit {self.unit_name!r}"):
                 pending.wait()
 
+    def abandon(self) -> None:
+        """Let go of a gather under way without waiting, after a failure: the other ranks may never take part."""
+        self._pending.clear()
+
     def release(self) -> None:
         """Free ``full`` where it is not to stay at rest."""
         if self.replicated or not self._gathered:

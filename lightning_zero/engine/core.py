@@ -378,6 +378,8 @@ class Engine:
             for bucket in self.buckets:
                 if communicate or bucket.is_whole_here:
                     bucket.restore(device)
+                else:
+                    bucket.abandon()
         for optimizer, state in states:
             if optimizer is not None:
                 optimizer.state.clear()
