@@ -1,6 +1,7 @@
 """Runs `lightning-zero` in a fresh process, as a user does."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,8 @@ def start(*arguments: str, folder: Path, launcher: tuple[str, ...] = (sys.execut
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,  # a group of its own, so that on a timeout its ranks can be ended with it
+        # as from a terminal: a shell that runs the tests in the background has made them deaf to Ctrl-C
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
