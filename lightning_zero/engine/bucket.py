@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lightning_zero.engine.agreement import Agreement
 from lightning_zero.engine.collectives import Communicator, Pending
 from lightning_zero.engine.layout import BucketLayout
-from lightning_zero.engine.sharded_tensor import ShardedTensor
+from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -75,7 +75,7 @@ class BucketSlot:
             if bucket.is_ready:
                 bucket.segment_view(self.index).copy_(value)
             if not bucket.shard_in_full:
-                part = value.reshape(-1)[self.offset : self.offset + self.local_numel]
+                part = local_range_of(value, self)
                 master = bucket.shard[self.local_range]
                 # a master with more digits than the parameter keeps them where nothing was changed
                 master.copy_(torch.where(part != master.to(self.dtype), part.to(master.dtype), master))
@@ -142,10 +142,7 @@ class GradientShard:
 
     def add_part(self, slot: BucketSlot, gradient: Tensor) -> None:
         """Add a tensor of one parameter's shape, sharded or whole, to its gradient."""
-        if isinstance(gradient, ShardedTensor):
-            part = gradient.local
-        else:
-            part = gradient.reshape(-1)[slot.offset : slot.offset + slot.local_numel]
+        part = local_range_of(gradient, slot)
         if isinstance(self.flat, dict):
             self.add({slot.index: part.view(slot.shape).clone()})
         else:

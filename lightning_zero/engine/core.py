@@ -22,7 +22,7 @@ from lightning_zero.engine.layout import BucketLayout
 from lightning_zero.engine.masters import Masters, check_optimizer
 from lightning_zero.engine.placement import Placement, placements_of
 from lightning_zero.engine.schedule import Schedule, Unit, in_backward
-from lightning_zero.engine.sharded_tensor import ShardedTensor
+from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.units import UnitPlan, Units, plan_units
 
 log = logging.getLogger(__name__)
@@ -319,8 +319,7 @@ class Engine:
             for bucket in self.buckets:
                 for slot in bucket.slots:
                     if slot.name in masters and bucket.shard.dtype != bucket.dtype:
-                        part = masters[slot.name].reshape(-1)[slot.offset : slot.offset + slot.local_numel]
-                        bucket.shard[slot.local_range].copy_(part)
+                        bucket.shard[slot.local_range].copy_(local_range_of(masters[slot.name], slot))
 
     def report(self) -> Report:
         """What it holds now and has communicated so far."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.engine.bucket import Bucket, BucketSlot, Ledger
-from lightning_zero.engine.sharded_tensor import ShardedTensor
+from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
 
 ELEMENTWISE = frozenset(
     {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"}
@@ -256,11 +256,7 @@ class Masters:
         gathered = torch.zeros_like(master.tensor)  # the user put gradients of his own in p.grad
         for slot, gradient in zip(master.slots, pieces):
             assert gradient is not None
-            if isinstance(gradient, ShardedTensor):
-                local = gradient.local
-            else:
-                local = gradient.reshape(-1)[slot.offset : slot.offset + slot.local_numel]
-            gathered[master.part_of(slot)] = local
+            gathered[master.part_of(slot)] = local_range_of(gradient, slot)
         return gathered
 
     def _measure(self) -> None:
@@ -406,7 +402,7 @@ class Masters:
             dtype = torch.promote_types(first.dtype, master.tensor.dtype) if first.is_floating_point() else first.dtype
             cut[key] = torch.zeros(master.tensor.shape, dtype=dtype, device=master.tensor.device)
             for value, slot in zip(whole, master.slots):
-                part = value.detach().reshape(-1)[slot.offset : slot.offset + slot.local_numel]
+                part = local_range_of(value.detach(), slot)
                 cut[key][master.part_of(slot)] = part.to(cut[key])
         return cut
 

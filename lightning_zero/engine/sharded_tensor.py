@@ -179,7 +179,7 @@ class ShardedTensor(Handle):
         if self.is_parameter:
             self._slot.write_parameter(value)
         else:
-            self.local.copy_(_local_range(value, self._slot))
+            self.local.copy_(local_range_of(value, self._slot))
 
     def __repr__(self) -> str:  # type: ignore[override]
         start, stop = self._slot.offset, self._slot.offset + self._slot.local_numel
@@ -294,8 +294,10 @@ def _views(func: Any, args: Any, kwargs: Any) -> Any:
     return [_View(args[0], [(item(position), args[1:], kwargs)]) for position in range(count)]
 
 
-def _local_range(value: Tensor, slot: Slot) -> Tensor:
-    """This rank's range of a plain tensor that has, or broadcasts to, the slot's shape."""
+def local_range_of(value: Tensor, slot: Slot) -> Tensor:
+    """This rank's range, 1-D, of a tensor cut as the slot, or of a plain one that expands to the slot's shape."""
+    if isinstance(value, ShardedTensor):
+        return value.local
     flat = value.expand(slot.shape).reshape(-1)
     return flat[slot.offset : slot.offset + slot.local_numel]
 
@@ -365,7 +367,7 @@ def _act_locally(func: Any, args: Any, kwargs: Any) -> Any:
             # in place, a wider master is written to with its own precision
             return value.local if in_place and value is args[0] else value.local.to(value.dtype)
         if isinstance(value, Tensor) and value.dim() > 0:
-            return _local_range(value, slot)
+            return local_range_of(value, slot)
         return value
 
     local_args, local_kwargs = tree_unflatten([to_local(leaf) for leaf in leaves], spec)
