@@ -18,7 +18,8 @@ def full_parameters(module: nn.Module, writeback: bool = False) -> Iterator[None
     """Within the context the module's parameters are ordinary tensors of the full shape. Collective.
 
     Args:
-        module: sharded, in part or not at all.
+        module: sharded, in part or not at all. A forward in here computes with these tensors; the gradients
+            of what was computed with them become the parameters'.
         writeback: keep what is written to them, alike on every rank; otherwise it is dropped at the end.
     """
     swapped: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
@@ -27,8 +28,10 @@ def full_parameters(module: nn.Module, writeback: bool = False) -> Iterator[None
         for name, parameter in inner._parameters.items():
             if isinstance(parameter, ShardedTensor):
                 if id(parameter) not in ordinary:
-                    value = parameter.whole().detach().clone()
-                    ordinary[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
+                    value = nn.Parameter(parameter.whole(exact=True).detach().clone(), parameter.requires_grad)
+                    if value.requires_grad and parameter.slot.take_gradient is not None:
+                        value.register_post_accumulate_grad_hook(parameter.slot.take_gradient)
+                    ordinary[id(parameter)] = value
                 swapped.append((inner._parameters, name, parameter, ordinary[id(parameter)]))
     for holder, name, _, value in swapped:
         holder[name] = value

@@ -13,7 +13,8 @@ stage and state                 ``shard``              ``full``              ``v
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,6 +55,36 @@ class BucketSlot:
         self.offset, self.local_numel = start - segment.start, stop - start
         low, _ = bucket.layout.shard_range(bucket.communicator.rank)
         self.local_range = slice(start - low, start - low + self.local_numel) if stop > start else slice(0, 0)
+        self.hooks_after_reduction: dict[int, Callable[[Tensor], Any]] = OrderedDict()
+        self.take_gradient: Callable[[Tensor], None] | None = None
+        self._derived: dict[tuple[int, str], weakref.ref[ShardedTensor]] = {}
+        self._remembered = 0
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return self.bucket.parameter(self.index)
+
+    @property
+    def view(self) -> Tensor:
+        return self.bucket.views[self.index]
+
+    def remember(self, tensor: ShardedTensor) -> None:
+        key = self._remembered, str(tensor.dtype)
+        self._remembered += 1
+        own = weakref.ref(self)  # no cycle: what is deleted is freed at once
+
+        def forget(_: Any) -> None:
+            slot = own()
+            if slot is not None:
+                slot._derived.pop(key, None)
+
+        self._derived[key] = weakref.ref(tensor, forget)
+
+    @property
+    def derived(self) -> dict[tuple[int, str], ShardedTensor]:
+        """What user code made of the parameter and keeps (copies, averages), by the order in which it was made."""
+        alive = ((key, reference()) for key, reference in list(self._derived.items()))
+        return {key: tensor for key, tensor in alive if tensor is not None and tensor.is_leaf}
 
     def local_parameter(self) -> Tensor:
         self.bucket.wait()  # in fp32 at stages 1 and 2 the shard is part of a buffer that others may be filling
@@ -87,7 +118,7 @@ class BucketSlot:
         elif bucket.is_ready and bucket.communicator.size > 1:
             bucket.segment_view(self.index).copy_(self.collect(bucket.shard[self.local_range]))
 
-    def collect(self, local: Tensor) -> Tensor:
+    def collect(self, local: Tensor, *, handshake: bool = True) -> Tensor:
         bucket = self.bucket
         if bucket.communicator.size == 1:
             return local.view(self.shape)
@@ -98,7 +129,8 @@ class BucketSlot:
         for rank in range(bucket.communicator.size):
             start, stop = bucket.layout.owned_range(self.index, self.index, rank)
             ranges.append((start - segment.start, stop - segment.start))
-        bucket.agreement.meet(f"'{self.name}'")
+        if handshake:
+            bucket.agreement.meet(f"'{self.name}'")
         bucket.communicator.broadcast_ranges(flat, ranges, f"the gather of '{self.name}'")
         return flat.view(self.shape)
 
@@ -241,6 +273,9 @@ class Bucket:
         self.parameters: list[weakref.ref[nn.Parameter]] = []
         for slot, parameter in zip(slots, parameters):
             become(parameter, nn.Parameter(ShardedTensor(slot), parameter.requires_grad))
+            if parameter._post_accumulate_grad_hooks:
+                slot.hooks_after_reduction = parameter._post_accumulate_grad_hooks
+                parameter._post_accumulate_grad_hooks = OrderedDict()
             self.parameters.append(weakref.ref(parameter))
 
     # -- parameters -------------------------------------------------------------------------------------------------
@@ -366,12 +401,17 @@ class Bucket:
     def has_any_gradient(self) -> bool:
         return any(self._filled)
 
-    def show_unsynchronised(self) -> None:
-        """Make ``p.grad`` the local gradient accumulated so far: at stage 1 under ``no_sync``, as DDP does."""
-        for index, filled in enumerate(self._filled):
-            if filled:
-                self._unsynchronised = True
-                self.parameter(index).grad = self._local_gradient(index).to(self.dtype)
+    def show_unsynchronised(self) -> list[BucketSlot]:
+        """Make ``p.grad`` the local gradient accumulated so far: at stage 1 under ``no_sync``, as DDP does.
+
+        Returns:
+            The places of those parameters whose users want to be told.
+        """
+        shown = [slot for slot, filled in zip(self.slots, self._filled) if filled]
+        for slot in shown:
+            self._unsynchronised = True
+            slot.parameter.grad = self._local_gradient(slot.index).to(self.dtype)
+        return [slot for slot in shown if slot.hooks_after_reduction]
 
     def begin_with(self, index: int, gradient: Tensor) -> None:
         """A backward begins with autograd adding to the ``.grad`` that ``show_unsynchronised`` gave out as a copy."""
@@ -485,11 +525,11 @@ class Bucket:
         for slot in slots:
             value = self.segment_view(slot.index) if exact else slot.collect(slot.local_parameter())
             whole.append(value.to(device, self.dtype, copy=True))
-        parameters = [self.parameter(index) for index in range(len(whole))]
-        self.parameters = []  # a tensor must have no weak references to be swapped
-        for parameter, value in zip(parameters, whole):
+        for slot, value in zip(slots, whole):
+            parameter = self.parameter(slot.index)
             parameter.grad = None
             become(parameter, nn.Parameter(value, parameter.requires_grad))
+            parameter._post_accumulate_grad_hooks = slot.hooks_after_reduction
         self.release()
 
 
@@ -499,11 +539,20 @@ def _settle(pending: list[Pending]) -> None:
         exchange.wait()
 
 
-def become(parameter: nn.Parameter, other: nn.Parameter) -> None:
-    """Give a parameter another's tensor; the object keeps its identity and the attributes that users put on it."""
-    own = {name: value for name, value in parameter.__dict__.items() if name not in _TENSOR_ATTRIBUTES}
-    torch.utils.swap_tensors(parameter, other)
-    parameter.__dict__.update(own)
+def become(tensor: Tensor, other: Tensor) -> None:
+    """Give a tensor another's contents; the object keeps its identity, its hooks and what attributes users gave it.
+
+    What ``torch.utils.swap_tensors`` does, without its refusal of objects that somebody refers to weakly (an average of
+    weights, ``nn.LSTM``): as the object stays the same, such a reference stays right.
+    """
+    own = {name: value for name, value in tensor.__dict__.items() if name not in _TENSOR_ATTRIBUTES}
+    hooks = tensor._backward_hooks
+    tensor.__class__, other.__class__ = other.__class__, tensor.__class__
+    tensor.__dict__, other.__dict__ = other.__dict__, tensor.__dict__
+    torch._C._swap_tensor_impl(tensor, other)
+    tensor.__dict__.update(own)
+    if hooks is not None:
+        tensor._backward_hooks = hooks  # autograd's side of them went with the contents
 
 
 _TENSOR_ATTRIBUTES = {"_slot", "_local", "keep", "_is_param"}

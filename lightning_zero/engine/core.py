@@ -14,14 +14,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero.engine import differentiation
 from lightning_zero.engine.agreement import Agreement
-from lightning_zero.engine.bucket import Bucket, BucketSlot, Ledger
+from lightning_zero.engine.bucket import Bucket, BucketSlot, Ledger, become
 from lightning_zero.engine.collectives import Communicator
 from lightning_zero.engine.gradients import GradientReducer
 from lightning_zero.engine.layout import BucketLayout
 from lightning_zero.engine.masters import Masters, check_optimizer
 from lightning_zero.engine.placement import Placement, placements_of
-from lightning_zero.engine.schedule import Schedule, Unit, in_backward
+from lightning_zero.engine.schedule import OwnHook, Schedule, Unit, in_backward
 from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.units import UnitPlan, Units, plan_units
 
@@ -128,14 +129,12 @@ class Engine:
                 # old-style weight_norm and its kin keep what they computed, and with it a graph that holds parameters
                 if isinstance(value, Tensor) and value.grad_fn is not None:
                     setattr(inner, attribute, value.detach())
-            if isinstance(inner, nn.RNNBase):
-                # weak references to parameters, which a tensor must not have when it is swapped
-                inner._flat_weight_refs = [None] * len(inner._flat_weights_names)
         self._sync_buffers(module)
         rank_in_groups = _rank_in_groups(optimizers)
         self.units = [Unit(plan, self._buckets_of(plan, rank_in_groups)) for plan in plans]
         self.schedule = Schedule(self.units, prefetch if overlap else 0)
         self.schedule.install(plans)
+        differentiation.serve(self.schedule)
         self.reducer = GradientReducer(
             self.units,
             self.schedule,
@@ -149,9 +148,9 @@ class Engine:
         weakref.finalize(self, self.agreement.close)
         self._root_hooks = [
             module.register_forward_pre_hook(
-                lambda *_: self._open_window(is_step=self._is_forward_a_step), prepend=True
+                OwnHook(lambda *_: self._open_window(is_step=self._is_forward_a_step)), prepend=True
             ),
-            module.register_forward_hook(lambda *_: self._close_window(), always_call=True),
+            module.register_forward_hook(OwnHook(lambda *_: self._close_window()), always_call=True),
         ]
         if self.communicator.rank == 0:
             log.debug("ZeRO stage %d, units: %s", self.placements.stage, self.units)
@@ -209,6 +208,7 @@ class Engine:
     def window(self) -> Iterator[None]:
         """Around what is a forward without being the module's own: Lightning's ``training_step`` and its kin."""
         self._is_forward_a_step = False
+        self.schedule.check_in_place()
         self._open_window(is_step=True)
         try:
             yield
@@ -374,11 +374,23 @@ class Engine:
         self.schedule.remove()
         self.reducer.remove()
         with torch.no_grad():
+            derived = self._derived() if communicate else {}
+            values = {
+                id(tensor): slot.collect(tensor.local, handshake=False).to(device, copy=True)
+                for slot, tensors in derived.items()
+                for tensor in tensors
+                if not tensor.is_parameter
+            }
             for bucket in self.buckets:
                 if communicate or bucket.is_whole_here:
                     bucket.restore(device)
                 else:
                     bucket.abandon()
+            for slot, tensors in derived.items():
+                for tensor in tensors:
+                    value = values.get(id(tensor), slot.parameter.detach())
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    become(tensor, nn.Parameter(value, tensor.requires_grad) if is_parameter else value)
         for optimizer, state in states:
             if optimizer is not None:
                 optimizer.state.clear()
@@ -389,6 +401,15 @@ class Engine:
                 if isinstance(inner, nn.RNNBase):
                     inner._init_flat_weights()
         self.units = []
+
+    def _derived(self) -> dict[BucketSlot, list[ShardedTensor]]:
+        """What user code made of parameters and keeps, as far as every rank keeps the same."""
+        derived = {slot: slot.derived for bucket in self.buckets for slot in bucket.slots}
+        everywhere = self.communicator.gather_objects({slot.name: set(kept) for slot, kept in derived.items() if kept})
+        return {
+            slot: [kept[key] for key in sorted(kept) if all(key in names.get(slot.name, ()) for names in everywhere)]
+            for slot, kept in derived.items()
+        }
 
 
 def slot_of(tensor: Any) -> BucketSlot | None:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.bucket import Bucket, GradientShard
+from lightning_zero.engine.bucket import BucketSlot, GradientShard
 from lightning_zero.engine.collectives import Communicator, Pending
+from lightning_zero.engine.differentiation import with_hooks_of
 from lightning_zero.engine.schedule import Schedule, Unit
 from lightning_zero.engine.sharded_tensor import ShardedTensor
 
@@ -81,13 +82,13 @@ class GradientReducer:
         self._hooks: list[Any] = []
         number_of = {id(bucket): number for number, bucket in enumerate(self._buckets)}
         for bucket in self._buckets:
-            for index, view in enumerate(bucket.views):
-                self._hook(view, number_of[id(bucket)], index)
-                self._hook(bucket.parameter(index), number_of[id(bucket)], index)
+            for slot in bucket.slots:
+                self._hook(slot, number_of[id(bucket)])
 
-    def _hook(self, leaf: Tensor, number: int, index: int) -> None:
-        if not leaf.is_floating_point() and not leaf.is_complex():
+    def _hook(self, slot: BucketSlot, number: int) -> None:
+        if not slot.view.is_floating_point() and not slot.view.is_complex():
             return
+        index = slot.index
         reducer = weakref.ref(self)  # a leaf must not keep the engine alive
 
         def take(leaf: Tensor) -> None:
@@ -95,10 +96,13 @@ class GradientReducer:
             if owner is not None:
                 owner._take(leaf, number, index)
 
-        requires_grad = leaf.requires_grad
-        leaf.requires_grad_(True)  # a frozen parameter may be unfrozen later
-        self._hooks.append(leaf.register_post_accumulate_grad_hook(take))
-        leaf.requires_grad_(requires_grad)
+        for leaf in (slot.view, slot.bucket.parameter(index)):
+            requires_grad = leaf.requires_grad
+            leaf.requires_grad_(True)  # a frozen parameter may be unfrozen later
+            # torch's own method: a sharded parameter's is for what users register
+            self._hooks.append(Tensor.register_post_accumulate_grad_hook(leaf, take))
+            leaf.requires_grad_(requires_grad)
+        slot.take_gradient = take
 
     def remove(self) -> None:
         for hook in self._hooks:
@@ -111,8 +115,9 @@ class GradientReducer:
         """A leaf has its gradient: the ordinary parameter that a forward used, or the sharded one itself."""
         bucket, gradient = self._buckets[number], leaf.grad
         assert gradient is not None
-        is_view = leaf is bucket.views[index]
-        if self._backward is None and not is_view:
+        parameter = bucket.parameter(index)
+        is_view, is_parameter = leaf is bucket.views[index], leaf is parameter
+        if self._backward is None and is_parameter:
             bucket.begin_with(index, gradient)
         backward = self._begin()
         if isinstance(gradient, ShardedTensor) and gradient.keep is not None:
@@ -120,7 +125,7 @@ class GradientReducer:
         else:
             leaf.grad = None
             if not bucket.shows_unsynchronised(index, gradient):  # else autograd added to the flat buffer itself
-                bucket.accumulate(index, self._with_user_hooks(bucket, leaf, index, gradient))
+                bucket.accumulate(index, gradient if is_parameter else with_hooks_of(parameter, gradient))
         if is_view and (number, index) not in backward.seen:
             backward.seen.add((number, index))
             unit = self._units[number]
@@ -134,16 +139,6 @@ class GradientReducer:
                 backward.completed.append(number)
                 if self._synchronises:
                     self._launch_in_order(backward)
-
-    @staticmethod
-    def _with_user_hooks(bucket: Bucket, leaf: Tensor, index: int, gradient: Tensor) -> Tensor:
-        """Run the hooks that users registered on the parameter, where the gradient came to the view of it."""
-        parameter = bucket.parameter(index)
-        if leaf is not parameter and parameter._backward_hooks:
-            for hook in parameter._backward_hooks.values():
-                changed = hook(gradient)
-                gradient = gradient if changed is None else changed
-        return gradient
 
     @property
     def synchronise(self) -> bool:
@@ -225,14 +220,19 @@ class GradientReducer:
         if backward is None:
             return
         self.backwards += 1
+        with_hooks = []
         if self._synchronises:
-            self._complete(backward)
+            with_hooks = self._complete(backward)
         else:
             for bucket in self._buckets:
-                bucket.show_unsynchronised()
+                with_hooks += bucket.show_unsynchronised()
         self._schedule.end_backward()
+        for slot in with_hooks:
+            for hook in list(slot.hooks_after_reduction.values()):
+                hook(slot.parameter)
 
-    def _complete(self, backward: _Backward) -> None:
+    def _complete(self, backward: _Backward) -> list[BucketSlot]:
+        """Reduce what is left; the places of the parameters with a gradient whose users want to be told."""
         expectation = backward.expectation
         # Before ranks speak to each other: another may be waiting for one of these to make room.
         for number in expectation.order[backward.position :]:
@@ -256,6 +256,12 @@ class GradientReducer:
                 self._launch(backward, number)
         self._collect(backward, used)
         self._learn(backward, used)
+        return [
+            slot
+            for bucket, flags in zip(self._buckets, used)
+            for slot, is_used in zip(bucket.slots, flags)
+            if is_used and slot.hooks_after_reduction
+        ]
 
     def abort(self) -> None:
         """Forget a backward that an exception ended: what came of it is dropped, so that the next one is whole."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._pytree import tree_map_only
 
 from lightning_zero.engine.bucket import Bucket
@@ -28,7 +30,7 @@ class Unit:
         self.name, self.is_root, self.buckets = plan.name, plan.is_root, buckets
         self.parameter_names = list(plan.parameters)
         self.numel = sum(parameter.numel() for parameter in plan.parameters.values())
-        self.held = False  # the root unit, by a window and until the backward after it
+        self.held = False  # the root unit, by a window and until the backward after it; others under ``torch.func``
         self.depth = 0  # of nested forwards
         self.outstanding = False  # ran under grad since the last backward
         self.missing_gradients = 0  # of parameters that a backward is expected to give one
@@ -76,6 +78,8 @@ class _Scope:
         if self.depth > 1:
             return
         for holder, attribute, parameter, view in self.entries:
+            if holder.get(attribute) is not parameter:
+                continue  # the user's own is there: within ``full_parameters``, or ``torch.func.functional_call``
             if view.requires_grad is not parameter.requires_grad:
                 view.requires_grad_(parameter.requires_grad)
             holder[attribute] = view
@@ -85,9 +89,21 @@ class _Scope:
         self.depth -= 1
         if self.depth > 0:
             return
-        for holder, attribute, parameter, _ in self.entries:
-            holder[attribute] = parameter
+        for holder, attribute, parameter, view in self.entries:
+            if holder.get(attribute) is view:
+                holder[attribute] = parameter
         self._refresh_recurrent()
+
+    def check_in_place(self) -> None:
+        for holder, attribute, parameter, _ in self.entries:
+            found = holder.get(attribute)
+            if found is not parameter and isinstance(found, nn.Parameter):
+                name = parameter.slot.name  # type: ignore[attr-defined]
+                raise RuntimeError(
+                    f"'{name}' was replaced by another parameter while the module is sharded, and would not be "
+                    "trained. Write the values into it (with torch.no_grad(): parameter.copy_(values); load_state_dict "
+                    "without assign=True), or replace it before the strategy sets the module up, in configure_model()."
+                )
 
     def _refresh_recurrent(self) -> None:
         # nn.LSTM and its kin keep a list of their own parameters
@@ -95,6 +111,30 @@ class _Scope:
             module = reference()
             if module is not None:
                 module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]
+
+
+class OwnHook:
+    """A hook of the engine's on a module. Copies and pickles of the module have nothing of it."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _no_hook
+
+    def __reduce__(self) -> Any:
+        return _made_no_hook, ()
+
+
+def _no_hook(*_: Any, **__: Any) -> None:
+    """In the place of an engine's hook in a copy of the module."""
+
+
+def _made_no_hook() -> Callable[..., None]:
+    return _no_hook
 
 
 class _Call:
@@ -184,6 +224,8 @@ class Schedule:
         self._order: list[Unit] = [unit for unit in units if not unit.is_root]
         self._saved = SavedTensors(units)
         self._watched = False
+        self._keeping = 0  # nested transforms of ``torch.func``
+        self._scopes: list[_Scope] = []
         self._ran: list[Unit] = []
         self._handles: list[Any] = []
 
@@ -206,6 +248,7 @@ class Schedule:
                             scope.recurrent.append(weakref.ref(owner.module))
             for module, scope in scopes.values():
                 scope._refresh_recurrent()
+                self._scopes.append(scope)
                 self._hook(module, unit, scope)
 
     def remove(self) -> None:
@@ -235,15 +278,25 @@ class Schedule:
             scope.swap_out()
             if alone:
                 self._saved.unwatch()
-            output = self._saved.outlive(output)
+            if not self._keeping:
+                output = self._saved.outlive(output)
             if call is not None:
                 call.watch_outputs(tensors_in(output))
             self._leave(unit)
             return output
 
-        self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        self._handles.append(module.register_forward_pre_hook(OwnHook(before), prepend=True, with_kwargs=True))
         # Recomputation for activation checkpointing ends by an exception as soon as it has what it needs.
-        self._handles.append(module.register_forward_hook(after, always_call=True))
+        self._handles.append(module.register_forward_hook(OwnHook(after), always_call=True))
+
+    def check_in_place(self) -> None:
+        """Raise if the module has parameters of which the engine knows nothing, in the place of its own.
+
+        Raises:
+            RuntimeError: naming the first one, and what to do instead.
+        """
+        for scope in self._scopes:
+            scope.check_in_place()
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -258,6 +311,9 @@ class Schedule:
             self._saved.watch()
         for unit in self.units:
             unit.set_open(True)
+            if unit.held and not unit.is_root:  # by ``torch.func`` in the last one
+                unit.held = False
+                self.release_if_idle(unit)
         if self.root is not None:
             self.root.gather()
             self.root.held = True
@@ -283,6 +339,12 @@ class Schedule:
 
     def _enter(self, unit: Unit) -> None:
         unit.depth += 1
+        if self._keeping and not unit.stays and not unit.held:
+            unit.held = True
+            with temporarily_clear_interpreter_stack():  # a gather is no part of the function that is transformed
+                unit.gather()
+                unit.wait()
+            return
         if unit.depth > 1 or unit.is_root and unit.held:
             unit.wait()
             return
@@ -332,6 +394,29 @@ class Schedule:
                 unit.outstanding = False
             unit.release()
 
+    @contextmanager
+    def keeping_gathered(self) -> Iterator[None]:
+        """Within a transform of ``torch.func``: without saved-tensor hooks of ours, so that nothing may be released.
+
+        What runs in here stays gathered until the next window, as graphs from here cannot gather it again.
+        """
+        self._keeping += 1
+        for unit in self.units:
+            if unit.depth and not unit.stays:
+                unit.held = True
+        with self._saved.set_aside():
+            try:
+                yield
+            finally:
+                self._keeping -= 1
+
+    def end_differentiation(self) -> None:
+        """Release what gradients asked for by name (``torch.autograd.grad``) had gathered."""
+        if not self._keeping:
+            for unit in self.units:
+                unit.calls.clear()
+                self.release_if_idle(unit)
+
     def end_backward(self) -> None:
         """Release what is still whole."""
         for unit in self.units:
@@ -354,6 +439,7 @@ class SavedTensors:
     """
 
     def __init__(self, units: list[Unit]) -> None:
+        self._watching: list[Any] = []
         self._bucket_of = {
             bucket.full.untyped_storage()._cdata: bucket
             for unit in units
@@ -389,6 +475,21 @@ class SavedTensors:
             return tensor
 
         torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        self._watching.append((pack, unpack))
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Without what ``watch`` began, as far as no hooks of the user's came on top of it."""
+        aside = []
+        while self._watching and torch._C._autograd._top_saved_tensors_default_hooks(False) == self._watching[-1]:
+            aside.append(self._watching.pop())
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        try:
+            yield
+        finally:
+            for hooks in reversed(aside):
+                torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+                self._watching.append(hooks)
 
     def outlive(self, output: Any) -> Any:
         """An output of a module, with copies of the tensors in it that show parameters, which are about to go."""
@@ -405,6 +506,7 @@ class SavedTensors:
         """Stop what the last ``watch`` began."""
         if self._bucket_of:
             torch._C._autograd._pop_saved_tensors_default_hooks()
+            self._watching.pop()
 
 
 class _Saved(NamedTuple):

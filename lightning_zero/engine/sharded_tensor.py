@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
 aten = torch.ops.aten
 
@@ -31,6 +32,17 @@ class Slot(Protocol):
     device: torch.device
     offset: int
     local_numel: int
+    hooks_after_reduction: dict[int, Callable[[Tensor], Any]]
+    """What users registered by ``register_post_accumulate_grad_hook``."""
+    take_gradient: Callable[[Tensor], None] | None
+    """Takes the gradient of another leaf that user code computed with in its place."""
+
+    @property
+    def view(self) -> Tensor:
+        """The ordinary tensor that modules compute with in the place of the parameter."""
+
+    def remember(self, tensor: ShardedTensor) -> None:
+        """Take note of a tensor cut as this slot that was made of its parameter: it is to be ordinary in the end."""
 
     def local_parameter(self) -> Tensor:
         """The rank's range of the parameter, 1-D, in the dtype of the masters."""
@@ -141,6 +153,8 @@ class ShardedTensor(Handle):
                 cls, slot.shape, dtype=dtype, device=slot.device, requires_grad=requires_grad
             )
         self._slot, self._local, self.keep = slot, local, keep
+        if keep is None:
+            slot.remember(self)
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -180,6 +194,14 @@ class ShardedTensor(Handle):
             self._slot.write_parameter(value)
         else:
             self.local.copy_(local_range_of(value, self._slot))
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], Any]) -> Any:
+        """As of every tensor; it is called once ``grad`` is the reduced gradient, at the end of backward."""
+        if not self.is_parameter:
+            return super().register_post_accumulate_grad_hook(hook)
+        handle = RemovableHandle(self._slot.hooks_after_reduction)
+        self._slot.hooks_after_reduction[handle.id] = hook
+        return handle
 
     def __repr__(self) -> str:  # type: ignore[override]
         start, stop = self._slot.offset, self._slot.offset + self._slot.local_numel
@@ -251,12 +273,17 @@ class _View(Handle):
         pass
 
     def whole(self, exact: bool = False) -> Tensor:
-        return _replay(self._base_tensor.whole(exact), self._steps)
+        base = self._base_tensor
+        return _replay(base.whole(exact) if isinstance(base, Handle) else base.detach(), self._steps)
 
     def write_whole(self, value: Tensor) -> None:
-        base = self._base_tensor.whole(exact=True).clone()
-        _replay(base, self._steps).copy_(value)
-        self._base_tensor.write_whole(base)
+        base = self._base_tensor
+        if not isinstance(base, Handle):  # the engine has ended since
+            _replay(base.detach(), self._steps).copy_(value)
+            return
+        whole = base.whole(exact=True).clone()
+        _replay(whole, self._steps).copy_(value)
+        base.write_whole(whole)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"view of {self._base_tensor!r}, shape={tuple(self.shape)}"

@@ -1,0 +1,164 @@
+"""What users keep of a sharded module - copies, pickles, averages, weak references - during its life and after it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import lightning_zero
+from lightning_zero.engine import Engine
+from tests.support import rank
+
+STAGES = pytest.mark.parametrize("stage", [1, 3])
+WORLDS = pytest.mark.parametrize("world_size", [1, 2])
+INPUTS = torch.arange(14.0).view(2, 7) / 7
+
+
+def make(stage, module=None, **options):
+    torch.manual_seed(0)
+    module = module or nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+    reference = copy.deepcopy(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    return module, reference, optimizer, Engine(module, [optimizer], stage=stage, **options)
+
+
+def train(module, optimizer):
+    module(INPUTS).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def same(ours, theirs):
+    value = ours.whole() if hasattr(ours, "whole") else ours
+    torch.testing.assert_close(value.detach(), theirs.detach(), rtol=0, atol=0)
+
+
+def copied_modules(stage):
+    module, reference, optimizer, engine = make(stage)
+    module(INPUTS)
+    copied, unpickled = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
+    train(module, optimizer)
+    gathers = engine.report().calls.get("all_gather", 0)
+    for other in (copied, unpickled):
+        same(other(INPUTS), reference(INPUTS))
+        other(INPUTS).sum().backward()
+    assert all(type(p) is nn.Parameter and p.grad is not None for p in unpickled.parameters())
+    assert engine.report().calls.get("all_gather", 0) == gathers, "a copy gathered the original's units"
+    assert all(p.grad is None for p in module.parameters())
+    engine.close()
+
+
+@STAGES
+@WORLDS
+def test_copies_and_pickles_of_a_module_have_its_values_and_nothing_of_the_engine(run_on, world_size, stage):
+    run_on(world_size, copied_modules, stage=stage)
+
+
+def kept_after_the_end(stage):
+    module, reference, optimizer, engine = make(stage)
+    start = copy.deepcopy(reference)
+    weight = module[0].weight
+    with torch.no_grad():
+        kept = {
+            "copy of the module": copy.deepcopy(module),
+            "average": {name: p.detach().clone() for name, p in module.named_parameters()},
+            "alias": weight.detach(),
+            "data": weight.data,
+            "row": weight[1],
+            "half": weight.half(),
+            "state": module.state_dict(),
+        }
+        if rank() == 0:
+            kept["what rank 0 alone has made"] = weight.detach() * 2  # stays a part, and disturbs nothing
+        for value in kept["average"].values():
+            value.mul_(0.5)
+    train(module, optimizer)
+    train(reference, torch.optim.SGD(reference.parameters(), lr=0.1))
+    engine.close()
+
+    if rank() == 0:  # no other rank takes part in what follows: everything is ordinary
+        assert all(type(p) is nn.Parameter for p in [*module.parameters(), *kept["copy of the module"].parameters()])
+        for name, value in start.named_parameters():
+            assert type(kept["average"][name]) is torch.Tensor
+            same(kept["average"][name], value * 0.5)
+            same(dict(kept["copy of the module"].named_parameters())[name], value)
+        same(kept["half"], start[0].weight.half())
+        for name in ("alias", "data"):
+            assert type(kept[name]) is torch.Tensor
+            same(kept[name], reference[0].weight)
+            kept[name].zero_()
+            assert not weight.detach().any(), "what shared the parameter's memory shares it in the end, too"
+            with torch.no_grad():
+                weight.copy_(reference[0].weight)
+        same(kept["row"], reference[0].weight[1])
+        same(kept["state"]["0.weight"], reference[0].weight)
+
+
+@STAGES
+@WORLDS
+def test_what_was_copied_or_averaged_from_parameters_is_ordinary_when_the_engine_ends(run_on, world_size, stage):
+    run_on(world_size, kept_after_the_end, stage=stage)
+
+
+def weakly_referred(stage):
+    """As torch_ema's averages and ``nn.LSTM`` refer to parameters."""
+    recurrent = nn.LSTM(7, 5)
+    references = [weakref.ref(p) for p in recurrent.parameters()]
+    module, reference, optimizer, engine = make(stage, recurrent)
+    for _ in range(2):
+        assert all(reference() is p for reference, p in zip(references, module.parameters()))
+        same(module(INPUTS)[0], reference(INPUTS)[0])
+        if engine is not None:
+            engine.close()
+            engine = None
+    assert all(reference() is p for reference, p in zip(references, module.parameters()))
+
+
+@STAGES
+@WORLDS
+def test_weak_references_to_parameters_stay_right(run_on, world_size, stage):
+    run_on(world_size, weakly_referred, stage=stage)
+
+
+def replaced(stage):
+    module, reference, optimizer, engine = make(stage)
+    whole = reference.state_dict()
+    with engine.window():
+        same(module(INPUTS), reference(INPUTS))
+    module.load_state_dict(whole, assign=True)
+    with pytest.raises(RuntimeError, match=r"'0\.weight' was replaced.*without assign=True"), engine.window():
+        raise AssertionError("not reached")
+    module[0].weight = nn.Parameter(torch.zeros(5, 7))
+    with pytest.raises(RuntimeError, match=r"'0\.weight' was replaced.*configure_model"), engine.window():
+        raise AssertionError("not reached")
+
+
+@STAGES
+def test_a_parameter_that_is_replaced_while_sharded_is_an_error_and_not_left_untrained(run_on, stage):
+    run_on(2, replaced, stage=stage)
+
+
+def fitted_twice(stage):
+    module, reference, optimizer, engine = make(stage)
+    other = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for _ in range(2):
+        for _ in range(3):
+            train(module, optimizer)
+            train(reference, other)
+        engine.close()
+        engine = Engine(module, [optimizer], stage=stage)
+    with lightning_zero.full_parameters(module):
+        for ours, theirs in zip(module.parameters(), reference.parameters()):
+            same(ours, theirs)
+    engine.close()
+
+
+@STAGES
+@WORLDS
+def test_a_module_may_be_sharded_again_and_again(run_on, world_size, stage):
+    run_on(world_size, fitted_twice, stage=stage)

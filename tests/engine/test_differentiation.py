@@ -1,0 +1,343 @@
+"""Every way to differentiate in a step but one ``loss.backward()``: gradients by name, hooks, ``torch.func``."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, hessian, jacrev, vjp, vmap
+from torch.nn.functional import linear
+
+import lightning_zero
+from lightning_zero.engine import Engine
+
+STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
+CLOSE = {"rtol": 1e-6, "atol": 1e-7}
+INPUTS = torch.arange(14.0).view(2, 7) / 7
+
+
+class Penalised(nn.Module):
+    """Its loss uses parameters through their modules and beside them."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh())
+        self.head = nn.Linear(3, 2)
+        self.unused = nn.Parameter(torch.ones(2))
+
+    def forward(self, inputs):
+        return self.head(self.body(inputs)).square().sum() + 0.1 * self.body[0].weight.square().sum()
+
+
+def make(stage, prepare=lambda module: None):
+    """A sharded module, its engine, and the same module whole; all ranks have the same data, so a mean is one's own."""
+    torch.manual_seed(0)
+    module = Penalised()
+    reference = copy.deepcopy(module)
+    prepared = [prepare(model) for model in (module, reference)]
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    return module, reference, Engine(module, [optimizer], stage=stage), prepared
+
+
+def same(ours, theirs):
+    assert type(ours) is type(theirs) or isinstance(ours, torch.Tensor)
+    if theirs is None:
+        assert ours is None
+    else:
+        value = ours.whole() if hasattr(ours, "whole") else ours
+        torch.testing.assert_close(value.detach(), theirs.detach(), **CLOSE)
+
+
+def same_gradients(module, reference):
+    for (name, ours), theirs in zip(module.named_parameters(), reference.parameters()):
+        assert (ours.grad is None) == (theirs.grad is None), name
+        if theirs.grad is not None:
+            same(ours.grad, theirs.grad)
+
+
+def gradients_by_name(stage):
+    module, reference, engine, _ = make(stage)
+
+    def run(model):
+        loss = model(INPUTS)
+        trained = [p for name, p in model.named_parameters() if name != "unused"]
+        first = torch.autograd.grad(loss, trained, retain_graph=True)
+        second = torch.autograd.grad(loss, [*model.parameters()], retain_graph=True, allow_unused=True)
+        with pytest.raises(RuntimeError, match="allow_unused=True"):
+            torch.autograd.grad(loss, [model.unused, model.head.weight], retain_graph=True)
+        loss.backward()
+        return [*first, *second]
+
+    with engine.window():
+        found = run(module)
+    for ours, theirs in zip(found, run(reference), strict=True):
+        assert theirs is None or type(ours) is torch.Tensor
+        same(ours, theirs)
+    same_gradients(module, reference)
+    engine.close()
+
+
+@STAGES
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_gradient_asked_for_by_name_is_the_local_one_as_under_ddp(run_on, world_size, stage):
+    run_on(world_size, gradients_by_name, stage=stage)
+
+
+def second_derivatives(stage):
+    module, reference, engine, _ = make(stage)
+
+    def run(model):
+        first = torch.autograd.grad(model(INPUTS), [model.head.weight, model.body[0].weight], create_graph=True)
+        loss = sum(gradient.square().sum() for gradient in first)
+        loss.backward()
+        return loss
+
+    with engine.window():
+        ours = run(module)
+    same(ours, run(reference))
+    same_gradients(module, reference)
+    engine.close()
+
+
+@STAGES
+def test_a_penalty_on_gradients_of_parameters_is_differentiated_in_turn(run_on, stage):
+    run_on(2, second_derivatives, stage=stage)
+
+
+def backward_to_some(stage):
+    module, reference, engine, _ = make(stage)
+    for model in (module, reference):
+        for _ in range(2):
+            model(INPUTS).backward(inputs=[model.head.weight, model.body[0].weight])
+    same_gradients(module, reference)
+    for model in (module, reference):
+        model(INPUTS).backward()
+    same_gradients(module, reference)
+    engine.close()
+
+
+@STAGES
+def test_backward_with_inputs_gives_gradients_to_those_alone(run_on, stage):
+    run_on(2, backward_to_some, stage=stage)
+
+
+def halve(parameter):
+    parameter.grad.mul_(0.5)
+
+
+def hooks(stage, when):
+    def register(model):
+        seen = []
+        handles = [
+            model.head.weight.register_hook(lambda gradient: gradient * 2),
+            model.body[2].weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1)),
+            model.head.bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.norm().item())),
+            model.unused.register_post_accumulate_grad_hook(lambda p: seen.append("unused")),
+            model.body[0].weight.register_post_accumulate_grad_hook(halve),
+        ]
+        return seen, handles
+
+    module, reference, engine, prepared = make(stage, register if when == "before" else lambda model: None)
+    if when == "after":
+        prepared = [register(model) for model in (module, reference)]
+    for round in range(3):
+        for model, (_, handles) in zip((module, reference), prepared):
+            model.zero_grad()
+            model(INPUTS).backward()
+            if round == 1:
+                for handle in handles:
+                    handle.remove()
+        same_gradients(module, reference)
+    (ours, _), (theirs, _) = prepared
+    assert len(theirs) == 2 and ours == pytest.approx(theirs)
+    engine.close()
+    for parameter in (module.head.bias, module.body[2].bias):
+        parameter.register_post_accumulate_grad_hook(lambda p: ours.append("ordinary"))
+    module(INPUTS).backward()
+    assert ours[-2:] == ["ordinary", "ordinary"]
+
+
+@STAGES
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_on_parameters_fire_whenever_they_were_registered_and_until_removed(run_on, stage, when):
+    run_on(2, hooks, stage=stage, when=when)
+
+
+def hooks_stay(stage):
+    module, _, engine, _ = make(stage, lambda model: model.head.weight.register_hook(lambda gradient: gradient * 0))
+    engine.close()
+    module(INPUTS).backward()
+    assert module.head.weight.grad.eq(0).all() and not module.head.bias.grad.eq(0).all()
+
+
+@STAGES
+def test_a_hook_on_a_parameter_is_still_there_when_the_module_is_ordinary_again(run_on, stage):
+    run_on(2, hooks_stay, stage=stage)
+
+
+def optimizer_in_backward(stage):
+    torch.manual_seed(0)
+    module = Penalised()
+    reference = copy.deepcopy(module)
+
+    def prepare(model):
+        optimizers = {p: torch.optim.Adam([p], lr=0.05) for p in model.parameters()}
+
+        def step(parameter):
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+        return optimizers
+
+    optimizers = prepare(module)
+    engine = Engine(module, list(optimizers.values()), stage=stage)
+    prepare(reference)
+    for _ in range(3):
+        for model in (module, reference):
+            model(INPUTS).backward()
+    for ours, theirs in zip(module.parameters(), reference.parameters()):
+        assert ours.grad is None
+        same(ours, theirs)
+    engine.close()
+
+
+@STAGES
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_optimizer_a_parameter_may_step_during_backward(run_on, world_size, stage):
+    run_on(world_size, optimizer_in_backward, stage=stage)
+
+
+def transforms(stage):
+    """What physics-informed, energy-based and per-sample methods do in a step."""
+    module, reference, engine, _ = make(stage)
+
+    def run(model):
+        net = nn.Sequential(model.body, model.head)
+        jacobian = jacrev(lambda x: net(x))(INPUTS[0])
+        curvature = hessian(lambda x: net(x).sum())(INPUTS[0])
+        _, pull = vjp(lambda x: model.body(x), INPUTS)
+        slopes = vmap(grad(lambda x: model.body(x).sum()))(INPUTS)
+        loss = jacobian.square().sum() + curvature.square().sum() + slopes.square().sum() + model(INPUTS)
+        loss = loss + pull(torch.ones(2, 3))[0].square().sum()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        with engine.window():
+            ours = run(module)
+        same(ours, run(reference))
+        same_gradients(module, reference)
+    engine.close()
+
+
+@STAGES
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_torch_func_differentiates_modules_by_their_inputs(run_on, world_size, stage):
+    run_on(world_size, transforms, stage=stage)
+
+
+def per_sample(stage):
+    module, reference, engine, _ = make(stage)
+
+    def run(model):
+        parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+        def loss(parameters, sample):
+            return functional_call(model, parameters, (sample[None],))
+
+        return vmap(grad(loss), in_dims=(None, 0))(parameters, INPUTS)
+
+    with engine.window():
+        ours = run(module)
+    theirs = run(reference)
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        same(ours[name], theirs[name])
+    engine.close()
+
+
+@STAGES
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_torch_func_gives_gradients_of_each_sample_by_the_parameters(run_on, world_size, stage):
+    run_on(world_size, per_sample, stage=stage)
+
+
+def functional(stage):
+    """A step of gradient descent inside of the loss, as meta-learning takes it."""
+    module, reference, engine, _ = make(stage)
+
+    def run(model):
+        names, parameters = zip(*((n, p) for n, p in model.named_parameters() if n != "unused"))
+        inner = model(INPUTS)
+        gradients = torch.autograd.grad(inner, parameters, create_graph=True)
+        adapted = {name: p - 0.01 * g for name, p, g in zip(names, parameters, gradients)}
+        loss = functional_call(model, adapted, (INPUTS.flip(0),))
+        loss.backward()
+        return loss
+
+    with engine.window():
+        ours = run(module)
+    same(ours, run(reference))
+    same_gradients(module, reference)
+    same(module(INPUTS), reference(INPUTS))
+    engine.close()
+
+
+@STAGES
+def test_a_module_called_with_other_parameters_uses_those_and_passes_gradients_on(run_on, stage):
+    run_on(2, functional, stage=stage)
+
+
+def inside_full_parameters(stage):
+    module, reference, engine, _ = make(stage)
+    with lightning_zero.full_parameters(module):
+        loss = module(INPUTS)
+        assert type(module.head.weight) is nn.Parameter
+    loss.backward()
+    reference(INPUTS).backward()
+    same_gradients(module, reference)
+    with lightning_zero.full_parameters(module, writeback=True), torch.no_grad():
+        module.body[0].weight[1] = 3.0
+        module(INPUTS)
+        module.head.bias.zero_()
+    with torch.no_grad():
+        reference.body[0].weight[1] = 3.0
+        reference.head.bias.zero_()
+    same(module(INPUTS), reference(INPUTS))
+    for ours, theirs in zip(module.parameters(), reference.parameters()):
+        same(ours, theirs)
+    engine.close()
+
+
+@STAGES
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_within_full_parameters_a_forward_computes_with_them_and_trains_the_parameters(run_on, world_size, stage):
+    run_on(world_size, inside_full_parameters, stage=stage)
+
+
+def under_autocast(stage):
+    module, reference, engine, _ = make(stage)
+
+    def run(model):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = linear(INPUTS, model.body[0].weight).square().sum() + model.head.weight.norm()
+        loss.backward()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            other = model(INPUTS)
+        other.backward()
+        return loss + other
+
+    with engine.window():
+        ours = run(module)
+    same(ours, run(reference))
+    same_gradients(module, reference)
+    engine.close()
+
+
+@STAGES
+def test_autocast_casts_parameters_wherever_they_are_used(run_on, stage):
+    run_on(2, under_autocast, stage=stage)
