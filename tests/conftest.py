@@ -9,6 +9,8 @@ import pytest
 
 from tests.support import WorkerPools
 
+pytest_plugins = ["pytester", "tests.support.compatibility"]
+
 
 @pytest.fixture(scope="session")
 def worker_pools() -> Iterator[WorkerPools]:

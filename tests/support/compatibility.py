@@ -1,0 +1,141 @@
+"""The table of docs/compatibility.md, written from the tests: one row a behaviour, one column a stage.
+
+A test says which behaviour it is about, in a user's words:
+
+    @pytest.mark.behaviour("The Trainer", "Gradient clipping by norm equals DDP's")
+    @pytest.mark.parametrize("stage", [1, 2, 3])
+    def test_the_trainers_own_clipping_acts_as_under_ddp(run_on, stage): ...
+
+It speaks for its parameter `stage`, or for all stages where it has none. Several tests may share a behaviour: a cell
+says "yes" if all of them passed at that stage, "no" if one did not, and nothing where there is none. Where the answer
+is not a plain yes, `notes={3: "refused: names the unit"}` says what the tests of that stage have shown instead.
+
+`pytest --compatibility=write` writes the table; `pytest -m behaviour --compatibility=write` does it in less time. A run
+of the whole suite fails at its end if the table in the repository is another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+SECTIONS = ["The numbers", "The module", "The Trainer"]
+STAGES = [1, 2, 3]
+FILE = Path("docs", "compatibility.md")
+
+HEAD = """\
+# Compatibility
+
+What an existing project does, and whether it gives DDP's result: bit for bit in fp32 on two ranks, within 1e-6 where a
+global norm is involved or gradients are added in another order. This page is written by the tests
+(`pytest --compatibility=write`), and the tests fail where it says something else than they do.
+"""
+
+
+@dataclass
+class Row:
+    """One behaviour: the outcomes of its tests by stage, and what a cell says instead of "yes"."""
+
+    outcomes: dict[int, list[bool]] = field(default_factory=dict)
+    notes: dict[int, str] = field(default_factory=dict)
+
+    def cell(self, stage: int) -> str:
+        if stage not in self.outcomes:
+            return self.notes.get(stage, "")
+        return self.notes.get(stage, "yes") if all(self.outcomes[stage]) else "no"
+
+
+def render(rows: dict[tuple[str, str], Row]) -> str:
+    """The page, with the rows of a section in the order in which they were found."""
+    lines = [HEAD]
+    for section in SECTIONS:
+        found = {words: row for (of, words), row in rows.items() if of == section}
+        if found:
+            lines += [
+                f"## {section}\n",
+                f"| | {' | '.join(f'stage {stage}' for stage in STAGES)} |",
+                "|---|---|---|---|",
+            ]
+            lines += [f"| {words} | {' | '.join(map(row.cell, STAGES))} |" for words, row in found.items()]
+            lines += [""]
+    return "\n".join(lines)
+
+
+class Compatibility:
+    """Collects the outcomes of the tests of a run, and compares or writes the page at its end."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.file = config.rootpath / FILE
+        self.writes = config.getoption("--compatibility") == "write"
+        self.is_whole = config.args_source is not pytest.Config.ArgsSource.ARGS and not config.getoption("ignore")
+        self.items: list[pytest.Item] = []
+        self.passed: dict[str, bool] = {}
+        self.verdict: str | None = None
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        if item.get_closest_marker("behaviour"):
+            self.items.append(item)
+
+    def pytest_deselected(self, items: Iterable[pytest.Item]) -> None:
+        self.is_whole = self.is_whole and not any(item.get_closest_marker("behaviour") for item in items)
+
+    def pytest_collection_finish(self) -> None:
+        self.rows()  # a marker that is written wrongly is refused before the first test
+        if self.writes and not self.is_whole:
+            raise pytest.UsageError("--compatibility=write needs every marked test: leave out paths, -k and the like.")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        before = self.passed.get(report.nodeid, True)
+        if report.when == "call" or not report.passed:
+            self.passed[report.nodeid] = before and report.passed
+
+    def rows(self) -> dict[tuple[str, str], Row]:
+        rows: dict[tuple[str, str], Row] = {}
+        for item in self.items:
+            for marker in item.iter_markers("behaviour"):
+                section, words, notes = _read(item, *marker.args, **marker.kwargs)
+                row = rows.setdefault((section, words), Row())
+                row.notes.update(notes)
+                callspec = getattr(item, "callspec", None)  # pytest has it where a test has parameters
+                only = callspec.params.get("stage") if callspec else None
+                for stage in STAGES if only is None else [only]:
+                    row.outcomes.setdefault(stage, []).append(self.passed.get(item.nodeid, False))
+        return rows
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        is_over = self.items and all(item.nodeid in self.passed for item in self.items)
+        if not self.is_whole or not is_over or (session.testsfailed and not self.writes):
+            return  # a test that failed is to be mended, not to be written down
+        page = render(self.rows())
+        if self.writes:
+            self.file.parent.mkdir(exist_ok=True)
+            self.file.write_text(page)
+            self.verdict = f"{FILE} was written."
+        elif not self.file.exists() or self.file.read_text() != page:
+            self.verdict = f"{FILE} is not what the tests say: run `pytest -m behaviour --compatibility=write`."
+            session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.verdict is not None:
+            terminalreporter.section("compatibility")
+            terminalreporter.line(self.verdict)
+
+
+def _read(
+    item: pytest.Item, section: str, words: str, notes: dict[int, str] | None = None
+) -> tuple[str, str, dict[int, str]]:
+    if section not in SECTIONS:
+        raise pytest.UsageError(f"{item.nodeid}: there is no section {section!r} of behaviours, only {SECTIONS}.")
+    return section, words, notes or {}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--compatibility", choices=["write"], help=f"write {FILE} from the outcomes of this run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "behaviour(section, words, notes={}): a row of docs/compatibility.md")
+    config.pluginmanager.register(Compatibility(config))
