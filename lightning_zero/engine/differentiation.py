@@ -1,8 +1,8 @@
 """What differentiates other than by ``loss.backward()``: gradients asked for by name, and ``torch.func``.
 
-A module computes with an ordinary view of its parameter (see ``schedule``), and user code may use the sharded one
-beside it. ``torch.autograd.grad(loss, parameter)`` is the sum of what came to either; ``backward(inputs=[parameter])`` goes to
-both. The tensor itself cannot tell these functions so: what both of them call is wrapped, once for all engines.
+A module computes with an ordinary view of its parameter (see ``schedule``); user code may use the sharded one as well.
+``torch.autograd.grad(loss, parameter)`` is the sum of what came to either, ``backward(inputs=[parameter])`` goes
+to both. The tensor itself cannot tell these functions so: what both of them call is wrapped, once for all engines.
 """
 
 from __future__ import annotations
