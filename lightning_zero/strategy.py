@@ -55,6 +55,8 @@ class ZeroStrategy(ParallelStrategy):
         overlap: ``False`` waits for every collective where it is started; for debugging.
         reduction_buffers: gradient buffers that may be in reduction at once.
         bucket_numel: elements from which on a unit is cut into several collectives.
+        activation_checkpointing: ``"units"`` computes the forward of each unit again in backward; also module classes
+            or a predicate, as for ``units``. ``None`` leaves it to the module.
         allow_any_optimizer: accept optimizer classes that are not known to be elementwise.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as of every strategy.
         process_group_backend: for example ``"nccl"`` or ``"gloo"``; by default what suits the device.
@@ -75,6 +77,7 @@ class ZeroStrategy(ParallelStrategy):
         overlap: bool = True,
         reduction_buffers: int = 2,
         bucket_numel: int = 2**25,
+        activation_checkpointing: Units | None = None,
         allow_any_optimizer: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -99,6 +102,7 @@ class ZeroStrategy(ParallelStrategy):
             "overlap": overlap,
             "reduction_buffers": reduction_buffers,
             "bucket_numel": bucket_numel,
+            "activation_checkpointing": activation_checkpointing,
             "allow_any_optimizer": allow_any_optimizer,
         }
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_zero.engine import differentiation
 from lightning_zero.engine.agreement import Agreement
 from lightning_zero.engine.bucket import Bucket, BucketSlot, Ledger, become
+from lightning_zero.engine.checkpointing import CheckpointedModule
 from lightning_zero.engine.collectives import Communicator
 from lightning_zero.engine.gradients import GradientReducer
 from lightning_zero.engine.layout import BucketLayout
@@ -24,7 +25,7 @@ from lightning_zero.engine.masters import Masters, check_optimizer
 from lightning_zero.engine.placement import Placement, placements_of
 from lightning_zero.engine.schedule import OwnHook, Schedule, Unit, in_backward
 from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
-from lightning_zero.engine.units import UnitPlan, Units, plan_units
+from lightning_zero.engine.units import UnitPlan, Units, plan_units, select_modules
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,8 @@ class Engine:
         compute_dtype: dtype in which fp32 parameters are gathered and computed with, except those of normalisation
             layers; None for their own.
         bucket_numel: elements from which on a unit is cut into several collectives.
+        activation_checkpointing: modules whose forward is computed again in backward: ``"units"`` for each unit but the
+            root, module classes, or a predicate of (qualified name, module); None for what the module does by itself.
         allow_any_optimizer: accept optimizer classes that are not known to be elementwise.
         group: the data-parallel process group, None for the default one.
         handshake_timeout: seconds that a rank waits for the others where user code reads a sharded tensor.
@@ -98,6 +101,7 @@ class Engine:
         reduction_buffers: int = 2,
         compute_dtype: torch.dtype | None = None,
         bucket_numel: int = 2**25,
+        activation_checkpointing: Units | None = None,
         allow_any_optimizer: bool = False,
         group: dist.ProcessGroup | None = None,
         handshake_timeout: float = 600.0,
@@ -115,6 +119,7 @@ class Engine:
         plans = plan_units(module, units)
         parameters = [parameter for plan in plans for parameter in plan.parameters.values()]
         device = _common_device(plans, parameters)
+        checkpointed = _checkpointed(module, plans, activation_checkpointing)
 
         self._module = weakref.ref(module)
         self.ledger = Ledger()
@@ -135,6 +140,7 @@ class Engine:
         self.schedule = Schedule(self.units, prefetch if overlap else 0)
         self.schedule.install(plans)
         differentiation.serve(self.schedule)
+        self._checkpointed = [CheckpointedModule(inner) for inner in checkpointed]
         self.reducer = GradientReducer(
             self.units,
             self.schedule,
@@ -371,6 +377,8 @@ class Engine:
         states = [(masters._optimizer(), masters.close(device if communicate else None)) for masters in self.masters]
         for hook in self._root_hooks:
             hook.remove()
+        for checkpointed in self._checkpointed:
+            checkpointed.remove()
         self.schedule.remove()
         self.reducer.remove()
         with torch.no_grad():
@@ -439,6 +447,21 @@ def _common_device(plans: list[UnitPlan], parameters: list[nn.Parameter]) -> tor
                     "one device."
                 )
     return parameters[0].device
+
+
+def _checkpointed(module: nn.Module, plans: list[UnitPlan], wanted: Units | None) -> list[nn.Module]:
+    if wanted is None:
+        return []
+    if wanted != "units":
+        option = "activation_checkpointing"
+        return [inner for _, inner in select_modules(module, wanted, option=option, word="units")]
+    units = [plan.module for plan in plans if not plan.is_root]
+    if not units:
+        raise ValueError(
+            "activation_checkpointing='units': the module has no unit but the root, so nothing would be checkpointed. "
+            "Name the modules instead, activation_checkpointing=[Block]."
+        )
+    return units
 
 
 def _rank_in_groups(optimizers: Sequence[Optimizer]) -> dict[int, int]:

@@ -78,25 +78,40 @@ def plan_units(root: nn.Module, units: Units = "auto") -> list[UnitPlan]:
 def _chosen(root: nn.Module, units: Units) -> Iterator[tuple[str, nn.Module]]:
     if units == "auto":
         yield from _automatic("", root)
-        return
-    if isinstance(units, type):
-        units = (units,)
-    if isinstance(units, (list, tuple, set, frozenset)) and units and all(isinstance(u, type) for u in units):
-        classes = tuple(units)
+    else:
+        yield from select_modules(root, units, option="units", word="auto")
+
+
+def select_modules(root: nn.Module, wanted: Units, *, option: str, word: str) -> list[tuple[str, nn.Module]]:
+    """The outermost modules, with their qualified names, that an option of the user's names.
+
+    Args:
+        root: the whole module.
+        wanted: a module class or several; or a predicate of (qualified name, module).
+        option, word: for the errors: the option's name, and the word that it takes beside these.
+
+    Raises:
+        TypeError: if ``wanted`` is none of these.
+        ValueError: if it matches no module with parameters.
+    """
+    if isinstance(wanted, type):
+        wanted = (wanted,)
+    if isinstance(wanted, (list, tuple, set, frozenset)) and wanted and all(isinstance(u, type) for u in wanted):
+        classes = tuple(wanted)
         matches = list(_outermost("", root, lambda _, module: isinstance(module, classes)))
-        wanted = ", ".join(sorted(cls.__name__ for cls in classes))
-    elif callable(units):
-        matches = list(_outermost("", root, units))
-        wanted = f"the predicate {getattr(units, '__name__', units)!r}"
+        what = ", ".join(sorted(cls.__name__ for cls in classes))
+    elif callable(wanted):
+        matches = list(_outermost("", root, wanted))
+        what = f"the predicate {getattr(wanted, '__name__', wanted)!r}"
     else:
         raise TypeError(
-            f"units={units!r} is not understood: write 'auto', a module class or a list of classes "
-            "(units=[Block]), or a predicate (units=lambda name, module: ...)."
+            f"{option}={wanted!r} is not understood: write {word!r}, a module class or a list of classes "
+            f"({option}=[Block]), or a predicate ({option}=lambda name, module: ...)."
         )
     if not matches:
         present = ", ".join(sorted({type(module).__name__ for module in root.modules()}))
-        raise ValueError(f"units: no module matches {wanted}. The model is made of: {present}.")
-    yield from matches
+        raise ValueError(f"{option}: no module matches {what}. The model is made of: {present}.")
+    return matches
 
 
 def _outermost(

@@ -1,0 +1,151 @@
+"""``activation_checkpointing``: the same numbers, the forward of the chosen modules once more in backward."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from lightning_zero.engine import Engine
+from tests.support import rank, world_size
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """With dropout, which has to fall alike in the recomputation, and with a keyword argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.5))
+        self.forwards = 0
+        self.fail_at = 0
+
+    def forward(self, x, *, scale):
+        self.forwards += 1
+        if self.forwards == self.fail_at:
+            raise ValueError("this forward fails")
+        return {"x": x + scale * self.inner(x)}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, scale=0.5)["x"]
+        return self.last(x).square().mean()
+
+
+class Doubly(Net):
+    """The user checkpoints a block himself as well."""
+
+    def forward(self, x):
+        x = self.first(x)
+        for number, block in enumerate(self.blocks):
+            x = (checkpoint(block, x, scale=0.5, use_reentrant=False) if number else block(x, scale=0.5))["x"]
+        return self.last(x).square().mean()
+
+
+def train(model, module, optimizer, steps=3):
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(100 * step + rank())
+        loss = model(torch.randn(4, WIDTH))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [*losses, *(value.clone() for value in module.state_dict().values())]
+
+
+CHOICES = {
+    "units": ("units", 3),
+    "a class": (Block, 3),
+    "classes": ([Block, nn.Linear], 3),
+    "modules within units": ([nn.Sequential], 0),
+    "a predicate": (lambda name, module: name == "blocks.1", 1),
+}
+
+
+def compare(kind, choice, blocks=None):
+    wanted, newly = CHOICES[choice]
+    newly = newly if blocks is None else blocks
+    torch.manual_seed(0)
+    reference = kind()
+    modules = {stage: copy.deepcopy(reference) for stage in (1, 2, 3)}
+    wrapped = DistributedDataParallel(reference) if world_size() > 1 else reference
+    expected = train(wrapped, reference, torch.optim.Adam(reference.parameters()))
+    plain = [block.forwards for block in reference.blocks]
+    for stage, module in modules.items():
+        optimizer = torch.optim.Adam(module.parameters())
+        engine = Engine(module, [optimizer], stage=stage, activation_checkpointing=wanted)
+        found = train(module, module, optimizer)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours.whole() if hasattr(ours, "whole") else ours, theirs, rtol=0, atol=0)
+        again = sum(block.forwards > before for block, before in zip(module.blocks, plain))
+        assert again == newly, [block.forwards for block in module.blocks]
+        assert all(unit.stays or not unit.is_gathered for unit in engine.units), "something was left gathered"
+        engine.close()
+        for block in module.blocks:
+            block.forwards = 0
+        train(module, module, torch.optim.Adam(module.parameters()), steps=1)
+        if kind is Net:
+            assert [block.forwards for block in module.blocks] == [1, 1, 1], "still checkpointed after the end"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("choice", CHOICES)
+def test_numbers_equal_ddps_and_chosen_modules_run_again_in_backward(run_on, world_size, choice):
+    run_on(world_size, compare, kind=Net, choice=choice)
+
+
+def test_it_composes_with_checkpointing_of_the_modules_own(run_on):
+    run_on(2, compare, kind=Doubly, choice="units", blocks=1)
+
+
+def fail_in_recomputation(stage):
+    torch.manual_seed(0)
+    module = Net()
+    reference = copy.deepcopy(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    engine = Engine(module, [optimizer], stage=stage, activation_checkpointing="units")
+    module.blocks[1].fail_at = 2  # the first is the forward, the second the recomputation
+    with pytest.raises(ValueError, match="this forward fails"):
+        module(torch.ones(2, WIDTH)).backward()
+    optimizer.zero_grad()
+    found = train(module, module, optimizer, steps=2)
+    expected = train(
+        DistributedDataParallel(reference), reference, torch.optim.SGD(reference.parameters(), lr=0.1), steps=2
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.whole() if hasattr(ours, "whole") else ours, theirs, rtol=0, atol=0)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_error_in_recomputation_reaches_the_user_and_the_next_step_is_whole(run_on, stage):
+    run_on(2, fail_in_recomputation, stage=stage)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "error", "message"),
+    [
+        ("unit", TypeError, "activation_checkpointing='unit' is not understood: write 'units', a module class"),
+        (nn.LSTM, ValueError, "activation_checkpointing: no module matches LSTM. The model is made of: Block, "),
+        ("units", ValueError, r"no unit but the root.*activation_checkpointing=\[Block\]"),
+    ],
+)
+def test_a_wrong_choice_is_refused_before_anything_is_cut(wanted, error, message):
+    module = nn.Linear(2, 2) if wanted == "units" else Net()
+    with pytest.raises(error, match=message):
+        Engine(module, activation_checkpointing=wanted)
+    assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
