@@ -349,9 +349,9 @@ class Schedule:
             unit.wait()
             return
         unit.gather()
-        if not in_backward():
+        if self.windows and not in_backward():
             self._ran.append(unit)
-            if unit in self._order and self.windows:
+            if unit in self._order:
                 self._prefetch_after(self._order.index(unit))
         unit.wait()
 

@@ -109,6 +109,15 @@ class Handle(torch.Tensor):
     def __array__(self, dtype: Any = None) -> Any:
         return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
 
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.whole().detach().clone().__dlpack__(**options)
+
+    def set_(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError(
+            "set_() gives a tensor other memory, and a sharded one has none of its own to replace: "
+            "write the values into it, parameter.data.copy_(values)."
+        )
+
     def tolist(self) -> Any:
         return self.whole().tolist()
 

@@ -79,6 +79,36 @@ READS = {
     "histogram": lambda p: torch.histc(p.detach(), 5),
     "vector": lambda p: torch.nn.utils.parameters_to_vector([p]),
     "with a whole tensor": lambda p: p * torch.ones(p.shape) * 3,
+    "copy": lambda p: copy.deepcopy(p.detach()),
+    "shallow copy": lambda p: copy.copy(p.detach()),
+    "new parameter": lambda p: nn.Parameter(p),
+    "as tensor": lambda p: torch.as_tensor(p),
+    "expand": lambda p: p.expand(2, *p.shape),
+    "permute": lambda p: p.permute(*reversed(range(p.dim()))),
+    "contraction": lambda p: torch.einsum("...i,...i->...", p, p),
+    "rows by number": lambda p: p[[0, 2]],
+    "rows by index": lambda p: p.index_select(0, torch.tensor([2, 0])),
+    "largest": lambda p: p.topk(2),
+    "extremes": lambda p: torch.aminmax(p),
+    "quantile": lambda p: torch.quantile(p, 0.5),
+    "norm 0": lambda p: p.norm(0),
+    "norm -inf": lambda p: p.norm(-float("inf")),
+    "norm 3": lambda p: torch.linalg.vector_norm(p, 3),
+    "spectral norm": lambda p: torch.linalg.matrix_norm(p, 2) if p.dim() == 2 else p,
+    "variance": lambda p: p.var(),
+    "product": lambda p: p.prod(),
+    "nonzero": lambda p: torch.count_nonzero(p),
+    "cumulative sum": lambda p: p.cumsum(0),
+    "softmax": lambda p: p.softmax(-1),
+    "mean square error": lambda p: nn.functional.mse_loss(p, torch.zeros(p.shape)),
+    "distance": lambda p: torch.dist(p, torch.zeros(p.shape)),
+    "unbind": lambda p: p.unbind(),
+    "Fourier transform": lambda p: torch.fft.fft(p).abs(),
+    "quantisation": lambda p: torch.fake_quantize_per_tensor_affine(p, 0.1, 0, -128, 127),
+    "of a scalar": lambda p: [1 - p, 2**p, 1 / (p.abs() + 1)],
+    "batched": lambda p: torch.vmap(lambda x: (p * x).sum())(torch.ones(2, *p.shape)),
+    "dlpack": lambda p: torch.from_dlpack(p.detach()),
+    "with the same noise": lambda p: (torch.manual_seed(3), p + torch.randn_like(p))[1],
 }
 
 
@@ -130,6 +160,14 @@ WRITES = {
     "initialise": lambda p: nn.init.constant_(p, 0.3),
     "foreach": lambda p: torch._foreach_mul_([p], 0.5),
     "a rule of two": lambda p: p.sub_(p.grad, alpha=0.1),
+    "initialise at random": lambda p: (torch.manual_seed(3), nn.init.uniform_(p)),
+    "initialise by fan": lambda p: (torch.manual_seed(3), nn.init.xavier_normal_(p) if p.dim() == 2 else p),
+    "noise": lambda p: (torch.manual_seed(3), p.add_(torch.randn_like(p))),
+    "rows by number": lambda p: p.index_fill_(0, torch.tensor([1]), 2.0),
+    "bounded rows": lambda p: p.renorm_(2, 0, 0.1) if p.dim() == 2 else p,
+    "a vector": lambda p: torch.nn.utils.vector_to_parameters(torch.arange(float(p.numel())), [p]),
+    "foreach average": lambda p: torch._foreach_lerp_([p], [torch.zeros_like(p)], 0.5),
+    "foreach copy": lambda p: torch._foreach_copy_([p], [torch.ones(p.shape)]),
 }
 
 
@@ -424,6 +462,19 @@ def convert_after_setup():
 
 def test_converting_a_sharded_module_is_refused_with_what_to_do_instead(run_on):
     run_on(2, convert_after_setup)
+
+
+def replace_memory():
+    module, reference, _, engine = make(1)
+    for tensor in (module[0].weight, module[0].weight.data, module[0].weight.grad):
+        with pytest.raises(RuntimeError, match=r"set_\(\).*parameter\.data\.copy_\(values\)"), torch.no_grad():
+            tensor.set_(torch.ones(5, 7))
+    torch.testing.assert_close(plain(module[0].weight), reference[0].weight.detach(), rtol=0, atol=0)
+    engine.close()
+
+
+def test_giving_a_sharded_tensor_other_memory_is_refused_with_what_to_do_instead(run_on):
+    run_on(2, replace_memory)
 
 
 def step_hooks(with_closure):
