@@ -21,7 +21,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
@@ -216,7 +216,7 @@ class ZeroStrategy(ParallelStrategy):
         if fitting or placements_of(self.stage).parameters is Placement.SHARDED:
             self.engine = Engine(
                 self.lightning_module,
-                self.optimizers if fitting else [],
+                [each for each in self.optimizers if not isinstance(each, _MockOptimizer)] if fitting else [],
                 compute_dtype=compute_dtype_of(self.precision_plugin),
                 handshake_timeout=(self._timeout or default_pg_timeout).total_seconds(),
                 **self._engine_options,
@@ -310,7 +310,7 @@ class ZeroStrategy(ParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        if self.engine is None:
+        if self.engine is None or isinstance(optimizer, _MockOptimizer):
             return super().optimizer_state(optimizer)
         return self.engine.full_optimizer_state_dict(optimizer, keep=self.is_global_zero)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.support import models
 from tests.support.trainer import Learner, fit, make_trainer
-from tests.support.training import same_tensors
+from tests.support.training import same_tensors, same_values
 from tests.support.workers import rank, world_size
 
 SYSTEMS = ["ddp", "zero1", "zero2", "zero3"]
@@ -55,25 +55,6 @@ def read(path: Path) -> dict[str, Any]:
     if world_size() > 1:
         dist.barrier()
     return torch.load(path, weights_only=True, map_location="cpu")
-
-
-def same_values(value: Any, expected: Any, where: str) -> None:
-    """The same structure, types and numbers, bit for bit, down to the last leaf."""
-    assert type(value) is type(expected), f"{where}: {type(value)} instead of {type(expected)}"
-    # Modules' versions, by which `load_state_dict` tells what an older file lacks.
-    assert getattr(value, "_metadata", None) == getattr(expected, "_metadata", None), f"{where}: other metadata"
-    if isinstance(expected, dict):
-        assert list(value) == list(expected), f"{where}: keys {list(value)} instead of {list(expected)}"
-        for key in expected:
-            same_values(value[key], expected[key], f"{where}.{key}")
-    elif isinstance(expected, (list, tuple)):
-        assert len(value) == len(expected), f"{where}: {len(value)} instead of {len(expected)}"
-        for index, (item, wanted) in enumerate(zip(value, expected, strict=True)):
-            same_values(item, wanted, f"{where}[{index}]")
-    elif isinstance(expected, Tensor):
-        same_tensors({where: value}, {where: expected}, bound=0)
-    else:
-        assert value == expected, f"{where}: {value} instead of {expected}"
 
 
 def write_the_same_file(

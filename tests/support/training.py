@@ -129,6 +129,29 @@ def same_tensors(tensors: dict[str, Tensor], reference: dict[str, Tensor], bound
         assert relative <= bound, f"{name}: differs by {relative:.1e} of its norm, allowed is {bound:.1e}"
 
 
+def same_values(value: Any, expected: Any, where: str, bound: float = 0) -> None:
+    """The same structure, types and numbers, down to the last leaf; see `same_tensors`."""
+    assert type(value) is type(expected), f"{where}: {type(value)} instead of {type(expected)}"
+    # Modules' versions, by which `load_state_dict` tells what an older file lacks.
+    assert getattr(value, "_metadata", None) == getattr(expected, "_metadata", None), f"{where}: other metadata"
+    if isinstance(expected, dict):
+        assert list(value) == list(expected), f"{where}: keys {list(value)} instead of {list(expected)}"
+        for key in expected:
+            same_values(value[key], expected[key], f"{where}.{key}", bound)
+    elif isinstance(expected, (list, tuple)):
+        assert len(value) == len(expected), f"{where}: {len(value)} instead of {len(expected)}"
+        for index, (item, wanted) in enumerate(zip(value, expected, strict=True)):
+            same_values(item, wanted, f"{where}[{index}]", bound)
+    elif isinstance(expected, Tensor):
+        same_tensors({where: value}, {where: expected}, bound)
+    elif isinstance(expected, float):
+        assert value == expected or abs(value - expected) <= bound * abs(expected), (
+            f"{where}: {value!r}, not {expected!r}"
+        )
+    else:
+        assert value == expected, f"{where}: {value} instead of {expected}"
+
+
 def same_on_every_rank(tensors: dict[str, Tensor]) -> None:
     """Every rank holds the same values, bit for bit."""
     if world_size() == 1:

@@ -1,0 +1,233 @@
+"""Fitting and evaluating, in any order and any way, and what a module may be asked after it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule
+from torch import nn
+
+from tests.support.trainer import make_trainer
+from tests.trainer.cases import Net, behaviours, data, fit, observed, same_as_under_ddp, shared_folder, trained, weights
+
+
+def train(strategy: str) -> Any:
+    """`fit`: losses, weights, logged values and optimizer state."""
+    return trained(strategy)
+
+
+def evaluate_in_every_order(strategy: str) -> Any:
+    """`validate`, `test` and `predict` before, after and between fits, in any order."""
+    module = Net()
+    results: list[Any] = []
+    for order in (["predict", "validate", "fit", "test"], ["validate", "fit", "predict"], ["fit", "test", "validate"]):
+        trainer = make_trainer(strategy, max_epochs=1)
+        for step in order:
+            if step == "fit":
+                trainer.fit(module, data())
+            elif step == "predict":
+                results.append(trainer.predict(module, data(16)))
+            else:
+                results.append(getattr(trainer, step)(module, data(16), verbose=False))
+        results.append(weights(module))
+    return results
+
+
+def fit_again(strategy: str) -> Any:
+    """A second `fit` with another Trainer, or with the same and more epochs, goes on from the weights of the first."""
+    trainer, module = fit(strategy, max_epochs=1)
+    first = observed(trainer, module)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, data())
+    return [first["metrics"], observed(trainer, module), trained(strategy, module)]
+
+
+class UsedEverywhere(Callback):
+    """Calls the module, reads a weight and saves wherever a project might at the end."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {}
+
+    def use(self, where: str, trainer: Any, module: Any) -> None:
+        was_training = module.training
+        with torch.no_grad():
+            self.seen[where] = [module.eval()(torch.ones(2, 6)).clone(), module.head.weight.norm().clone()]
+        module.train(was_training)
+        self.seen[f"{where} state"] = [value.float().norm() for value in module.state_dict().values()]
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.use("on_train_end", trainer, pl_module)
+        trainer.save_checkpoint(shared_folder() / "train_end.ckpt")
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        self.use("on_fit_end", trainer, pl_module)
+        trainer.save_checkpoint(shared_folder() / "fit_end.ckpt")
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.use("teardown", trainer, pl_module)
+        trainer.save_checkpoint(shared_folder() / "teardown.ckpt")
+
+
+def use_after_training(strategy: str) -> Any:
+    """The module is usable, and can be saved, in `on_train_end`, `on_fit_end`, `teardown` and after `fit`."""
+    callback = UsedEverywhere()
+    trainer, module = fit(strategy, callbacks=[callback])
+    callback.use("after", trainer, module)
+    trainer.save_checkpoint(shared_folder() / "after.ckpt")
+    files = {}
+    for path in sorted(shared_folder().iterdir()):
+        checkpoint = torch.load(path, weights_only=True)
+        files[path.name] = [checkpoint["state_dict"], checkpoint["optimizer_states"], checkpoint["global_step"]]
+    assert len(files) == 4 and all(type(p) is nn.Parameter for p in module.parameters())
+    return callback.seen, files
+
+
+def go_on_by_hand(strategy: str) -> Any:
+    """After `fit` the module and its optimizer go on in a plain loop."""
+    trainer, module = fit(strategy, max_epochs=1)
+    optimizer = trainer.optimizers[0]
+    for batch in data():
+        optimizer.zero_grad()
+        module.loss(batch).backward()
+        optimizer.step()
+    return observed(trainer, module)
+
+
+def evaluate_between_epochs(strategy: str) -> Any:
+    """Validation with `num_sanity_val_steps`, `val_check_interval`, `check_val_every_n_epoch`, several loaders."""
+    results = [
+        trained(strategy, num_sanity_val_steps=2, val_check_interval=1),
+        trained(strategy, num_sanity_val_steps=-1, check_val_every_n_epoch=2),
+    ]
+
+    class Two(Net):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log(f"val{dataloader_idx}", self.loss(batch), sync_dist=True, add_dataloader_idx=False)
+
+    module, trainer = Two(), make_trainer(strategy)
+    trainer.fit(module, data(), [data(16), data(8)])
+    return [*results, observed(trainer, module)]
+
+
+def short_runs(strategy: str) -> Any:
+    """`fast_dev_run`, `overfit_batches`, `limit_train_batches`, `max_steps`, `min_epochs` and `max_time`."""
+    options = [
+        {"fast_dev_run": True},
+        {"fast_dev_run": 2},
+        {"overfit_batches": 1, "max_epochs": 4},
+        {"limit_train_batches": 2, "limit_val_batches": 0},
+        {"max_steps": 4, "max_epochs": -1},
+        {"max_epochs": 3, "min_epochs": 2, "max_time": "00:01:00:00"},
+    ]
+    return [trained(strategy, **option) for option in options]
+
+
+class TrainEvalTrain(Net):
+    """With what behaves otherwise in training: dropout and batch statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.append(nn.Sequential(nn.Dropout(0.3), nn.BatchNorm1d(6)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.eval()
+        with torch.no_grad():
+            self.seen.append(self(batch[0]).clone())
+        self.train()
+        return loss
+
+
+def switch_modes(strategy: str) -> Any:
+    """`train()` and `eval()` in turn, with dropout and BatchNorm, also inside a training step."""
+    return trained(strategy, TrainEvalTrain())
+
+
+class Numbers(LightningDataModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"samples": 24})
+        self.calls: list[str] = []
+
+    def prepare_data(self) -> None:
+        self.calls.append("prepare_data")
+
+    def setup(self, stage: str) -> None:
+        self.calls.append(str(stage.value))
+
+    def train_dataloader(self) -> Any:
+        return data()
+
+    def val_dataloader(self) -> Any:
+        return data(16)
+
+    def test_dataloader(self) -> Any:
+        return data(8)
+
+    def predict_dataloader(self) -> Any:
+        return data(8)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] * 2, batch[1]]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": list(self.calls)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.calls.append("load_state_dict")
+
+
+def use_a_datamodule(strategy: str) -> Any:
+    """A LightningDataModule with its hooks, state and hyperparameters, also when resuming."""
+    numbers, trainer, module = Numbers(), make_trainer(strategy), Net()
+    trainer.fit(module, datamodule=numbers)
+    results = [trainer.test(module, datamodule=numbers, verbose=False), trainer.predict(module, datamodule=numbers)]
+    path = shared_folder() / "data.ckpt"
+    trainer.save_checkpoint(path)
+    trainer = make_trainer(strategy, max_epochs=3)
+    trainer.fit(module, datamodule=numbers, ckpt_path=path)
+    return [results, observed(trainer, module), numbers.calls[1:]]
+
+
+class OtherMethods(Net):
+    """Steps that go around the module's own forward."""
+
+    def forward(self, *args: Any) -> Any:
+        raise AssertionError("not called")
+
+    def loss(self, batch: Any) -> Any:
+        return torch.nn.functional.cross_entropy(self.classify(self.encode(batch[0])), batch[1])
+
+    def encode(self, x: Any) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def classify(self, x: Any) -> Any:
+        return torch.nn.functional.linear(x, self.head.weight, self.head.bias) * self.scale
+
+
+def call_other_methods(strategy: str) -> Any:
+    """A module whose steps call other methods than `forward`, and weights read outside of their layer."""
+    return trained(strategy, OtherMethods())
+
+
+@behaviours(
+    "The Trainer",
+    train,
+    evaluate_in_every_order,
+    fit_again,
+    use_after_training,
+    go_on_by_hand,
+    evaluate_between_epochs,
+    short_runs,
+    use_a_datamodule,
+)
+def test_a_run_is_as_under_ddp(run_on, case):
+    run_on(2, same_as_under_ddp, case=case)
+
+
+@behaviours("The module", switch_modes, call_other_methods)
+def test_a_module_is_used_as_under_ddp(run_on, case):
+    run_on(2, same_as_under_ddp, case=case)
