@@ -89,6 +89,8 @@ class Handle(torch.Tensor):
                 return out
         if func in _HANDLERS:
             out = _HANDLERS[func](func, args, kwargs)
+        elif func.namespace == "c10d":
+            return _communicate(func, args, kwargs)
         elif torch.Tag.pointwise in func.tags or func in _LOCAL:
             out = _act_locally(func, args, kwargs)
         elif func._schema.name.startswith("aten::_foreach_"):
@@ -369,6 +371,26 @@ def _act_on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     for handle, whole in written:
         handle.write_whole(whole)
     originals = {id(whole): handle for handle, whole in written}
+    return tree_map(lambda value: originals.get(id(value), value), out)
+
+
+def _communicate(func: Any, args: Any, kwargs: Any) -> Any:
+    """A collective of ``torch.distributed``, on whole values; its schema does not say which of them it writes to."""
+    given: list[tuple[Handle, Tensor]] = []
+
+    def to_whole(value: Any) -> Any:
+        if isinstance(value, Handle):
+            given.append((value, value.whole(exact=True).clone()))
+            return given[-1][1]
+        return value
+
+    out = func(*tree_map(to_whole, args), **tree_map(to_whole, kwargs))
+    for value in out if isinstance(out, (list, tuple)) else [out]:
+        if isinstance(value, torch.ScriptObject):
+            dist.Work.unbox(value).wait()
+    for handle, whole in given:
+        handle.write_whole(whole)
+    originals = {id(whole): handle for handle, whole in given}
     return tree_map(lambda value: originals.get(id(value), value), out)
 
 
