@@ -1,1 +1,1 @@
-"""What existing projects do with a Trainer, held against DDP: a case a behaviour, whose docstring is its row in the table."""
+"""What existing projects do with a Trainer, held against DDP: a case a behaviour."""

@@ -1,4 +1,4 @@
-"""What the cases share: a small module with its data, a quiet fit, and the comparison of a case under DDP and each stage.
+"""What the cases share: a small module with its data, a quiet fit, and the comparison of each stage with DDP.
 
 A case is a function of a strategy's name that trains, evaluates or whatever a project does, and returns what is to be
 the same as under DDP. Its docstring is the behaviour in a user's words.

@@ -46,7 +46,7 @@ def files_in(folder: Any) -> dict[str, Any]:
 
 
 def save_checkpoints(strategy: str) -> Any:
-    """`ModelCheckpoint`: the best k, the last, every n steps or epochs, weights only; `ckpt_path="best"` and `"last"`"""
+    """`ModelCheckpoint`: the best k, the last, every n steps, weights only; `ckpt_path="best"` and `"last"`"""
     folder = shared_folder()
     callbacks = [
         ModelCheckpoint(folder / "best", "{epoch}-{step}", monitor="val", save_top_k=2, save_last=True),
@@ -291,7 +291,7 @@ def find_a_rate(strategy: str) -> Any:
 
 
 def find_a_batch_size(strategy: str) -> Any:
-    """`BatchSizeFinder` and `Tuner.scale_batch_size` are refused on several ranks, as under DDP; training goes on then"""
+    """`BatchSizeFinder` and `Tuner.scale_batch_size` are refused by Lightning, as under DDP; a fit after it trains"""
     module = Net()
     trainer = make_trainer(strategy, callbacks=[BatchSizeFinder()])
     errors = []

@@ -1,0 +1,169 @@
+"""Checkpoints that projects edit, load in part, or load elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.support.trainer import make_trainer
+from tests.trainer.cases import Net, behaviours, data, fit, observed, same_as_under_ddp, shared_folder, trained, weights
+
+
+class Edits(Net):
+    """Looks at the whole checkpoint, adds to it, and changes it when it is loaded."""
+
+    extra: Any = None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["names"] = sorted(checkpoint["state_dict"])
+        checkpoint["extra"] = torch.arange(3)
+        checkpoint["state_dict"] = {f"old.{name}": value for name, value in checkpoint["state_dict"].items()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.extra = checkpoint["extra"]
+        state = {name.removeprefix("old."): value for name, value in checkpoint["state_dict"].items()}
+        state["head.bias"] = torch.zeros_like(state["head.bias"])
+        checkpoint["state_dict"] = state
+
+
+def edit_checkpoints(strategy: str) -> Any:
+    """`on_save_checkpoint` and `on_load_checkpoint` edit the whole checkpoint"""
+    path = shared_folder() / "edited.ckpt"
+    trainer, module = fit(strategy, Edits(), max_epochs=1)
+    trainer.save_checkpoint(path)
+    checkpoint = torch.load(path, weights_only=True)
+    trainer, module = fit(strategy, Edits(), ckpt_path=path)
+    loaded = Edits.load_from_checkpoint(path)
+    return checkpoint["names"], checkpoint["state_dict"], observed(trainer, module), module.extra, weights(loaded)
+
+
+class AddsInFit(Net):
+    """Saves from inside of a run, where weights are sharded, and edits what is there."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        checkpoint["only the blocks"] = {name: state[name] for name in state if name.startswith("blocks")}
+        del state["scale"]
+
+    def on_train_epoch_end(self) -> None:
+        self.trainer.save_checkpoint(shared_folder() / "inside.ckpt", weights_only=self.current_epoch == 0)
+
+
+def edit_in_mid_run(strategy: str) -> Any:
+    """A checkpoint saved and edited in mid-run, with `weights_only`, and loaded with `strict=False`"""
+    trainer, module = fit(strategy, AddsInFit())
+    path = shared_folder() / "inside.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    with pytest.raises(RuntimeError, match="Missing key.*scale"):
+        AddsInFit.load_from_checkpoint(path)
+    loaded = AddsInFit.load_from_checkpoint(path, strict=False)
+    return observed(trainer, module), checkpoint["state_dict"], checkpoint["only the blocks"], weights(loaded)
+
+
+class Loose(Net):
+    """Leaves some weights out of its checkpoint, as with a frozen backbone that is stored elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strict_loading = False
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        state = super().state_dict(*args, **kwargs)
+        return {name: value for name, value in state.items() if not name.startswith("blocks")}
+
+
+def load_in_part(strategy: str) -> Any:
+    """`strict_loading=False`, with a `state_dict` that leaves weights out"""
+    trainer, module = fit(strategy, Loose(), max_epochs=1)
+    path = shared_folder() / "part.ckpt"
+    trainer.save_checkpoint(path)
+    names = list(torch.load(path, weights_only=True)["state_dict"])
+    torch.manual_seed(1)
+    trainer, module = fit(strategy, Loose(), ckpt_path=path)
+    return names, observed(trainer, module), [p.detach().clone() for p in module.parameters()]
+
+
+class Hyper(Net):
+    def __init__(self, width: int, lr: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.more = nn.Linear(width, 2)
+        self.lr = lr
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) + self.more.weight.sum() + self.more.bias.sum()
+
+
+def load_from_checkpoint(strategy: str) -> Any:
+    """`load_from_checkpoint` with hyperparameters, before and after more training, in every loop's `ckpt_path`"""
+    trainer, module = fit(strategy, Hyper(5, lr=0.02), max_epochs=1)
+    path = shared_folder() / "hyper.ckpt"
+    trainer.save_checkpoint(path)
+    loaded = Hyper.load_from_checkpoint(path, map_location="cpu")
+    other = Hyper.load_from_checkpoint(path, lr=0.5)
+    results = [weights(loaded), dict(loaded.hparams), dict(other.hparams), trained(strategy, loaded)]
+    trainer = make_trainer(strategy)
+    for evaluate in ("validate", "test"):
+        results.append(getattr(trainer, evaluate)(Hyper(5), data(16), ckpt_path=path, verbose=False))
+    results.append(trainer.predict(Hyper(5), data(16), ckpt_path=path))
+    return results
+
+
+def load_by_hand(strategy: str) -> Any:
+    """Weights loaded with `load_state_dict` before a run, in `setup`, in `on_fit_start` and in mid-run"""
+
+    class Pretrained(Net):
+        where = ""
+
+        def load(self, where: str) -> None:
+            if where == self.where:
+                self.seen.append(str(self.load_state_dict(state)))
+                self.head.load_state_dict({"weight": state["head.weight"], "bias": state["head.bias"] + 1})
+
+        def setup(self, stage: str) -> None:
+            self.load("setup")
+
+        def on_fit_start(self) -> None:
+            self.load("on_fit_start")
+
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.load("mid-run")
+
+    state = weights(Net())
+    results = []
+    for where in ("before", "setup", "on_fit_start", "mid-run"):
+        module = Pretrained()
+        module.where = where
+        module.load("before")
+        results.append(trained(strategy, module))
+    return results
+
+
+def resume_with_more(strategy: str) -> Any:
+    """Resuming in mid-epoch, with another batch size, more epochs, and `weights_only=True`"""
+    path = shared_folder() / "middle.ckpt"
+    trainer, module = fit(strategy, max_steps=4)
+    trainer.save_checkpoint(path)
+    dist.barrier()
+    results = [trained(strategy, ckpt_path=path, max_epochs=3)]
+    module, trainer = Net(), make_trainer(strategy, max_epochs=4)
+    trainer.fit(module, data(48), ckpt_path=path, weights_only=True)
+    return [*results, observed(trainer, module)]
+
+
+@behaviours(
+    "The Trainer",
+    edit_checkpoints,
+    edit_in_mid_run,
+    load_in_part,
+    load_from_checkpoint,
+    load_by_hand,
+    resume_with_more,
+)
+def test_a_checkpoint_is_handled_as_under_ddp(run_on, case):
+    run_on(2, same_as_under_ddp, case=case)
