@@ -3,33 +3,44 @@
 from __future__ import annotations
 
 import torch
-from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins import precision as plugins
 
-_ALLOWED = "'32-true', 'bf16-mixed' and 'bf16-true'"
+# What these keep of weights (scales and copies in fp8, quantised storage, another strategy's shards) cannot be cut into
+# flat shards of plain numbers.
+_REFUSED = (
+    plugins.TransformerEnginePrecision,
+    plugins.BitsandbytesPrecision,
+    plugins.DeepSpeedPrecision,
+    plugins.FSDPPrecision,
+    plugins.XLAPrecision,
+)
 
 
-def compute_dtype_of(plugin: Precision) -> torch.dtype | None:
+def compute_dtype_of(plugin: plugins.Precision) -> torch.dtype | None:
     """The dtype in which fp32 parameters are gathered and computed with; None for their own.
 
     ============  ==============  ===================  =======  ===========
     precision     the module's    gathered, computed   masters  reduction
     ============  ==============  ===================  =======  ===========
     32-true       fp32            fp32                 fp32     fp32
-    bf16-mixed    fp32            bf16 (autocast)      fp32     fp32
+    64-true       fp64            fp64                 fp64     fp64
     bf16-true     bf16            bf16                 fp32     fp32
+    16-true       fp16            fp16                 fp32     fp32
+    bf16-mixed    fp32            bf16 (autocast)      fp32     fp32
+    16-mixed      fp32            fp16 (autocast)      fp32     fp32
     ============  ==============  ===================  =======  ===========
 
+    A plugin of the user's own may convert the module and its inputs, wrap forward and backward, and scale the loss:
+    parameters are gathered in the dtype that it leaves them in.
+
     Raises:
-        ValueError: for a precision that this version does not support.
+        ValueError: for a plugin whose parameters cannot be sharded.
     """
-    precision = getattr(plugin, "precision", "32-true")
-    if type(plugin) is Precision:
-        return None
-    if isinstance(plugin, MixedPrecision) and precision == "bf16-mixed":
-        return torch.bfloat16
-    if isinstance(plugin, HalfPrecision) and precision == "bf16-true":
-        return None
-    raise ValueError(
-        f"precision={precision!r} ({type(plugin).__name__}) is not supported by ZeroStrategy yet: "
-        f"pass Trainer(precision=...) one of {_ALLOWED}."
-    )
+    if isinstance(plugin, _REFUSED):
+        raise ValueError(
+            f"{type(plugin).__name__} cannot be used with ZeroStrategy: pass Trainer(precision=...) one of '32-true', "
+            "'64-true', '16-true', 'bf16-true', '16-mixed' and 'bf16-mixed', or a Precision plugin of your own."
+        )
+    if isinstance(plugin, plugins.MixedPrecision):
+        return torch.bfloat16 if plugin.precision == "bf16-mixed" else torch.float16
+    return None

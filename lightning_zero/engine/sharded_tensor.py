@@ -553,7 +553,24 @@ def _accumulate(func: Any, args: Any, kwargs: Any) -> Any:
     return _act_locally(func, args, kwargs)
 
 
+def _unscale(func: Any, args: Any, kwargs: Any) -> Any:
+    """What a ``GradScaler`` does before a step: on local ranges; what is not finite on one rank is so on all."""
+    gradients, found_inf, inverse_scale = args
+    if any(isinstance(gradient, _View) for gradient in gradients):
+        return NotImplemented
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        part = gradient.local if isinstance(gradient, ShardedTensor) else gradient
+        by_dtype.setdefault(part.dtype, []).append(part)
+    for parts in by_dtype.values():
+        func(parts, found_inf, inverse_scale)
+    sharded = next(gradient for gradient in gradients if isinstance(gradient, ShardedTensor))
+    sharded._slot.reduce(found_inf, dist.ReduceOp.MAX)
+    return None
+
+
 _HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     aten.detach.default: _alias,
     aten.alias.default: _alias,
     aten.add_.Tensor: _accumulate,

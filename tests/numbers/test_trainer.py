@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tests.support import models
-from tests.support.trainer import Learner, ManualLearner, fit, make_trainer
+from tests.support.trainer import Learner, ManualLearner, fit
 from tests.support.training import CLOSE, same_on_every_rank, same_runs
 from tests.support.workers import world_size
 
@@ -119,29 +119,3 @@ def take_the_name(stage: int | str) -> int:
 )
 def test_a_stage_may_be_named_as_in_the_paper(run_on, name, stage):
     assert run_on(1, take_the_name, stage=name) == [stage]
-
-
-def refuse_the_precision(precision: str) -> None:
-    with pytest.raises(ValueError, match=precision) as error:
-        make_trainer("zero2", precision=precision).fit(Learner())
-    for allowed in ("32-true", "bf16-mixed", "bf16-true"):
-        assert allowed in str(error.value)
-
-
-@pytest.mark.parametrize("precision", ["16-true", "64-true"])
-def test_a_precision_of_a_later_release_is_refused_with_the_allowed_ones(run_on, precision):
-    run_on(1, refuse_the_precision, precision=precision)
-
-
-def refuse_the_plugin() -> None:
-    """On a CPU Lightning itself turns the word "16-mixed" into "bf16-mixed", so the plugin is given."""
-    from lightning.pytorch.plugins import MixedPrecision
-
-    with pytest.raises(ValueError, match="16-mixed") as error:
-        make_trainer("zero2", plugins=MixedPrecision("16-mixed", device="cpu")).fit(Learner())
-    for allowed in ("32-true", "bf16-mixed", "bf16-true"):
-        assert allowed in str(error.value)
-
-
-def test_fp16_is_refused_with_the_allowed_precisions(run_on):
-    run_on(1, refuse_the_plugin)
