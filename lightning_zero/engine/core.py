@@ -332,11 +332,13 @@ class Engine:
         counters = self.communicator.counters
         formula = 0
         for bucket in self.buckets:
-            width, numel = bucket.full.element_size(), bucket.layout.numel
-            if bucket.views[0].requires_grad:
-                formula += self.placements.model_state_bytes(numel, self.communicator.size, parameter_bytes=width)
-            else:
-                formula += width * (numel if bucket.replicated else -(-numel // self.communicator.size))
+            trains = bucket.views[0].requires_grad
+            formula += (self.placements.model_state_bytes if trains else self.placements.parameter_bytes)(
+                bucket.layout.numel,
+                self.communicator.size,
+                parameter_bytes=bucket.full.element_size(),
+                master_bytes=bucket.shard.element_size(),
+            )
         return Report(
             stage=self.placements.stage,
             world_size=self.communicator.size,

@@ -29,27 +29,43 @@ class Placements:
     gradients: Placement
     optimizer: Placement
 
-    def model_state_bytes(self, numel: int, world_size: int, *, parameter_bytes: int, state_bytes: int = 8) -> int:
+    def model_state_bytes(
+        self,
+        numel: int,
+        world_size: int,
+        *,
+        parameter_bytes: int,
+        master_bytes: int = 4,
+        state_bytes: int | None = None,
+    ) -> int:
         """Bytes of model states a rank, by the formula of the paper with the widths in which this engine keeps them.
 
         Args:
             numel: Psi, the number of parameter elements.
             world_size: N, the number of ranks.
-            parameter_bytes: width of a parameter as it is computed with: 4 for fp32, 2 for bf16.
-            state_bytes: what the optimizer keeps an element: 8 for Adam's two fp32 moments.
+            parameter_bytes: width of a parameter as it is computed with: 4 for fp32, 2 for bf16 and fp16, 8 for fp64.
+            master_bytes: width of a master, and of a gradient: 4, but 8 for fp64.
+            state_bytes: what the optimizer keeps an element; by default Adam's two moments, as wide as the masters.
 
         Returns:
-            Parameters + gradients + fp32 masters + optimizer state. A master in fp32 *is* the rank's own slice of an
-            fp32 parameter, and at stage 3 a low-precision copy exists only while it is gathered, so neither is counted
-            twice; gradients are kept in fp32.
+            Parameters + masters + gradients + optimizer state.
         """
         local = -(-numel // world_size)
         gradients = local if self.gradients is Placement.SHARDED else numel
+        parameters = self.parameter_bytes(numel, world_size, parameter_bytes=parameter_bytes, master_bytes=master_bytes)
+        state_bytes = 2 * master_bytes if state_bytes is None else state_bytes
+        return parameters + master_bytes * gradients + state_bytes * local
+
+    def parameter_bytes(self, numel: int, world_size: int, *, parameter_bytes: int, master_bytes: int) -> int:
+        """The part of parameters and masters, which is all that frozen parameters cost.
+
+        A master as wide as its parameter *is* the rank's own slice of it, and at stage 3 a low-precision copy exists
+        only while it is gathered, so neither is counted twice.
+        """
+        local = -(-numel // world_size)
         if self.parameters is Placement.SHARDED:
-            parameters = 4 * local
-        else:
-            parameters = parameter_bytes * numel + (4 * local if parameter_bytes != 4 else 0)
-        return parameters + 4 * gradients + state_bytes * local
+            return master_bytes * local
+        return parameter_bytes * numel + (master_bytes * local if parameter_bytes != master_bytes else 0)
 
 
 _R, _S = Placement.REPLICATED, Placement.SHARDED

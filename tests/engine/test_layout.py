@@ -67,17 +67,21 @@ def test_each_stage_shards_one_kind_of_state_more():
 
 
 @pytest.mark.parametrize(
-    ("stage", "width", "expected"),
+    ("stage", "width", "master", "expected"),
     [
         # fp32: 4 parameters (a master is the rank's own slice) + 4 gradients + 8 Adam
-        (1, 4, 4 * 800 + 4 * 800 + 8 * 100),
-        (2, 4, 4 * 800 + 4 * 100 + 8 * 100),
-        (3, 4, 16 * 100),
-        # bf16 compute: 2 parameters, and 4 masters + 4 gradients + 8 Adam
-        (1, 2, 2 * 800 + 4 * 100 + 4 * 800 + 8 * 100),
-        (2, 2, 2 * 800 + 16 * 100),
-        (3, 2, 16 * 100),
+        (1, 4, 4, 4 * 800 + 4 * 800 + 8 * 100),
+        (2, 4, 4, 4 * 800 + 4 * 100 + 8 * 100),
+        (3, 4, 4, 16 * 100),
+        # bf16 or fp16 compute: 2 parameters, and 4 masters + 4 gradients + 8 Adam
+        (1, 2, 4, 2 * 800 + 4 * 100 + 4 * 800 + 8 * 100),
+        (2, 2, 4, 2 * 800 + 16 * 100),
+        (3, 2, 4, 16 * 100),
+        # fp64: twice as much as fp32 of everything
+        (1, 8, 8, 8 * 800 + 8 * 800 + 16 * 100),
+        (2, 8, 8, 8 * 800 + 8 * 100 + 16 * 100),
+        (3, 8, 8, 32 * 100),
     ],
 )
-def test_the_formula_of_model_states_at_each_stage_for_800_parameters_on_8_ranks(stage, width, expected):
-    assert placements_of(stage).model_state_bytes(800, 8, parameter_bytes=width) == expected
+def test_the_formula_of_model_states_at_each_stage_for_800_parameters_on_8_ranks(stage, width, master, expected):
+    assert placements_of(stage).model_state_bytes(800, 8, parameter_bytes=width, master_bytes=master) == expected

@@ -30,17 +30,18 @@ def wide() -> nn.Module:
 
 
 def make(stage: int, kind: str = "fp32", **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-    """A model of 8 equal layers and no root unit, in fp32, in fp32 computed in bf16, or in bf16 itself."""
+    """A model of 8 equal layers and no root unit, in fp32, in fp32 computed in bf16, in bf16 itself, or in fp64."""
     from lightning_zero.engine import Engine
 
-    module, optimizer = prepare(Recipe(wide, adam, dtype=torch.bfloat16 if kind == "true" else torch.float32))
+    dtype = {"true": torch.bfloat16, "fp64": torch.float64}.get(kind, torch.float32)
+    module, optimizer = prepare(Recipe(wide, adam, dtype=dtype))
     if kind == "mixed":
         options["compute_dtype"] = torch.bfloat16
     return module, optimizer, Engine(module, [optimizer], stage=stage, **options)
 
 
 def loss_of(module: nn.Module, index: int, kind: str = "fp32") -> torch.Tensor:
-    with torch.autocast("cpu", torch.bfloat16, enabled=kind != "fp32"):
+    with torch.autocast("cpu", torch.bfloat16, enabled=kind in ("mixed", "true")):
         return module(*batch(index))
 
 
@@ -49,24 +50,29 @@ def held(engine: Any) -> dict[str, int]:
 
 
 def expected_at_rest(stage: int, kind: str) -> dict[str, int]:
-    """With Adam's state and without gradients: P_os, P_os+g, P_os+g+p of figure 1, for fp32 masters."""
-    ranks = world_size()
+    """With Adam's state and without gradients: P_os, P_os+g, P_os+g+p of figure 1, for masters of 4 or 8 bytes."""
+    ranks, master = world_size(), master_bytes(kind)
     if stage == 3:
-        parameters = 4 * PSI // ranks  # the masters; a bf16 copy exists only while it is gathered
-    elif kind == "fp32":
-        parameters = 4 * PSI  # the masters are this rank's slice of them
+        parameters = master * PSI // ranks  # the masters; a bf16 copy exists only while it is gathered
+    elif kind in ("fp32", "fp64"):
+        parameters = master * PSI  # the masters are this rank's slice of them
     else:
-        parameters = 2 * PSI + 4 * PSI // ranks
-    return {"parameters": parameters, "optimizer": 2 * 4 * PSI // ranks}
+        parameters = 2 * PSI + master * PSI // ranks
+    return {"parameters": parameters, "optimizer": 2 * master * PSI // ranks}
+
+
+def master_bytes(kind: str) -> int:
+    return 8 if kind == "fp64" else 4
 
 
 def measure_at_rest(stage: int, kind: str) -> None:
+    torch.set_default_dtype(torch.float64 if kind == "fp64" else torch.float32)  # of the inputs
     module, optimizer, engine = make(stage, kind)
     expected = expected_at_rest(stage, kind)
     assert held(engine) == {"parameters": expected["parameters"]}, "before the first step there is no state"
     for index in range(2):
         loss_of(module, index, kind).backward()
-        gradients = 4 * PSI // world_size()
+        gradients = master_bytes(kind) * PSI // world_size()
         optimizer_state = expected["optimizer"] if index else 0
         with_gradients = {k: v for k, v in (expected | {"optimizer": optimizer_state}).items() if v}
         assert held(engine) == with_gradients | {"gradients": gradients}, "reduced gradients are sharded"
@@ -74,16 +80,39 @@ def measure_at_rest(stage: int, kind: str) -> None:
         optimizer.zero_grad()
         assert held(engine) == expected, f"{held(engine)} instead of {expected}"
     # The formula counts gradients too: a shard of them, or at stage 1 all, which is what accumulation there needs.
-    formula = sum(expected.values()) + 4 * PSI // (1 if stage == 1 else world_size())
+    formula = sum(expected.values()) + master_bytes(kind) * PSI // (1 if stage == 1 else world_size())
     assert engine.report().formula == formula, f"{engine.report().formula} instead of {formula}"
     engine.close()
 
 
 @STAGES
 @SIZES
-@KINDS
+@pytest.mark.parametrize("kind", ["fp32", "mixed", "true", "fp64"])
 def test_at_rest_a_rank_holds_what_the_formula_says(run_on, stage, size, kind):
     run_on(size, measure_at_rest, stage=stage, kind=kind)
+
+
+def measure_frozen(kind: str) -> None:
+    from lightning_zero.engine import Engine
+
+    dtype = torch.bfloat16 if kind == "true" else torch.float32
+    for stage in (1, 2, 3):
+        module, _ = prepare(Recipe(wide, adam, dtype=dtype))
+        engine = Engine(
+            module.requires_grad_(False), [], stage=stage, compute_dtype=torch.bfloat16 if kind == "mixed" else None
+        )
+        # In bf16 itself nothing is kept in fp32 of what does not train.
+        parameters = {"fp32": 4 * PSI, "true": 2 * PSI, "mixed": 2 * PSI + 4 * PSI // 2}[kind]
+        if stage == 3:
+            parameters = (2 if kind == "true" else 4) * PSI // 2
+        assert held(engine) == {"parameters": parameters}
+        assert engine.report().formula == parameters
+        engine.close()
+
+
+@KINDS
+def test_frozen_parameters_cost_themselves_only(run_on, kind):
+    run_on(2, measure_frozen, kind=kind)
 
 
 def accumulate_at_stage_1() -> None:

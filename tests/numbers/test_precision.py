@@ -1,0 +1,147 @@
+"""Every `Trainer(precision=...)` and precision plugin: as under DDP, or refused before any process is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins.precision import (
+    BitsandbytesPrecision,
+    DeepSpeedPrecision,
+    FSDPPrecision,
+    HalfPrecision,
+    Precision,
+    TransformerEnginePrecision,
+)
+from torch import Tensor
+
+from lightning_zero import ZeroStrategy
+from tests.support import models
+from tests.support.trainer import Learner, fit, make_trainer
+from tests.support.training import same_on_every_rank, same_runs
+
+SIZES = pytest.mark.parametrize("size", [1, 2])
+
+
+def train_in_fp64() -> None:
+    learner = partial(Learner, optimizer=models.adamw_with_decay_groups)
+    reference = fit("ddp", learner, precision="64-true", max_epochs=1)
+    assert {weight.dtype for weight in reference.weights.values()} == {torch.float64}
+    for stage in (1, 2, 3):
+        same_runs(fit(f"zero{stage}", learner, precision="64-true", max_epochs=1), reference)
+
+
+@SIZES
+def test_64_true_equals_ddps_in_every_bit(run_on, size):
+    run_on(size, train_in_fp64)
+
+
+def train_in_fp16() -> None:
+    # DDP rounds the weights themselves to fp16 at each step, which masters avoid: the run in fp32 is what is followed.
+    reference = fit("ddp", max_epochs=1)
+    first = None
+    for stage in (1, 2, 3):
+        run = fit(f"zero{stage}", precision="16-true", max_epochs=1)
+        assert {weight.dtype for weight in run.weights.values()} == {torch.float16}
+        same_on_every_rank(run.weights)
+        for loss, expected in zip(run.losses, reference.losses, strict=True):
+            # Roundings of 2**-11 on the way, of which few add up: a quarter of a percent.
+            assert abs(loss - expected) <= 0.0025 * abs(expected), f"{loss} instead of {expected}"
+        first = first or run
+        same_runs(run, first)
+
+
+@SIZES
+def test_16_true_follows_fp32_and_the_three_stages_give_the_same_bits(run_on, size):
+    run_on(size, train_in_fp16)
+
+
+def train_with_the_word() -> None:
+    for strategy in ("ddp", "zero1", "zero3"):
+        with pytest.warns(UserWarning, match="AMP with fp16 is not supported on CPU"):
+            plugin = make_trainer(strategy, precision="16-mixed").precision_plugin
+        assert type(plugin) is MixedPrecision and plugin.precision == "bf16-mixed" and plugin.scaler is None
+
+
+def test_the_word_16_mixed_means_bf16_mixed_on_a_cpu_as_under_ddp(run_on):
+    run_on(1, train_with_the_word)
+
+
+class Scaled(Precision):
+    """A plugin of a project's own: scales the loss by hand and takes the scale away again before the step."""
+
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        super().backward(tensor * 8, model, optimizer, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        def unscaled() -> Any:
+            result = closure()
+            with torch.no_grad():
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        parameter.grad.div_(8)
+            return result
+
+        return super().optimizer_step(optimizer, model, unscaled, **kwargs)
+
+
+class Autocast(Precision):
+    """Another: autocast without Lightning's own plugin; weights stay in fp32, and DDP's numbers are reached exactly."""
+
+    @contextmanager
+    def forward_context(self) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            yield
+
+
+class Half(HalfPrecision):
+    """A subclass of one of Lightning's own."""
+
+
+def train_with_a_plugin(plugin: Callable[[], Precision]) -> None:
+    reference = fit("ddp", plugins=plugin(), max_epochs=1)
+    for stage in (1, 2, 3):
+        same_runs(fit(f"zero{stage}", plugins=plugin(), max_epochs=1), reference)
+
+
+@pytest.mark.parametrize("plugin", [Scaled, Autocast], ids=lambda plugin: plugin.__name__)
+def test_a_users_own_plugin_works_as_under_ddp(run_on, plugin):
+    run_on(2, train_with_a_plugin, plugin=plugin)
+
+
+def train_with_a_subclass() -> None:
+    run, reference = [
+        fit("zero2", **it, max_epochs=1) for it in ({"plugins": Half("bf16-true")}, {"precision": "bf16-true"})
+    ]
+    same_runs(run, reference)
+
+
+def test_a_subclass_of_lightnings_own_plugin_works_as_that(run_on):
+    run_on(1, train_with_a_subclass)
+
+
+@pytest.mark.parametrize(
+    "plugin",
+    [
+        FSDPPrecision("bf16-mixed"),
+        DeepSpeedPrecision("bf16-mixed"),
+        # their packages are not needed to refuse them
+        TransformerEnginePrecision.__new__(TransformerEnginePrecision),
+        BitsandbytesPrecision.__new__(BitsandbytesPrecision),
+    ],
+    ids=lambda plugin: type(plugin).__name__,
+)
+def test_a_plugin_whose_parameters_cannot_be_sharded_is_refused_in_one_line(plugin):
+    with pytest.raises(ValueError, match=rf"^{type(plugin).__name__} cannot be used with .*'16-mixed'") as error:
+        ZeroStrategy(stage=2, precision_plugin=plugin)
+    assert "\n" not in str(error.value)
+
+
+def test_it_is_refused_when_the_trainer_is_made_before_any_process_is_started():
+    with pytest.raises(ValueError, match="FSDPPrecision cannot be used with ZeroStrategy"):
+        make_trainer("zero3", plugins=FSDPPrecision("bf16-mixed"))
