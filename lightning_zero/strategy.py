@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.engine import Engine, Report, Unit
+from lightning_zero.engine.collectives import wire_dtype_of
 from lightning_zero.engine.placement import Placement, placements_of
 from lightning_zero.engine.units import Units
 from lightning_zero.precision import compute_dtype_of
@@ -54,6 +55,8 @@ class ZeroStrategy(ParallelStrategy):
         prefetch: units gathered ahead of need at stage 3.
         overlap: ``False`` waits for every collective where it is started; for debugging.
         reduction_buffers: gradient buffers that may be in reduction at once.
+        reduce_dtype: dtype in which gradients travel, ``"fp32"``, ``"bf16"``, ``"fp16"`` or a ``torch.dtype``; by
+            default the one in which they are kept: fp32 at any low precision. Micro-batches are added up in that.
         bucket_numel: elements from which on a unit is cut into several collectives.
         activation_checkpointing: ``"units"`` computes the forward of each unit again in backward; also module classes
             or a predicate, as for ``units``. ``None`` leaves it to the module.
@@ -76,6 +79,7 @@ class ZeroStrategy(ParallelStrategy):
         prefetch: int = 1,
         overlap: bool = True,
         reduction_buffers: int = 2,
+        reduce_dtype: torch.dtype | str | None = None,
         bucket_numel: int = 2**25,
         activation_checkpointing: Units | None = None,
         allow_any_optimizer: bool = False,
@@ -101,6 +105,7 @@ class ZeroStrategy(ParallelStrategy):
             "prefetch": prefetch,
             "overlap": overlap,
             "reduction_buffers": reduction_buffers,
+            "reduce_dtype": wire_dtype_of(reduce_dtype),
             "bucket_numel": bucket_numel,
             "activation_checkpointing": activation_checkpointing,
             "allow_any_optimizer": allow_any_optimizer,

@@ -43,6 +43,7 @@ RULES: dict[str, Rule] = {
     "stage.units": (lambda v: v == "auto" or not isinstance(v, str), '"auto"'),
     "stage.prefetch": NOT_NEGATIVE,
     "stage.reduction_buffers": POSITIVE,
+    "stage.reduce_dtype": (lambda v: v in (None, "fp32", "bf16", "fp16"), "fp32, bf16, fp16 or null"),
     "model.width": POSITIVE,
     "model.depth": POSITIVE,
     "model.heads": POSITIVE,

@@ -202,6 +202,8 @@ class Bucket:
         parameters: the module's own, in the order of the layout, still ordinary; they are cut here.
         number: the bucket's own among all, the same on every rank.
         compute_dtype: the dtype in which they are gathered.
+        reduce_dtype: the dtype in which gradients travel, where it is narrower than the one in which they are kept;
+            None for that.
         replicated: whether all values stay here at rest (stages 1 and 2).
     """
 
@@ -213,6 +215,7 @@ class Bucket:
         number: int,
         unit_name: str,
         compute_dtype: torch.dtype,
+        reduce_dtype: torch.dtype | None,
         replicated: bool,
         communicator: Communicator,
         agreement: Agreement,
@@ -224,10 +227,14 @@ class Bucket:
         self.dtype = dtype
         trainable = parameters[0].requires_grad
         master_dtype = torch.float32 if trainable and dtype in LOW_PRECISION else dtype
-        self.reduce_dtype = torch.float32 if dtype in LOW_PRECISION else dtype
-        # The mean over ranks is free where it is taken with the copy of a gradient into the flat buffer; in low
-        # precision that would round.
-        self._can_take_mean_first = communicator.size > 1 and compute_dtype == self.reduce_dtype
+        self._gradient_dtype = self._wire_dtype = torch.float32 if dtype in LOW_PRECISION else dtype
+        if reduce_dtype is not None and dtype.is_floating_point:
+            self._wire_dtype = min(reduce_dtype, self._gradient_dtype, key=lambda kind: kind.itemsize)
+        # The mean over ranks is free where it is taken with the copy of a gradient into the flat buffer, unless that
+        # casts it; and of what travels in less than fp32 it keeps the sum in range.
+        self._can_take_mean_first = communicator.size > 1 and (
+            compute_dtype == self._gradient_dtype or self._wire_dtype != self._gradient_dtype
+        )
         self.reduces = True  # what is accumulated now, in this backward
         # Over one rank a whole copy in the masters' dtype would be the shard a second time.
         self.replicated = replicated or (communicator.size == 1 and master_dtype == compute_dtype)
@@ -337,6 +344,15 @@ class Bucket:
         """Let go of a gather under way without waiting, after a failure: the other ranks may never take part."""
         self._pending.clear()
 
+    def promote(self) -> None:
+        """Keep masters in fp32 from here on: parameters that were frozen in low precision begin to train."""
+        if self.shard.dtype not in LOW_PRECISION:
+            return
+        self.wait()
+        before = 0 if self.shard_in_full else self.shard.nbytes
+        self.shard, self.shard_in_full = self.shard.float(), False
+        self.ledger.add("parameters", self.shard.nbytes - before)
+
     def release(self) -> None:
         """Free ``full`` where it is not to stay at rest."""
         if self.replicated or not self._gathered:
@@ -360,7 +376,7 @@ class Bucket:
         return self._gradient_shard() if self._gradient_shard is not None else None
 
     def accumulate(self, index: int, gradient: Tensor) -> None:
-        """Add a local gradient of one parameter (its full shape) to the flat buffer, in the reduction's dtype.
+        """Add a local gradient of one parameter (its full shape) to the flat buffer, in which gradients are kept.
 
         The tensor is taken over: the caller has no other use of it.
         """
@@ -373,12 +389,12 @@ class Bucket:
                 if self._filled[index]:
                     self._alone[index].add_(gradient)
                 else:
-                    self._alone[index] = gradient.to(self.reduce_dtype).contiguous()
+                    self._alone[index] = gradient.to(self._gradient_dtype).contiguous()
                     self._filled[index] = True
                 return
             if self.flat_gradient is None:
                 self.flat_gradient = torch.empty(
-                    self.layout.padded_numel, dtype=self.reduce_dtype, device=self.full.device
+                    self.layout.padded_numel, dtype=self._gradient_dtype, device=self.full.device
                 )
                 self.ledger.add("reduction", self.flat_gradient.untyped_storage().nbytes())
             target = self._local_gradient(index)
@@ -459,7 +475,7 @@ class Bucket:
         with torch.no_grad():
             if self.flat_gradient is None:
                 self.flat_gradient = torch.zeros(
-                    self.layout.padded_numel, dtype=self.reduce_dtype, device=self.full.device
+                    self.layout.padded_numel, dtype=self._gradient_dtype, device=self.full.device
                 )
                 self.ledger.add("reduction", self.flat_gradient.untyped_storage().nbytes())
             else:
@@ -469,10 +485,12 @@ class Bucket:
                     if not filled:
                         self.flat_gradient[segment.start : segment.stop].zero_()
             flat, self.flat_gradient = self.flat_gradient, None
-            self._reducing_nbytes = self.communicator.reduction_bytes(flat)
+            self._reducing_nbytes = self.communicator.reduction_bytes(flat, self._wire_dtype)
             self.ledger.add("reduction", self._reducing_nbytes - flat.untyped_storage().nbytes())
             self._filled = [False] * len(self._filled)
-            return self.communicator.reduce_scatter(flat, f"the gradient reduction of unit {self.unit_name!r}")
+            return self.communicator.reduce_scatter(
+                flat, self._wire_dtype, f"the gradient reduction of unit {self.unit_name!r}"
+            )
 
     def finish_reduction(self, pending: Pending) -> GradientShard:
         """Wait for a reduction and add the mean over ranks to the gradient shard."""

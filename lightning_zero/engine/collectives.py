@@ -23,6 +23,26 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+_WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def wire_dtype_of(reduce_dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """The dtype that ``reduce_dtype=`` names, in which gradients travel; None for the one in which they are kept.
+
+    Raises:
+        ValueError: if it is not one of those offered.
+    """
+    if reduce_dtype is None:
+        return None
+    for name, dtype in _WIRE_DTYPES.items():
+        if reduce_dtype in (name, dtype):
+            return dtype
+    raise ValueError(
+        f"reduce_dtype={reduce_dtype!r} is not a dtype in which gradients can travel: write 'fp32', 'bf16' or 'fp16', "
+        "the torch.dtype itself, or None for the one in which they are kept (fp32; fp64 for fp64)."
+    )
+
+
 class Counters:
     """Calls, logical elements and bytes by kind of collective ("all_gather", "reduce_scatter", "control").
 
@@ -35,10 +55,11 @@ class Counters:
         self.elements: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
 
-    def add(self, kind: str, tensor: Tensor) -> None:
+    def add(self, kind: str, tensor: Tensor, dtype: torch.dtype | None = None) -> None:
+        """Count a tensor that travels in its own dtype, or in another."""
         self.calls[kind] += 1
         self.elements[kind] += tensor.numel()
-        self.bytes[kind] += tensor.numel() * tensor.element_size()
+        self.bytes[kind] += tensor.numel() * (dtype or tensor.dtype).itemsize
 
 
 class Pending:
@@ -123,39 +144,48 @@ class Communicator:
             works.append(dist.isend(slices[self.rank], self._ranks[peer], self.group, tag=_GATHER_TAG + number))
         return Pending(what, works, [full])
 
-    def reduce_scatter(self, flat: Tensor, what: str) -> Pending:
+    def reduce_scatter(self, flat: Tensor, wire: torch.dtype, what: str) -> Pending:
         """Sum a flat buffer over ranks; ``wait()`` gives this rank's slice of the sum (1-D).
 
         Args:
             flat: 1-D, contiguous, world_size equal slices in the order of ranks. Its contents are used up.
+            wire: the dtype in which slices travel. Over Gloo what comes is added up in the buffer's own dtype, to this
+                rank's own slice as it is; NCCL adds in the wire's.
             what: for the error message.
         """
         assert self.size > 1, "a bucket keeps its gradients as they come over one rank"
-        self.counters.add("reduce_scatter", flat)
+        self.counters.add("reduce_scatter", flat, wire)
+        dtype = flat.dtype
         if self.backend != "gloo":
-            shard = torch.empty_like(flat[: flat.numel() // self.size])
-            work = _reduce_scatter_single(shard, flat, group=self._reduce_group, async_op=True)
+            sent = flat.to(wire)
+            shard = torch.empty_like(sent[: sent.numel() // self.size])
+            work = _reduce_scatter_single(shard, sent, group=self._reduce_group, async_op=True)
             # the input is kept until the current stream has waited for its reader
-            return Pending(what, [work], [flat], lambda: shard)
+            return Pending(what, [work], [sent], lambda: shard.to(dtype))
         slices = flat.chunk(self.size)
-        received, works = [], []
+        # a copy, where the others are cast, so that the buffer need not be kept for it
+        own = slices[self.rank] if wire == dtype else slices[self.rank].clone()
+        sent_parts, received, works = [], [], []
         for peer, source in self._peers():
-            received.append(torch.empty_like(slices[source]))
+            sent_parts.append(slices[peer].to(wire))
+            received.append(torch.empty_like(slices[source], dtype=wire))
             works.append(dist.irecv(received[-1], self._ranks[source], self.group, tag=_REDUCE_TAG))
-            works.append(dist.isend(slices[peer], self._ranks[peer], self.group, tag=_REDUCE_TAG))
+            works.append(dist.isend(sent_parts[-1], self._ranks[peer], self.group, tag=_REDUCE_TAG))
 
         def add_up() -> Tensor:
-            total = received[0]
-            for part in (slices[self.rank], *received[1:]):
+            total = received[0].to(dtype)
+            for part in (own, *received[1:]):
                 total.add_(part)
             return total
 
-        return Pending(what, works, [flat], add_up)
+        return Pending(what, works, sent_parts, add_up)
 
-    def reduction_bytes(self, flat: Tensor) -> int:
-        """Bytes held while a flat buffer is reduced: the buffer, and what is received from the others."""
-        received = self.size - 1 if self.backend == "gloo" else 1
-        return flat.numel() * flat.element_size() // self.size * (self.size + received)
+    def reduction_bytes(self, flat: Tensor, wire: torch.dtype) -> int:
+        """Bytes held while a flat buffer is reduced: what is sent, what is received, and one's own slice."""
+        part = flat.numel() // self.size
+        if self.backend != "gloo":
+            return part * wire.itemsize * (self.size + 1)
+        return part * (flat.element_size() + 2 * wire.itemsize * (self.size - 1))
 
     def broadcast_ranges(self, flat: Tensor, ranges: list[tuple[int, int]], what: str) -> None:
         """Fill ``flat`` from its owners, ``ranges[r]`` from rank r: one broadcast each, for what is rare."""

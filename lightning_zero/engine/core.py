@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine import differentiation
 from lightning_zero.engine.agreement import Agreement
-from lightning_zero.engine.bucket import Bucket, BucketSlot, Ledger, become
+from lightning_zero.engine.bucket import LOW_PRECISION, Bucket, BucketSlot, Ledger, become
 from lightning_zero.engine.checkpointing import CheckpointedModule
-from lightning_zero.engine.collectives import Communicator
+from lightning_zero.engine.collectives import Communicator, wire_dtype_of
 from lightning_zero.engine.gradients import GradientReducer
 from lightning_zero.engine.layout import BucketLayout
 from lightning_zero.engine.masters import Masters, check_optimizer
@@ -78,6 +78,8 @@ class Engine:
         reduction_buffers: gradient buffers that may be in reduction at once.
         compute_dtype: dtype in which fp32 parameters are gathered and computed with, except those of normalisation
             layers; None for their own.
+        reduce_dtype: dtype in which gradients travel, "fp32", "bf16", "fp16" or a ``torch.dtype``; None for the one in
+            which they are kept and added up over micro-batches (fp32, or wider as the parameters are).
         bucket_numel: elements from which on a unit is cut into several collectives.
         activation_checkpointing: modules whose forward is computed again in backward: ``"units"`` for each unit but the
             root, module classes, or a predicate of (qualified name, module); None for what the module does by itself.
@@ -100,6 +102,7 @@ class Engine:
         overlap: bool = True,
         reduction_buffers: int = 2,
         compute_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | str | None = None,
         bucket_numel: int = 2**25,
         activation_checkpointing: Units | None = None,
         allow_any_optimizer: bool = False,
@@ -114,6 +117,7 @@ class Engine:
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
+        self._reduce_dtype = wire_dtype_of(reduce_dtype)
         for optimizer in optimizers:
             check_optimizer(optimizer, allow_any_optimizer)
         plans = plan_units(module, units)
@@ -182,6 +186,7 @@ class Engine:
                         number=self._numbers,
                         unit_name=plan.name or "root",
                         compute_dtype=compute,
+                        reduce_dtype=self._reduce_dtype,
                         replicated=self.placements.parameters is Placement.REPLICATED,
                         communicator=self.communicator,
                         agreement=self.agreement,
@@ -303,8 +308,13 @@ class Engine:
             return state
 
     def full_optimizer_state_dict(self, optimizer: Optimizer, *, keep: bool = True) -> dict[str, Any]:
-        """An optimizer's state dict in torch's ordinary form, with whole tensors, on the CPU. Collective."""
-        masters = next(masters for masters in self.masters if masters.optimizer is optimizer)
+        """An optimizer's state dict in torch's ordinary form, with whole tensors, on the CPU. Collective.
+
+        One that the engine was not given has its own, on each rank.
+        """
+        masters = next((masters for masters in self.masters if masters._optimizer() is optimizer), None)
+        if masters is None:
+            return optimizer.state_dict()
         with torch.no_grad():
             return masters.whole_state_dict(lambda t: t.to("cpu") if keep else torch.empty_like(t, device="meta"))
 
@@ -320,12 +330,18 @@ class Engine:
         return found
 
     def load_masters(self, masters: dict[str, Tensor]) -> None:
-        """Set the fp32 masters of low-precision parameters from whole tensors. No communication."""
+        """Give low-precision parameters the digits of fp32 masters, whole tensors by name. No communication.
+
+        Where a parameter is not its master rounded, somebody has changed it since they were saved: there it counts.
+        """
         with torch.no_grad():
             for bucket in self.buckets:
                 for slot in bucket.slots:
-                    if slot.name in masters and bucket.shard.dtype != bucket.dtype:
-                        bucket.shard[slot.local_range].copy_(local_range_of(masters[slot.name], slot))
+                    if slot.name in masters and bucket.dtype in LOW_PRECISION:
+                        bucket.promote()
+                        saved, shard = local_range_of(masters[slot.name], slot), bucket.shard[slot.local_range]
+                        saved = saved.to(shard)
+                        shard.copy_(torch.where(saved.to(bucket.dtype) == shard.to(bucket.dtype), saved, shard))
 
     def report(self) -> Report:
         """What it holds now and has communicated so far."""

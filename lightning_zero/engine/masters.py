@@ -80,6 +80,7 @@ class Master:
 
     def __init__(self, bucket: Bucket, first: int, last: int) -> None:
         self.bucket, self.first, self.last = bucket, first, last
+        bucket.promote()
         start, stop = bucket.layout.owned_range(first, last, bucket.communicator.rank)
         low, _ = bucket.layout.shard_range(bucket.communicator.rank)
         self.range = slice(start - low, stop - low) if stop > start else slice(0, 0)
@@ -339,10 +340,11 @@ class Masters:
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Take the state out, so that torch does not cast it to the parameters' dtype, and load the groups only."""
-        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if len(saved) != len(parameters):
+        groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
+        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved_groups]:
             return state_dict  # torch names the mismatch
+        saved = [index for group in saved_groups for index in group["params"]]
+        parameters = [p for group in groups for p in group["params"]]
         self._loaded = {
             parameter: state_dict["state"][index]
             for index, parameter in zip(saved, parameters)

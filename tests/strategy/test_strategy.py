@@ -42,6 +42,8 @@ def test_every_stage_is_registered_with_the_launch_variants_that_ddp_has():
     [
         ({"stage": 4}, r"stage=4 is not a ZeRO stage: write 1, 2 or 3"),
         ({"offload": "cpu"}, r"offload='cpu' is not supported yet"),
+        ({"reduce_dtype": "fp8"}, r"reduce_dtype='fp8' .* write 'fp32', 'bf16' or 'fp16', the torch.dtype"),
+        ({"reduce_dtype": torch.float64}, r"reduce_dtype=torch.float64 .* write 'fp32', 'bf16' or 'fp16'"),
         ({"start_method": "thread"}, r"start_method='thread' must be 'popen'"),
     ],
 )

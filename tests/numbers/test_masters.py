@@ -1,0 +1,117 @@
+"""fp32 masters of low-precision parameters that begin to train late, that are loaded, and of foreign optimizers."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adagrad
+
+from tests.numbers.test_bf16 import Weight
+from tests.support.workers import rank, world_size
+
+# Less than a quarter of what each can show just below 1: one alone is lost in it, 16 of them are not.
+TINY = {torch.bfloat16: 2.0**-10, torch.float16: 2.0**-13}
+
+
+def late(stage: int, dtype: torch.dtype) -> tuple[nn.Module, Any, Any]:
+    """A weight that is frozen when the engine is made, beside one that trains."""
+    from lightning_zero.engine import Engine
+
+    module = nn.ModuleDict({"early": Weight(dtype, 1.0), "late": Weight(dtype, 1.0)})
+    module["late"].weight.requires_grad_(False)
+    optimizer = SGD(module.parameters(), lr=1.0)
+    return module, optimizer, Engine(module, [optimizer], stage=stage)
+
+
+def held(engine: Any) -> int:
+    return engine.report().at_rest["parameters"]
+
+
+def step(module: nn.Module, optimizer: Any, x: float) -> None:
+    (module["early"](x) + module["late"](x)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def unfreeze() -> None:
+    size = world_size()
+    for dtype, stage in itertools.product(TINY, (1, 2, 3)):
+        tiny = TINY[dtype]
+        module, optimizer, engine = late(stage, dtype)
+        frozen, before = module["late"].weight, held(engine)
+        step(module, optimizer, tiny)
+        assert held(engine) == before, "what is frozen has no master"
+        frozen.requires_grad_(True)
+        for _ in range(16):
+            step(module, optimizer, tiny)
+        # A master of four bytes is new; at stage 3 it takes the place of the shard.
+        assert held(engine) == before + (2 if stage == 3 and size > 1 else 4) * 64 // size
+        weights, masters = engine.full_state_dict(), engine.masters_by_name()
+        assert weights["late.weight"].dtype == dtype
+        assert (weights["late.weight"] == 1 - 16 * tiny).all(), weights["late.weight"]
+        assert torch.equal(masters["late.weight"], torch.full((64,), 1 - 16 * tiny))
+        assert torch.equal(masters["early.weight"], torch.full((64,), 1 - 17 * tiny))
+        engine.close()
+        assert (frozen == 1 - 16 * tiny).all()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_small_updates_add_up_in_a_parameter_that_was_unfrozen_in_mid_run(run_on, size):
+    run_on(size, unfreeze)
+
+
+def resume_unfrozen() -> None:
+    """A run resumed from a checkpoint of weights and masters goes on with their digits, whatever is frozen so far."""
+    tiny = TINY[torch.bfloat16]
+    for stage in (1, 3):
+        module, optimizer, engine = late(stage, torch.bfloat16)
+        saved = {"early.weight": torch.full((64,), 1 - tiny), "late.weight": torch.full((64,), 1 - tiny)}
+        with torch.no_grad():
+            # changed since they were saved (an average of weights, say): here the parameter counts
+            module["early"].weight[5] = 0.5
+            module["late"].weight[60] = 0.25
+        engine.load_masters(saved)
+        masters = engine.masters_by_name()
+        saved["early.weight"][5], saved["late.weight"][60] = 0.5, 0.25
+        for name, value in saved.items():
+            assert torch.equal(masters[name], value), f"{name}: {masters[name]}"
+        engine.close()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_loaded_masters_give_parameters_their_digits_except_where_these_were_changed(run_on, size):
+    run_on(size, resume_unfrozen)
+
+
+def save_a_foreign_optimizer() -> None:
+    module, optimizer, engine = late(3, torch.bfloat16)
+    foreign = Adagrad([nn.Parameter(torch.ones(3))])
+    state = engine.full_optimizer_state_dict(foreign, keep=rank() == 0)
+    assert torch.equal(state["state"][0]["sum"], torch.zeros(3))
+    engine.close()
+
+
+def test_an_optimizer_that_the_engine_was_not_given_keeps_its_own_state_dict(run_on):
+    run_on(2, save_a_foreign_optimizer)
+
+
+def load_a_mismatch() -> None:
+    module, optimizer, engine = late(3, torch.bfloat16)
+    step(module, optimizer, 1.0)
+    before = optimizer.state_dict()
+    [group] = before["param_groups"]
+    halves = [{**group, "params": [0]}, {**group, "params": [1]}]
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict({**before, "param_groups": halves})
+    [masters] = engine.masters
+    assert masters._loaded is None, "what could not be loaded is kept alive"
+    assert optimizer.state_dict() == before
+    engine.close()
+
+
+def test_a_state_dict_with_other_groups_is_refused_by_torch_and_nothing_of_it_is_kept(run_on):
+    run_on(2, load_a_mismatch)

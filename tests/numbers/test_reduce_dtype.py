@@ -1,0 +1,117 @@
+"""`reduce_dtype`: what gradients travel in, which is not what they are added up in."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch.optim import SGD
+
+from lightning_zero import ZeroStrategy
+from tests.numbers.test_bf16 import Weight
+from tests.support.arithmetic import difference, padded_units
+from tests.support.models import Square
+from tests.support.trainer import Learner, fit
+from tests.support.training import Recipe, same_runs, train_ddp, train_zero
+from tests.support.workers import rank
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def reduce_once(
+    dtype: torch.dtype, reduce_dtype: torch.dtype, stage: int, micro_batches: list[list[float]]
+) -> torch.Tensor:
+    """The mean over ranks of each rank's sum of gradients, given by rank and micro-batch; the whole of it."""
+    import lightning_zero
+    from lightning_zero.engine import Engine
+
+    module = Weight(dtype, 0.0)
+    engine = Engine(module, [SGD(module.parameters(), lr=1.0)], stage=stage, reduce_dtype=reduce_dtype)
+    gradients = micro_batches[rank()]
+    for index, x in enumerate(gradients):
+        loss = module(x)
+        if stage == 1 and index < len(gradients) - 1:
+            with engine.no_sync():
+                loss.backward()
+        else:
+            loss.backward()
+    assert lightning_zero.shard_of(module.weight.grad).dtype == torch.promote_types(dtype, torch.float32)
+    gathered = [torch.empty(32, dtype=torch.promote_types(dtype, torch.float32)) for _ in range(2)]
+    torch.distributed.all_gather(gathered, lightning_zero.shard_of(module.weight.grad).clone())
+    engine.close()
+    return torch.stack([part[0] for part in gathered])
+
+
+def round_on_the_wire_only(name: str) -> None:
+    wire = DTYPES[name]
+    third = torch.tensor(1 / 3)
+    for stage in (1, 2, 3):
+        # Of two ranks' 1/3 and 2/3 each adds what came rounded to its own half as it is.
+        halves = third / 2, third * 2 / 2
+        expected = torch.stack([halves[0] + halves[1].to(wire).float(), halves[1] + halves[0].to(wire).float()])
+        result = reduce_once(torch.float32, wire, stage, [[1 / 3], [2 / 3]])
+        assert torch.equal(result, expected), f"{result} instead of {expected}"
+        # At stage 1 micro-batches are added up before they travel, above it after; in fp32 either way. What bf16 and
+        # fp16 cannot say beside 1 is not lost by adding, and 1 + 16 * 2**-12 = 1 + 2**-8 travels as it is in fp16.
+        tiny = 2.0**-12
+        result = reduce_once(torch.float32, wire, stage, [[0.0] * 17, [1.0] + [tiny] * 16])
+        sent = torch.tensor(1 + 16 * tiny) / 2
+        if stage == 1:
+            sent = sent.to(wire).float()
+        assert torch.equal(result, torch.stack([sent, torch.tensor(1 + 16 * tiny) / 2]))
+        # The mean is taken first, so that a sum which fp16 cannot hold does not overflow.
+        assert torch.equal(
+            reduce_once(torch.float32, wire, stage, [[40000.0], [40000.0]]).to(wire), torch.full((2,), 40000.0).to(wire)
+        )
+        # What is wider than fp32 may travel in less; what is kept in fp32 for it does so by default.
+        result = reduce_once(torch.float64, torch.float32, stage, [[1 / 3], [2 / 3]])
+        third64 = torch.tensor(1 / 3, dtype=torch.float64)
+        other = (third64 / 2).float().double()
+        assert torch.equal(result[1:], (third64 + other)[None]), f"{result}"
+        assert torch.equal(reduce_once(wire, torch.float32, stage, [[1.0], [tiny]]), torch.full((2,), (1 + tiny) / 2))
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_gradients_are_rounded_on_the_wire_and_added_up_in_fp32(run_on, name):
+    run_on(2, round_on_the_wire_only, name=name)
+
+
+def count_bytes() -> None:
+    for reduce_dtype, width in ((None, 4), ("fp32", 4), ("bf16", 2), (torch.float16, 2)):
+        for precision in ("32-true", "bf16-true"):
+            strategy = ZeroStrategy(stage=2, reduce_dtype=reduce_dtype)
+            run = fit(strategy, partial(Learner, Square, batches=4), max_epochs=1, precision=precision)
+            counted = difference(run.reports[3], run.reports[1])
+            elements = counted["elements"]["reduce_scatter"]
+            assert elements == 2 * sum(padded_units(run.units, run.module, 2).values())
+            assert counted["bytes"]["reduce_scatter"] == width * elements
+
+
+def test_the_bytes_that_travel_are_counted(run_on):
+    run_on(2, count_bytes)
+
+
+def train_all_stages() -> None:
+    first, *others = [train_zero(Recipe(), stage, reduce_dtype="bf16") for stage in (1, 2, 3)]
+    for run in (*others, train_zero(Recipe(), 3, reduce_dtype="bf16", overlap=False)):
+        same_runs(run, first)
+    reference = train_ddp(Recipe())
+    assert any(not torch.equal(a, b) for a, b in zip(first.losses, reference.losses)), "nothing was rounded"
+    for loss, expected in zip(first.losses, reference.losses):
+        assert abs(loss - expected) <= 0.01 * abs(expected)
+    in_fp32 = train_zero(Recipe(), 2, reduce_dtype=torch.float32)
+    same_runs(in_fp32, reference)
+    assert others[0].report.peak["reduction"] < in_fp32.report.peak["reduction"], "its buffers are smaller too"
+
+
+def test_the_three_stages_give_the_same_bits_and_follow_ddp(run_on):
+    run_on(2, train_all_stages)
+
+
+def train_alone() -> None:
+    same_runs(train_zero(Recipe(), 2, reduce_dtype="bf16"), train_ddp(Recipe()))
+
+
+def test_over_one_rank_nothing_travels_and_nothing_is_rounded(run_on):
+    run_on(1, train_alone)
