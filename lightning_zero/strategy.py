@@ -37,6 +37,7 @@ from lightning_zero.engine import Engine, Report, Unit
 from lightning_zero.engine.collectives import wire_dtype_of
 from lightning_zero.engine.placement import Placement, placements_of
 from lightning_zero.engine.units import Units
+from lightning_zero.loops import leave, take_part_in_skipped, take_turns
 from lightning_zero.precision import compute_dtype_of
 
 CHECKPOINT_KEY = "lightning_zero"
@@ -228,6 +229,7 @@ class ZeroStrategy(ParallelStrategy):
             )
             self.engine.load_masters(self._masters)
             self._masters = {}
+            take_part_in_skipped(trainer, self.engine.take_turn)
         elif not self._is_single:
             _sync_module_states(self.lightning_module)
         self._failed = False
@@ -270,6 +272,24 @@ class ZeroStrategy(ParallelStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         with self.engine.no_sync() if self.engine is not None else nullcontext():
             yield
+
+    # -- loops of uneven length -------------------------------------------------------------------------------------
+
+    def _take_turns(self) -> None:
+        if self.engine is not None and self.lightning_module is not None:
+            take_turns(self.lightning_module.trainer._active_loop, self.engine.take_turn)
+
+    @override
+    def on_validation_start(self) -> None:
+        self._take_turns()
+
+    @override
+    def on_test_start(self) -> None:
+        self._take_turns()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._take_turns()
 
     # -- collectives ------------------------------------------------------------------------------------------------
 
@@ -346,6 +366,8 @@ class ZeroStrategy(ParallelStrategy):
     def teardown(self) -> None:
         if self.engine is not None:
             engine, self.engine = self.engine, None
+            if self.lightning_module is not None:
+                leave(self.lightning_module.trainer)
             self.last_report = engine.report()
             # After a failure the other ranks may be anywhere: nothing is asked of them.
             engine.close(communicate=not self._failed, device="cpu")

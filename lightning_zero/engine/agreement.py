@@ -31,6 +31,7 @@ class Agreement:
     """
 
     def __init__(self, communicator: Communicator, timeout: float) -> None:
+        self._communicator = communicator
         self._rank, self._size, self._timeout = communicator.rank, communicator.size, timeout
         self._blocked: tuple[str, float] | None = None
         self._announced: str | None = None
@@ -58,6 +59,7 @@ class Agreement:
         """
         if self._size == 1:
             return
+        self.require_all(what)
         number, self._meetings = self._meetings, self._meetings + 1
         self._store.set(f"meeting/{number}/{self._rank}", what)
         others = [rank for rank in range(self._size) if rank != self._rank]
@@ -84,6 +86,19 @@ class Agreement:
             self._fail(what, different, f"asked for {asked[different[0]]}")
         if number >= 2:  # everybody has read the one before the last
             self._store.delete_key(f"meeting/{number - 2}/{self._rank}")
+
+    def require_all(self, what: str) -> None:
+        """Refuse what every rank must do while some have no batch left in an evaluation loop.
+
+        Raises:
+            RuntimeError: then, on every rank that has one.
+        """
+        if self._communicator.absent:
+            raise RuntimeError(
+                f"Rank {self._communicator.rank} needs every rank for {what}, but rank(s) {self._communicator.absent} "
+                "have no batch left in this evaluation loop, and only take part in the gathers of parameters. Do it "
+                "before the loop or after it (on_validation_epoch_end and its kin), or give every rank as many batches."
+            )
 
     @contextmanager
     def blocked_in(self, what: str) -> Iterator[None]:

@@ -94,13 +94,17 @@ class BucketSlot:
         bucket = self.bucket
         if bucket.communicator.size == 1:
             return bucket.shard[self.local_range].view(self.shape)
-        if bucket.is_ready and (bucket.full.dtype == self.dtype or (bucket.open and not exact)):
+        usable = bucket.full.dtype == self.dtype or (bucket.open and not exact)
+        if usable and bucket.communicator.absent:
+            bucket.gather()  # ranks without a batch can serve this, and nothing else
+        if usable and bucket.is_ready:
             bucket.wait()
             return bucket.views[self.index].detach()
         return None
 
     def write_parameter(self, value: Tensor) -> None:
         bucket = self.bucket
+        bucket.agreement.require_all(f"a write to '{self.name}'")
         bucket.wait()
         with torch.no_grad():
             if bucket.is_ready:

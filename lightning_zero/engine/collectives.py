@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _REDUCE_TAG = 7701
+_TELL_TAG = 7700
 _GATHER_TAG = 7702  # and up, a tag for each bucket: ranks that gather in another order wait, and never mix buckets up
 
 # torch 2.13 renamed the two; the old names warn there
@@ -107,6 +108,9 @@ class Communicator:
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.counters = Counters()
         self.device = device
+        # In an evaluation loop of uneven length (uneven.py): ranks that only serve gathers, and how they are told.
+        self.absent: list[int] = []
+        self.before_gather: Callable[[int], None] | None = None
         initialised = dist.is_available() and dist.is_initialized()
         self.group = (group or dist.group.WORLD) if initialised else None
         self.size = dist.get_world_size(self.group) if initialised else 1
@@ -133,6 +137,8 @@ class Communicator:
         """
         if self.size == 1:
             return Pending(what, [], [])
+        if self.before_gather is not None:
+            self.before_gather(number)
         self.counters.add("all_gather", full)
         slices = full.chunk(self.size)
         if self.backend != "gloo":
@@ -230,6 +236,17 @@ class Communicator:
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, value, self.control_group)
         return gathered
+
+    def tell(self, ranks: list[int], message: Tensor) -> Pending:
+        """Send a small CPU tensor to some ranks, which ``hear`` it."""
+        self.counters.add("control", message)
+        works = [dist.isend(message, self._ranks[rank], self.control_group, tag=_TELL_TAG) for rank in ranks]
+        return Pending("a message to other ranks", works, [message])
+
+    def hear(self, rank: int, message: Tensor) -> Tensor:
+        """Fill a small CPU tensor with what a rank tells."""
+        dist.recv(message, self._ranks[rank], self.control_group, tag=_TELL_TAG)
+        return message
 
     def _peers(self) -> list[tuple[int, int]]:
         """In the order of a ring, so that no rank is everybody's first: (whom to send to, whom to receive from)."""

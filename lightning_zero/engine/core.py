@@ -25,6 +25,7 @@ from lightning_zero.engine.masters import Masters, check_optimizer
 from lightning_zero.engine.placement import Placement, placements_of
 from lightning_zero.engine.schedule import OwnHook, Schedule, Unit, in_backward
 from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
+from lightning_zero.engine.uneven import Turns
 from lightning_zero.engine.units import UnitPlan, Units, plan_units, select_modules
 
 log = logging.getLogger(__name__)
@@ -145,6 +146,7 @@ class Engine:
         self.schedule.install(plans)
         differentiation.serve(self.schedule)
         self._checkpointed = [CheckpointedModule(inner) for inner in checkpointed]
+        self._turns = Turns(self.communicator, self.agreement, self.schedule, self.buckets)
         self.reducer = GradientReducer(
             self.units,
             self.schedule,
@@ -226,14 +228,27 @@ class Engine:
         finally:
             self._close_window()
 
+    def take_turn(self, position: int | None) -> None:
+        """Before each batch of an evaluation loop, and at its end: let the loop be of another length on other ranks.
+
+        A rank that has no batch where others have one serves their gathers, and returns when it is its turn. Collective
+        at stage 3; at stages 1 and 2 ranks evaluate for themselves.
+
+        Args:
+            position: the index of the dataloader that the batch is from; None at the end.
+        """
+        if self.communicator.size > 1 and not all(unit.stays for unit in self.units):
+            self._follow_buffers()  # here, where every rank is
+            self._turns.take(position)
+
     def _open_window(self, *, is_step: bool) -> None:
         if self.schedule.windows == 0:
             if not in_backward():
                 self.reducer.abort()  # if an exception ended the last backward
             for masters in self.masters:
                 masters.recover()
-            if is_step and self._buffers_follow:
-                self._sync_buffers(self.module)
+            if is_step:
+                self._follow_buffers()
             self._buffers_follow = torch.is_grad_enabled() and self.reducer.synchronise
         self.schedule.open_window()
 
@@ -250,6 +265,11 @@ class Engine:
             yield
         finally:
             self.reducer.synchronise = before
+
+    def _follow_buffers(self) -> None:
+        if self._buffers_follow:
+            self._sync_buffers(self.module)
+            self._buffers_follow = False
 
     def _sync_buffers(self, module: nn.Module) -> None:
         """Buffers follow rank 0's, as under DDP."""

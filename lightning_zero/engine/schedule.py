@@ -300,6 +300,15 @@ class Schedule:
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
+    @property
+    def order(self) -> list[int]:
+        """The order in which units are expected to run, as indices of ``units``: the same on every rank."""
+        return [self.units.index(unit) for unit in self._order]
+
+    @order.setter
+    def order(self, order: list[int]) -> None:
+        self._order = [self.units[index] for index in order]
+
     def open_window(self) -> None:
         """Begin a step: the root unit is whole from here on."""
         self.windows += 1
