@@ -44,6 +44,7 @@ RULES: dict[str, Rule] = {
     "stage.prefetch": NOT_NEGATIVE,
     "stage.reduction_buffers": POSITIVE,
     "stage.reduce_dtype": (lambda v: v in (None, "fp32", "bf16", "fp16"), "fp32, bf16, fp16 or null"),
+    "stage.activation_checkpointing": (lambda v: v in (None, "units"), "units or null"),
     "model.width": POSITIVE,
     "model.depth": POSITIVE,
     "model.heads": POSITIVE,

@@ -37,6 +37,7 @@ WRONG = [
     ("trainer.gradient_clip_val=some", "trainer: `gradient_clip_val` should be an int or a float"),
     ("stage.prefetch=-1", "stage.prefetch=-1: expected a whole number, 0 or more"),
     ("stage.reduce_dtype=fp8", "stage.reduce_dtype=fp8: expected fp32, bf16, fp16 or null"),
+    ("stage.activation_checkpointing=all", "stage.activation_checkpointing=all: expected units or null"),
     ("stage.units=some", "stage.units=some: expected"),
     ("stage.units=[", "stage.units=[: no viable alternative"),
 ]
