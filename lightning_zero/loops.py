@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _PrefetchDataFetcher
+
+from lightning_zero.engine import Engine
 
 TakeTurn = Callable[[int | None], None]
 
@@ -24,19 +27,30 @@ def take_turns(loop: Any, take_turn: TakeTurn) -> None:
     fetcher.__class__ = _AllAtOnce if isinstance(fetcher, _DataLoaderIterDataFetcher) else _BatchByBatch
 
 
-def take_part_in_skipped(trainer: Trainer, take_turn: TakeTurn) -> None:
-    """Let loops that a rank skips, since its dataloaders are empty, announce their end as well."""
-    for loop in _loops_of(trainer):
-        loop.run = partial(_run, loop, take_turn)
+def attend(trainer: Trainer, engine: Engine) -> None:
+    """Let the loops tell the engine where they are, where no hook of a strategy's is called.
+
+    A loop that this rank skips, since its dataloaders are empty, announces its end as well; and while the training loop
+    waits for the other ranks between two batches, the engine knows.
+    """
+    for loop in _evaluation_loops(trainer):
+        loop.run = partial(_run, loop, engine.take_turn)
+    loop = trainer.fit_loop.epoch_loop
+    if engine.communicator.size > 1 and hasattr(loop, _BETWEEN_BATCHES):
+        setattr(loop, _BETWEEN_BATCHES, partial(_wait_between_batches, loop, engine.communicator.watch.waiting))
 
 
 def leave(trainer: Trainer) -> None:
-    """Undo ``take_part_in_skipped``."""
-    for loop in _loops_of(trainer):
+    """Undo ``attend``."""
+    for loop in _evaluation_loops(trainer):
         vars(loop).pop("run", None)
+    vars(trainer.fit_loop.epoch_loop).pop(_BETWEEN_BATCHES, None)
 
 
-def _loops_of(trainer: Trainer) -> list[Any]:
+_BETWEEN_BATCHES = "_broadcast_sigterm_tensor"
+
+
+def _evaluation_loops(trainer: Trainer) -> list[Any]:
     return [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
 
 
@@ -45,6 +59,11 @@ def _run(loop: Any, take_turn: TakeTurn) -> Any:
     if loop.skip:
         take_turn(None)
     return outputs
+
+
+def _wait_between_batches(loop: Any, waiting: Callable[[str], AbstractContextManager[None]]) -> None:
+    with waiting("the next training batch"):
+        getattr(type(loop), _BETWEEN_BATCHES)(loop)
 
 
 class _BatchByBatch(_PrefetchDataFetcher):

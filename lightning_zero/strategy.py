@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -27,6 +29,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor
@@ -36,9 +39,13 @@ from typing_extensions import override
 from lightning_zero.engine import Engine, Report, Unit
 from lightning_zero.engine.collectives import wire_dtype_of
 from lightning_zero.engine.placement import Placement, placements_of
+from lightning_zero.engine.reunion import reunite
 from lightning_zero.engine.units import Units
-from lightning_zero.loops import leave, take_part_in_skipped, take_turns
+from lightning_zero.engine.watch import explained, fail, failure, renew
+from lightning_zero.loops import attend, leave, take_turns
 from lightning_zero.precision import compute_dtype_of
+
+log = logging.getLogger(__name__)
 
 CHECKPOINT_KEY = "lightning_zero"
 """Where a checkpoint keeps the fp32 masters of low-precision parameters; all else is where Lightning puts it."""
@@ -164,7 +171,7 @@ class ZeroStrategy(ParallelStrategy):
         if self._is_single:
             return
         if self._start_method == "popen":
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = _Launcher(self)
         else:
             self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
 
@@ -178,10 +185,18 @@ class ZeroStrategy(ParallelStrategy):
         )
         if not self._is_single:
             assert self.cluster_environment is not None
+            if _distributed_is_initialized() and failure() is not None:
+                renew(self._timeout)
             device_id = self.root_device if self.root_device.type != "cpu" else None
             _init_dist_connection(
                 self.cluster_environment, self._process_group_backend, timeout=self._timeout, device_id=device_id
             )
+        if self.lightning_module is not None:
+            reunite(self.lightning_module, self._handshake_timeout)
+
+    @property
+    def _handshake_timeout(self) -> float:
+        return (self._timeout or default_pg_timeout).total_seconds()
 
     def set_world_ranks(self) -> None:
         """Tell the environment and the loggers which rank this is."""
@@ -224,12 +239,12 @@ class ZeroStrategy(ParallelStrategy):
                 self.lightning_module,
                 [each for each in self.optimizers if not isinstance(each, _MockOptimizer)] if fitting else [],
                 compute_dtype=compute_dtype_of(self.precision_plugin),
-                handshake_timeout=(self._timeout or default_pg_timeout).total_seconds(),
+                handshake_timeout=self._handshake_timeout,
                 **self._engine_options,
             )
             self.engine.load_masters(self._masters)
             self._masters = {}
-            take_part_in_skipped(trainer, self.engine.take_turn)
+            attend(trainer, self.engine)
         elif not self._is_single:
             _sync_module_states(self.lightning_module)
         self._failed = False
@@ -293,22 +308,27 @@ class ZeroStrategy(ParallelStrategy):
 
     # -- collectives ------------------------------------------------------------------------------------------------
 
+    @property
+    def _is_alone(self) -> bool:
+        """Whether there is no other rank to talk to, also after a failure, when callbacks may still save and log."""
+        return self._failed or not _distributed_is_initialized()
+
     @contextmanager
     def _blocked_in(self, what: str) -> Iterator[None]:
-        """Tell ranks that wait elsewhere where this one is."""
-        with self.engine.agreement.blocked_in(what) if self.engine is not None else nullcontext():
+        """Tell ranks that wait elsewhere where this one is, and say why if it waits in vain."""
+        with self.engine.communicator.watch.waiting(what) if self.engine is not None else explained(what):
             yield
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if _distributed_is_initialized():
+        if not self._is_alone:
             device_ids = [self.root_device.index] if dist.get_backend() == "nccl" else None
             with self._blocked_in(f"the barrier {name or ''}".strip()):
                 dist.barrier(device_ids=device_ids)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not _distributed_is_initialized():
+        if self._is_alone:
             return obj
         holder = [obj]
         with self._blocked_in("Strategy.broadcast"):
@@ -317,7 +337,7 @@ class ZeroStrategy(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if not isinstance(tensor, Tensor):
+        if self._failed or not isinstance(tensor, Tensor):
             return tensor
         with self._blocked_in("Strategy.reduce"):
             return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
@@ -329,6 +349,8 @@ class ZeroStrategy(ParallelStrategy):
         """The whole state dict on rank 0; on the other ranks the same names and shapes on the meta device."""
         if self.engine is None:
             return super().lightning_module_state_dict()
+        if self._failed:
+            return {}
         return self.engine.full_state_dict(keep=self.is_global_zero)
 
     @override
@@ -337,10 +359,19 @@ class ZeroStrategy(ParallelStrategy):
             optimizer = optimizer._optimizer
         if self.engine is None or isinstance(optimizer, _MockOptimizer):
             return super().optimizer_state(optimizer)
+        if self._failed:
+            return {}
         return self.engine.full_optimizer_state_dict(optimizer, keep=self.is_global_zero)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self.engine is not None and self._failed:
+            log.warning(
+                "%s is not written: after an exception the other ranks, which hold parts of the model and of the "
+                "optimizer's state, may be anywhere. Save at intervals (ModelCheckpoint(every_n_train_steps=...)).",
+                filepath,
+            )
+            return
         if self.engine is not None and "optimizer_states" in checkpoint:
             masters = self.engine.masters_by_name(keep=self.is_global_zero)
             if masters:
@@ -360,7 +391,13 @@ class ZeroStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        """Tell the other ranks, which may wait for this one, and wake them. With one rank none waits."""
+        if self._failed or self._is_single:
+            return
         self._failed = True
+        if _distributed_is_initialized() and not isinstance(exception, SIGTERMException):  # every rank raises that one
+            first, *_ = str(exception).splitlines() or [""]
+            fail(f"rank {self.global_rank} failed with {type(exception).__name__}: {first[:500]}")
 
     @override
     def teardown(self) -> None:
@@ -369,8 +406,12 @@ class ZeroStrategy(ParallelStrategy):
             if self.lightning_module is not None:
                 leave(self.lightning_module.trainer)
             self.last_report = engine.report()
-            # After a failure the other ranks may be anywhere: nothing is asked of them.
-            engine.close(communicate=not self._failed, device="cpu")
+            try:
+                # After a failure the other ranks may be anywhere: nothing is asked of them.
+                engine.close(communicate=not self._failed, device="cpu")
+            except RuntimeError:
+                engine.close(communicate=False, device="cpu")
+                raise
         if self.lightning_module is not None and self._layer_sync and self.model is not None:
             self.model = self._layer_sync.revert(self.model)
         super().teardown()
@@ -394,6 +435,25 @@ class ZeroStrategy(ParallelStrategy):
                 if name not in strategy_registry:
                     description = f"ZeRO stage {stage}{f' ({suffix[1:]})' if suffix else ''}"
                     strategy_registry.register(name, cls, description=description, **options(stage))
+
+
+class _Launcher(_SubprocessScriptLauncher):
+    """Tells the strategy of an exception before callbacks hear of it, which may want to save a checkpoint then."""
+
+    def __init__(self, strategy: ZeroStrategy) -> None:
+        assert strategy.cluster_environment is not None
+        super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+        self._strategy = weakref.ref(strategy)
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().launch(function, *args, **kwargs)
+        except BaseException as exception:
+            strategy = self._strategy()
+            if strategy is not None and not isinstance(exception, (_TunerExitException, SIGTERMException)):
+                strategy.on_exception(exception)
+            raise
 
 
 # Lightning asks for DDPStrategy where it means "every rank holds the module": torch.compile, for one.

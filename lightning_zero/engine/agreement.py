@@ -6,20 +6,12 @@ same line needs every rank. Such requests are rare, so each first meets the othe
 
 from __future__ import annotations
 
-import itertools
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch.distributed as dist
 
 from lightning_zero.engine.collectives import Communicator
-
-_PATIENCE = 3.0
-"""Seconds that a rank may be blocked in a collective before it says so, and that another lets such a notice stand."""
-
-_generations = itertools.count()
+from lightning_zero.engine.watch import PATIENCE, failure, name_in
 
 
 class Agreement:
@@ -31,22 +23,13 @@ class Agreement:
     """
 
     def __init__(self, communicator: Communicator, timeout: float) -> None:
-        self._communicator = communicator
-        self._rank, self._size, self._timeout = communicator.rank, communicator.size, timeout
-        self._blocked: tuple[str, float] | None = None
-        self._announced: str | None = None
-        self._lock = threading.Lock()  # of what is announced
-        self._closed = threading.Event()
-        if self._size == 1:
-            return
-        self._meetings = 0
-        prefix = f"lightning_zero/{next(_generations)}"
-        store = dist.distributed_c10d._get_default_store()
-        self._store = dist.PrefixStore(prefix, store)
-        # a connection of its own: the main thread may hold the other for as long as it is blocked
-        self._notices = dist.PrefixStore(prefix, store.clone() if hasattr(store, "clone") else store)
-        self._watcher = threading.Thread(target=self._watch, name="lightning_zero-agreement", daemon=True)
-        self._watcher.start()
+        self._communicator, self._timeout = communicator, timeout
+        self._rank, self._size = communicator.rank, communicator.size
+        self.is_closed = False
+        if self._size > 1:
+            self._meetings = 0
+            store = dist.distributed_c10d._get_default_store()
+            self._store = dist.PrefixStore(f"lightning_zero/agreement/{communicator.name}", store)
 
     def meet(self, what: str) -> None:
         """Return when every rank has asked for the same.
@@ -60,6 +43,12 @@ class Agreement:
         if self._size == 1:
             return
         self.require_all(what)
+        if self.is_closed:
+            raise RuntimeError(
+                f"{what} cannot be had: the run that sharded the module has failed, and left parts of it on "
+                f"{self._size} ranks. Call Trainer.fit, validate, test or predict with this module again on all of "
+                "them, which puts the parts together first, or make a new module and load a checkpoint."
+            )
         number, self._meetings = self._meetings, self._meetings + 1
         self._store.set(f"meeting/{number}/{self._rank}", what)
         others = [rank for rank in range(self._size) if rank != self._rank]
@@ -70,14 +59,16 @@ class Agreement:
             if time.monotonic() > deadline:
                 self._call_off(number)
                 self._fail(what, missing, f"did not come within {self._timeout:.0f} s")
+            if pause >= 0.1 and (reason := failure()):
+                raise RuntimeError(f"Rank {self._rank} needs every rank for {what}, but {reason}")
             for rank in missing:
                 # A notice may be a moment old: only one that stands says that its rank will not come.
-                notice = self._store.get(f"blocked/{rank}").decode() if self._store.check([f"blocked/{rank}"]) else ""
+                notice = self._communicator.watch.notice_of(rank)
                 if not notice or seen.get(rank, ("", 0.0))[0] != notice:
                     seen[rank] = (notice, time.monotonic())
-                elif time.monotonic() - seen[rank][1] > _PATIENCE:
+                elif time.monotonic() - seen[rank][1] > PATIENCE:
                     self._call_off(number)
-                    self._fail(what, missing, f"wait in {notice.partition(':')[2]}")
+                    self._fail(what, missing, f"wait in {name_in(notice)}")
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
         asked = {rank: self._store.get(f"meeting/{number}/{rank}").decode() for rank in others}
@@ -95,25 +86,13 @@ class Agreement:
         """
         if self._communicator.absent:
             raise RuntimeError(
-                f"Rank {self._communicator.rank} needs every rank for {what}, but rank(s) {self._communicator.absent} "
-                "have no batch left in this evaluation loop, and only take part in the gathers of parameters. Do it "
-                "before the loop or after it (on_validation_epoch_end and its kin), or give every rank as many batches."
+                f"Rank {self._rank} needs every rank for {what}, but rank(s) {self._communicator.absent} have no batch "
+                "left in this evaluation loop, and only take part in the gathers of parameters. Do it before the loop "
+                "or after it (on_validation_epoch_end and its kin), or give every rank as many batches."
             )
 
-    @contextmanager
-    def blocked_in(self, what: str) -> Iterator[None]:
-        """Around anything in which this rank waits for others."""
-        outer, self._blocked = self._blocked, (what, time.monotonic())
-        try:
-            yield
-        finally:
-            self._blocked = outer
-            if self._announced is not None:
-                with self._lock:
-                    self._withdraw()
-
     def close(self) -> None:
-        self._closed.set()
+        self.is_closed = self._size > 1
 
     def _call_off(self, number: int) -> None:
         """A meeting to which some did not come has not taken place: the next one has its number, as it has for them."""
@@ -126,23 +105,3 @@ class Agreement:
             f"{reason}. Run this line on every rank (no 'if rank == 0:' around it), or inside "
             "'with lightning_zero.full_parameters(module):' entered by all."
         )
-
-    def _withdraw(self) -> None:
-        if self._announced is not None:
-            self._announced = None
-            # emptied, not deleted: another may be about to read it, and would wait for it to come back
-            self._notices.set(f"blocked/{self._rank}", "")
-
-    def _watch(self) -> None:
-        while not self._closed.wait(_PATIENCE / 3):
-            blocked = self._blocked
-            if blocked is None or time.monotonic() - blocked[1] < _PATIENCE:
-                continue
-            notice = f"{blocked[1]}:{blocked[0]}"  # the time tells one wait from another
-            try:
-                with self._lock:
-                    if self._blocked is blocked and self._announced != notice:
-                        self._notices.set(f"blocked/{self._rank}", notice)
-                        self._announced = notice
-            except RuntimeError:  # the store went away with the rank that hosted it: nobody is left to tell
-                return

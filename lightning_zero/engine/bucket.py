@@ -340,13 +340,14 @@ class Bucket:
     def wait(self) -> None:
         """Wait until ``full`` is filled."""
         if self._pending:
-            pending = self._pending.pop()
-            with self.agreement.blocked_in(f"the gather of unit {self.unit_name!r}"):
-                pending.wait()
+            self._pending.pop().wait()
 
     def abandon(self) -> None:
-        """Let go of a gather under way without waiting, after a failure: the other ranks may never take part."""
+        """Stay in parts after a failure. What is under way is not waited for: other ranks may never take part."""
         self._pending.clear()
+        if not self.replicated and self._gathered:
+            self._free()
+        self._gathered = False  # where it stays at rest, what had arrived of it is anybody's guess
 
     def promote(self) -> None:
         """Keep masters in fp32 from here on: parameters that were frozen in low precision begin to train."""
@@ -499,8 +500,7 @@ class Bucket:
     def finish_reduction(self, pending: Pending) -> GradientShard:
         """Wait for a reduction and add the mean over ranks to the gradient shard."""
         with torch.no_grad():
-            with self.agreement.blocked_in(f"the gradient reduction of unit {self.unit_name!r}"):
-                total = pending.wait()
+            total = pending.wait()
             self.ledger.add("reduction", -self._reducing_nbytes)
             self._reducing_nbytes = 0
             if self.communicator.size > 1 and not self._can_take_mean_first:
@@ -536,6 +536,10 @@ class Bucket:
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
+    def rejoin(self, communicator: Communicator, agreement: Agreement) -> None:
+        """Go on with other means of communication between the same ranks, after those it had have failed."""
+        self.communicator, self.agreement = communicator, agreement
+
     def restore(self, device: torch.device) -> None:
         """Make the parameters ordinary again, whole, on a device."""
         self.wait()
@@ -552,6 +556,7 @@ class Bucket:
             parameter.grad = None
             become(parameter, nn.Parameter(value, parameter.requires_grad))
             parameter._post_accumulate_grad_hooks = slot.hooks_after_reduction
+        self.parameters = []
         self.release()
 
 

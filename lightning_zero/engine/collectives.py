@@ -7,6 +7,7 @@ slices of the flat buffers, which overlap with computation and are several times
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from lightning_zero.engine.watch import Watch, explained
 
 _REDUCE_TAG = 7701
 _TELL_TAG = 7700
@@ -23,6 +26,8 @@ _GATHER_TAG = 7702  # and up, a tag for each bucket: ranks that gather in anothe
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+
+_communicators = itertools.count()
 
 _WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -71,12 +76,20 @@ class Pending:
         works: the backend's handles.
         buffers: what they read and write, kept until they are done.
         finish: called once after all of them, on the thread that waits; its result is the result.
+        watch: told of the wait; needed where there are works.
     """
 
     def __init__(
-        self, what: str, works: list[Any], buffers: list[Tensor], finish: Callable[[], Any] | None = None
+        self,
+        what: str,
+        works: list[Any],
+        buffers: list[Tensor],
+        finish: Callable[[], Any] | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self._what, self._works, self._buffers, self._finish = what, works, buffers, finish
+        self._watch = watch
+        self._ordinal = watch.begin(what) if watch is not None else 0
 
     def wait(self) -> Any:
         """Wait for it on the current stream (NCCL) or thread (Gloo).
@@ -84,14 +97,11 @@ class Pending:
         Raises:
             RuntimeError: if another rank failed, or did not take part within the process group's timeout.
         """
-        try:
-            for work in self._works:
-                work.wait()
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"{self._what} did not complete: another rank failed, or did not take part in it. "
-                f"Every rank must run the same units in the same order. ({error})"
-            ) from error
+        if self._works:
+            assert self._watch is not None
+            with self._watch.waiting(self._what, self._ordinal):
+                for work in self._works:
+                    work.wait()
         result = self._finish() if self._finish is not None else None
         self._buffers = []
         return result
@@ -126,6 +136,12 @@ class Communicator:
         # What ranks tell each other (bitmaps, orders) goes over the CPU, so that no device is synchronised for it.
         has_cpu = "cpu:" in dist.get_backend_config(self.group)
         self.control_group = self.group if has_cpu else dist.new_group(self._ranks, backend="gloo")
+        # a name for what is kept in the store, which rank 0 gives: a failure may have left the ranks' counts apart
+        number = torch.tensor(next(_communicators))
+        with explained("setting up the sharded module"):
+            dist.broadcast(number, self._ranks[0], self.control_group)
+        self.name = f"{'-'.join(map(str, self._ranks))}/{number.item()}"
+        self.watch = Watch(self.rank, self.size, self.name)
 
     def all_gather(self, full: Tensor, number: int, what: str) -> Pending:
         """Fill a flat buffer of which this rank's slice is already in place.
@@ -141,14 +157,16 @@ class Communicator:
             self.before_gather(number)
         self.counters.add("all_gather", full)
         slices = full.chunk(self.size)
-        if self.backend != "gloo":
-            work = _all_gather_single(full, slices[self.rank], group=self.group, async_op=True)
-            return Pending(what, [work], [full])
         works = []
-        for peer, source in self._peers():
-            works.append(dist.irecv(slices[source], self._ranks[source], self.group, tag=_GATHER_TAG + number))
-            works.append(dist.isend(slices[self.rank], self._ranks[peer], self.group, tag=_GATHER_TAG + number))
-        return Pending(what, works, [full])
+        with explained(what):
+            if self.backend != "gloo":
+                works.append(_all_gather_single(full, slices[self.rank], group=self.group, async_op=True))
+            else:
+                tag = _GATHER_TAG + number
+                for peer, source in self._peers():
+                    works.append(dist.irecv(slices[source], self._ranks[source], self.group, tag=tag))
+                    works.append(dist.isend(slices[self.rank], self._ranks[peer], self.group, tag=tag))
+        return Pending(what, works, [full], watch=self.watch)
 
     def reduce_scatter(self, flat: Tensor, wire: torch.dtype, what: str) -> Pending:
         """Sum a flat buffer over ranks; ``wait()`` gives this rank's slice of the sum (1-D).
@@ -165,18 +183,20 @@ class Communicator:
         if self.backend != "gloo":
             sent = flat.to(wire)
             shard = torch.empty_like(sent[: sent.numel() // self.size])
-            work = _reduce_scatter_single(shard, sent, group=self._reduce_group, async_op=True)
+            with explained(what):
+                work = _reduce_scatter_single(shard, sent, group=self._reduce_group, async_op=True)
             # the input is kept until the current stream has waited for its reader
-            return Pending(what, [work], [sent], lambda: shard.to(dtype))
+            return Pending(what, [work], [sent], lambda: shard.to(dtype), watch=self.watch)
         slices = flat.chunk(self.size)
         # a copy, where the others are cast, so that the buffer need not be kept for it
         own = slices[self.rank] if wire == dtype else slices[self.rank].clone()
         sent_parts, received, works = [], [], []
-        for peer, source in self._peers():
-            sent_parts.append(slices[peer].to(wire))
-            received.append(torch.empty_like(slices[source], dtype=wire))
-            works.append(dist.irecv(received[-1], self._ranks[source], self.group, tag=_REDUCE_TAG))
-            works.append(dist.isend(sent_parts[-1], self._ranks[peer], self.group, tag=_REDUCE_TAG))
+        with explained(what):
+            for peer, source in self._peers():
+                sent_parts.append(slices[peer].to(wire))
+                received.append(torch.empty_like(slices[source], dtype=wire))
+                works.append(dist.irecv(received[-1], self._ranks[source], self.group, tag=_REDUCE_TAG))
+                works.append(dist.isend(sent_parts[-1], self._ranks[peer], self.group, tag=_REDUCE_TAG))
 
         def add_up() -> Tensor:
             total = received[0].to(dtype)
@@ -184,7 +204,7 @@ class Communicator:
                 total.add_(part)
             return total
 
-        return Pending(what, works, sent_parts, add_up)
+        return Pending(what, works, sent_parts, add_up, watch=self.watch)
 
     def reduction_bytes(self, flat: Tensor, wire: torch.dtype) -> int:
         """Bytes held while a flat buffer is reduced: what is sent, what is received, and one's own slice."""
@@ -203,7 +223,7 @@ class Communicator:
                 self.counters.add("control", flat[start:stop])
                 work = dist.broadcast(flat[start:stop], self._ranks[source], self.group, async_op=True)
                 works.append(work)
-        Pending(what, works, [flat]).wait()
+        Pending(what, works, [flat], watch=self.watch).wait()
 
     def all_reduce(self, tensor: Tensor, op: Any = None) -> Tensor:
         """Reduce a small tensor in place, on the group's own device: from offloaded state over NCCL too."""
@@ -211,22 +231,29 @@ class Communicator:
             return tensor
         on_device = tensor.to(self.device)
         self.counters.add("control", on_device)
-        dist.all_reduce(on_device, op or dist.ReduceOp.SUM, self.group)
+        with self.watch.waiting("a sum, norm or extreme over ranks"):
+            dist.all_reduce(on_device, op or dist.ReduceOp.SUM, self.group)
         return tensor.copy_(on_device) if on_device is not tensor else tensor
 
-    def agree(self, tensor: Tensor) -> Tensor:
+    def agree(self, tensor: Tensor, what: str) -> Tensor:
         """Elementwise maximum over ranks of a small CPU tensor, in place."""
         if self.size > 1:
             self.counters.add("control", tensor)
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, self.control_group)
+            with self.watch.waiting(what):
+                dist.all_reduce(tensor, dist.ReduceOp.MAX, self.control_group)
         return tensor
 
     def from_first(self, tensor: Tensor) -> Tensor:
         """Rank 0's value of a tensor, in place: parameters and buffers at the start, and what rank 0 decides."""
+        return self.broadcast(tensor, 0)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """One rank's value of a tensor, in place."""
         if self.size > 1:
             self.counters.add("control", tensor)
             group = self.control_group if tensor.device.type == "cpu" else self.group
-            dist.broadcast(tensor, self._ranks[0], group)
+            with self.watch.waiting(f"a broadcast from rank {source}"):
+                dist.broadcast(tensor, self._ranks[source], group)
         return tensor
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -234,19 +261,26 @@ class Communicator:
         if self.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value, self.control_group)
+        with self.watch.waiting("an exchange of what each rank holds"):
+            dist.all_gather_object(gathered, value, self.control_group)
         return gathered
 
-    def tell(self, ranks: list[int], message: Tensor) -> Pending:
-        """Send a small CPU tensor to some ranks, which ``hear`` it."""
+    def tell(self, ranks: list[int], message: Tensor) -> list[Any]:
+        """Send a small CPU tensor, which is not to change, to some ranks, which ``hear`` it; the backend's handles."""
         self.counters.add("control", message)
-        works = [dist.isend(message, self._ranks[rank], self.control_group, tag=_TELL_TAG) for rank in ranks]
-        return Pending("a message to other ranks", works, [message])
+        return [dist.isend(message, self._ranks[rank], self.control_group, tag=_TELL_TAG) for rank in ranks]
 
-    def hear(self, rank: int, message: Tensor) -> Tensor:
+    def hear(self, rank: int, message: Tensor, what: str) -> Tensor:
         """Fill a small CPU tensor with what a rank tells."""
-        dist.recv(message, self._ranks[rank], self.control_group, tag=_TELL_TAG)
+        with self.watch.waiting(what, ordinal=0):
+            dist.recv(message, self._ranks[rank], self.control_group, tag=_TELL_TAG)
         return message
+
+    def close(self) -> None:
+        """End the watch over its waits, and a turn in which a failure has left it."""
+        self.absent, self.before_gather = [], None
+        if self.size > 1:
+            self.watch.close()
 
     def _peers(self) -> list[tuple[int, int]]:
         """In the order of a ring, so that no rank is everybody's first: (whom to send to, whom to receive from)."""

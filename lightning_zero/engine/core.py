@@ -130,6 +130,8 @@ class Engine:
         self.ledger = Ledger()
         self.communicator = Communicator(group, device)
         self.agreement = Agreement(self.communicator, handshake_timeout)
+        for part in (self.agreement, self.communicator):  # also if what follows fails
+            weakref.finalize(self, part.close)
         self._overlap, self._compute_dtype, self._bucket_numel = overlap, compute_dtype, bucket_numel
         self._steps = self._numbers = 0
         self._buffers_follow = True
@@ -146,7 +148,7 @@ class Engine:
         self.schedule.install(plans)
         differentiation.serve(self.schedule)
         self._checkpointed = [CheckpointedModule(inner) for inner in checkpointed]
-        self._turns = Turns(self.communicator, self.agreement, self.schedule, self.buckets)
+        self._turns = Turns(self.communicator, self.schedule, self.buckets)
         self.reducer = GradientReducer(
             self.units,
             self.schedule,
@@ -157,7 +159,6 @@ class Engine:
         )
         self.masters = [Masters(optimizer, slot_of, self) for optimizer in optimizers]
         # the module's and the optimizers' hooks keep the engine; nothing in the engine keeps these
-        weakref.finalize(self, self.agreement.close)
         self._root_hooks = [
             module.register_forward_pre_hook(
                 OwnHook(lambda *_: self._open_window(is_step=self._is_forward_a_step)), prepend=True
@@ -411,7 +412,6 @@ class Engine:
         """
         device = torch.device(device) if device is not None else self.communicator.device
         communicate = communicate or self.communicator.size == 1
-        self.agreement.close()
         states = [(masters._optimizer(), masters.close(device if communicate else None)) for masters in self.masters]
         for hook in self._root_hooks:
             hook.remove()
@@ -421,6 +421,7 @@ class Engine:
         self.reducer.remove()
         with torch.no_grad():
             derived = self._derived() if communicate else {}
+            parameters = {slot: slot.parameter for slot in derived}
             values = {
                 id(tensor): slot.collect(tensor.local, handshake=False).to(device, copy=True)
                 for slot, tensors in derived.items()
@@ -428,13 +429,15 @@ class Engine:
                 if not tensor.is_parameter
             }
             for bucket in self.buckets:
+                if not bucket.parameters:
+                    continue  # restored before the other ranks failed
                 if communicate or bucket.is_whole_here:
                     bucket.restore(device)
                 else:
                     bucket.abandon()
             for slot, tensors in derived.items():
                 for tensor in tensors:
-                    value = values.get(id(tensor), slot.parameter.detach())
+                    value = values.get(id(tensor), parameters[slot].detach())
                     is_parameter = isinstance(tensor, nn.Parameter)
                     become(tensor, nn.Parameter(value, tensor.requires_grad) if is_parameter else value)
         for optimizer, state in states:
@@ -446,6 +449,8 @@ class Engine:
             for inner in module.modules():
                 if isinstance(inner, nn.RNNBase):
                     inner._init_flat_weights()
+        self.agreement.close()
+        self.communicator.close()
         self.units = []
 
     def _derived(self) -> dict[BucketSlot, list[ShardedTensor]]:

@@ -243,7 +243,7 @@ class GradientReducer:
         ]
         late = [number in backward.launched and bucket.has_any_gradient for number, bucket in enumerate(self._buckets)]
         flags = torch.tensor([*(flag for flags in used for flag in flags), *late], dtype=torch.uint8)
-        agreed = iter(self._communicator.agree(flags).tolist())
+        agreed = iter(self._communicator.agree(flags, "the end of backward").tolist())
         used = [[bool(next(agreed)) for _ in flags] for flags in used]
         late = [bool(next(agreed)) for _ in late]
 

@@ -6,12 +6,13 @@ they are at the end); those who are behind run theirs, and the others take part 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.agreement import Agreement
 from lightning_zero.engine.bucket import Bucket
-from lightning_zero.engine.collectives import Communicator, Pending
+from lightning_zero.engine.collectives import Communicator
 from lightning_zero.engine.schedule import Schedule
 
 _END = 2**62
@@ -28,12 +29,9 @@ class Turns:
         buckets: all of the engine, by number.
     """
 
-    def __init__(
-        self, communicator: Communicator, agreement: Agreement, schedule: Schedule, buckets: list[Bucket]
-    ) -> None:
-        self._communicator, self._agreement, self._schedule = communicator, agreement, schedule
-        self._buckets = buckets
-        self._sent: list[Pending] = []
+    def __init__(self, communicator: Communicator, schedule: Schedule, buckets: list[Bucket]) -> None:
+        self._communicator, self._schedule, self._buckets = communicator, schedule, buckets
+        self._sent: list[tuple[Tensor, Any]] = []  # messages are kept until they have left
 
     def take(self, position: int | None) -> None:
         """End this rank's turn, and return when it has another, or when every rank is at its end. Collective.
@@ -47,8 +45,7 @@ class Turns:
         while True:
             positions = torch.zeros(communicator.size, dtype=torch.int64)
             positions[communicator.rank] = own
-            with self._agreement.blocked_in("an evaluation loop, waiting for the other ranks' next batch"):
-                communicator.agree(positions)
+            communicator.agree(positions, "the other ranks' next batch in an evaluation loop")
             behind = int(positions.min())
             absent = [rank for rank, other in enumerate(positions.tolist()) if other > behind]
             if own == behind:
@@ -70,8 +67,8 @@ class Turns:
             self._schedule.release_if_idle(unit)  # what was gathered to be read
         if communicator.before_gather is not None:
             self._announce(_OVER)
-            for pending in self._sent:
-                pending.wait()
+            for _, work in self._sent:
+                work.wait()
             self._sent = []
         communicator.absent, communicator.before_gather = [], None
 
@@ -80,13 +77,13 @@ class Turns:
         message = self._message()
         message[0] = number
         message[1 : 1 + len(self._schedule.order)] = torch.tensor(self._schedule.order, dtype=torch.int64)
-        self._sent.append(self._communicator.tell(self._communicator.absent, message))
+        works = self._communicator.tell(self._communicator.absent, message)
+        self._sent.extend((message, work) for work in works)
 
     def _serve(self, leader: int) -> None:
         while True:
             message = self._message()
-            with self._agreement.blocked_in("an evaluation loop, serving ranks that have more batches"):
-                self._communicator.hear(leader, message)
+            self._communicator.hear(leader, message, f"what rank {leader} gathers in an evaluation loop")
             number, *order = message.tolist()
             if number == _OVER:
                 self._schedule.order = [unit for unit in order if unit >= 0]

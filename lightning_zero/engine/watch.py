@@ -1,0 +1,217 @@
+"""Where ranks wait: those that wait for each other for ever, or for one that failed, are told in seconds what happened.
+
+A rank that has waited for a while says in the process group's store what for, and what it has begun before. From
+these notices a deadlock can be proven: r waits for a collective that s has not begun, and s, which can begin nothing
+before its own wait is over, waits for one that r has not begun (or for a rank that waits for r, and so on). A rank that
+is slow waits for nothing, and so is never taken for one that diverged.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+PATIENCE = 3.0
+"""Seconds that a rank waits before it says so, and that another lets such a notice stand."""
+
+_FAILED = "lightning_zero/failed"
+_UNUSED_TAG = 7699
+
+
+class _Wait(NamedTuple):
+    what: str
+    ordinal: int  # the how manieth of this name; 0 where not every rank takes part, so that nothing can be concluded
+    since: float
+
+
+class Watch:
+    """Over the waits of one rank of a group.
+
+    Args:
+        rank, size: in the group.
+        name: of what the ranks do together, the same on all of them and new each time.
+    """
+
+    def __init__(self, rank: int, size: int, name: str) -> None:
+        self._rank, self._others = rank, [other for other in range(size) if other != rank]
+        self._begun: Counter[str] = Counter()
+        self._wait: _Wait | None = None
+        self._announced: _Wait | None = None
+        self._lock = threading.Lock()  # of what is announced
+        self._closed = threading.Event()
+        # a connection of its own: the main thread may hold the other for as long as it waits
+        store = dist.distributed_c10d._get_default_store()
+        self._store = store.clone() if hasattr(store, "clone") else store
+        self._notices = dist.PrefixStore(f"lightning_zero/watch/{name}", self._store)
+        threading.Thread(target=self._run, name="lightning_zero-watch", daemon=True).start()
+
+    def begin(self, what: str) -> int:
+        """Count a collective of this name that this rank begins, in the order that all ranks have; its ordinal."""
+        self._begun[what] += 1
+        return self._begun[what]
+
+    @contextmanager
+    def waiting(self, what: str, ordinal: int | None = None) -> Iterator[None]:
+        """Around anything in which this rank waits for others.
+
+        Args:
+            what: a name, the same on every rank.
+            ordinal: what ``begin`` gave for it, by default that of one that begins here; 0 if only some take part.
+
+        Raises:
+            RuntimeError: for one that is raised inside, saying why if that is known: which rank failed, which ranks
+                wait for each other, or where each is.
+        """
+        wait = _Wait(what, self.begin(what) if ordinal is None else ordinal, time.monotonic())
+        outer, self._wait = self._wait, wait
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(f"{what} did not complete: {failure() or self._blame(error)}") from error
+        finally:
+            self._wait = outer
+            if self._announced is not None:
+                with self._lock:
+                    self._announced = None
+                    # emptied, not deleted: another may be about to read it, and would wait for it to come back
+                    self._set("")
+
+    def notice_of(self, rank: int) -> str:
+        """What a rank has said about its wait, which is different for each wait; empty if it waits for nothing."""
+        key = f"{rank}"
+        return self._notices.get(key).decode() if self._notices.check([key]) else ""
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _blame(self, error: RuntimeError) -> str:
+        """Why a wait failed though no rank has reported a failure: one is gone, or did not come in time."""
+        notices = {rank: self.notice_of(rank) for rank in self._others}
+        elsewhere = [f"rank {rank} waits for {name_in(notice)}" for rank, notice in notices.items() if notice]
+        reason = (
+            f"another rank ended, or did not take part in it{': ' if elsewhere else ''}{', '.join(elsewhere)}. "
+            f"Every rank must run the same units in the same order. ({error})"
+        )
+        fail(f"rank {self._rank} waited for {self._wait.what if self._wait else 'nothing'}; {reason}")
+        return reason
+
+    def _set(self, notice: str) -> None:
+        try:
+            self._notices.set(f"{self._rank}", notice)
+        except RuntimeError:  # the store went away with the rank that hosted it: nobody is left to tell
+            self.close()
+
+    def _run(self) -> None:
+        while not self._closed.wait(PATIENCE / 3):
+            wait = self._wait
+            if wait is None or time.monotonic() - wait.since < PATIENCE:
+                continue
+            with self._lock:
+                if self._wait is wait and self._announced is not wait:
+                    self._set(json.dumps([*wait, self._begun]))
+                    self._announced = wait
+            try:
+                reason = failure(self._store) or self._deadlock(wait)
+            except RuntimeError:
+                return
+            if reason and self._wait is wait:
+                fail(reason, self._store)
+
+    def _deadlock(self, wait: _Wait) -> str | None:
+        """The ranks, this one among them, of which each waits for the next for ever."""
+        waits, begun = {self._rank: wait}, {self._rank: self._begun}
+        for rank in self._others:
+            notice = self.notice_of(rank)
+            if notice:
+                *fields, counts = json.loads(notice)
+                waits[rank], begun[rank] = _Wait(*fields), Counter(counts)
+
+        def way_back(rank: int, path: list[int]) -> list[int] | None:
+            for other in waits:
+                if begun[other][waits[rank].what] < waits[rank].ordinal:
+                    if other == self._rank:
+                        return path
+                    found = way_back(other, [*path, other]) if other not in path else None
+                    if found:
+                        return found
+            return None
+
+        cycle = way_back(self._rank, [self._rank])
+        if cycle is None or self._wait is not wait:
+            return None
+        where = ", ".join(f"rank {rank} waits for {waits[rank].what}" for rank in sorted(cycle))
+        return (
+            f"the ranks wait for each other for ever: {where}. Every rank must run the same units in the same order, "
+            "forward and backward: no 'if' on the rank or on its data around them."
+        )
+
+
+def name_in(notice: str) -> str:
+    """What a notice's rank waits for."""
+    return json.loads(notice)[0]
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Around a wait that no watch is over: if it fails since another rank did, the error says so."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = failure()
+        if reason is None:
+            raise
+        raise RuntimeError(f"{what} did not complete: {reason}") from error
+
+
+def fail(reason: str, store: Any = None) -> None:
+    """Tell every rank of the default process group why its run cannot go on, and wake those that wait.
+
+    The first reason counts. The process group is of no use then; see ``renew``.
+    """
+    try:
+        (store or dist.distributed_c10d._get_default_store()).compare_set(_FAILED, "", reason)
+    except RuntimeError:
+        pass  # its host is gone, and with it this rank's peers or their connections
+    for group in list(dist.distributed_c10d._world.pg_map):
+        _sever(group)
+
+
+def failure(store: Any = None) -> str | None:
+    """Why the run over the default process group cannot go on, if some rank has said so."""
+    store = store or dist.distributed_c10d._get_default_store()
+    return store.get(_FAILED).decode() if store.check([_FAILED]) else None
+
+
+def renew(timeout: timedelta | None) -> None:
+    """Put a new default process group in the place of one whose run failed. Collective.
+
+    It meets in the same store, where it has keys of its own, so that no message of the old one reaches it.
+    """
+    rank, size, backend = dist.get_rank(), dist.get_world_size(), dist.get_backend()
+    store = dist.PrefixStore("lightning_zero/renewed", dist.distributed_c10d._get_default_store())
+    dist.destroy_process_group()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def _sever(group: dist.ProcessGroup) -> None:
+    """End what is under way in a group, here and, over Gloo, on the ranks that wait for this one."""
+    for device in group._device_types:
+        backend: Any = group._get_backend(device)
+        if backend.name().lower() != "gloo":
+            backend.abort()
+        elif group.size() > 1:
+            # Gloo closes all connections when one receive is not served in time. (Its abort() wakes nobody.)
+            peer = (group.rank() + 1) % group.size()
+            try:
+                backend.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+            except RuntimeError:
+                pass

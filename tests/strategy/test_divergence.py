@@ -1,0 +1,137 @@
+"""Ranks that run different units at stage 3: an error in seconds that names the units and the ranks, and only then."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_zero.engine import Engine
+from lightning_zero.engine.watch import renew
+from tests.support import rank
+from tests.support.trainer import Learner, make_trainer
+
+
+class Forked(nn.Module):
+    """Two blocks, of which a rank may run one only."""
+
+    def __init__(self, choose):
+        super().__init__()
+        self.a, self.b = (nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+        self.choose = choose
+
+    def forward(self, x):
+        for block in self.choose(self.a, self.b):
+            x = block(x)
+        return x.sum()
+
+
+def own_block(a, b):
+    return [a if rank() == 0 else b]
+
+
+def own_order(a, b):
+    return [a, b] if rank() == 0 else [b, a]
+
+
+def both(a, b):
+    return [a, b]
+
+
+def is_block(name, module):
+    return name in ("a", "b")
+
+
+def seconds_until_error(function, message):
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=message):
+        function()
+    return time.monotonic() - begin
+
+
+def run_other_blocks(choose, prefetch):
+    torch.manual_seed(0)
+    module = Forked(choose)
+    engine = Engine(module, stage=3, units=is_block, prefetch=prefetch)
+
+    def steps():
+        for _ in range(2):
+            module(torch.ones(2, 4)).backward()
+
+    wait = "rank {} waits for the gather of unit '{}'"
+    seconds = seconds_until_error(steps, f"for ever: {wait.format(0, 'a')}, {wait.format(1, 'b')}. Every rank must run")
+    engine.close(communicate=False)
+    return seconds
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_ranks_that_run_different_units_are_told_which_in_seconds(run_on, prefetch):
+    assert max(run_on(2, run_other_blocks, choose=own_block, prefetch=prefetch)) < 20
+
+
+class Forgetful(Learner):
+    """A rank that does not call backward, in manual optimization."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = self.model(*batch)
+        if self.global_rank == 0:
+            self.manual_backward(loss)
+
+
+def forget_backward():
+    module = Forgetful()
+    return seconds_until_error(
+        lambda: make_trainer("zero3").fit(module),
+        r"(?s)for ever: rank 0 waits for the .*of unit '[\w.]+', rank 1 waits for the next training batch",
+    )
+
+
+def test_a_rank_that_does_not_call_backward_is_named_in_seconds(run_on):
+    assert max(run_on(2, forget_backward)) < 20
+
+
+def be_late():
+    module = Forked(both)
+    engine = Engine(module, stage=3, units=is_block)
+    if rank() == 0:
+        time.sleep(8)
+    module(torch.ones(2, 4)).backward()
+    full = module.a[0].weight.grad.norm().item()
+    engine.close()
+    return full
+
+
+def test_a_rank_that_is_slow_is_waited_for(run_on):
+    first, second = run_on(2, be_late)
+    assert first == second > 0
+
+
+def miss_the_timeout():
+    """Rank 1 waits for nothing that could be known, and comes too late."""
+    renew(timedelta(seconds=5))
+    module = Forked(both)
+    engine = Engine(module, stage=3, units=is_block)
+
+    def run():
+        if rank() == 0:
+            module(torch.ones(2, 4))
+        else:
+            time.sleep(6)
+            with engine.communicator.watch.waiting("something else"):
+                dist.barrier()
+
+    seconds = seconds_until_error(run, "did not complete")
+    engine.close(communicate=False)
+    return seconds
+
+
+def test_the_timeout_of_the_group_ends_what_cannot_be_proven(run_on):
+    assert max(run_on(2, miss_the_timeout)) < 20

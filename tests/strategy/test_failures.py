@@ -1,0 +1,270 @@
+"""A failure on one rank reaches the user, ends the others in seconds, and leaves the processes able to train again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from torch import nn
+
+from lightning_zero import ZeroStrategy
+from tests.support import rank
+from tests.support.models import OddModel
+from tests.support.trainer import Learner, make_trainer
+from tests.support.training import same_tensors
+
+STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
+
+
+class UserError(Exception):
+    pass
+
+
+def out_of_memory():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+
+def user_error():
+    raise UserError("in the user's code\nwith details")
+
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(5)
+
+
+class FailsOnce(Learner):
+    """One rank fails once, in one place."""
+
+    def __init__(self, fail, where="training_step", failing=1):
+        super().__init__(batches=3)
+        self.fail, self.where, self.failing = fail, where, failing
+
+    def _maybe(self, where):
+        if self.where == where and self.global_rank == self.failing:
+            self.where = None
+            self.fail()
+
+    def configure_optimizers(self):
+        self._maybe("configure_optimizers")
+        return super().configure_optimizers()
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            self._maybe("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer):
+        if self.trainer.global_step == 1:
+            self._maybe("on_before_optimizer_step")
+
+    def on_train_end(self):
+        self._maybe("on_train_end")
+
+
+def fails(trainer, module, error, text):
+    begin = time.monotonic()
+    expected = (error, None) if rank() == module.failing else (RuntimeError, text)
+    with pytest.raises(expected[0], match=expected[1]):
+        trainer.fit(module)
+    assert time.monotonic() - begin < 20
+    return time.monotonic() - begin
+
+
+def fail_and_fit_again(stage, fail, error, name, where="training_step", failing=1, precision="32-true"):
+    handler = signal.getsignal(signal.SIGINT)
+    torch.manual_seed(0)
+    module = FailsOnce(fail, where, failing)
+    text = rf"rank {failing} failed with {name}"
+    options = {"precision": precision, "max_epochs": 1}
+    fails(make_trainer(ZeroStrategy(stage=stage), **options), module, error, text)
+    signal.signal(signal.SIGINT, handler)  # Lightning ignores it from then on
+
+    trainer = make_trainer(ZeroStrategy(stage=stage), **options)
+    trainer.fit(module)
+    assert trainer.global_step == 3
+    assert all(type(p) is nn.Parameter for p in module.parameters())
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+ERRORS = pytest.mark.parametrize(
+    ("fail", "error", "name"),
+    [
+        (user_error, UserError, "UserError: in the user's code$"),
+        (out_of_memory, torch.OutOfMemoryError, "OutOfMemoryError: CUDA out of memory"),
+        (interrupt, SystemExit, "KeyboardInterrupt"),
+    ],
+    ids=["exception", "out of memory", "Ctrl-C"],
+)
+
+
+@ERRORS
+@STAGES
+def test_a_failure_on_one_rank_ends_every_rank_and_all_can_fit_the_module_again(run_on, stage, fail, error, name):
+    first, second = run_on(2, fail_and_fit_again, stage=stage, fail=fail, error=error, name=name)
+    same_tensors(first, second, bound=0)
+
+
+@pytest.mark.parametrize("where", ["configure_optimizers", "on_before_optimizer_step", "on_train_end"])
+@STAGES
+def test_it_may_fail_anywhere(run_on, stage, where):
+    found = run_on(3, fail_and_fit_again, stage=stage, fail=user_error, error=UserError, name="UserError", where=where)
+    same_tensors(found[0], found[2], bound=0)
+
+
+@STAGES
+def test_it_may_be_rank_0_that_fails_in_low_precision(run_on, stage):
+    options = {"fail": user_error, "error": UserError, "name": "UserError", "failing": 0, "precision": "bf16-mixed"}
+    first, second = run_on(2, fail_and_fit_again, stage=stage, **options)
+    same_tensors(first, second, bound=0)
+
+
+def fail_before_any_step(stage):
+    """What is put together again is what was sharded: the second run equals one that never failed."""
+    torch.manual_seed(0)
+    module = FailsOnce(user_error, "on_train_batch_start")
+    module.on_train_batch_start = lambda *_: module._maybe("on_train_batch_start")
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    fails(make_trainer(ZeroStrategy(stage=stage)), module, UserError, "rank 1 failed")
+    if stage == 3:
+        with pytest.raises(RuntimeError, match=r"of 'model.embed.weight' cannot be had: .* has failed"):
+            module.model.embed.weight.norm()
+    strategy = ZeroStrategy(stage=stage)
+
+    class Compare(Callback):
+        def setup(self, trainer, pl_module, stage):
+            same_tensors(pl_module.state_dict(), before, bound=0)
+
+    make_trainer(strategy, callbacks=[Compare()]).fit(module)
+    torch.manual_seed(0)
+    reference = Learner(batches=3)
+    make_trainer(ZeroStrategy(stage=stage)).fit(reference)
+    same_tensors(module.state_dict(), reference.state_dict(), bound=0)
+
+
+@STAGES
+def test_the_second_fit_starts_from_the_weights_of_the_first(run_on, stage):
+    run_on(2, fail_before_any_step, stage=stage)
+
+
+def mixed():
+    """Rank 1 still holds parts; rank 0 holds a whole module."""
+    torch.manual_seed(0)
+    module = FailsOnce(user_error)
+    fails(make_trainer("zero3"), module, UserError, "rank 1 failed")
+    if rank() == 0:
+        module.model = OddModel()
+    expected = {name: value.clone() for name, value in module.state_dict().items()} if rank() == 0 else None
+
+    class Keep(Callback):
+        def setup(self, trainer, pl_module, stage):
+            self.state = {name: value.clone() for name, value in pl_module.state_dict().items()}
+
+    keep = Keep()
+    make_trainer("zero3", callbacks=[keep]).fit(module)
+    if expected is not None:
+        same_tensors(keep.state, expected, bound=0)
+    return keep.state
+
+
+def test_a_rank_that_holds_parts_takes_the_weights_of_one_that_holds_them_whole(run_on):
+    first, second = run_on(2, mixed)
+    same_tensors(second, first, bound=0)
+
+
+def save_on_exception(folder):
+    log = []
+    handler = logging.Handler()
+    handler.emit = lambda record: log.append(record.getMessage())
+    logging.getLogger("lightning_zero").addHandler(handler)
+    module = FailsOnce(user_error)
+    callbacks = [OnExceptionCheckpoint(folder), ModelCheckpoint(folder, save_on_exception=True)]
+    trainer = make_trainer("zero3", callbacks=callbacks, enable_checkpointing=True)
+    seconds = fails(trainer, module, UserError, "rank 1 failed")
+    assert any("is not written: after an exception" in line for line in log), log
+    assert not list(Path(folder).glob("*.ckpt"))
+    return seconds
+
+
+def test_a_checkpoint_on_exception_that_cannot_be_written_hides_nothing(run_on, tmp_path):
+    assert max(run_on(2, save_on_exception, folder=str(tmp_path))) < 3
+
+
+def evaluate_failing(stage):
+    module = FailsOnce(user_error)
+
+    def step(batch, batch_idx):
+        if batch_idx == 1 and rank() == 1 and module.where:
+            module.where = None
+            module.fail()
+        module.model(*batch)
+
+    module.validation_step = step
+    with pytest.raises(UserError if rank() == 1 else RuntimeError):
+        make_trainer(ZeroStrategy(stage=stage)).validate(module, module.train_dataloader(), verbose=False)
+        make_trainer(ZeroStrategy(stage=stage)).validate(module, module.train_dataloader(), verbose=False)
+    make_trainer(ZeroStrategy(stage=stage)).validate(module, module.train_dataloader(), verbose=False)
+    assert all(type(p) is nn.Parameter for p in module.parameters())
+
+
+def test_a_failure_in_evaluation_is_one_too(run_on):
+    run_on(2, evaluate_failing, stage=3)
+
+
+# -------------------------------------------------------------------------------------------- whole processes
+
+SCRIPT = """
+    import os, signal, sys, time
+    import lightning_zero
+    from tests.strategy.test_failures import FailsOnce, user_error, interrupt, torch
+    from lightning.pytorch import Trainer
+
+    def trainer():
+        return Trainer(
+            strategy="{strategy}", devices=2, accelerator="cpu", max_epochs=1, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )
+
+    if __name__ == "__main__":
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        model = FailsOnce({fail})
+        try:
+            trainer().fit(model)
+        except BaseException as error:
+            print("FAILED", type(error).__name__, str(error).splitlines()[0] if str(error) else "", flush=True)
+        if {again}:
+            second = trainer()
+            second.fit(model)
+            sys.stdout.write(f"TRAINED {{second.global_rank}} {{second.global_step}}\\n")
+"""
+
+
+def run_script(tmp_path, strategy, fail, again):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT).format(strategy=strategy, fail=fail, again=again))
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    return subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=150, env=environment)
+
+
+def test_processes_that_the_trainer_started_can_fit_again(tmp_path):
+    done = run_script(tmp_path, "zero3", "user_error", again=True)
+    assert "FAILED UserError in the user's code" in done.stdout, done.stderr
+    assert "rank 1 failed with UserError: in the user's code" in done.stdout
+    assert "TRAINED 0 2" in done.stdout and "TRAINED 1 2" in done.stdout, done.stderr
+
+
+def test_a_failure_in_a_spawned_process_reaches_the_user(tmp_path):
+    done = run_script(tmp_path, "zero3_spawn", "user_error", again=False)
+    assert "FAILED ProcessRaisedException" in done.stdout, done.stderr
