@@ -36,8 +36,8 @@ def attend(trainer: Trainer, engine: Engine) -> None:
     for loop in _evaluation_loops(trainer):
         loop.run = partial(_run, loop, engine.take_turn)
     loop = trainer.fit_loop.epoch_loop
-    if engine.communicator.size > 1 and hasattr(loop, _BETWEEN_BATCHES):
-        setattr(loop, _BETWEEN_BATCHES, partial(_wait_between_batches, loop, engine.communicator.watch.waiting))
+    if hasattr(loop, _BETWEEN_BATCHES):
+        setattr(loop, _BETWEEN_BATCHES, partial(_wait_between_batches, loop, engine.communicator.waiting))
 
 
 def leave(trainer: Trainer) -> None:

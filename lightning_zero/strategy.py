@@ -316,7 +316,7 @@ class ZeroStrategy(ParallelStrategy):
     @contextmanager
     def _blocked_in(self, what: str) -> Iterator[None]:
         """Tell ranks that wait elsewhere where this one is, and say why if it waits in vain."""
-        with self.engine.communicator.watch.waiting(what) if self.engine is not None else explained(what):
+        with self.engine.communicator.waiting(what) if self.engine is not None else explained(what):
             yield
 
     @override

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -275,6 +276,10 @@ class Communicator:
         with self.watch.waiting(what, ordinal=0):
             dist.recv(message, self._ranks[rank], self.control_group, tag=_TELL_TAG)
         return message
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Around a wait for the other ranks in something that is none of the engine's own; see ``Watch.waiting``."""
+        return self.watch.waiting(what) if self.size > 1 else nullcontext()
 
     def close(self) -> None:
         """End the watch over its waits, and a turn in which a failure has left it."""

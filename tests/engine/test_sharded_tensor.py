@@ -335,7 +335,7 @@ def read_on_rank_0_while_others_wait_in(where):
         with pytest.raises(RuntimeError, match=r"'2\.bias'.*\[0\].*'0\.weight'"):
             module[2].bias.sort()
     else:
-        with engine.communicator.watch.waiting("the barrier of this test"):
+        with engine.communicator.waiting("the barrier of this test"):
             engine.communicator.gather_objects(None)
         return
     assert time.monotonic() - begin < 15
@@ -441,7 +441,7 @@ def ask_on_rank_0_then_on_all():
         with pytest.raises(RuntimeError, match=r"the state of Adam.*\[1\]"):
             optimizer.state_dict()
     else:
-        with engine.communicator.watch.waiting("what rank 1 does meanwhile"):
+        with engine.communicator.waiting("what rank 1 does meanwhile"):
             engine.communicator.gather_objects(None)
     if rank() == 0:
         engine.communicator.gather_objects(None)

@@ -125,7 +125,7 @@ def miss_the_timeout():
             module(torch.ones(2, 4))
         else:
             time.sleep(6)
-            with engine.communicator.watch.waiting("something else"):
+            with engine.communicator.waiting("something else"):
                 dist.barrier()
 
     seconds = seconds_until_error(run, "did not complete")
