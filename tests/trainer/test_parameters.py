@@ -1,0 +1,359 @@
+"""What modules and callbacks do with parameters in a run."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback
+from lightning.pytorch.plugins import LayerSync
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.optim import SGD, Adam
+
+from tests.support.training import CLOSE
+from tests.support.workers import rank
+from tests.trainer.cases import Net, behaviours, same_as_under_ddp, trained
+
+# ------------------------------------------------------------------------------------------- freezing, and more of them
+
+
+class FrozenBackbone(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.requires_grad_(False).eval()
+
+    def configure_optimizers(self) -> Any:
+        return Adam([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+
+
+class BiasesOnly(FrozenBackbone):
+    def __init__(self) -> None:
+        super().__init__()
+        for name, p in self.named_parameters():
+            p.requires_grad_("bias" in name)
+
+
+class Adapter(nn.Module):
+    """A frozen layer with a trained product of two thin matrices beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(2, base.in_features) * 0.1)
+        self.b = nn.Parameter(torch.zeros(base.out_features, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.a.t() @ self.b.t()
+
+
+class Adapted(FrozenBackbone):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block[0] = Adapter(block[0])
+
+    def on_train_end(self) -> None:  # merged, as for export
+        with torch.no_grad():
+            for block in self.blocks:
+                block[0].base.weight += block[0].b @ block[0].a
+                block[0].b.zero_()
+
+
+def freeze(strategy: str) -> Any:
+    """A frozen backbone; biases only; adapters beside frozen layers, merged at the end"""
+    return [trained(strategy, kind()) for kind in (FrozenBackbone, BiasesOnly, Adapted)]
+
+
+class FrozenLater(Net):
+    """Freezes a block in mid-epoch, and another part at the next epoch; gradient hooks see what is trained."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 2:
+            self.blocks[0].requires_grad_(False)
+        if self.global_step == 4:
+            self.head.requires_grad_(False)
+            self.blocks[0][2].requires_grad_(True)
+
+    def on_after_backward(self) -> None:
+        self.seen.append([p.grad is not None for p in self.parameters()])
+
+    def configure_optimizers(self) -> Any:
+        return SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+def freeze_in_mid_run(strategy: str) -> Any:
+    """Freezing and unfreezing at any step"""
+    return trained("ddp_find_unused_parameters_true" if strategy == "ddp" else strategy, FrozenLater())
+
+
+class GrowingOptimizer(Net):
+    """The optimizer learns of the head, and of another rate for it, in mid-run."""
+
+    def configure_optimizers(self) -> Any:
+        return Adam([*self.blocks.parameters(), self.scale], lr=self.lr)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 2:
+            self.optimizers().add_param_group({"params": list(self.head.parameters()), "lr": 0.05})
+
+
+def add_a_group(strategy: str) -> Any:
+    """`add_param_group` in mid-run"""
+    return trained(strategy, GrowingOptimizer())
+
+
+# ----------------------------------------------------------------------------------------------------- reads and writes
+
+
+class ClipsWeights(Net):
+    """After each step, as the critic of a Wasserstein GAN; with a norm bound on rows and a decay by hand besides."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for p in self.blocks.parameters():
+                p.clamp_(-0.2, 0.2)
+            self.head.weight.renorm_(2, 0, 0.5)
+            self.head.bias.data.mul_(0.9)
+            self.scale.data = self.scale.data.clamp(0.5, 1.0)
+
+
+def clip_weights(strategy: str) -> Any:
+    """Weights clipped, renormalised or decayed by hand after a step"""
+    return trained(strategy, ClipsWeights())
+
+
+class Looks(Net):
+    """Reads weights as projects do for logs and plots."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        weight = self.head.weight
+        self.seen.append([weight.norm().detach(), weight.std().item(), float(weight.detach().abs().max())])
+        self.seen.append(weight.detach().numpy().tolist())
+        self.seen.append([p.detach().flatten()[0].item() for p in self.parameters()])
+        self.seen.append([sum(p.numel() for p in self.parameters()), [tuple(p.shape) for p in self.parameters()]])
+        self.seen.append(torch.histc(weight.detach(), 4).tolist())
+        self.log("weight", weight.norm())
+
+
+def read_weights(strategy: str) -> Any:
+    """`self.layer.weight.norm()` and other reads in hooks: the numbers of the whole weight"""
+    return trained(strategy, Looks())
+
+
+class Copies(Callback):
+    """A frozen copy of the module, as a teacher, a target network or an average."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.teacher = copy.deepcopy(pl_module.blocks).requires_grad_(False).eval()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            pl_module.seen.append(self.teacher(batch[0]).clone())
+            for target, online in zip(self.teacher.parameters(), pl_module.blocks.parameters()):
+                target.data.mul_(0.9).add_(online.data, alpha=0.1)
+
+
+class Teacher(Net):
+    """A target network inside the module itself: a copy that follows, and that the loss compares with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = copy.deepcopy(self.blocks).requires_grad_(False)
+
+    def loss(self, batch: Any) -> Tensor:
+        with torch.no_grad():
+            target = self.target(batch[0])
+        return super().loss(batch) + F.mse_loss(self.blocks(batch[0]), target)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        with torch.no_grad():
+            for target, online in zip(self.target.parameters(), self.blocks.parameters()):
+                target.lerp_(online, 0.2)
+
+
+def copy_modules(strategy: str) -> Any:
+    """`copy.deepcopy` of a part in a hook; a teacher or target network that follows the weights"""
+    return [trained(strategy, callbacks=[Copies()]), trained(strategy, Teacher())]
+
+
+class Initialised(Net):
+    """Initialises weights once more where a project might: after construction, in `setup`, and when sharded already."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def again(self, where: str) -> None:
+        if where == self.where:
+            generator = torch.Generator().manual_seed(7)
+            with torch.no_grad():
+                for module in self.modules():
+                    if isinstance(module, nn.Linear):
+                        nn.init.orthogonal_(module.weight, generator=generator)
+                        nn.init.zeros_(module.bias)
+                nn.init.normal_(self.blocks[0][0].weight, std=0.2, generator=generator)
+                nn.init.uniform_(self.blocks[1][0].weight, -0.3, 0.3, generator=generator)
+                nn.init.constant_(self.scale, 0.7)
+
+    def configure_model(self) -> None:
+        self.again("configure_model")
+
+    def setup(self, stage: str) -> None:
+        self.again("setup")
+
+    def on_fit_start(self) -> None:
+        self.again("on_fit_start")
+
+    def on_train_start(self) -> None:
+        self.again("on_train_start")
+
+
+class InitialisedAtRandom(Net):
+    """From the global generator, which is to go on as under DDP."""
+
+    def on_fit_start(self) -> None:
+        for module in self.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        self.seen.append(torch.rand(3))
+
+
+def initialise(strategy: str) -> Any:
+    """Custom initialisation after construction, in `setup`, `configure_model`, `on_fit_start` and `on_train_start`"""
+    places = ("configure_model", "setup", "on_fit_start", "on_train_start")
+    return [trained(strategy, Initialised(where)) for where in places] + [trained(strategy, InitialisedAtRandom())]
+
+
+def start_from_rank_0(strategy: str) -> Any:
+    """Ranks that construct the module differently start from rank 0's parameters and buffers"""
+    torch.manual_seed(rank())
+    module = Net()
+    module.register_buffer("offset", torch.rand(3))
+    torch.manual_seed(0)
+    return trained(strategy, module)
+
+
+class LateLayers(Net):
+    """Made in `configure_model`, as large models are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = None
+
+    def configure_model(self) -> None:
+        if self.head is None:
+            self.head = nn.Linear(6, 3)
+
+
+def create_late(strategy: str) -> Any:
+    """Layers created in `configure_model`"""
+    return trained(strategy, LateLayers())
+
+
+# -------------------------------------------------------------------------------------------------- computed parameters
+
+
+class Symmetric(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.triu() + x.triu(1).t()
+
+
+class Computed(Net):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        layer = self.blocks[1][0]
+        if kind == "weight_norm":
+            parametrizations.weight_norm(layer)
+        elif kind == "old weight_norm":
+            nn.utils.weight_norm(layer)
+        elif kind == "spectral_norm":
+            parametrizations.spectral_norm(layer)
+        elif kind == "old spectral_norm":
+            nn.utils.spectral_norm(layer)
+        elif kind == "parametrization":
+            parametrize.register_parametrization(layer, "weight", Symmetric())
+            parametrize.register_parametrization(self, "scale", nn.Softplus())
+        elif kind == "pruning":
+            prune.l1_unstructured(layer, "weight", amount=0.4)
+
+
+def compute_parameters(strategy: str) -> Any:
+    """`weight_norm`, `spectral_norm`, parametrizations and pruning, of both kinds"""
+    kinds = ["weight_norm", "old weight_norm", "spectral_norm", "old spectral_norm", "parametrization", "pruning"]
+    return {kind: trained(strategy, Computed(kind)) for kind in kinds}
+
+
+# ------------------------------------------------------------------------------------------------------------- buffers
+
+
+class Statistics(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.append(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("largest", torch.zeros(6), persistent=False)
+
+    def loss(self, batch: Any) -> Tensor:
+        self.count += 1 + rank()
+        self.largest = torch.maximum(self.largest, batch[0].amax(0))
+        return super().loss(batch) + self.largest.mean()
+
+
+def keep_statistics(strategy: str) -> Any:
+    """Buffers follow rank 0's, as under DDP: BatchNorm, counters, buffers that are not saved"""
+    return trained(strategy, Statistics())
+
+
+class Doubling(nn.BatchNorm1d):
+    """Stands for `nn.SyncBatchNorm`, which exists on GPUs only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Converts(LayerSync):
+    def apply(self, model: nn.Module) -> nn.Module:
+        for module in model.modules():
+            module.__class__ = Doubling if type(module) is nn.BatchNorm1d else type(module)
+        return model
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        for module in model.modules():
+            module.__class__ = nn.BatchNorm1d if type(module) is Doubling else type(module)
+        return model
+
+
+def synchronise_statistics(strategy: str) -> Any:
+    """`sync_batchnorm=True`: layers are converted for the run and converted back at its end"""
+    module = Statistics()
+    results = trained(strategy, module, plugins=[Converts()]), [type(part).__name__ for part in module.modules()]
+    with pytest.raises(ValueError, match="SyncBatchNorm"):  # torch's own, on a CPU
+        trained(strategy, Statistics(), sync_batchnorm=True)
+    return results
+
+
+@behaviours(
+    "The module",
+    freeze,
+    freeze_in_mid_run,
+    add_a_group,
+    clip_weights,
+    copy_modules,
+    initialise,
+    start_from_rank_0,
+    create_late,
+    compute_parameters,
+    keep_statistics,
+    synchronise_statistics,
+)
+def test_parameters_are_ddps_bit_for_bit(run_on, case):
+    run_on(2, same_as_under_ddp, case=case)
+
+
+@behaviours("The module", read_weights)
+def test_what_a_hook_reads_is_ddps(run_on, case):
+    run_on(2, same_as_under_ddp, case=case, bound=CLOSE)
