@@ -122,7 +122,9 @@ def make_trainer(strategy: Any, **options: Any) -> Trainer:
     # With a sampler DDP shuffles, on one device too, where the single-device strategy does not.
     defaults = {"max_epochs": 2, "enable_checkpointing": False, "use_distributed_sampler": world_size() > 1}
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    return Trainer(accelerator="cpu", devices=world_size(), strategy=strategy, **(quiet | defaults | options))
+    return Trainer(
+        **({"accelerator": "cpu", "devices": world_size(), "strategy": strategy} | quiet | defaults | options)
+    )
 
 
 def fit(
