@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import gc
 import weakref
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -240,11 +241,79 @@ class Sparse(Net):
         return block(x) + self.embedding(torch.arange(len(x)) + rank() + step)
 
 
-CASES = [
-    Net, Tied, Reused, Branches, BranchInside, Experts, ReadOutside, Penalty, PenaltyByRank, OwnParameter, Recurrent,
-    Normed, Checkpointed, CheckpointedReentrant, FrozenCheckpointed, Frozen, Structured, Auxiliary, Buffers, InPlace,
-    Sparse,
-]  # fmt: skip
+class Returned(Net):
+    """A block whose output shows its parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].query = nn.Parameter(torch.randn(WIDTH))
+        self.blocks[1].register_forward_hook(lambda module, args, out: (out, module.query.expand(5, -1), module.query))
+
+    def run(self, block, x, number, step):
+        if number != 1:
+            return block(x)
+        x, expanded, query = block(x)
+        return x * expanded + query
+
+
+class SparseProduct(Net):
+    """A sparse tensor is saved for backward."""
+
+    def run(self, block, x, number, step):
+        return torch.sparse.mm(torch.eye(len(x)).to_sparse(), block(x))
+
+
+class Tuples(Net):
+    """Blocks that take and return tuples, named tuples and dicts, some of whose tensors need no grad."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.register_forward_hook(lambda module, args, out: {"out": out, "all": (out, Pair(out.detach(), None))})
+
+    def run(self, block, x, number, step):
+        output = block(x)
+        return output["out"] + output["all"][0] + output["all"][1].first
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: None
+
+
+CASES = {
+    "Blocks, biases, LayerNorm, GELU, losses of their own": [Net, InPlace],
+    "Tied weights, within a block and across blocks": [Tied],
+    "A block called twice in one forward": [Reused],
+    "A branch unused on some steps, alike on all ranks or differing by rank; experts chosen by rank": [
+        Branches,
+        BranchInside,
+        Experts,
+    ],
+    "A parameter read outside of its module": [ReadOutside],
+    "A penalty over `self.parameters()` inside the loss": [Penalty, PenaltyByRank],
+    "Parameters of a container, and unused ones": [OwnParameter],
+    "Modules that cache parameters: `nn.LSTM`, `nn.GRU`": [Recurrent],
+    "`weight_norm`, `spectral_norm`, parametrizations and pruning, of both kinds": [Normed],
+    "Activation checkpointing, reentrant and not, with frozen parameters too": [
+        Checkpointed,
+        CheckpointedReentrant,
+        FrozenCheckpointed,
+    ],
+    "A frozen backbone; biases only; adapters beside frozen layers, merged at the end": [Frozen],
+    "Outputs that are tensors, tuples, dicts or dataclasses, with and without grad": [Structured, Tuples, Returned],
+    "A loss that leaves a block as an attribute": [Auxiliary],
+    "Buffers follow rank 0's, as under DDP: BatchNorm, counters, buffers that are not saved": [Buffers],
+    "Sparse gradients of an embedding, and sparse products": [Sparse, SparseProduct],
+}
+KINDS = pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, id=kind.__name__, marks=pytest.mark.behaviour("The module", words))
+        for words, kinds in CASES.items()
+        for kind in kinds
+    ],
+)
 # Sums over parts, and gradients that reach a parameter through its module and directly, are added in another order.
 OTHER_ORDER = {Penalty, PenaltyByRank, ReadOutside}
 
@@ -292,7 +361,7 @@ def compare_with_ddp(kind):
             torch.testing.assert_close(module.state_dict()[name], value, **bound, msg=lambda m: f"{stage} {name}: {m}")
 
 
-@pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
+@KINDS
 def test_losses_and_weights_equal_ddps_at_every_stage(run_on, kind):
     run_on(2, compare_with_ddp, kind=kind)
 
@@ -331,6 +400,7 @@ def compare_two_backwards():
         engine.close()
 
 
+@pytest.mark.behaviour("The module", "Two forwards before one backward; one forward, two backwards with `retain_graph`")
 def test_two_forwards_one_backward_and_two_backwards_of_one_graph(run_on):
     run_on(2, compare_two_backwards)
 
@@ -362,6 +432,7 @@ def raise_in_forward():
         assert all(type(p) is nn.Parameter for p in module.parameters())
 
 
+@pytest.mark.behaviour("The module", "An error in a forward or a backward leaves the module able to train")
 def test_an_error_in_the_users_forward_leaves_the_module_able_to_train(run_on):
     run_on(2, raise_in_forward)
 
@@ -383,6 +454,9 @@ def delete_everything(stage):
         gc.enable()
 
 
+@pytest.mark.behaviour(
+    "The module", "Deleting the module and the trainer frees the memory without a garbage collection"
+)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deleting_the_module_frees_its_memory_without_a_garbage_collection(run_on, world_size, stage):
@@ -412,39 +486,10 @@ def skip_units_by_rank(stage):
         torch.testing.assert_close(module.state_dict()[name], value, rtol=0, atol=0, msg=lambda m: f"{name}: {m}")
 
 
+@pytest.mark.behaviour("The module", "Whole blocks skipped, others on each rank")
 @pytest.mark.parametrize("stage", [1, 2])
 def test_ranks_that_skip_different_units_train_as_under_ddp_where_parameters_are_whole(run_on, stage):
     run_on(2, skip_units_by_rank, stage=stage)
-
-
-# -------------------------------------------------------------------------------------- what must not be read
-
-
-class Returned(Net):
-    """A block whose output shows its parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks[1].query = nn.Parameter(torch.randn(WIDTH))
-        self.blocks[1].register_forward_hook(lambda module, args, out: (out, module.query.expand(5, -1), module.query))
-
-    def run(self, block, x, number, step):
-        if number != 1:
-            return block(x)
-        x, expanded, query = block(x)
-        return x * expanded + query
-
-
-class SparseProduct(Net):
-    """A sparse tensor is saved for backward."""
-
-    def run(self, block, x, number, step):
-        return torch.sparse.mm(torch.eye(len(x)).to_sparse(), block(x))
-
-
-@pytest.mark.parametrize("kind", [Returned, SparseProduct], ids=lambda kind: kind.__name__)
-def test_what_outlives_a_forward_is_right(run_on, kind):
-    run_on(2, compare_with_ddp, kind=kind)
 
 
 def fail_in_backward(stage):
@@ -493,6 +538,9 @@ def penalise_gradients(stage):
     # not closed: the last backward ended in an error
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.behaviour(
+    "The module", "A gradient penalty: `autograd.grad` by the inputs with `create_graph=True`, in `training_step`"
+)
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_double_backward_is_right_in_a_window_and_refused_outside_where_it_would_read_freed_memory(run_on, stage):
     run_on(2, penalise_gradients, stage=stage)

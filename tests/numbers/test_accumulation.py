@@ -13,6 +13,10 @@ from tests.support.trainer import Learner, fit
 from tests.support.training import CLOSE, Recipe, batch, prepare, same_runs, train_ddp, train_zero
 from tests.support.workers import world_size
 
+ACCUMULATION = pytest.mark.behaviour(
+    "The numbers", "Accumulation over micro-batches, the last window of an epoch shorter, with clipping too"
+)
+
 # Stage 1 adds up micro-batches locally and reduces the sum, as DDP's `no_sync` does. Stages 2 and 3 hold a shard of the
 # gradients only, so they reduce each micro-batch and add up the sums: the same number, rounded in another order.
 BOUND = {1: 0, 2: CLOSE, 3: CLOSE}
@@ -22,6 +26,7 @@ def train_both(stage: int, recipe: Recipe, bound: float) -> None:
     same_runs(train_zero(recipe, stage), train_ddp(recipe), bound)
 
 
+@ACCUMULATION
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_three_micro_batches_a_step_train_as_under_ddp(run_on, stage):
     recipe = Recipe(optimizer=adam_with_large_eps, micro_batches=3)
@@ -32,6 +37,7 @@ def clip_by_norm(parameters) -> None:
     nn.utils.clip_grad_norm_(parameters, 0.1)
 
 
+@ACCUMULATION
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_three_micro_batches_a_step_with_clipping_train_as_under_ddp(run_on, stage):
     recipe = Recipe(optimizer=sgd_nesterov, micro_batches=3, clip=clip_by_norm)
@@ -67,6 +73,11 @@ def count_collectives(stage: int, micro_batches: int) -> None:
     engine.close()
 
 
+@pytest.mark.behaviour(
+    "The numbers",
+    "Accumulation communicates gradients",
+    notes={1: "once a step", 2: "once a micro-batch", 3: "once a micro-batch"},
+)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("micro_batches", [1, 3])
@@ -89,11 +100,13 @@ def fit_both(stage: int, bound: float, gradient_clip_val: float | None) -> None:
         assert run.reports[after].steps - run.reports[before].steps == 1
 
 
+@ACCUMULATION
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_trainer_that_accumulates_three_of_seven_batches_trains_and_communicates_as_it_should(run_on, stage):
     run_on(2, fit_both, stage=stage, bound=BOUND[stage], gradient_clip_val=None)
 
 
+@ACCUMULATION
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_trainer_that_accumulates_three_of_seven_batches_and_clips_trains_as_under_ddp(run_on, stage):
     run_on(2, fit_both, stage=stage, bound=CLOSE, gradient_clip_val=0.1)

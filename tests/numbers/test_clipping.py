@@ -16,6 +16,11 @@ from tests.support.models import OddModel, sgd_nesterov
 from tests.support.trainer import Learner, ManualLearner, fit
 from tests.support.training import CLOSE, Recipe, same_runs, same_tensors, train_ddp, train_zero
 
+CLIPPING = pytest.mark.behaviour(
+    "The numbers",
+    "Clipping by norm (1, 2, infinity) and by value: the Trainer's, `configure_gradient_clipping`, by hand",
+)
+
 # A sum over all shards is taken in another order than a sum over all parameters; a maximum and a bound are not sums.
 NORMS = [
     pytest.param(1.0, CLOSE, id="norm 1"),
@@ -43,6 +48,7 @@ def train_both(stage: int, recipe: Recipe, bound: float) -> None:
     assert not torch.equal(reference.losses[-1], train_ddp(Recipe(model, recipe.optimizer)).losses[-1])
 
 
+@CLIPPING
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("norm_type", "bound"), NORMS)
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -51,6 +57,7 @@ def test_torchs_clip_grad_norm_before_a_step_acts_as_under_ddp(run_on, stage, si
     run_on(size, train_both, stage=stage, recipe=recipe, bound=bound if size <= 2 else CLOSE)
 
 
+@CLIPPING
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_torchs_clip_grad_value_before_a_step_acts_as_under_ddp(run_on, stage):
     run_on(2, train_both, stage=stage, recipe=Recipe(model, sgd_nesterov, clip=clip_value_of), bound=0)
@@ -65,6 +72,7 @@ def fit_both(stage: int, learner: partial[Learner], bound: float, **options: obj
     assert not torch.equal(reference.losses[-1], unclipped.losses[-1])
 
 
+@CLIPPING
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(
     ("algorithm", "value", "bound"),
@@ -84,6 +92,7 @@ def by_lightnings_method(module: LightningModule, optimizer: Optimizer) -> Tenso
     return torch.tensor(MAX_VALUE)
 
 
+@CLIPPING
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("norm_type", "bound"), NORMS)
 def test_clipping_in_configure_gradient_clipping_acts_as_under_ddp(run_on, stage, norm_type, bound):
@@ -91,12 +100,14 @@ def test_clipping_in_configure_gradient_clipping_acts_as_under_ddp(run_on, stage
     run_on(2, fit_both, stage=stage, learner=learner, bound=bound)
 
 
+@CLIPPING
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("kind", [Learner, ManualLearner], ids=["automatic", "manual"])
 def test_lightnings_clip_gradients_called_by_the_module_acts_as_under_ddp(run_on, stage, kind):
     run_on(2, fit_both, stage=stage, learner=partial(kind, model, sgd_nesterov, clip=by_lightnings_method), bound=0)
 
 
+@CLIPPING
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("norm_type", "bound"), NORMS)
 def test_clipping_in_manual_optimization_acts_as_under_ddp(run_on, stage, norm_type, bound):

@@ -292,6 +292,9 @@ def delete(stage: int, kind: str, training: bool) -> None:
     assert not left, f"{len(left)} storages are still held"
 
 
+@pytest.mark.behaviour(
+    "The module", "Deleting the module and the trainer frees the memory without a garbage collection"
+)
 @STAGES
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("kind", ["fp32", "mixed"])
@@ -320,7 +323,35 @@ def delete_an_odd_model(stage: int) -> None:
     assert not alive, f"still there: {[type(item).__name__ for item in alive]}"
 
 
+@pytest.mark.behaviour(
+    "The module", "Deleting the module and the trainer frees the memory without a garbage collection"
+)
 @STAGES
 @pytest.mark.parametrize("size", [1, 2])
 def test_deleting_a_model_with_a_root_unit_frees_it_too(run_on, stage, size):
     run_on(size, delete_an_odd_model, stage=stage)
+
+
+def freeze_half(stage: int) -> None:
+    """Every other layer is frozen, and optimizer and engine are given all of them."""
+    from lightning_zero.engine import Engine
+
+    module, optimizer = prepare(Recipe(wide, adam))
+    for layer in module.layers[::2]:
+        layer.requires_grad_(False)
+    engine = Engine(module, [optimizer], stage=stage)
+    module(*batch(0)).backward()
+    whole = 4 * PSI if stage < 3 else 4 * PSI // world_size()
+    assert held(engine) == {"parameters": whole, "gradients": 4 * (PSI // 2) // world_size()}
+    assert engine.report().elements["reduce_scatter"] == PSI // 2
+    optimizer.step()
+    optimizer.zero_grad()
+    assert held(engine) == {"parameters": whole, "optimizer": 2 * 4 * (PSI // 2) // world_size()}
+    engine.close()
+
+
+@pytest.mark.behaviour("The module", "Frozen parameters cost no gradient, no communication of one, and no state")
+@STAGES
+@SIZES
+def test_frozen_parameters_cost_neither_gradients_nor_state(run_on, stage, size):
+    run_on(size, freeze_half, stage=stage)

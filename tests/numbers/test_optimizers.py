@@ -40,6 +40,10 @@ def train_both(stage: int, optimizer: Callable[[nn.Module], Optimizer]) -> None:
     assert not torch.equal(run.weights["embed.weight"], train_ddp(Recipe(steps=0)).weights["embed.weight"])
 
 
+@pytest.mark.behaviour(
+    "The numbers",
+    "Adam, AdamW, SGD with momentum, Adagrad, RMSprop, NAdam; `fused`, `foreach`; groups, empty ones too",
+)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.__name__)
 def test_losses_and_weights_equal_ddps_over_20_steps(run_on, stage, optimizer):
@@ -67,6 +71,10 @@ def keep_the_users_optimizer(stage: int) -> None:
     assert [[id(p) for p in group["params"]] for group in groups] == held
 
 
+@pytest.mark.behaviour(
+    "The module",
+    "`optimizer.param_groups` hold the module's own parameters, whose shapes, names and identity never change",
+)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_param_groups_hold_the_modules_own_parameters_before_between_and_after_steps(run_on, stage):
     run_on(2, keep_the_users_optimizer, stage=stage)
@@ -120,6 +128,7 @@ def train_with_two_optimizers(stage: int) -> None:
     same_tensors(train(stage), train(None), bound=0)
 
 
+@pytest.mark.behaviour("The numbers", "Two optimizers that step at different times")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_two_optimizers_that_step_at_different_times_equal_ddps(run_on, stage):
     run_on(2, train_with_two_optimizers, stage=stage)

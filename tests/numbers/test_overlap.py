@@ -24,6 +24,7 @@ def layers(name: str, module: nn.Module) -> bool:
 SCHEDULES = [
     *({"overlap": overlap, "prefetch": prefetch} for overlap in (True, False) for prefetch in (0, 1, 2)),
     *({"reduction_buffers": buffers, "prefetch": 2} for buffers in (1, 3)),
+    *({"bucket_numel": numel} for numel in (1, 100, 300)),
     *(
         {"units": units, "prefetch": prefetch}
         for units in (Block, [Block, nn.Embedding], layers)
@@ -41,6 +42,7 @@ def train_both(stage: int, options: dict[str, Any]) -> None:
     same_runs(train_zero(recipe, stage, **options), train_ddp(recipe))
 
 
+@pytest.mark.behaviour("The numbers", "Overlap on and off, every prefetch, bucket size and choice of units: bit-equal")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("options", SCHEDULES, ids=describe)
 def test_every_schedule_and_choice_of_units_gives_ddps_bits(run_on, stage, options):
@@ -108,6 +110,7 @@ def train_both_with_late_collectives(stage: int, options: dict[str, Any], delays
     same_runs(run, train_ddp(recipe))
 
 
+@pytest.mark.behaviour("The numbers", "Late collectives change nothing")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("options", [{"overlap": True, "prefetch": p} for p in (0, 1, 2)], ids=describe)

@@ -9,6 +9,10 @@ from tests.support.models import OddModel, Scalars, adam_with_large_eps, sgd_nes
 from tests.support.training import CLOSE, Recipe, same_on_every_rank, same_runs, train_ddp, train_zero
 from tests.support.workers import world_size
 
+SHAPES = pytest.mark.behaviour(
+    "The numbers", "Shapes that divide by nothing, scalars, no elements, more ranks than elements; 1 to 4 ranks"
+)
+
 
 def train_both(stage: int, recipe: Recipe) -> None:
     run = train_zero(recipe, stage)
@@ -17,6 +21,7 @@ def train_both(stage: int, recipe: Recipe) -> None:
     same_on_every_rank(run.weights)
 
 
+@SHAPES
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("optimizer", [adam_with_large_eps, sgd_nesterov], ids=lambda optimizer: optimizer.__name__)
@@ -26,6 +31,7 @@ def test_odd_shapes_scalars_and_parameters_without_elements_train_as_under_ddp(r
     run_on(size, train_both, stage=stage, recipe=Recipe(OddModel, optimizer))
 
 
+@SHAPES
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_units_with_fewer_elements_than_ranks_train_as_under_ddp(run_on, stage, size):
@@ -41,6 +47,7 @@ def train_alone(stage: int) -> None:
     assert sum(report.calls.values()) == sum(report.elements.values()) == sum(report.bytes.values()) == 0
 
 
+@pytest.mark.behaviour("The numbers", "One rank launches no collective")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_one_rank_launches_no_collective_and_needs_no_process_group(run_on, stage):
     run_on(1, train_alone, stage=stage)

@@ -39,6 +39,11 @@ def measure(stage: int, prefetch: int) -> None:
     assert world_size() == report.world_size
 
 
+@pytest.mark.behaviour(
+    "The numbers",
+    "Elements that a step communicates, by the number of parameters Psi (DDP: 2 Psi)",
+    notes={1: "2 Psi", 2: "2 Psi", 3: "3 Psi"},
+)
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -35,12 +35,20 @@ def fit_both(stage: int, learner: Callable[[], Learner], bound: float = 0) -> No
     assert dist.is_initialized() == (world_size() > 1)
 
 
+@pytest.mark.behaviour(
+    "The numbers",
+    "Optimizers and parameter groups through the Trainer",
+)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.__name__)
 def test_losses_and_weights_equal_ddps_over_20_steps(run_on, stage, optimizer):
     run_on(2, fit_both, stage=stage, learner=partial(Learner, optimizer=optimizer))
 
 
+@pytest.mark.behaviour(
+    "The numbers",
+    "1, 3 and 4 ranks through the Trainer",
+)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_losses_and_weights_equal_those_of_a_single_device_and_follow_ddps_on_more_ranks(run_on, stage, size):
@@ -48,6 +56,7 @@ def test_losses_and_weights_equal_those_of_a_single_device_and_follow_ddps_on_mo
     run_on(size, fit_both, stage=stage, learner=learner, bound=0 if size == 1 else CLOSE)
 
 
+@pytest.mark.behaviour("The Trainer", "Manual optimization")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_manual_optimization_equals_ddps(run_on, stage):
     run_on(2, fit_both, stage=stage, learner=ManualLearner)
@@ -79,6 +88,7 @@ class LearnerWithLooseParameters(Learner):
         return self.make_optimizer(self)
 
 
+@pytest.mark.behaviour("The module", "Parameters of the LightningModule itself, outside of any layer")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_parameters_of_the_lightning_module_itself_train_as_under_ddp(run_on, stage):
     run_on(2, fit_both, stage=stage, learner=LearnerWithLooseParameters)

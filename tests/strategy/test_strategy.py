@@ -1,4 +1,4 @@
-"""ZeroStrategy behind a Trainer: names, arguments, hooks, and what existing projects do with their parameters."""
+"""ZeroStrategy behind a Trainer: names, arguments, launchers, evaluation alone, copies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import BaseFinetuning, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
@@ -120,9 +119,9 @@ def loader(samples=24, batch_size=4):
     return DataLoader(TensorDataset(x, y), batch_size=batch_size)
 
 
-def run_everything(strategy, callbacks=(), module=Everything, **options):
+def run_everything(strategy, callbacks=(), **options):
     torch.manual_seed(0)
-    model = module()
+    model = Everything()
     trainer = make_trainer(strategy, callbacks=list(callbacks), **({"max_epochs": 3} | options))
     trainer.fit(model, loader(), loader(16))
     return trainer, model
@@ -152,99 +151,11 @@ def train_evaluate_and_predict(stage):
     same_model(model, reference)
 
 
+@pytest.mark.behaviour("The Trainer", "`validate`, `test` and `predict` before, after and between fits, in any order")
 @STAGES
 @pytest.mark.parametrize("size", [1, 2])
 def test_fit_validate_test_predict_and_fit_again_give_ddps_numbers(run_on, stage, size):
     run_on(size, train_evaluate_and_predict, stage=stage)
-
-
-def use_callback(stage, make):
-    _, reference = run_everything("ddp", [make()])
-    _, model = run_everything(f"zero{stage}", [make()])
-    same_model(model, reference)
-
-
-class UnfreezeLater(BaseFinetuning):
-    def freeze_before_training(self, pl_module):
-        self.freeze(pl_module.backbone)
-
-    def finetune_function(self, pl_module, epoch, optimizer):
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer)
-
-
-class UnfreezeLaterUnderDdp(UnfreezeLater):
-    """DDP never reduces what was frozen when it wrapped the module, so for it the freezing waits until then."""
-
-    def setup(self, trainer, pl_module, stage):
-        pass
-
-    def on_fit_start(self, trainer, pl_module):
-        self.freeze_before_training(pl_module)
-        super().on_fit_start(trainer, pl_module)
-
-
-def unfreeze(stage):
-    _, reference = run_everything("ddp_find_unused_parameters_true", [UnfreezeLaterUnderDdp()])
-    _, model = run_everything(f"zero{stage}", [UnfreezeLater()])
-    same_model(model, reference)
-
-
-@STAGES
-def test_a_backbone_that_is_unfrozen_in_mid_run_trains_from_then_on(run_on, stage):
-    run_on(2, unfreeze, stage=stage)
-
-
-class EditLearningRate(Callback):
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        trainer.optimizers[0].param_groups[0]["lr"] = 1e-3 * (1 + batch_idx)
-
-
-def ema():
-    return WeightAveraging(device=None)
-
-
-@STAGES
-@pytest.mark.parametrize("make", [EditLearningRate, ema], ids=lambda make: make.__name__)
-def test_callbacks_that_touch_parameters_and_rates_work_as_under_ddp(run_on, stage, make):
-    run_on(2, use_callback, stage=stage, make=make)
-
-
-class Gan(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-        self.generator = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6))
-        self.critic = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
-
-    def training_step(self, batch, batch_idx):
-        first, second = self.optimizers()
-        for optimizer, sign in ((first, -1), (second, 1)):
-            self.toggle_optimizer(optimizer)
-            fake = self.critic(self.generator(batch[0])).mean()
-            loss = fake if sign < 0 else self.critic(batch[0]).mean() - fake
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            self.clip_gradients(optimizer, 0.5, "norm")
-            optimizer.step()
-            self.untoggle_optimizer(optimizer)
-
-    def configure_optimizers(self):
-        return (
-            torch.optim.Adam(self.generator.parameters(), lr=1e-2),
-            torch.optim.SGD(self.critic.parameters(), lr=1e-2, momentum=0.9),
-        )
-
-
-def train_gan(stage):
-    _, reference = run_everything("ddp_find_unused_parameters_true", module=Gan)
-    _, model = run_everything(f"zero{stage}", module=Gan)
-    same_model(model, reference)
-
-
-@STAGES
-def test_two_optimizers_toggled_in_turn_train_as_under_ddp(run_on, stage):
-    run_on(2, train_gan, stage=stage)
 
 
 def evaluate_alone(stage, backend):
@@ -259,6 +170,7 @@ def evaluate_alone(stage, backend):
     assert all(torch.equal(a, b) for a, b in zip(predictions, make_trainer("ddp").predict(reference, loader(16))))
 
 
+@pytest.mark.behaviour("The Trainer", "Evaluation without training, under `inference_mode` too")
 @STAGES
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo"])
 def test_evaluation_without_training_gives_ddps_numbers_under_inference_mode_too(run_on, stage, backend):
@@ -327,9 +239,10 @@ def _environment():
     return {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "zero3_spawn", "zero2_fork"])
-def test_each_launcher_trains_and_the_main_process_has_the_weights(tmp_path, strategy):
-    done, _ = run_script(tmp_path, strategy)
+@pytest.mark.behaviour("The Trainer", "Launched as a script, by spawn or by fork: the main process has the weights")
+@pytest.mark.parametrize(("stage", "launch"), [(1, "_fork"), (2, "_fork"), (3, ""), (3, "_spawn")])
+def test_each_launcher_trains_and_the_main_process_has_the_weights(tmp_path, stage, launch):
+    done, _ = run_script(tmp_path, f"zero{stage}{launch}")
     assert done.returncode == 0, done.stderr
     assert "TRAINED True" in done.stdout
 

@@ -61,7 +61,7 @@ def send_at_batch(number: int, sent: signal.Signals) -> Any:
 
 
 def requeue(strategy: str) -> Any:
-    """SLURM's requeue signal: a checkpoint is written in the signal handler, training goes on, `ckpt_path="hpc"` resumes"""
+    """SLURM's requeue signal: a checkpoint is written in its handler, training goes on, `ckpt_path="hpc"` resumes"""
     under_slurm()
     folder = shared_folder()
     folder.mkdir(exist_ok=True)
@@ -90,7 +90,7 @@ def terminate(strategy: str) -> Any:
 
 
 def construct_under_a_trainer(strategy: str) -> Any:
-    """A module constructed in `trainer.init_module()`, and in `trainer.init_module(empty_init=True)` with weights loaded"""
+    """A module constructed in `trainer.init_module()`, with `empty_init=True` too"""
     trainer = make_trainer(strategy)
     with trainer.init_module():
         module = Net()
