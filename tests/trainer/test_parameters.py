@@ -336,6 +336,112 @@ def synchronise_statistics(strategy: str) -> Any:
     return results
 
 
+# ----------------------------------------------------------------------------------------------- gradients and hooks
+
+
+class EditsGradients(Net):
+    """Looks at and edits gradients as projects do: centralisation, noise, checks for NaN, total norms."""
+
+    def on_after_backward(self) -> None:
+        with torch.no_grad():
+            for p in self.parameters():
+                if p.dim() > 1:
+                    p.grad.add_(-p.grad.mean(dim=1, keepdim=True))
+            self.head.bias.grad = self.head.bias.grad * 0.5
+            self.head.weight.grad[0].zero_()
+            self.blocks[0][0].bias.grad = None
+            self.scale.grad += 0.01
+        finite = [bool(torch.isfinite(p.grad).all()) for p in self.parameters() if p.grad is not None]
+        self.seen.append([finite, float(self.head.weight.grad.abs().max())])
+
+
+def edit_gradients(strategy: str) -> Any:
+    """Gradients edited by hand: centralised, replaced, dropped, zeroed in part, checked for NaN"""
+    return trained(strategy, EditsGradients())
+
+
+class Vectors(Net):
+    """Weights and gradients as one vector, as evolution strategies and meta-learning do."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        vector = nn.utils.parameters_to_vector(self.parameters()).detach()
+        self.seen.append(vector.clone())
+        nn.utils.vector_to_parameters(vector * 0.99, self.parameters())
+
+
+def convert_to_vectors(strategy: str) -> Any:
+    """`parameters_to_vector` and `vector_to_parameters`"""
+    return trained(strategy, Vectors())
+
+
+class HooksEverywhere(Net):
+    """Hooks of the project on modules, parameters and tensors, which see what they would under DDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
+        self.blocks[1].register_forward_hook(lambda module, args, out: out + module[0].bias)
+        self.head.register_full_backward_hook(lambda module, before, after: self.note("backward", after[0]))
+        self.head.weight.register_hook(lambda gradient: gradient * 2)
+
+    def note(self, where: str, value: Tensor) -> None:
+        self.seen.append([where, value.detach().clone()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        if out.requires_grad:
+            out.register_hook(lambda gradient: self.note("output", gradient))
+        return out
+
+
+def hook_modules(strategy: str) -> Any:
+    """Hooks of the project on modules, parameters and outputs, forward and backward"""
+    return trained(strategy, HooksEverywhere())
+
+
+class Inner(Net):
+    """A LightningModule that is a part of another, logs for itself and has its own helper methods."""
+
+    def penalty(self) -> Tensor:
+        return 0.01 * self.head.weight.square().sum()
+
+
+class Outer(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+        self.alias = self.inner.head.weight  # the same parameter under a second name
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.inner.loss(batch) + self.inner.penalty() + super().loss(batch) + self.alias.abs().mean()
+
+
+def nest_modules(strategy: str) -> Any:
+    """A LightningModule inside of another; a parameter under two names"""
+    return trained(strategy, Outer())
+
+
+class WithoutSync(Net):
+    """Accumulates in manual optimization, without communication where that is possible."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for half in (slice(0, 2), slice(2, 4)):
+            with optimizer.toggle_model(sync_grad=half.start == 2):
+                self.manual_backward(self.loss([part[half] for part in batch]) / 2)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def accumulate_by_hand(strategy: str) -> Any:
+    """`optimizer.toggle_model(sync_grad=False)` while micro-batches are added up by hand"""
+    return trained(strategy, WithoutSync())
+
+
 @behaviours(
     "The module",
     freeze,
@@ -347,6 +453,9 @@ def synchronise_statistics(strategy: str) -> Any:
     start_from_rank_0,
     create_late,
     compute_parameters,
+    edit_gradients,
+    convert_to_vectors,
+    hook_modules,
     keep_statistics,
     synchronise_statistics,
 )
@@ -354,6 +463,6 @@ def test_parameters_are_ddps_bit_for_bit(run_on, case):
     run_on(2, same_as_under_ddp, case=case)
 
 
-@behaviours("The module", read_weights)
-def test_what_a_hook_reads_is_ddps(run_on, case):
+@behaviours("The module", read_weights, nest_modules, accumulate_by_hand)
+def test_parameters_are_ddps_where_sums_are_taken_in_another_order(run_on, case):
     run_on(2, same_as_under_ddp, case=case, bound=CLOSE)
