@@ -344,14 +344,27 @@ class ZeroStrategy(ParallelStrategy):
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
+    @property
+    def _keeps_checkpoint(self) -> bool:
+        """Whether this rank needs a checkpoint's values: rank 0 writes them, and the project's hooks may read them."""
+        assert self.lightning_module is not None
+        hooked = [self.lightning_module, *self.lightning_module.trainer.callbacks]  # type: ignore[attr-defined]
+        return self.is_global_zero or not all(
+            each.on_save_checkpoint.__module__.startswith("lightning.") for each in hooked
+        )
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole state dict on rank 0; on the other ranks the same names and shapes on the meta device."""
+        """The whole state dict on rank 0; on the other ranks the same names and shapes on the meta device.
+
+        Where the module or a callback of the project overrides ``on_save_checkpoint``, which runs on every rank, the
+        values are there on every rank.
+        """
         if self.engine is None:
             return super().lightning_module_state_dict()
         if self._failed:
             return {}
-        return self.engine.full_state_dict(keep=self.is_global_zero)
+        return self.engine.full_state_dict(keep=self._keeps_checkpoint)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -361,7 +374,7 @@ class ZeroStrategy(ParallelStrategy):
             return super().optimizer_state(optimizer)
         if self._failed:
             return {}
-        return self.engine.full_optimizer_state_dict(optimizer, keep=self.is_global_zero)
+        return self.engine.full_optimizer_state_dict(optimizer, keep=self._keeps_checkpoint)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import nn
 
 from tests.support.trainer import make_trainer
@@ -21,7 +24,10 @@ class Edits(Net):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["names"] = sorted(checkpoint["state_dict"])
         checkpoint["extra"] = torch.arange(3)
-        checkpoint["state_dict"] = {f"old.{name}": value for name, value in checkpoint["state_dict"].items()}
+        checkpoint["state_dict"] = {f"old.{name}": value.cpu() for name, value in checkpoint["state_dict"].items()}
+        assert all(value.isfinite().all() for value in checkpoint["state_dict"].values())
+        for state in checkpoint.get("optimizer_states", [{"state": {}}])[0]["state"].values():
+            self.seen.append(float(state["exp_avg"].norm()))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.extra = checkpoint["extra"]
@@ -33,12 +39,13 @@ class Edits(Net):
 def edit_checkpoints(strategy: str) -> Any:
     """`on_save_checkpoint` and `on_load_checkpoint` edit the whole checkpoint"""
     path = shared_folder() / "edited.ckpt"
-    trainer, module = fit(strategy, Edits(), max_epochs=1)
-    trainer.save_checkpoint(path)
+    saving = LambdaCallback(on_train_epoch_end=lambda trainer, _: trainer.save_checkpoint(path))
+    trainer, module = fit(strategy, Edits(), callbacks=[saving], max_epochs=1)
     checkpoint = torch.load(path, weights_only=True)
+    seen = list(module.seen)
     trainer, module = fit(strategy, Edits(), ckpt_path=path)
     loaded = Edits.load_from_checkpoint(path)
-    return checkpoint["names"], checkpoint["state_dict"], observed(trainer, module), module.extra, weights(loaded)
+    return checkpoint, seen, observed(trainer, module), module.extra, weights(loaded)
 
 
 class AddsInFit(Net):
@@ -156,8 +163,35 @@ def resume_with_more(strategy: str) -> Any:
     return [*results, observed(trainer, module)]
 
 
+class Elsewhere(TorchCheckpointIO):
+    """Keeps what it is given beside the file, as an uploader does."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        super().save_checkpoint(checkpoint, path, storage_options)
+        super().save_checkpoint({"copy": checkpoint["state_dict"]}, f"{path}.copy")
+
+
+class SavesOften(Net):
+    """Saves after each batch, while the next one is already under way."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.trainer.save_checkpoint(shared_folder() / f"{self.global_step}.ckpt")
+
+
+def write_elsewhere(strategy: str) -> Any:
+    """`CheckpointIO` plugins: one of the project, and `AsyncCheckpointIO`, which writes while training goes on"""
+    results = []
+    for plugin in (Elsewhere(), AsyncCheckpointIO()):
+        trainer, module = fit(strategy, SavesOften(), plugins=[plugin])
+        dist.barrier()
+        files = {path.name: torch.load(path, weights_only=True) for path in sorted(shared_folder().iterdir())}
+        results += [observed(trainer, module), {name: file.get("state_dict", file) for name, file in files.items()}]
+    return results
+
+
 @behaviours(
     "The Trainer",
+    write_elsewhere,
     edit_checkpoints,
     edit_in_mid_run,
     load_in_part,
