@@ -237,7 +237,7 @@ class ZeroStrategy(ParallelStrategy):
         if fitting or placements_of(self.stage).parameters is Placement.SHARDED:
             self.engine = Engine(
                 self.lightning_module,
-                [each for each in self.optimizers if not isinstance(each, _MockOptimizer)] if fitting else [],
+                _real(self.optimizers) if fitting else [],
                 compute_dtype=compute_dtype_of(self.precision_plugin),
                 handshake_timeout=self._handshake_timeout,
                 **self._engine_options,
@@ -251,6 +251,18 @@ class ZeroStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
+
+    @property
+    @override
+    def optimizers(self) -> list[Optimizer]:
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        if self.engine is not None:  # `trainer.optimizers = [...]`, or `setup_optimizers` called once more
+            self.engine.set_optimizers(_real(optimizers))
+        self._optimizers = optimizers
+        self._lightning_optimizers = [LightningOptimizer._to_lightning_optimizer(each, self) for each in optimizers]
 
     @override
     def model_to_device(self) -> None:
@@ -448,6 +460,11 @@ class ZeroStrategy(ParallelStrategy):
                 if name not in strategy_registry:
                     description = f"ZeRO stage {stage}{f' ({suffix[1:]})' if suffix else ''}"
                     strategy_registry.register(name, cls, description=description, **options(stage))
+
+
+def _real(optimizers: list[Optimizer]) -> list[Optimizer]:
+    """Without Lightning's stand-in for a module that has none."""
+    return [optimizer for optimizer in optimizers if not isinstance(optimizer, _MockOptimizer)]
 
 
 class _Launcher(_SubprocessScriptLauncher):

@@ -133,6 +133,7 @@ class Engine:
         for part in (self.agreement, self.communicator):  # also if what follows fails
             weakref.finalize(self, part.close)
         self._overlap, self._compute_dtype, self._bucket_numel = overlap, compute_dtype, bucket_numel
+        self._allow_any_optimizer = allow_any_optimizer
         self._steps = self._numbers = 0
         self._buffers_follow = True
         self._is_forward_a_step = True  # until somebody says what is, by window()
@@ -157,7 +158,8 @@ class Engine:
             overlap=overlap,
             reduces_every_backward=self.placements.gradients is Placement.SHARDED,
         )
-        self.masters = [Masters(optimizer, slot_of, self) for optimizer in optimizers]
+        self.masters: list[Masters] = []
+        self.set_optimizers(optimizers)
         # the module's and the optimizers' hooks keep the engine; nothing in the engine keeps these
         self._root_hooks = [
             module.register_forward_pre_hook(
@@ -215,6 +217,21 @@ class Engine:
     @property
     def buckets(self) -> list[Bucket]:
         return [bucket for unit in self.units for bucket in unit.buckets]
+
+    def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Make these the optimizers, in mid-run too: one that stays keeps its state, one that goes is let go of.
+
+        Raises:
+            TypeError: for an optimizer that is not elementwise; nothing has been changed then.
+        """
+        for optimizer in optimizers:
+            check_optimizer(optimizer, self._allow_any_optimizer)
+        before, self.masters = {masters._optimizer(): masters for masters in self.masters}, []
+        for optimizer in optimizers:
+            kept = before.pop(optimizer) if optimizer in before else Masters(optimizer, slot_of, self)
+            self.masters.append(kept)
+        for masters in before.values():
+            masters.close(None)
 
     # -- a step -----------------------------------------------------------------------------------------------------
 

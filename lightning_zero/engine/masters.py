@@ -417,6 +417,7 @@ class Masters:
             device: where to put it; None returns None, and asks nothing of other ranks.
         """
         optimizer = self._optimizer()
+        self._ledger.add("optimizer", -self._state_bytes)
         if optimizer is None:
             return None
         self.recover()

@@ -339,6 +339,26 @@ def accumulate_on_schedule(strategy: str) -> Any:
     ]
 
 
+class StartsAnew(Net):
+    """Takes new optimizers in mid-run: by `configure_optimizers` once more, or others altogether."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.trainer.strategy.setup_optimizers(self.trainer)
+        elif self.current_epoch == 2:
+            self.trainer.optimizers = [SGD(self.parameters(), lr=0.05, momentum=0.9)]
+
+    def on_train_epoch_end(self) -> None:
+        path = shared_folder() / f"{self.current_epoch}.ckpt"
+        self.trainer.save_checkpoint(path)
+        self.seen.append(torch.load(path, weights_only=True)["optimizer_states"])
+
+
+def take_new_optimizers(strategy: str) -> Any:
+    """`trainer.optimizers = [...]` and `trainer.strategy.setup_optimizers(trainer)` in mid-run"""
+    return trained(strategy, StartsAnew(), max_epochs=4)
+
+
 class Returns(Net):
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -387,6 +407,7 @@ def configure_in_every_form(strategy: str) -> Any:
     clip_by_value,
     return_from_a_step,
     configure_in_every_form,
+    take_new_optimizers,
 )
 def test_a_step_is_ddps_bit_for_bit(run_on, case):
     run_on(2, same_as_under_ddp, case=case)
