@@ -28,7 +28,7 @@ def full_parameters(module: nn.Module, writeback: bool = False) -> Iterator[None
         for name, parameter in inner._parameters.items():
             if isinstance(parameter, ShardedTensor):
                 if id(parameter) not in ordinary:
-                    value = nn.Parameter(parameter.whole(exact=True).detach().clone(), parameter.requires_grad)
+                    value = nn.Parameter(parameter.whole().detach().clone(), parameter.requires_grad)
                     if value.requires_grad and parameter.slot.take_gradient is not None:
                         value.register_post_accumulate_grad_hook(parameter.slot.take_gradient)
                     ordinary[id(parameter)] = value

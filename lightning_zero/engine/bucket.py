@@ -90,14 +90,15 @@ class BucketSlot:
         self.bucket.wait()  # in fp32 at stages 1 and 2 the shard is part of a buffer that others may be filling
         return self.bucket.shard[self.local_range]
 
-    def whole_parameter(self, exact: bool = False) -> Tensor | None:
+    def whole_parameter(self, dtype: torch.dtype) -> Tensor | None:
         bucket = self.bucket
         if bucket.communicator.size == 1:
-            return bucket.shard[self.local_range].view(self.shape)
-        usable = bucket.full.dtype == self.dtype or (bucket.open and not exact)
-        if usable and bucket.communicator.absent:
+            return bucket.shard[self.local_range].view(self.shape).to(self.dtype).to(dtype)
+        if bucket.full.dtype != dtype:
+            return None
+        if bucket.communicator.absent:
             bucket.gather()  # ranks without a batch can serve this, and nothing else
-        if usable and bucket.is_ready:
+        if bucket.is_ready:
             bucket.wait()
             return bucket.views[self.index].detach()
         return None
@@ -243,7 +244,6 @@ class Bucket:
         # Over one rank a whole copy in the masters' dtype would be the shard a second time.
         self.replicated = replicated or (communicator.size == 1 and master_dtype == compute_dtype)
         self.shard_in_full = self.replicated and master_dtype == compute_dtype
-        self.open = False
         self._pending: list[Pending] = []  # the gather under way, if one is
         weakref.finalize(self, _settle, self._pending).atexit = False
         self._gathered = False
@@ -264,7 +264,8 @@ class Bucket:
         self._full_nbytes = self.full.untyped_storage().nbytes()
         ledger.add("parameters" if self.replicated else "gathered", self._full_nbytes)
         self.views = [nn.Parameter(self.segment_view(i), trainable) for i in range(len(layout.segments))]
-        nan = torch.full((), float("nan") if compute_dtype.is_floating_point else 0, device=device)
+        has_nan = compute_dtype.is_floating_point or compute_dtype.is_complex
+        nan = torch.full((), float("nan") if has_nan else 0, device=device)
         self._placeholders = [nan.to(compute_dtype).expand(segment.shape) for segment in layout.segments]
         if self.replicated and not self.shard_in_full:
             self.full.copy_(flat)

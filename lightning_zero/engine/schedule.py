@@ -60,10 +60,6 @@ class Unit:
         for bucket in self.buckets:
             bucket.release()
 
-    def set_open(self, is_open: bool) -> None:
-        for bucket in self.buckets:
-            bucket.open = is_open
-
 
 class _Scope:
     """The module in whose forward some parameters of a unit are ordinary ones, and the dictionaries that hold them."""
@@ -319,7 +315,6 @@ class Schedule:
         if self._watched:
             self._saved.watch()
         for unit in self.units:
-            unit.set_open(True)
             if unit.held and not unit.is_root:  # by ``torch.func`` in the last one
                 unit.held = False
                 self.release_if_idle(unit)
@@ -337,7 +332,6 @@ class Schedule:
         if self._ran:
             self._order = list(dict.fromkeys(self._ran))
         for unit in self.units:
-            unit.set_open(False)
             if unit is not self.root:
                 self.release_if_idle(unit)  # a prefetched one that never ran
         if self.root is not None:

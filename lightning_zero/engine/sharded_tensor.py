@@ -47,11 +47,10 @@ class Slot(Protocol):
     def local_parameter(self) -> Tensor:
         """The rank's range of the parameter, 1-D, in the dtype of the masters."""
 
-    def whole_parameter(self, exact: bool = False) -> Tensor | None:
-        """The whole parameter where it lies here already, else None. Not to be kept: the buffer may be released.
+    def whole_parameter(self, dtype: torch.dtype) -> Tensor | None:
+        """The whole parameter, cast to a dtype, where it can be had without communication, else None.
 
-        Args:
-            exact: not in a lower precision than its own.
+        Not to be kept: the buffer may be released.
         """
 
     def write_parameter(self, value: Tensor) -> None:
@@ -72,7 +71,10 @@ class Handle(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def whole(self, exact: bool = False) -> Tensor:
+    def whole(self) -> Tensor:
+        raise NotImplementedError
+
+    def whole_at_hand(self, dtype: torch.dtype | None = None) -> Tensor | None:
         raise NotImplementedError
 
     def write_whole(self, value: Tensor) -> None:
@@ -185,20 +187,14 @@ class ShardedTensor(Handle):
         """Whether it is the engine's own parameter (a detached alias of it included), not a value derived from one."""
         return self._local is None
 
-    def whole_at_hand(self, exact: bool = False) -> Tensor | None:
-        """The whole value where it can be had without communication."""
-        return self._slot.whole_parameter(exact) if self.is_parameter else None
+    def whole_at_hand(self, dtype: torch.dtype | None = None) -> Tensor | None:
+        """The whole value, in its own dtype or cast to another, where it can be had without communication."""
+        return self._slot.whole_parameter(dtype or self.dtype) if self.is_parameter else None
 
-    def whole(self, exact: bool = False) -> Tensor:
-        """The whole value, in the dtype that user code sees. Collective unless it is at hand.
-
-        Args:
-            exact: not as a forward sees it, which may be in a lower precision: for what is written back.
-        """
-        value = self.whole_at_hand(exact)
-        if value is None:
-            value = self._slot.collect(self.local)
-        return value.to(self.dtype)
+    def whole(self) -> Tensor:
+        """The whole value, in the dtype that user code sees. Collective unless it is at hand."""
+        value = self.whole_at_hand()
+        return self._slot.collect(self.local).to(self.dtype) if value is None else value
 
     def write_whole(self, value: Tensor) -> None:
         if self.is_parameter:
@@ -283,16 +279,25 @@ class _View(Handle):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def whole(self, exact: bool = False) -> Tensor:
+    def whole(self) -> Tensor:
         base = self._base_tensor
-        return _replay(base.whole(exact) if isinstance(base, Handle) else base.detach(), self._steps)
+        return _replay(base.whole() if isinstance(base, Handle) else base.detach(), self._steps)
+
+    def whole_at_hand(self, dtype: torch.dtype | None = None) -> Tensor | None:
+        base = self._base_tensor
+        if not isinstance(base, Handle):
+            return None
+        if self.dtype != base.dtype:
+            return None  # another reading of the same bits, which a cast would change
+        at_hand = base.whole_at_hand(dtype)
+        return None if at_hand is None else _replay(at_hand, self._steps)
 
     def write_whole(self, value: Tensor) -> None:
         base = self._base_tensor
         if not isinstance(base, Handle):  # the engine has ended since
             _replay(base.detach(), self._steps).copy_(value)
             return
-        whole = base.whole(exact=True).clone()
+        whole = base.whole().clone()
         _replay(whole, self._steps).copy_(value)
         base.write_whole(whole)
 
@@ -357,7 +362,7 @@ def _act_on_whole(func: Any, args: Any, kwargs: Any) -> Any:
         def convert(value: Any) -> Any:
             if not isinstance(value, Handle):
                 return value
-            whole = value.whole(exact=target)
+            whole = value.whole()
             if target:
                 whole = whole.clone()  # so that a failing operator leaves the original as it was
                 written.append((value, whole))
@@ -380,7 +385,7 @@ def _communicate(func: Any, args: Any, kwargs: Any) -> Any:
 
     def to_whole(value: Any) -> Any:
         if isinstance(value, Handle):
-            given.append((value, value.whole(exact=True).clone()))
+            given.append((value, value.whole().clone()))
             return given[-1][1]
         return value
 
@@ -413,7 +418,7 @@ def _act_locally(func: Any, args: Any, kwargs: Any) -> Any:
     if plain and not in_place:
         return NotImplemented
     # Cheaper, and equal to DDP's in every bit; but a write goes to the masters, where these have more digits.
-    if all(tensor.whole_at_hand(exact=in_place) is not None for tensor in sharded) and not (
+    if all(tensor.whole_at_hand() is not None for tensor in sharded) and not (
         in_place and sharded[0].local.dtype != sharded[0].dtype
     ):
         return NotImplemented
@@ -481,9 +486,11 @@ def _partial_norm(local: Tensor, order: float) -> Tensor:
     """What of a vector norm is summed (or, for the infinite orders, compared) over ranks."""
     if order in (float("inf"), -float("inf")):
         neutral = 0.0 if order > 0 else float("inf")
-        return torch.linalg.vector_norm(local, order) if local.numel() else local.new_full((), neutral)
+        if local.numel() == 0:
+            return local.new_full((), neutral, dtype=local.dtype.to_real())
+        return torch.linalg.vector_norm(local, order)
     if order == 0:
-        return (local != 0).sum().to(local.dtype)
+        return (local != 0).sum().to(local.dtype.to_real())
     return torch.linalg.vector_norm(local, order) ** order
 
 
@@ -506,7 +513,9 @@ def _vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     if tensor is None or len(args) > 2 or kwargs.get("dim") or kwargs.get("keepdim") or kwargs.get("dtype"):
         return NotImplemented
-    return _finish_norm(_partial_norm(tensor.local, float(order)), float(order), tensor._slot).to(tensor.dtype)
+    return _finish_norm(_partial_norm(tensor.local, float(order)), float(order), tensor._slot).to(
+        tensor.dtype.to_real()
+    )
 
 
 def _sum(func: Any, args: Any, kwargs: Any) -> Any:
@@ -553,6 +562,13 @@ def _accumulate(func: Any, args: Any, kwargs: Any) -> Any:
     return _act_locally(func, args, kwargs)
 
 
+def _cast(func: Any, args: Any, kwargs: Any) -> Any:
+    """``to(dtype)``: what was gathered in that dtype is not gathered again in its own to be cast, as by autocast."""
+    dtype = kwargs.get("dtype")
+    value = args[0].whole_at_hand(dtype) if dtype is not None else None
+    return _act_locally(func, args, kwargs) if value is None else func(value, *args[1:], **kwargs)
+
+
 def _unscale(func: Any, args: Any, kwargs: Any) -> Any:
     """What a ``GradScaler`` does before a step: on local ranges; what is not finite on one rank is so on all."""
     gradients, found_inf, inverse_scale = args
@@ -574,6 +590,7 @@ _HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
     aten.detach.default: _alias,
     aten.alias.default: _alias,
     aten.add_.Tensor: _accumulate,
+    aten._to_copy.default: _cast,
     aten.linalg_vector_norm.default: _vector_norm,
     aten.sum.default: _sum,
     aten.mean.default: _sum,
@@ -593,5 +610,4 @@ _LOCAL = {
     aten.ones_like.default,
     aten.zero_.default,
     aten.zeros_like.default,
-    aten._to_copy.default,
 }

@@ -1,0 +1,76 @@
+"""What a step in mixed precision reads of parameters directly is what DDP shows there: fp32, not its rounding."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tests.support.models import Square, adam_with_large_eps
+from tests.support.trainer import Learner, fit
+from tests.support.training import CLOSE, same_runs
+
+WIDTH = 32
+
+
+class Reader(Learner):
+    """Everything else in its step is computed in bf16 under DDP as well, so that its numbers are to be reached."""
+
+    def __init__(self) -> None:
+        # Few steps: a last bit of fp32 that differs is a last bit of bf16 sometimes.
+        super().__init__(Square, adam_with_large_eps, batches=2)
+        self.table = nn.Linear(WIDTH, WIDTH, bias=False)  # not in a block: in the root unit
+        self.scale = nn.Parameter(torch.tensor([1 / 3, 1.0]))
+
+    def configure_optimizers(self) -> Optimizer:
+        return self.make_optimizer(self)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        first, table = self.model.layers[0].linear.weight, self.table.weight
+        x = torch.linspace(-1, 1, WIDTH)
+        read = (F.linear(x, table) + x @ table.T + F.linear(x, first)).float().square().mean()
+        looked_up = F.embedding(batch[0], table).square().mean() + table[3].sum() * 0.01
+        penalty = sum(p.square().sum() for p in self.parameters()) * 0.01 + first.norm() + table.abs().max()
+        return self.model(*batch) * self.scale[0] + read + looked_up + penalty * self.scale.mean()
+
+
+def read() -> None:
+    options: dict[str, Any] = {"precision": "bf16-mixed", "max_epochs": 1}
+    reference = fit("ddp", Reader, **options)
+    for stage in (1, 2, 3):
+        same_runs(fit(f"zero{stage}", Reader, **options), reference, bound=CLOSE)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_penalties_norms_and_direct_uses_of_parameters_are_ddps_to_the_precision_of_fp32(run_on, size):
+    run_on(size, read)
+
+
+class Tied(Learner):
+    """A head that is the table itself, and a parameter of the LightningModule's own: the usual direct reads."""
+
+    def __init__(self) -> None:
+        super().__init__(partial(nn.Linear, WIDTH, WIDTH))
+        self.scale = nn.Parameter(torch.tensor(1 / 3))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x = torch.linspace(-1, 1, WIDTH)
+        control = self.trainer.strategy.engine.report().calls.get("control", 0)
+        x = x @ self.model.weight.T + F.linear(x, self.model.weight, self.model.bias)
+        loss = (x * self.scale).float().square().mean()
+        assert self.trainer.strategy.engine.report().calls.get("control", 0) == control
+        return loss
+
+
+def read_without_asking() -> None:
+    for stage in (1, 2, 3):
+        fit(f"zero{stage}", Tied, precision="bf16-mixed", max_epochs=1)
+
+
+def test_what_autocast_casts_of_the_root_unit_and_the_modules_own_parameters_are_read_without_communication(run_on):
+    run_on(2, read_without_asking)
