@@ -78,7 +78,7 @@ class Engine:
         overlap: False waits for every collective where it is started.
         reduction_buffers: gradient buffers that may be in reduction at once.
         compute_dtype: dtype in which fp32 parameters are gathered and computed with, except those of normalisation
-            layers and what a root with submodules owns itself; None for their own.
+            layers and embeddings, and what a root with submodules owns itself; None for their own.
         reduce_dtype: dtype in which gradients travel, "fp32", "bf16", "fp16" or a ``torch.dtype``; None for the one in
             which they are kept and added up over micro-batches (fp32, or wider as the parameters are).
         bucket_numel: elements from which on a unit is cut into several collectives.
@@ -204,13 +204,10 @@ class Engine:
     def _compute_dtype_of(self, parameter: nn.Parameter, plan: UnitPlan, name: str) -> torch.dtype:
         if self._compute_dtype is None or parameter.dtype != torch.float32:
             return parameter.dtype
-        for owner in plan.owners[name]:
-            # Autocast computes normalisation in fp32, and some kernels refuse weights of another dtype than the
-            # statistics. And what a LightningModule itself owns is read in its step, not by a forward: in fp32.
-            normalises = "norm" in type(owner.module).__name__.lower()
-            if normalises or (owner.module is plan.module and plan.is_root and any(owner.module.children())):
-                return parameter.dtype
-        return self._compute_dtype
+        # What a LightningModule itself owns is read in its step: in fp32, as under DDP, and by no forward of its own.
+        root = plan.module if plan.is_root and any(plan.module.children()) else None
+        exempt = any(owner.module is root or _stays_in_fp32(owner.module) for owner in plan.owners[name])
+        return parameter.dtype if exempt else self._compute_dtype
 
     @property
     def module(self) -> nn.Module:
@@ -526,6 +523,15 @@ def _checkpointed(module: nn.Module, plans: list[UnitPlan], wanted: Units | None
             "Name the modules instead, activation_checkpointing=[Block]."
         )
     return units
+
+
+def _stays_in_fp32(module: nn.Module) -> bool:
+    """Whether autocast computes with a module's parameters in fp32, and other dtypes would do harm.
+
+    Some kernels of normalisation refuse weights of another dtype than the statistics; the backward of an embedding adds
+    up, in the dtype of its weight, the gradients of all places where a row was looked up.
+    """
+    return "norm" in type(module).__name__.lower() or isinstance(module, nn.Embedding | nn.EmbeddingBag)
 
 
 def _rank_in_groups(optimizers: Sequence[Optimizer]) -> dict[int, int]:

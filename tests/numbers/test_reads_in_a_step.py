@@ -1,4 +1,4 @@
-"""What a step in mixed precision reads of parameters directly is what DDP shows there: fp32, not its rounding."""
+"""In mixed precision, what autocast leaves in fp32 is computed with fp32 parameters, as under DDP."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -74,3 +75,29 @@ def read_without_asking() -> None:
 
 def test_what_autocast_casts_of_the_root_unit_and_the_modules_own_parameters_are_read_without_communication(run_on):
     run_on(2, read_without_asking)
+
+
+class Lookup(Learner):
+    """One row of an embedding is looked up 4096 times: added up in bf16 its gradient would stop at 256."""
+
+    def __init__(self) -> None:
+        super().__init__(partial(nn.Embedding, 3, WIDTH), plain_sgd, batches=1)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.model(torch.zeros(4096, dtype=torch.int64)).sum()
+
+
+def plain_sgd(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def look_up() -> None:
+    for options in ({"precision": "bf16-mixed"}, {"plugins": MixedPrecision("16-mixed", "cpu")}):
+        reference = fit("ddp", Lookup, max_epochs=1, **options)
+        for stage in (1, 2, 3):
+            same_runs(fit(f"zero{stage}", Lookup, max_epochs=1, **options), reference)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_gradients_of_an_embedding_are_added_up_in_fp32(run_on, size):
+    run_on(size, look_up)
