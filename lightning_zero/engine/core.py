@@ -26,7 +26,7 @@ from lightning_zero.engine.placement import Placement, placements_of
 from lightning_zero.engine.schedule import OwnHook, Schedule, Unit, in_backward
 from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.uneven import Turns
-from lightning_zero.engine.units import UnitPlan, Units, plan_units, select_modules
+from lightning_zero.engine.units import Owner, UnitPlan, Units, plan_units, select_modules
 
 log = logging.getLogger(__name__)
 
@@ -77,8 +77,8 @@ class Engine:
         prefetch: units gathered ahead of their forward and backward (stage 3).
         overlap: False waits for every collective where it is started.
         reduction_buffers: gradient buffers that may be in reduction at once.
-        compute_dtype: dtype in which fp32 parameters are gathered and computed with, except those of normalisation
-            layers and embeddings, and what a root with submodules owns itself; None for their own.
+        compute_dtype: dtype in which the fp32 parameters of linear, convolution and attention layers are gathered,
+            which autocast casts to it in any case; None for their own, as that of all others.
         reduce_dtype: dtype in which gradients travel, "fp32", "bf16", "fp16" or a ``torch.dtype``; None for the one in
             which they are kept and added up over micro-batches (fp32, or wider as the parameters are).
         bucket_numel: elements from which on a unit is cut into several collectives.
@@ -204,10 +204,7 @@ class Engine:
     def _compute_dtype_of(self, parameter: nn.Parameter, plan: UnitPlan, name: str) -> torch.dtype:
         if self._compute_dtype is None or parameter.dtype != torch.float32:
             return parameter.dtype
-        # What a LightningModule itself owns is read in its step: in fp32, as under DDP, and by no forward of its own.
-        root = plan.module if plan.is_root and any(plan.module.children()) else None
-        exempt = any(owner.module is root or _stays_in_fp32(owner.module) for owner in plan.owners[name])
-        return parameter.dtype if exempt else self._compute_dtype
+        return self._compute_dtype if all(map(_is_cast_by_autocast, plan.owners[name])) else parameter.dtype
 
     @property
     def module(self) -> nn.Module:
@@ -525,13 +522,27 @@ def _checkpointed(module: nn.Module, plans: list[UnitPlan], wanted: Units | None
     return units
 
 
-def _stays_in_fp32(module: nn.Module) -> bool:
-    """Whether autocast computes with a module's parameters in fp32, and other dtypes would do harm.
+# Layers that hand their weights to operators which autocast computes in low precision, and do nothing else with them.
+_CAST_LAYERS = (
+    *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.MultiheadAttention),
+)
+_CAST_FORWARDS = frozenset(layer.forward for layer in _CAST_LAYERS)
+_CAST_ATTRIBUTES = frozenset(
+    {"weight", "bias", "in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"}
+)
 
-    Some kernels of normalisation refuse weights of another dtype than the statistics; the backward of an embedding adds
-    up, in the dtype of its weight, the gradients of all places where a row was looked up.
+
+def _is_cast_by_autocast(owner: Owner) -> bool:
+    """Whether autocast casts a parameter wherever its module uses it: gathered so cast it gives the same numbers.
+
+    What others do with theirs nobody knows. Cast ahead, an embedding would add up the gradients of a row in low
+    precision, kernels of normalisation and of ``nn.Bilinear`` would refuse their weights, and sums overflow in fp16.
     """
-    return "norm" in type(module).__name__.lower() or isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    forward = getattr(owner.module.forward, "__func__", None)
+    if type(owner.module).__name__ == "Conv1D" and type(owner.module).__module__ == "transformers.pytorch_utils":
+        return True
+    return forward in _CAST_FORWARDS and owner.attribute in _CAST_ATTRIBUTES
 
 
 def _rank_in_groups(optimizers: Sequence[Optimizer]) -> dict[int, int]:

@@ -22,7 +22,7 @@ def late(stage: int, dtype: torch.dtype) -> tuple[nn.Module, Any, Any]:
     from lightning_zero.engine import Engine
 
     module = nn.ModuleDict({"early": Weight(dtype, 1.0), "late": Weight(dtype, 1.0)})
-    module["late"].weight.requires_grad_(False)
+    module["late"].linear.weight.requires_grad_(False)
     optimizer = SGD(module.parameters(), lr=1.0)
     return module, optimizer, Engine(module, [optimizer], stage=stage)
 
@@ -42,7 +42,7 @@ def unfreeze() -> None:
     for dtype, stage in itertools.product(TINY, (1, 2, 3)):
         tiny = TINY[dtype]
         module, optimizer, engine = late(stage, dtype)
-        frozen, before = module["late"].weight, held(engine)
+        frozen, before = module["late"].linear.weight, held(engine)
         step(module, optimizer, tiny)
         assert held(engine) == before, "what is frozen has no master"
         frozen.requires_grad_(True)
@@ -51,10 +51,10 @@ def unfreeze() -> None:
         # A master of four bytes is new; at stage 3 it takes the place of the shard.
         assert held(engine) == before + (2 if stage == 3 and size > 1 else 4) * 64 // size
         weights, masters = engine.full_state_dict(), engine.masters_by_name()
-        assert weights["late.weight"].dtype == dtype
-        assert (weights["late.weight"] == 1 - 16 * tiny).all(), weights["late.weight"]
-        assert torch.equal(masters["late.weight"], torch.full((64,), 1 - 16 * tiny))
-        assert torch.equal(masters["early.weight"], torch.full((64,), 1 - 17 * tiny))
+        assert weights["late.linear.weight"].dtype == dtype
+        assert (weights["late.linear.weight"] == 1 - 16 * tiny).all(), weights["late.linear.weight"]
+        assert torch.equal(masters["late.linear.weight"], torch.full((64, 1), 1 - 16 * tiny))
+        assert torch.equal(masters["early.linear.weight"], torch.full((64, 1), 1 - 17 * tiny))
         engine.close()
         assert (frozen == 1 - 16 * tiny).all()
 
@@ -69,14 +69,17 @@ def resume_unfrozen() -> None:
     tiny = TINY[torch.bfloat16]
     for stage in (1, 3):
         module, optimizer, engine = late(stage, torch.bfloat16)
-        saved = {"early.weight": torch.full((64,), 1 - tiny), "late.weight": torch.full((64,), 1 - tiny)}
+        saved = {
+            "early.linear.weight": torch.full((64, 1), 1 - tiny),
+            "late.linear.weight": torch.full((64, 1), 1 - tiny),
+        }
         with torch.no_grad():
             # changed since they were saved (an average of weights, say): here the parameter counts
-            module["early"].weight[5] = 0.5
-            module["late"].weight[60] = 0.25
+            module["early"].linear.weight[5] = 0.5
+            module["late"].linear.weight[60] = 0.25
         engine.load_masters(saved)
         masters = engine.masters_by_name()
-        saved["early.weight"][5], saved["late.weight"][60] = 0.5, 0.25
+        saved["early.linear.weight"][5], saved["late.linear.weight"][60] = 0.5, 0.25
         for name, value in saved.items():
             assert torch.equal(masters[name], value), f"{name}: {masters[name]}"
         engine.close()

@@ -100,8 +100,9 @@ def train_by_hand(*dtypes: torch.dtype, compute_dtype: Any = None) -> tuple[list
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     masters = {n: nn.Parameter(p.detach().to(torch.promote_types(p.dtype, torch.float32))) for n, p in trained.items()}
     optimizer = Adam(masters.values(), lr=0.01)
-    for parameter in trained.values():
-        if compute_dtype is not None and parameter.dtype == torch.float32:
+    for name, parameter in trained.items():
+        is_linear = name.startswith(("body", "head"))  # which autocast casts
+        if compute_dtype is not None and parameter.dtype == torch.float32 and is_linear:
             parameter.data = parameter.data.to(compute_dtype)
     losses = []
     for index in range(8):

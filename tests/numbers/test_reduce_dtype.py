@@ -36,9 +36,9 @@ def reduce_once(
                 loss.backward()
         else:
             loss.backward()
-    assert lightning_zero.shard_of(module.weight.grad).dtype == torch.promote_types(dtype, torch.float32)
+    assert lightning_zero.shard_of(module.linear.weight.grad).dtype == torch.promote_types(dtype, torch.float32)
     gathered = [torch.empty(32, dtype=torch.promote_types(dtype, torch.float32)) for _ in range(2)]
-    torch.distributed.all_gather(gathered, lightning_zero.shard_of(module.weight.grad).clone())
+    torch.distributed.all_gather(gathered, lightning_zero.shard_of(module.linear.weight.grad).clone())
     engine.close()
     return torch.stack([part[0] for part in gathered])
 

@@ -75,12 +75,15 @@ def train_ddp(recipe: Recipe) -> Run:
 
 
 def train_zero(recipe: Recipe, stage: int, **options: Any) -> Run:
-    """The same under the engine; `options` are the engine's own."""
+    """The same under the engine; `options` are the engine's own, of which `compute_dtype` goes with autocast."""
     from lightning_zero.engine import Engine
 
     module, optimizer = prepare(recipe)
     engine = Engine(module, [optimizer], stage=stage, **options)
-    losses = _loop(module, module, optimizer, recipe, engine.no_sync if stage == 1 else contextlib.nullcontext)
+    no_sync = engine.no_sync if stage == 1 else contextlib.nullcontext
+    dtype = options.get("compute_dtype")
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        losses = _loop(module, module, optimizer, recipe, no_sync)
     run = Run(losses, engine.full_state_dict(), engine.report())
     engine.close()
     same_tensors(module.state_dict(), run.weights, bound=0)
