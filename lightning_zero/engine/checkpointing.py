@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
 
 from lightning_zero.engine.schedule import OwnHook
+from lightning_zero.engine.units import UnitPlan, Units, select_modules
 
 # The one of torch's ways in that suits hooks takes all options by position; there are more of them in later versions.
 _OPTIONS = {
@@ -64,3 +65,23 @@ class CheckpointedModule:
             yield
         finally:
             self._recomputing = before
+
+
+def modules_to_checkpoint(module: nn.Module, plans: list[UnitPlan], wanted: Units | None) -> list[nn.Module]:
+    """The modules that the option ``activation_checkpointing`` names.
+
+    Raises:
+        TypeError, ValueError: if it is not understood, or names none.
+    """
+    if wanted is None:
+        return []
+    if wanted != "units":
+        option = "activation_checkpointing"
+        return [inner for _, inner in select_modules(module, wanted, option=option, word="units")]
+    units = [plan.module for plan in plans if not plan.is_root]
+    if not units:
+        raise ValueError(
+            "activation_checkpointing='units': the module has no unit but the root, so nothing would be checkpointed. "
+            "Name the modules instead, activation_checkpointing=[Block]."
+        )
+    return units

@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine import differentiation
 from lightning_zero.engine.agreement import Agreement
+from lightning_zero.engine.autocast import is_cast_by_autocast
 from lightning_zero.engine.bucket import LOW_PRECISION, Bucket, BucketSlot, Ledger, become
-from lightning_zero.engine.checkpointing import CheckpointedModule
+from lightning_zero.engine.checkpointing import CheckpointedModule, modules_to_checkpoint
 from lightning_zero.engine.collectives import Communicator, wire_dtype_of
 from lightning_zero.engine.gradients import GradientReducer
 from lightning_zero.engine.layout import BucketLayout
@@ -26,7 +27,7 @@ from lightning_zero.engine.placement import Placement, placements_of
 from lightning_zero.engine.schedule import OwnHook, Schedule, Unit, in_backward
 from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.uneven import Turns
-from lightning_zero.engine.units import Owner, UnitPlan, Units, plan_units, select_modules
+from lightning_zero.engine.units import UnitPlan, Units, plan_units
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +125,7 @@ class Engine:
         plans = plan_units(module, units)
         parameters = [parameter for plan in plans for parameter in plan.parameters.values()]
         device = _common_device(plans, parameters)
-        checkpointed = _checkpointed(module, plans, activation_checkpointing)
+        checkpointed = modules_to_checkpoint(module, plans, activation_checkpointing)
 
         self._module = weakref.ref(module)
         self.ledger = Ledger()
@@ -204,7 +205,7 @@ class Engine:
     def _compute_dtype_of(self, parameter: nn.Parameter, plan: UnitPlan, name: str) -> torch.dtype:
         if self._compute_dtype is None or parameter.dtype != torch.float32:
             return parameter.dtype
-        return self._compute_dtype if all(map(_is_cast_by_autocast, plan.owners[name])) else parameter.dtype
+        return self._compute_dtype if all(map(is_cast_by_autocast, plan.owners[name])) else parameter.dtype
 
     @property
     def module(self) -> nn.Module:
@@ -505,44 +506,6 @@ def _common_device(plans: list[UnitPlan], parameters: list[nn.Parameter]) -> tor
                     "one device."
                 )
     return parameters[0].device
-
-
-def _checkpointed(module: nn.Module, plans: list[UnitPlan], wanted: Units | None) -> list[nn.Module]:
-    if wanted is None:
-        return []
-    if wanted != "units":
-        option = "activation_checkpointing"
-        return [inner for _, inner in select_modules(module, wanted, option=option, word="units")]
-    units = [plan.module for plan in plans if not plan.is_root]
-    if not units:
-        raise ValueError(
-            "activation_checkpointing='units': the module has no unit but the root, so nothing would be checkpointed. "
-            "Name the modules instead, activation_checkpointing=[Block]."
-        )
-    return units
-
-
-# Layers that hand their weights to operators which autocast computes in low precision, and do nothing else with them.
-_CAST_LAYERS = (
-    *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.MultiheadAttention),
-)
-_CAST_FORWARDS = frozenset(layer.forward for layer in _CAST_LAYERS)
-_CAST_ATTRIBUTES = frozenset(
-    {"weight", "bias", "in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"}
-)
-
-
-def _is_cast_by_autocast(owner: Owner) -> bool:
-    """Whether autocast casts a parameter wherever its module uses it: gathered so cast it gives the same numbers.
-
-    What others do with theirs nobody knows. Cast ahead, an embedding would add up the gradients of a row in low
-    precision, kernels of normalisation and of ``nn.Bilinear`` would refuse their weights, and sums overflow in fp16.
-    """
-    forward = getattr(owner.module.forward, "__func__", None)
-    if type(owner.module).__name__ == "Conv1D" and type(owner.module).__module__ == "transformers.pytorch_utils":
-        return True
-    return forward in _CAST_FORWARDS and owner.attribute in _CAST_ATTRIBUTES
 
 
 def _rank_in_groups(optimizers: Sequence[Optimizer]) -> dict[int, int]:
