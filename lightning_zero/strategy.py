@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.engine import Engine, Report, Unit
+from lightning_zero.engine import Engine, Report, Unit, engine_of
 from lightning_zero.engine.collectives import wire_dtype_of
 from lightning_zero.engine.placement import Placement, placements_of
 from lightning_zero.engine.reunion import reunite
@@ -69,6 +69,9 @@ class ZeroStrategy(ParallelStrategy):
         activation_checkpointing: ``"units"`` computes the forward of each unit again in backward; also module classes
             or a predicate, as for ``units``. ``None`` leaves it to the module.
         allow_any_optimizer: accept optimizer classes that are not known to be elementwise.
+        after_fit: ``"full"`` makes the module an ordinary one, whole on the CPU, when a run ends; ``"sharded"`` leaves
+            it as it is, for who has no memory for that: then every rank must take part in what is done with it, and
+            the next run with the same options goes on with it.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as of every strategy.
         process_group_backend: for example ``"nccl"`` or ``"gloo"``; by default what suits the device.
         timeout: of the process group.
@@ -91,6 +94,7 @@ class ZeroStrategy(ParallelStrategy):
         bucket_numel: int = 2**25,
         activation_checkpointing: Units | None = None,
         allow_any_optimizer: bool = False,
+        after_fit: Literal["full", "sharded"] = "full",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -104,6 +108,8 @@ class ZeroStrategy(ParallelStrategy):
             raise ValueError(f"offload={offload!r} is not supported yet: leave it out, or write offload=None.")
         if start_method not in ("popen", "spawn", "fork", "forkserver"):
             raise ValueError(f"start_method={start_method!r} must be 'popen', 'spawn', 'fork' or 'forkserver'.")
+        if after_fit not in ("full", "sharded"):
+            raise ValueError(f"after_fit={after_fit!r} must be 'full' or 'sharded'.")
         self.stage = placements_of(stage).stage
         self.engine: Engine | None = None
         self.last_report: Report | None = None
@@ -123,6 +129,7 @@ class ZeroStrategy(ParallelStrategy):
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._start_method = start_method
+        self._after_fit = after_fit
         self._failed = False
         self._masters: dict[str, Tensor] = {}
 
@@ -228,20 +235,23 @@ class ZeroStrategy(ParallelStrategy):
         assert self.accelerator is not None and self.model is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting and self._layer_sync:
-            self.model = self._layer_sync.apply(self.model)
-        self.model = self.precision_plugin.convert_module(self.model)
-        self.model_to_device()
+        self.engine = self._kept_engine()
+        if self.engine is None:
+            if fitting and self._layer_sync:
+                self.model = self._layer_sync.apply(self.model)
+            self.model = self.precision_plugin.convert_module(self.model)
+            self.model_to_device()
         if fitting:
             self.setup_optimizers(trainer)
-        if fitting or placements_of(self.stage).parameters is Placement.SHARDED:
+        if self.engine is None and (fitting or placements_of(self.stage).parameters is Placement.SHARDED):
             self.engine = Engine(
                 self.lightning_module,
                 _real(self.optimizers) if fitting else [],
-                compute_dtype=compute_dtype_of(self.precision_plugin),
                 handshake_timeout=self._handshake_timeout,
-                **self._engine_options,
+                **self._options_of_engine,
             )
+            _options_of[self.engine] = self._options_of_engine
+        if self.engine is not None:
             self.engine.load_masters(self._masters)
             self._masters = {}
             attend(trainer, self.engine)
@@ -251,6 +261,22 @@ class ZeroStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
+
+    @property
+    def _options_of_engine(self) -> dict[str, Any]:
+        return {**self._engine_options, "compute_dtype": compute_dtype_of(self.precision_plugin)}
+
+    def _kept_engine(self) -> Engine | None:
+        """The engine that an earlier run has left the module with (``after_fit="sharded"``), if this run can go on."""
+        assert self.lightning_module is not None
+        engine = engine_of(self.lightning_module)
+        if engine is None:
+            return None
+        if _options_of.get(engine) != self._options_of_engine:
+            engine.close(device=self.root_device)
+            return None
+        engine.sync_buffers()
+        return engine
 
     @property
     @override
@@ -427,10 +453,13 @@ class ZeroStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         if self.engine is not None:
-            engine, self.engine = self.engine, None
             if self.lightning_module is not None:
                 leave(self.lightning_module.trainer)
-            self.last_report = engine.report()
+            self.last_report = self.engine.report()
+            if self._after_fit == "sharded" and not self._failed:
+                self._teardown_but_for_module()
+                return
+            engine, self.engine = self.engine, None
             try:
                 # After a failure the other ranks may be anywhere: nothing is asked of them.
                 engine.close(communicate=not self._failed, device="cpu")
@@ -440,6 +469,13 @@ class ZeroStrategy(ParallelStrategy):
         if self.lightning_module is not None and self._layer_sync and self.model is not None:
             self.model = self._layer_sync.revert(self.model)
         super().teardown()
+
+    def _teardown_but_for_module(self) -> None:
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
 
     def __getstate__(self) -> dict[str, Any]:
         # users copy trainers and strategies: the engine belongs to one
@@ -460,6 +496,9 @@ class ZeroStrategy(ParallelStrategy):
                 if name not in strategy_registry:
                     description = f"ZeRO stage {stage}{f' ({suffix[1:]})' if suffix else ''}"
                     strategy_registry.register(name, cls, description=description, **options(stage))
+
+
+_options_of: weakref.WeakKeyDictionary[Engine, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
 def _real(optimizers: list[Optimizer]) -> list[Optimizer]:

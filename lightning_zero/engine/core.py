@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,6 +66,15 @@ class Report:
         """Elements of parameters and gradients communicated an optimizer step."""
         moved = self.elements.get("all_gather", 0) + self.elements.get("reduce_scatter", 0)
         return moved / max(self.steps, 1)
+
+
+_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
+
+
+def engine_of(module: nn.Module) -> Engine | None:
+    """The engine that has sharded a module and not ended since."""
+    reference = _engines.get(module)
+    return reference() if reference is not None else None
 
 
 class Engine:
@@ -143,7 +153,7 @@ class Engine:
                 # old-style weight_norm and its kin keep what they computed, and with it a graph that holds parameters
                 if isinstance(value, Tensor) and value.grad_fn is not None:
                     setattr(inner, attribute, value.detach())
-        self._sync_buffers(module)
+        self.sync_buffers()
         rank_in_groups = _rank_in_groups(optimizers)
         self.units = [Unit(plan, self._buckets_of(plan, rank_in_groups)) for plan in plans]
         self.schedule = Schedule(self.units, prefetch if overlap else 0)
@@ -168,6 +178,7 @@ class Engine:
             ),
             module.register_forward_hook(OwnHook(lambda *_: self._close_window()), always_call=True),
         ]
+        _engines[module] = weakref.ref(self)
         if self.communicator.rank == 0:
             log.debug("ZeRO stage %d, units: %s", self.placements.stage, self.units)
 
@@ -285,14 +296,14 @@ class Engine:
 
     def _follow_buffers(self) -> None:
         if self._buffers_follow:
-            self._sync_buffers(self.module)
+            self.sync_buffers()
             self._buffers_follow = False
 
-    def _sync_buffers(self, module: nn.Module) -> None:
-        """Buffers follow rank 0's, as under DDP."""
+    def sync_buffers(self) -> None:
+        """Buffers follow rank 0's, as under DDP. Collective."""
         if self.communicator.size > 1:
             with torch.no_grad():
-                for buffer in module.buffers():
+                for buffer in self.module.buffers():
                     if buffer.numel():
                         self.communicator.from_first(buffer)
 
@@ -458,10 +469,10 @@ class Engine:
                     become(tensor, nn.Parameter(value, tensor.requires_grad) if is_parameter else value)
         for optimizer, state in states:
             if optimizer is not None:
-                optimizer.state.clear()
-                optimizer.state.update(state or {})
+                optimizer.state = defaultdict(dict, state or {})
         module = self._module()
         if module is not None:
+            _engines.pop(module, None)
             for inner in module.modules():
                 if isinstance(inner, nn.RNNBase):
                     inner._init_flat_weights()

@@ -119,7 +119,7 @@ class Masters:
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         _masters_of[optimizer] = self
-        self._slot_of, self._ledger, self._owner = slot_of, owner.ledger, weakref.ref(owner)
+        self.slot_of, self._ledger, self._owner = slot_of, owner.ledger, weakref.ref(owner)
         self._master_of: dict[BucketSlot, Master] = {}
         self._module_parameters: list[list[Any]] | None = None
         self._active: list[Master] = []
@@ -139,8 +139,7 @@ class Masters:
         ]
         # before the users' own, so that these see the module's parameters
         optimizer._optimizer_step_post_hooks.move_to_end(self._handles[1].id, last=False)  # type: ignore[attr-defined]
-        if optimizer.state:  # Adagrad's accumulators exist from the start
-            self._adopt(dict(optimizer.state))
+        self._adopt(dict(optimizer.state))  # Adagrad's accumulators exist from the start
 
     @property
     def optimizer(self) -> Optimizer:
@@ -205,8 +204,8 @@ class Masters:
             return
         self._signature, self._active, self._arranged = signature, [], []
         for group in groups:
-            slots = [self._slot_of(p) for p in group["params"] if p.grad is not None]
-            foreign = [p for p in group["params"] if p.grad is not None and self._slot_of(p) is None]
+            slots = [self.slot_of(p) for p in group["params"] if p.grad is not None]
+            foreign = [p for p in group["params"] if p.grad is not None and self.slot_of(p) is None]
             masters = self._masters_of([slot for slot in slots if slot is not None])
             self._active.extend(masters)
             self._arranged.append([master.tensor for master in masters if master.is_here] + foreign)
@@ -270,9 +269,13 @@ class Masters:
 
     # -- state in the terms of the module's parameters --------------------------------------------------------------
 
+    def has_state(self, slot: BucketSlot) -> bool:
+        """Whether a parameter has been updated, or its state been loaded."""
+        return slot in self._master_of
+
     def state_of(self, parameter: Tensor) -> dict[str, Any]:
         """One parameter's state in full shape. Collective."""
-        slot = self._slot_of(parameter)
+        slot = self.slot_of(parameter)
         return dict(self.optimizer.state.get(parameter, {})) if slot is None else self._whole_state([slot])[slot]
 
     def whole_state(self, keep: Callable[[Tensor], Tensor] | None = None) -> dict[Tensor, dict[str, Any]]:
@@ -282,7 +285,7 @@ class Masters:
             keep: what becomes of each gathered tensor (moved to the CPU, or dropped on ranks that do not write).
         """
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        slots = {slot: p for p in parameters if (slot := self._slot_of(p)) is not None}
+        slots = {slot: p for p in parameters if (slot := self.slot_of(p)) is not None}
         states = self._whole_state(list(slots), keep)
         found = {slots[slot]: state for slot, state in states.items() if state}
         return {**{p: self.optimizer.state[p] for p in parameters if p in self.optimizer.state}, **found}
@@ -361,10 +364,10 @@ class Masters:
         optimizer = self.optimizer
         self._master_of.clear()
         self._signature, self._states_measured = None, -1
-        optimizer.state = defaultdict(dict)
+        optimizer.state = _State(self)
         by_slot: dict[BucketSlot, dict[str, Any]] = {}
         for parameter, state in states.items():
-            slot = self._slot_of(parameter)
+            slot = self.slot_of(parameter)
             if slot is None:
                 optimizer.state[parameter] = state
             elif state:
@@ -373,7 +376,7 @@ class Masters:
             slot: number
             for number, group in enumerate(optimizer.param_groups)
             for p in group["params"]
-            if (slot := self._slot_of(p)) is not None
+            if (slot := self.slot_of(p)) is not None
         }
         alike: dict[Any, list[BucketSlot]] = {}
         for slot, state in by_slot.items():
@@ -425,6 +428,37 @@ class Masters:
             handle.remove()
         _masters_of.pop(optimizer, None)
         return self.whole_state(lambda tensor: tensor.to(device)) if device is not None else None
+
+
+class _State(defaultdict[Any, dict[str, Any]]):
+    """``optimizer.state``, by master. Asked for a parameter of the module it gives that one's whole state, a copy.
+
+    Args:
+        masters: whose it is.
+    """
+
+    def __init__(self, masters: Masters) -> None:
+        super().__init__(dict)
+        self._masters = weakref.ref(masters)
+
+    def _slot_of(self, key: Any) -> tuple[Masters, BucketSlot] | None:
+        masters = self._masters()
+        slot = masters.slot_of(key) if masters is not None else None
+        return (masters, slot) if masters is not None and slot is not None else None
+
+    def __contains__(self, key: Any) -> bool:
+        found = self._slot_of(key)
+        return super().__contains__(key) if found is None else found[0].has_state(found[1])
+
+    def __missing__(self, key: Any) -> dict[str, Any]:
+        found = self._slot_of(key)
+        return super().__missing__(key) if found is None else found[0].state_of(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self[key] if key in self else default
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict,), None, None, iter(self.items())
 
 
 _masters_of: weakref.WeakKeyDictionary[Optimizer, Masters] = weakref.WeakKeyDictionary()

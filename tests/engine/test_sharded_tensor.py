@@ -292,15 +292,18 @@ def test_copies_pickles_and_state_dicts_hold_the_values(run_on, stage):
 
 def look_inside(stage):
     module, reference, optimizer, engine = make(stage)
+    assert not any(p in optimizer.state for p in module.parameters())
     optimizer.step()
     other = torch.optim.Adam(reference.parameters())
     other.step()
     for ours, theirs in pairs(module, reference):
         torch.testing.assert_close(lightning_zero.full_grad(ours), theirs.grad, rtol=0, atol=0)
         state = lightning_zero.full_optimizer_state(ours)
-        assert state.keys() == other.state[theirs].keys()
-        for key, value in state.items():
-            torch.testing.assert_close(value, other.state[theirs][key], rtol=0, atol=0)
+        assert ours in optimizer.state and torch.zeros(1) not in optimizer.state
+        for found in (state, optimizer.state[ours], optimizer.state.get(ours)):
+            assert found.keys() == other.state[theirs].keys()
+            for key, value in found.items():
+                torch.testing.assert_close(value, other.state[theirs][key], rtol=0, atol=0)
         pieces = [None, None]
         dist.all_gather_object(pieces, lightning_zero.shard_of(ours).detach().clone())
         torch.testing.assert_close(torch.cat(pieces).view(ours.shape), theirs.detach(), rtol=0, atol=0)

@@ -43,6 +43,7 @@ def test_every_stage_is_registered_with_the_launch_variants_that_ddp_has():
         ({"offload": "cpu"}, r"offload='cpu' is not supported yet"),
         ({"reduce_dtype": "fp8"}, r"reduce_dtype='fp8' .* write 'fp32', 'bf16' or 'fp16', the torch.dtype"),
         ({"reduce_dtype": torch.float64}, r"reduce_dtype=torch.float64 .* write 'fp32', 'bf16' or 'fp16'"),
+        ({"after_fit": "cut"}, r"after_fit='cut' must be 'full' or 'sharded'"),
         ({"start_method": "thread"}, r"start_method='thread' must be 'popen'"),
     ],
 )
