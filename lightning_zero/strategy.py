@@ -192,12 +192,11 @@ class ZeroStrategy(ParallelStrategy):
         )
         if not self._is_single:
             assert self.cluster_environment is not None
-            if _distributed_is_initialized() and failure() is not None:
-                renew(self._timeout)
             device_id = self.root_device if self.root_device.type != "cpu" else None
-            _init_dist_connection(
-                self.cluster_environment, self._process_group_backend, timeout=self._timeout, device_id=device_id
-            )
+            options: dict[str, Any] = {"timeout": self._timeout, "device_id": device_id}
+            if _distributed_is_initialized() and failure() is not None:
+                renew(**options)
+            _init_dist_connection(self.cluster_environment, self._process_group_backend, **options)
         if self.lightning_module is not None:
             reunite(self.lightning_module, self._handshake_timeout)
 
@@ -352,9 +351,9 @@ class ZeroStrategy(ParallelStrategy):
         return self._failed or not _distributed_is_initialized()
 
     @contextmanager
-    def _blocked_in(self, what: str) -> Iterator[None]:
+    def _blocked_in(self, what: str, everyone: bool = True) -> Iterator[None]:
         """Tell ranks that wait elsewhere where this one is, and say why if it waits in vain."""
-        with self.engine.communicator.waiting(what) if self.engine is not None else explained(what):
+        with self.engine.communicator.waiting(what, everyone) if self.engine is not None else explained(what):
             yield
 
     @override
@@ -377,7 +376,7 @@ class ZeroStrategy(ParallelStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if self._failed or not isinstance(tensor, Tensor):
             return tensor
-        with self._blocked_in("Strategy.reduce"):
+        with self._blocked_in("Strategy.reduce", everyone=group in (None, dist.group.WORLD)):
             return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------

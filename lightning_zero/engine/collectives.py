@@ -277,9 +277,16 @@ class Communicator:
             dist.recv(message, self._ranks[rank], self.control_group, tag=_TELL_TAG)
         return message
 
-    def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Around a wait for the other ranks in something that is none of the engine's own; see ``Watch.waiting``."""
-        return self.watch.waiting(what) if self.size > 1 else nullcontext()
+    def waiting(self, what: str, everyone: bool = True) -> AbstractContextManager[None]:
+        """Around a wait for other ranks in something that is none of the engine's own; see ``Watch.waiting``.
+
+        Args:
+            what: a name, the same on every rank.
+            everyone: whether every rank takes part.
+        """
+        if self.size == 1:
+            return nullcontext()
+        return self.watch.waiting(what, None if everyone else 0)
 
     def close(self) -> None:
         """End the watch over its waits, and a turn in which a failure has left it."""

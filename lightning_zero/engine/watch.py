@@ -96,13 +96,11 @@ class Watch:
     def _blame(self, error: RuntimeError) -> str:
         """Why a wait failed though no rank has reported a failure: one is gone, or did not come in time."""
         notices = {rank: self.notice_of(rank) for rank in self._others}
-        elsewhere = [f"rank {rank} waits for {name_in(notice)}" for rank, notice in notices.items() if notice]
-        reason = (
-            f"another rank ended, or did not take part in it{': ' if elsewhere else ''}{', '.join(elsewhere)}. "
+        elsewhere = [f", rank {rank} waits for {name_in(notice)}" for rank, notice in notices.items() if notice]
+        return (
+            f"another rank ended, or did not take part in it{''.join(elsewhere)}. "
             f"Every rank must run the same units in the same order. ({error})"
         )
-        fail(f"rank {self._rank} waited for {self._wait.what if self._wait else 'nothing'}; {reason}")
-        return reason
 
     def _set(self, notice: str) -> None:
         try:
@@ -191,15 +189,18 @@ def failure(store: Any = None) -> str | None:
     return store.get(_FAILED).decode() if store.check([_FAILED]) else None
 
 
-def renew(timeout: timedelta | None) -> None:
+def renew(**options: Any) -> None:
     """Put a new default process group in the place of one whose run failed. Collective.
 
     It meets in the same store, where it has keys of its own, so that no message of the old one reaches it.
+
+    Args:
+        options: of ``dist.init_process_group`` beside backend, store, rank and world size.
     """
     rank, size, backend = dist.get_rank(), dist.get_world_size(), dist.get_backend()
     store = dist.PrefixStore("lightning_zero/renewed", dist.distributed_c10d._get_default_store())
     dist.destroy_process_group()
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, **options)
 
 
 def _sever(group: dist.ProcessGroup) -> None:

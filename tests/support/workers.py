@@ -156,7 +156,7 @@ def _run(case: Case) -> Outcome:
             return Outcome(value, healthy=False)
         watch = sys.modules.get("lightning_zero.engine.watch")
         if watch is not None and watch.failure() is not None:  # a failure that the case expected ended the group
-            watch.renew(timedelta(seconds=START_TIMEOUT))
+            watch.renew(timeout=timedelta(seconds=START_TIMEOUT))
         # Ranks that ended out of step (one more collective here than there) are found in this case, not in the next.
         dist.barrier()
         return Outcome(value)
