@@ -7,6 +7,8 @@ same line needs every rank. Such requests are rare, so each first meets the othe
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch.distributed as dist
 
@@ -20,14 +22,19 @@ class Agreement:
     Args:
         communicator: the group.
         timeout: seconds after which a rank that has neither come nor said where it is counts as lost.
+
+    Attributes:
+        meetings: how many took place.
+        is_closed: after the engine's end.
     """
 
     def __init__(self, communicator: Communicator, timeout: float) -> None:
         self._communicator, self._timeout = communicator, timeout
         self._rank, self._size = communicator.rank, communicator.size
         self.is_closed = False
+        self.meetings = 0
+        self._is_met = False
         if self._size > 1:
-            self._meetings = 0
             store = dist.distributed_c10d._get_default_store()
             self._store = dist.PrefixStore(f"lightning_zero/agreement/{communicator.name}", store)
 
@@ -40,7 +47,7 @@ class Agreement:
         Raises:
             RuntimeError: on a rank that asked, if another is busy elsewhere, asked for something else or never came.
         """
-        if self._size == 1:
+        if self._size == 1 or self._is_met:
             return
         self.require_all(what)
         if self.is_closed:
@@ -49,7 +56,7 @@ class Agreement:
                 f"{self._size} ranks. Call Trainer.fit, validate, test or predict with this module again on all of "
                 "them, which puts the parts together first, or make a new module and load a checkpoint."
             )
-        number, self._meetings = self._meetings, self._meetings + 1
+        number, self.meetings = self.meetings, self.meetings + 1
         self._store.set(f"meeting/{number}/{self._rank}", what)
         others = [rank for rank in range(self._size) if rank != self._rank]
         deadline, pause = time.monotonic() + self._timeout, 1e-4
@@ -78,6 +85,16 @@ class Agreement:
         if number >= 2:  # everybody has read the one before the last
             self._store.delete_key(f"meeting/{number - 2}/{self._rank}")
 
+    @contextmanager
+    def met(self, what: str) -> Iterator[None]:
+        """Meet once for all collectives inside, which are the same on every rank."""
+        self.meet(what)
+        before, self._is_met = self._is_met, True
+        try:
+            yield
+        finally:
+            self._is_met = before
+
     def require_all(self, what: str) -> None:
         """Refuse what every rank must do while some have no batch left in an evaluation loop.
 
@@ -96,7 +113,7 @@ class Agreement:
 
     def _call_off(self, number: int) -> None:
         """A meeting to which some did not come has not taken place: the next one has its number, as it has for them."""
-        self._meetings = number
+        self.meetings = number
         self._store.delete_key(f"meeting/{number}/{self._rank}")
 
     def _fail(self, what: str, ranks: list[int], reason: str) -> None:

@@ -123,7 +123,7 @@ class BucketSlot:
         elif bucket.is_ready and bucket.communicator.size > 1:
             bucket.segment_view(self.index).copy_(self.collect(bucket.shard[self.local_range]))
 
-    def collect(self, local: Tensor, *, handshake: bool = True) -> Tensor:
+    def collect(self, local: Tensor) -> Tensor:
         bucket = self.bucket
         if bucket.communicator.size == 1:
             return local.view(self.shape)
@@ -134,8 +134,7 @@ class BucketSlot:
         for rank in range(bucket.communicator.size):
             start, stop = bucket.layout.owned_range(self.index, self.index, rank)
             ranges.append((start - segment.start, stop - segment.start))
-        if handshake:
-            bucket.agreement.meet(f"'{self.name}'")
+        bucket.agreement.meet(f"'{self.name}'")
         bucket.communicator.broadcast_ranges(flat, ranges, f"the gather of '{self.name}'")
         return flat.view(self.shape)
 

@@ -28,6 +28,8 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+_MESSAGE_BYTES = 2**25
+
 _communicators = itertools.count()
 
 _WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -62,11 +64,12 @@ class Counters:
         self.elements: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
 
-    def add(self, kind: str, tensor: Tensor, dtype: torch.dtype | None = None) -> None:
-        """Count a tensor that travels in its own dtype, or in another."""
+    def add(self, kind: str, *tensors: Tensor, dtype: torch.dtype | None = None) -> None:
+        """Count one call that moves these tensors, in their own dtype or in another."""
         self.calls[kind] += 1
-        self.elements[kind] += tensor.numel()
-        self.bytes[kind] += tensor.numel() * (dtype or tensor.dtype).itemsize
+        for tensor in tensors:
+            self.elements[kind] += tensor.numel()
+            self.bytes[kind] += tensor.numel() * (dtype or tensor.dtype).itemsize
 
 
 class Pending:
@@ -179,7 +182,7 @@ class Communicator:
             what: for the error message.
         """
         assert self.size > 1, "a bucket keeps its gradients as they come over one rank"
-        self.counters.add("reduce_scatter", flat, wire)
+        self.counters.add("reduce_scatter", flat, dtype=wire)
         dtype = flat.dtype
         if self.backend != "gloo":
             sent = flat.to(wire)
@@ -256,6 +259,18 @@ class Communicator:
             with self.watch.waiting(f"a broadcast from rank {source}"):
                 dist.broadcast(tensor, self._ranks[source], group)
         return tensor
+
+    def all_from_first(self, tensors: list[Tensor]) -> None:
+        """Rank 0's values of several tensors, in place, in few messages."""
+        if self.size == 1:
+            return
+        for group, on_cpu in ((self.control_group, True), (self.group, False)):
+            assert group is not None
+            chosen = [tensor for tensor in tensors if tensor.numel() and (tensor.device.type == "cpu") is on_cpu]
+            if chosen:
+                self.counters.add("control", *chosen)
+                with self.watch.waiting("a broadcast of buffers from rank 0"):
+                    dist._broadcast_coalesced(group, chosen, _MESSAGE_BYTES, 0)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's small picklable value, in the order of ranks."""

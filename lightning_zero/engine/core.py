@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -301,11 +301,8 @@ class Engine:
 
     def sync_buffers(self) -> None:
         """Buffers follow rank 0's, as under DDP. Collective."""
-        if self.communicator.size > 1:
-            with torch.no_grad():
-                for buffer in self.module.buffers():
-                    if buffer.numel():
-                        self.communicator.from_first(buffer)
+        with torch.no_grad():
+            self.communicator.all_from_first(list(self.module.buffers()))
 
     def before_update(self) -> None:
         """The masters are about to change: nothing may still be reading them."""
@@ -351,8 +348,10 @@ class Engine:
 
         with torch.no_grad():
             state = self.module.state_dict()
-            for name, value in state.items():
-                state[name] = whole(value)
+            in_parts = any(isinstance(v, ShardedTensor) and v.whole_at_hand() is None for v in state.values())
+            with self.agreement.met("the module's state dict") if in_parts else nullcontext():
+                for name, value in state.items():
+                    state[name] = whole(value)
             return state
 
     def full_optimizer_state_dict(self, optimizer: Optimizer, *, keep: bool = True) -> dict[str, Any]:
@@ -369,12 +368,12 @@ class Engine:
     def masters_by_name(self, *, keep: bool = True) -> dict[str, Tensor]:
         """The fp32 masters of low-precision parameters, whole, on the CPU. Collective."""
         found = {}
-        with torch.no_grad():
-            for bucket in self.buckets:
-                if bucket.shard.dtype != bucket.dtype:
-                    for slot in bucket.slots:
-                        value = slot.collect(slot.local_parameter())
-                        found[slot.name] = value.to("cpu", copy=True) if keep else value.to("meta")
+        finer = [bucket for bucket in self.buckets if bucket.shard.dtype != bucket.dtype]
+        with torch.no_grad(), self.agreement.met("the fp32 masters") if finer else nullcontext():
+            for bucket in finer:
+                for slot in bucket.slots:
+                    value = slot.collect(slot.local_parameter())
+                    found[slot.name] = value.to("cpu", copy=True) if keep else value.to("meta")
         return found
 
     def load_masters(self, masters: dict[str, Tensor]) -> None:
@@ -446,11 +445,11 @@ class Engine:
             checkpointed.remove()
         self.schedule.remove()
         self.reducer.remove()
-        with torch.no_grad():
+        with torch.no_grad(), self.agreement.met("the module's parameters") if communicate else nullcontext():
             derived = self._derived() if communicate else {}
             parameters = {slot: slot.parameter for slot in derived}
             values = {
-                id(tensor): slot.collect(tensor.local, handshake=False).to(device, copy=True)
+                id(tensor): slot.collect(tensor.local).to(device, copy=True)
                 for slot, tensors in derived.items()
                 for tensor in tensors
                 if not tensor.is_parameter

@@ -12,6 +12,7 @@ import inspect
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -276,7 +277,10 @@ class Masters:
     def state_of(self, parameter: Tensor) -> dict[str, Any]:
         """One parameter's state in full shape. Collective."""
         slot = self.slot_of(parameter)
-        return dict(self.optimizer.state.get(parameter, {})) if slot is None else self._whole_state([slot])[slot]
+        if slot is None:
+            return dict(self.optimizer.state.get(parameter, {}))
+        with self._met([slot]):
+            return self._whole_state([slot])[slot]
 
     def whole_state(self, keep: Callable[[Tensor], Tensor] | None = None) -> dict[Tensor, dict[str, Any]]:
         """The state by parameter of the module, each tensor in the parameter's full shape. Collective.
@@ -286,9 +290,15 @@ class Masters:
         """
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         slots = {slot: p for p in parameters if (slot := self.slot_of(p)) is not None}
-        states = self._whole_state(list(slots), keep)
+        with self._met(list(slots)):
+            states = self._whole_state(list(slots), keep)
         found = {slots[slot]: state for slot, state in states.items() if state}
         return {**{p: self.optimizer.state[p] for p in parameters if p in self.optimizer.state}, **found}
+
+    def _met(self, slots: list[BucketSlot]) -> AbstractContextManager[None]:
+        """Around collectives for the state of some parameters, which every rank must have asked for."""
+        what = f"the state of {type(self.optimizer).__name__}"
+        return slots[0].bucket.agreement.met(what) if slots else nullcontext()
 
     def _whole_state(
         self, slots: list[BucketSlot], keep: Callable[[Tensor], Tensor] | None = None
@@ -304,7 +314,6 @@ class Masters:
                     key: value.dtype if _is_elementwise(value, master.tensor.shape) else _Scalar(value)
                     for key, value in state.items()
                 }
-        slots[0].bucket.agreement.meet(f"the state of {type(self.optimizer).__name__}")
         # what a rank owns nothing of, another knows the keys and the step counts of
         known: dict[str, dict[str, Any]] = {}
         for found in slots[0].bucket.communicator.gather_objects(local):
