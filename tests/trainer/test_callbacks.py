@@ -53,7 +53,7 @@ def save_checkpoints(strategy: str) -> Any:
         ModelCheckpoint(folder / "steps", "s{step}", every_n_train_steps=2, save_top_k=-1),
         ModelCheckpoint(folder / "weights", "w{epoch}", save_weights_only=True, save_on_train_epoch_end=True),
     ]
-    options = {"enable_checkpointing": True, "max_epochs": 4}
+    options = {"enable_checkpointing": True, "max_epochs": 3}
     trainer, module = fit(strategy, callbacks=callbacks, **options)
     names = [str(callbacks[0].best_model_path).rsplit("/", 1)[-1], float(callbacks[0].best_model_score)]
     tested = [trainer.test(module, data(16), ckpt_path=which, verbose=False) for which in ("best", "last")]

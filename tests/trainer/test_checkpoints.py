@@ -182,7 +182,7 @@ def write_elsewhere(strategy: str) -> Any:
     """`CheckpointIO` plugins: one of the project, and `AsyncCheckpointIO`, which writes while training goes on"""
     results = []
     for plugin in (Elsewhere(), AsyncCheckpointIO()):
-        trainer, module = fit(strategy, SavesOften(), plugins=[plugin])
+        trainer, module = fit(strategy, SavesOften(), plugins=[plugin], max_epochs=1)
         dist.barrier()
         files = {path.name: torch.load(path, weights_only=True) for path in sorted(shared_folder().iterdir())}
         results += [observed(trainer, module), {name: file.get("state_dict", file) for name, file in files.items()}]

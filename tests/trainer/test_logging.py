@@ -161,9 +161,7 @@ def profile(strategy: str) -> Any:
         {"profiler": SimpleProfiler(shared_folder())},
         {"profiler": AdvancedProfiler(shared_folder())},
         {"profiler": PyTorchProfiler(shared_folder(), record_module_names=True, group_by_input_shapes=True)},
-        {"profiler": "simple"},
-        {"detect_anomaly": True},
-        {"deterministic": True, "benchmark": True},
+        {"detect_anomaly": True, "deterministic": True, "benchmark": True},
         {"barebones": True},
     ]
     return [trained(strategy, max_epochs=1, **option) for option in options]

@@ -153,8 +153,35 @@ SCHEDULERS = {
 }
 
 
+class ManyScheduled(Net):
+    """A head for each scheduler, with an optimizer of its own; OneCycleLR and CyclicLR write the momentum as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.heads = nn.ModuleList(nn.Linear(6, 3) for _ in SCHEDULERS)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        hidden = self.blocks(batch[0])
+        self.manual_backward(sum(nn.functional.cross_entropy(head(hidden), batch[1]) for head in self.heads))
+        for optimizer, scheduler in zip(self.optimizers(), self.lr_schedulers()):
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            self.seen.append([float(optimizer.param_groups[0]["lr"]), optimizer.param_groups[0]["momentum"]])
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [SGD(head.parameters(), lr=self.lr, momentum=0.9) for head in self.heads]
+        return optimizers, [make(optimizer) for make, optimizer in zip(SCHEDULERS.values(), optimizers)]
+
+
+def step_schedulers(strategy: str) -> Any:
+    """Every scheduler of `torch.optim.lr_scheduler`, each with an optimizer of its own"""
+    return trained(ddp_that_finds_unused(strategy), ManyScheduled())
+
+
 class Scheduled(Net):
-    """One scheduler, stepped each batch or epoch; OneCycleLR and CyclicLR write the momentum or betas as well."""
+    """One scheduler, which the Trainer steps."""
 
     def __init__(self, make: Any, **config: Any) -> None:
         super().__init__()
@@ -165,29 +192,21 @@ class Scheduled(Net):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.make(optimizer), **self.config}}
 
     def on_train_batch_end(self, *_: Any) -> None:
-        group = self.optimizers().param_groups[0]
-        self.seen.append([float(group["lr"]), group["momentum"]])
-
-
-def step_schedulers(strategy: str) -> Any:
-    """Every scheduler of `torch.optim.lr_scheduler`, stepped each batch"""
-    return {
-        name: trained(strategy, Scheduled(make, interval="step"), limit_val_batches=0)
-        for name, make in SCHEDULERS.items()
-    }
+        self.seen.append(float(self.optimizers().param_groups[0]["lr"]))
 
 
 def wait_for_a_plateau(strategy: str) -> Any:
-    """`ReduceLROnPlateau` on a validation loss, and schedulers stepped each epoch or with a `frequency`"""
+    """`ReduceLROnPlateau` on a validation loss; schedulers stepped each batch, each epoch or with a `frequency`"""
 
     def plateau(optimizer: Any) -> Any:
         return lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1.0, threshold_mode="abs", factor=0.5)
 
     results = trained(strategy, Scheduled(plateau, monitor="val"), max_epochs=4)
-    assert results["seen"][-1][0] < 0.01, "the rate was never reduced"
+    assert results["seen"][-1] < 0.01, "the rate was never reduced"
     return [
         results,
-        trained(strategy, Scheduled(SCHEDULERS["ExponentialLR"], interval="epoch"), max_epochs=3),
+        trained(strategy, Scheduled(SCHEDULERS["OneCycleLR"], interval="step")),
+        trained(strategy, Scheduled(SCHEDULERS["ExponentialLR"], interval="epoch")),
         trained(strategy, Scheduled(SCHEDULERS["ExponentialLR"], interval="step", frequency=2)),
     ]
 
@@ -276,7 +295,7 @@ class Hooked(Net):
 
 
 def override_every_hook(strategy: str) -> Any:
-    """Every hook of a step overridden: `backward`, `optimizer_step`, `optimizer_zero_grad`, `lr_scheduler_step`, ..."""
+    """Every hook of a step overridden: `backward`, `optimizer_step`, `optimizer_zero_grad`, `lr_scheduler_step`"""
     return trained(strategy, Hooked())
 
 

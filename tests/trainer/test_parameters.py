@@ -225,7 +225,8 @@ class InitialisedAtRandom(Net):
 def initialise(strategy: str) -> Any:
     """Custom initialisation after construction, in `setup`, `configure_model`, `on_fit_start` and `on_train_start`"""
     places = ("configure_model", "setup", "on_fit_start", "on_train_start")
-    return [trained(strategy, Initialised(where)) for where in places] + [trained(strategy, InitialisedAtRandom())]
+    modules = [*(Initialised(where) for where in places), InitialisedAtRandom()]
+    return [trained(strategy, module, max_epochs=1) for module in modules]
 
 
 def start_from_rank_0(strategy: str) -> Any:
@@ -284,7 +285,7 @@ class Computed(Net):
 def compute_parameters(strategy: str) -> Any:
     """`weight_norm`, `spectral_norm`, parametrizations and pruning, of both kinds"""
     kinds = ["weight_norm", "old weight_norm", "spectral_norm", "old spectral_norm", "parametrization", "pruning"]
-    return {kind: trained(strategy, Computed(kind)) for kind in kinds}
+    return {kind: trained(strategy, Computed(kind), max_epochs=1) for kind in kinds}
 
 
 # ------------------------------------------------------------------------------------------------------------- buffers
@@ -340,7 +341,7 @@ def synchronise_statistics(strategy: str) -> Any:
 
 
 class EditsGradients(Net):
-    """Looks at and edits gradients as projects do: centralisation, noise, checks for NaN, total norms."""
+    """Looks at and edits gradients as projects do: centralisation, scaling, checks that all is finite."""
 
     def on_after_backward(self) -> None:
         with torch.no_grad():
@@ -356,7 +357,7 @@ class EditsGradients(Net):
 
 
 def edit_gradients(strategy: str) -> Any:
-    """Gradients edited by hand: centralised, replaced, dropped, zeroed in part, checked for NaN"""
+    """Gradients edited by hand: centralised, replaced, dropped, zeroed in part, checked to be finite"""
     return trained(strategy, EditsGradients())
 
 
