@@ -140,25 +140,34 @@ def test_weights_travel_in_bf16_and_gradients_in_fp32(run_on, stage, precision):
     run_on(2, count_bytes, stage=stage, precision=precision)
 
 
-def train_beside_ddp(stage: int, precision: str) -> None:
-    # Under "bf16-true" DDP rounds the weights themselves to bf16 at each step, which masters avoid: there the run in
-    # fp32 is what is followed.
-    reference = fit("ddp", precision=precision if precision == "bf16-mixed" else "32-true")
-    run = fit(f"zero{stage}", precision=precision)
+def train_beside_ddp() -> None:
+    reference = fit("ddp", precision="bf16-mixed")
+    for stage in (1, 2, 3):
+        same_runs(fit(f"zero{stage}", precision="bf16-mixed"), reference)
+    exact = fit("ddp")
+    assert not torch.equal(reference.losses[0], exact.losses[0]), "this was computed in fp32"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_bf16_mixed_equals_ddps_in_every_bit(run_on, size):
+    run_on(size, train_beside_ddp)
+
+
+def train_beside_fp32(stage: int) -> None:
+    # DDP rounds the weights themselves to bf16 at each step, which masters avoid: the run in fp32 is what is followed.
+    reference = fit("ddp")
+    run = fit(f"zero{stage}", precision="bf16-true")
     same_on_every_rank(run.weights)
     for loss, expected in zip(run.losses, reference.losses, strict=True):
         # Roundings of 2**-8 on the way, of which few add up: one percent.
         assert abs(loss - expected) <= 0.01 * abs(expected), f"{loss} instead of {expected}"
-    dtype = torch.float32 if precision == "bf16-mixed" else torch.bfloat16
-    assert {weight.dtype for weight in run.weights.values()} == {dtype}
-    exact = fit("ddp")
-    assert not torch.equal(run.losses[0].float(), exact.losses[0]), "this was computed in fp32"
+    assert {weight.dtype for weight in run.weights.values()} == {torch.bfloat16}
+    assert not torch.equal(run.losses[0].float(), reference.losses[0]), "this was computed in fp32"
 
 
 @STAGES
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_losses_follow_ddps_to_the_precision_of_bf16(run_on, stage, precision):
-    run_on(2, train_beside_ddp, stage=stage, precision=precision)
+def test_losses_of_bf16_true_follow_fp32_to_the_precision_of_bf16(run_on, stage):
+    run_on(2, train_beside_fp32, stage=stage)
 
 
 def train_all_stages(kind: str) -> None:

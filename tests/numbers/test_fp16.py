@@ -15,12 +15,14 @@ from torch.optim import Optimizer
 
 from tests.numbers.test_checkpoints import SaveAfter, read, same_values
 from tests.support import models
-from tests.support.models import Square
+from tests.support.models import OddModel
 from tests.support.trainer import Learner, ManualLearner, TrainerRun, fit
-from tests.support.training import CLOSE, same_on_every_rank, same_runs
+from tests.support.training import same_on_every_rank, same_runs
 from tests.support.workers import rank, world_size
 
-STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
+ROUNDED = 1e-5
+"""Relative bound where numbers are added up in another order: a last bit of fp32 is a last bit of fp16 sometimes."""
+
 SIZES = pytest.mark.parametrize("size", [1, 2])
 
 
@@ -31,7 +33,7 @@ def mixed() -> MixedPrecision:
 
 
 class Lifted(nn.Module):
-    """Matrices only, which autocast computes in fp16 under DDP as well, and a vector whose gradient can be chosen.
+    """A model, and a vector whose gradient can be chosen.
 
     On the last rank one element of that gradient overflows in batches 2 and 6: in the part of the first rank, then in
     that of the last.
@@ -39,7 +41,7 @@ class Lifted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.square = Square()
+        self.model = OddModel()
         self.lift = nn.Parameter(torch.zeros(64))
         self.batches = 0
 
@@ -49,7 +51,7 @@ class Lifted(nn.Module):
         if self.batches in overflows:
             factor[overflows[self.batches]] = 3e38  # times the scale: no fp32 can hold it
         self.batches += 1
-        return self.square(tokens, targets) + (self.lift * factor).sum()
+        return self.model(tokens, targets) + (self.lift * factor).sum()
 
 
 class ScalePath(Callback):
@@ -107,9 +109,9 @@ class TwoOptimizers(ManualLearner):
     """Turns of two optimizers with a scale that the user steps; gradients are clipped once they are unscaled."""
 
     def configure_optimizers(self) -> list[Optimizer]:
-        layers = self.model.square.layers
-        others = [*layers[3:].parameters(), self.model.lift]
-        return [models.adam(layers[:3]), torch.optim.SGD(others, lr=0.1, momentum=0.9)]
+        first = [*self.model.model.blocks.parameters(), self.model.lift]
+        others = [p for p in self.model.parameters() if all(p is not q for q in first)]
+        return [torch.optim.Adam(first, lr=0.01, eps=1e-2), torch.optim.SGD(others, lr=0.1, momentum=0.9)]
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         scaler = self.trainer.precision_plugin.scaler
@@ -129,10 +131,10 @@ class TwoOptimizers(ManualLearner):
 
 
 def skip_otherwise() -> None:
-    fit_all(partial(Learner, Lifted), bound=CLOSE, gradient_clip_val=0.05)
+    fit_all(partial(Learner, Lifted, models.adam_with_large_eps), ROUNDED, gradient_clip_val=0.05)
     # 14 batches of an epoch in windows of 3: the overflows are in the first and the third
-    fit_all(partial(WithSchedule, Lifted, models.sgd_nesterov, batches=14), accumulate_grad_batches=3)
-    fit_all(partial(TwoOptimizers, Lifted), bound=CLOSE, ddp="ddp_find_unused_parameters_true")
+    fit_all(partial(WithSchedule, Lifted, models.sgd_nesterov, batches=14), ROUNDED, accumulate_grad_batches=3)
+    fit_all(partial(TwoOptimizers, Lifted), ROUNDED, ddp="ddp_find_unused_parameters_true")
 
 
 @SIZES

@@ -77,6 +77,37 @@ def test_what_autocast_casts_of_the_root_unit_and_the_modules_own_parameters_are
     run_on(2, read_without_asking)
 
 
+class Picky(nn.Module):
+    """What refuses low precision, or one that differs from its input's; and weights that are computed from others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bilinear = nn.Bilinear(6, 6, 6)
+        self.orthogonal = nn.utils.parametrizations.orthogonal(nn.Linear(6, 6))
+        self.normed = nn.utils.weight_norm(nn.Linear(6, 6))
+        self.filter = nn.Parameter(torch.randn(4, 6))
+        self.attend = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = tokens.float() / 11
+        x = self.orthogonal(self.bilinear(x, x)).float()
+        x = torch.fft.irfft(torch.fft.rfft(x) * torch.fft.rfft(self.filter), 6)
+        x = x + self.normed(x) + self.attend(x[None], x[None], x[None])[0][0]
+        return (x - targets).square().mean()
+
+
+def be_picky() -> None:
+    learner = partial(Learner, Picky, batches=5)
+    reference = fit("ddp", learner, precision="bf16-mixed", max_epochs=1)
+    for stage in (1, 2, 3):
+        same_runs(fit(f"zero{stage}", learner, precision="bf16-mixed", max_epochs=1), reference)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_modules_that_need_their_parameters_in_fp32_work_as_under_ddp(run_on, size):
+    run_on(size, be_picky)
+
+
 class Lookup(Learner):
     """One row of an embedding is looked up 4096 times: added up in bf16 its gradient would stop at 256."""
 
