@@ -17,7 +17,7 @@ _REFUSED = (
 
 
 def compute_dtype_of(plugin: plugins.Precision) -> torch.dtype | None:
-    """The dtype in which fp32 parameters are gathered and computed with; None for their own.
+    """The dtype in which the fp32 parameters that autocast casts are gathered; None for their own.
 
     ============  ==============  ===================  =======  ===========
     precision     the module's    gathered, computed   masters  reduction
@@ -30,8 +30,9 @@ def compute_dtype_of(plugin: plugins.Precision) -> torch.dtype | None:
     16-mixed      fp32            fp16 (autocast)      fp32     fp32
     ============  ==============  ===================  =======  ===========
 
-    A plugin of the user's own may convert the module and its inputs, wrap forward and backward, and scale the loss:
-    parameters are gathered in the dtype that it leaves them in.
+    What autocast does not cast (an embedding, a norm, parameters of custom modules) is gathered in fp32 in mixed
+    precision too. A plugin of the user's own may convert the module and its inputs, wrap forward and backward, and
+    scale the loss: parameters are gathered in the dtype that it leaves them in.
 
     Raises:
         ValueError: for a plugin whose parameters cannot be sharded.
