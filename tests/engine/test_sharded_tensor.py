@@ -351,6 +351,33 @@ def test_a_read_on_some_ranks_only_ends_in_seconds_naming_the_parameter_and_the_
     run_on(2, read_on_rank_0_while_others_wait_in, where=where)
 
 
+LOOKS = {
+    "full_parameters": (lambda m: lightning_zero.full_parameters(m).__enter__(), "'0.weight'"),
+    "full_grad": (lambda m: lightning_zero.full_grad(m[2].weight), "'2.weight'"),
+    "full_optimizer_state": (lambda m: lightning_zero.full_optimizer_state(m[0].bias), "the state of Adam"),
+}
+
+
+def look_on_rank_0_while_others_train_on(what):
+    look, name = LOOKS[what]
+    module, _, optimizer, engine = make(3)
+    optimizer.step()
+    if rank() == 0:
+        begin = time.monotonic()
+        with pytest.raises(RuntimeError, match=rf"{name}.*\[1\] wait in .*unit '0'.*every rank"):
+            look(module)
+        assert time.monotonic() - begin < 15
+    module(torch.ones(2, 7)).sum().backward()  # where the others wait meanwhile; nothing is lost by the error
+    optimizer.step()
+    look(module)
+    engine.close()
+
+
+@pytest.mark.parametrize("what", LOOKS)
+def test_looking_inside_on_one_rank_alone_ends_in_seconds_and_training_goes_on(run_on, what):
+    run_on(2, look_on_rank_0_while_others_train_on, what=what)
+
+
 def sharded_gradients_stage_1():
     module, _, optimizer, engine = make(1)
     assert all(isinstance(p.grad, ShardedTensor) for p in module.parameters())
