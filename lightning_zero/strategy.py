@@ -184,6 +184,7 @@ class ZeroStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
+        self._failed = False
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
@@ -256,7 +257,6 @@ class ZeroStrategy(ParallelStrategy):
             attend(trainer, self.engine)
         elif not self._is_single:
             _sync_module_states(self.lightning_module)
-        self._failed = False
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)

@@ -144,7 +144,7 @@ class Communicator:
         number = torch.tensor(next(_communicators))
         with explained("setting up the sharded module"):
             dist.broadcast(number, self._ranks[0], self.control_group)
-        self.name = f"{'-'.join(map(str, self._ranks))}/{number.item()}"
+        self.name = f"{self._ranks[0]}/{number.item()}"
         self.watch = Watch(self.rank, self.size, self.name)
 
     def all_gather(self, full: Tensor, number: int, what: str) -> Pending:

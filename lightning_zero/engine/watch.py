@@ -87,8 +87,7 @@ class Watch:
 
     def notice_of(self, rank: int) -> str:
         """What a rank has said about its wait, which is different for each wait; empty if it waits for nothing."""
-        key = f"{rank}"
-        return self._notices.get(key).decode() if self._notices.check([key]) else ""
+        return _read(self._notices, f"{rank}") or ""
 
     def close(self) -> None:
         self._closed.set()
@@ -113,15 +112,15 @@ class Watch:
             wait = self._wait
             if wait is None or time.monotonic() - wait.since < PATIENCE:
                 continue
+            reason = failure(self._store)
             with self._lock:
-                if self._wait is wait and self._announced is not wait:
+                is_new = self._wait is wait and self._announced is not wait
+                if is_new:
                     self._set(json.dumps([*wait, self._begun]))
                     self._announced = wait
-            try:
-                reason = failure(self._store) or self._deadlock(wait)
-            except RuntimeError:
-                return
-            if reason and self._wait is wait:
+            if reason is None and is_new:  # once: of the ranks in a deadlock, the last to say so sees all
+                reason = self._deadlock(wait)
+            if reason is not None and self._wait is wait:
                 fail(reason, self._store)
 
     def _deadlock(self, wait: _Wait) -> str | None:
@@ -185,8 +184,7 @@ def fail(reason: str, store: Any = None) -> None:
 
 def failure(store: Any = None) -> str | None:
     """Why the run over the default process group cannot go on, if some rank has said so."""
-    store = store or dist.distributed_c10d._get_default_store()
-    return store.get(_FAILED).decode() if store.check([_FAILED]) else None
+    return _read(store or dist.distributed_c10d._get_default_store(), _FAILED)
 
 
 def renew(**options: Any) -> None:
@@ -201,6 +199,14 @@ def renew(**options: Any) -> None:
     store = dist.PrefixStore("lightning_zero/renewed", dist.distributed_c10d._get_default_store())
     dist.destroy_process_group()
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, **options)
+
+
+def _read(store: Any, key: str) -> str | None:
+    """What a key holds; None where there is none, or no store any more since the rank that hosted it is gone."""
+    try:
+        return store.get(key).decode() if store.check([key]) else None
+    except RuntimeError:
+        return None
 
 
 def _sever(group: dist.ProcessGroup) -> None:
