@@ -113,7 +113,7 @@ def test_a_rank_that_is_slow_is_waited_for(run_on):
 
 def miss_the_timeout():
     """Rank 1 waits for nothing that could be known, and comes too late."""
-    renew(timeout=timedelta(seconds=5))
+    renew(timeout=timedelta(seconds=3))
     module = Forked(both)
     engine = Engine(module, stage=3, units=is_block)
 
@@ -121,7 +121,7 @@ def miss_the_timeout():
         if rank() == 0:
             module(torch.ones(2, 4))
         else:
-            time.sleep(6)
+            time.sleep(4)
             with engine.communicator.waiting("something else"):
                 dist.barrier()
 
