@@ -126,6 +126,25 @@ def clip_weights(strategy: str) -> Any:
     return trained(strategy, ClipsWeights())
 
 
+class WritesInStep(Net):
+    """Constrains weights at the beginning of each step, and adds penalties on them to the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.head.weight.mul_(0.9)
+            self.blocks[0][0].weight.clamp_(-0.3, 0.3)
+            self.blocks[1][0].bias.data[0] = 0.3
+        loss = super().training_step(batch, batch_idx)
+        weight = self.blocks[0][0].weight
+        orthogonality = (weight @ weight.T - torch.eye(6)).square().sum()
+        return loss + 1e-3 * orthogonality + 1e-3 * sum(p.norm() for p in self.parameters())
+
+
+def write_in_a_step(strategy: str) -> Any:
+    """Weights written and penalised inside of `training_step`"""
+    return trained(strategy, WritesInStep())
+
+
 class Looks(Net):
     """Reads weights as projects do for logs and plots."""
 
@@ -400,6 +419,28 @@ def hook_modules(strategy: str) -> Any:
     return trained(strategy, HooksEverywhere())
 
 
+class Collections(Net):
+    """Parameters in lists and dicts, and the layers of torch that use their weights by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed = nn.ParameterList([torch.ones(3), torch.ones(2, 2)])
+        self.named = nn.ParameterDict({"gain": torch.ones(6)})
+        self.bag = nn.EmbeddingBag(5, 6, mode="sum")
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.encoder = nn.TransformerEncoderLayer(6, 2, 7, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (x + self.bag(torch.arange(len(x)).view(-1, 1))).unsqueeze(0) * self.named["gain"]
+        x = self.encoder(self.attention(x, x, x)[0]).squeeze(0)
+        return super().forward(x) * self.listed[0].mean() + self.listed[1].sum()
+
+
+def collect_parameters(strategy: str) -> Any:
+    """`nn.ParameterList`, `nn.ParameterDict`, `nn.MultiheadAttention`, `nn.TransformerEncoderLayer` and the like"""
+    return trained(strategy, Collections())
+
+
 class Inner(Net):
     """A LightningModule that is a part of another, logs for itself and has its own helper methods."""
 
@@ -457,6 +498,7 @@ def accumulate_by_hand(strategy: str) -> Any:
     edit_gradients,
     convert_to_vectors,
     hook_modules,
+    collect_parameters,
     keep_statistics,
     synchronise_statistics,
 )
@@ -464,6 +506,6 @@ def test_parameters_are_ddps_bit_for_bit(run_on, case):
     run_on(2, same_as_under_ddp, case=case)
 
 
-@behaviours("The module", read_weights, nest_modules, accumulate_by_hand)
+@behaviours("The module", read_weights, write_in_a_step, nest_modules, accumulate_by_hand)
 def test_parameters_are_ddps_where_sums_are_taken_in_another_order(run_on, case):
     run_on(2, same_as_under_ddp, case=case, bound=CLOSE)
