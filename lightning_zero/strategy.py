@@ -41,11 +41,14 @@ from lightning_zero.engine.collectives import wire_dtype_of
 from lightning_zero.engine.placement import Placement, placements_of
 from lightning_zero.engine.reunion import reunite
 from lightning_zero.engine.units import Units
-from lightning_zero.engine.watch import explained, fail, failure, renew
+from lightning_zero.engine.watch import explained, fail, failure, have_all_come, renew
 from lightning_zero.loops import attend, leave, take_turns
 from lightning_zero.precision import compute_dtype_of
 
 log = logging.getLogger(__name__)
+
+_PATIENCE = 10.0
+"""Seconds that a rank which failed, and wants to save, waits for the others."""
 
 CHECKPOINT_KEY = "lightning_zero"
 """Where a checkpoint keeps the fp32 masters of low-precision parameters; all else is where Lightning puts it."""
@@ -130,7 +133,7 @@ class ZeroStrategy(ParallelStrategy):
         self._timeout = timeout
         self._start_method = start_method
         self._after_fit = after_fit
-        self._failed = False
+        self._failed = self._has_come_back = self._has_tried_to_come_back = False
         self._masters: dict[str, Tensor] = {}
 
     # -- the processes ----------------------------------------------------------------------------------------------
@@ -184,7 +187,7 @@ class ZeroStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        self._failed = False
+        self._failed = self._has_come_back = self._has_tried_to_come_back = False
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
@@ -193,13 +196,16 @@ class ZeroStrategy(ParallelStrategy):
         )
         if not self._is_single:
             assert self.cluster_environment is not None
-            device_id = self.root_device if self.root_device.type != "cpu" else None
-            options: dict[str, Any] = {"timeout": self._timeout, "device_id": device_id}
             if _distributed_is_initialized() and failure() is not None:
-                renew(**options)
-            _init_dist_connection(self.cluster_environment, self._process_group_backend, **options)
+                renew(**self._group_options)
+            _init_dist_connection(self.cluster_environment, self._process_group_backend, **self._group_options)
         if self.lightning_module is not None:
             reunite(self.lightning_module, self._handshake_timeout)
+
+    @property
+    def _group_options(self) -> dict[str, Any]:
+        device_id = self.root_device if self.root_device.type != "cpu" else None
+        return {"timeout": self._timeout, "device_id": device_id}
 
     @property
     def _handshake_timeout(self) -> float:
@@ -348,7 +354,28 @@ class ZeroStrategy(ParallelStrategy):
     @property
     def _is_alone(self) -> bool:
         """Whether there is no other rank to talk to, also after a failure, when callbacks may still save and log."""
-        return self._failed or not _distributed_is_initialized()
+        return self._is_cut_off or not _distributed_is_initialized()
+
+    @property
+    def _is_cut_off(self) -> bool:
+        return self._failed and not self._has_come_back
+
+    def _can_save(self) -> bool:
+        """Whether the parts that ranks hold can be put together, also after a failure.
+
+        That takes all ranks: those that failed alike, or that one's failure has ended, come here within seconds of each
+        other if all want to save. Then they go on over a new process group.
+        """
+        if self.engine is None or not self._is_cut_off:
+            return True
+        if not self._has_tried_to_come_back:
+            self._has_tried_to_come_back = True
+            updates = self.engine.updates
+            if have_all_come(updates if updates % 2 == 0 else f"rank {self.global_rank} has updated a part", _PATIENCE):
+                renew(**self._group_options)
+                self.engine.rejoin()
+                self._has_come_back = True
+        return not self._is_cut_off
 
     @contextmanager
     def _blocked_in(self, what: str, everyone: bool = True) -> Iterator[None]:
@@ -374,7 +401,7 @@ class ZeroStrategy(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if self._failed or not isinstance(tensor, Tensor):
+        if self._is_cut_off or not isinstance(tensor, Tensor):
             return tensor
         with self._blocked_in("Strategy.reduce", everyone=group in (None, dist.group.WORLD)):
             return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
@@ -399,7 +426,7 @@ class ZeroStrategy(ParallelStrategy):
         """
         if self.engine is None:
             return super().lightning_module_state_dict()
-        if self._failed:
+        if not self._can_save():
             return {}
         return self.engine.full_state_dict(keep=self._keeps_checkpoint)
 
@@ -409,16 +436,17 @@ class ZeroStrategy(ParallelStrategy):
             optimizer = optimizer._optimizer
         if self.engine is None or isinstance(optimizer, _MockOptimizer):
             return super().optimizer_state(optimizer)
-        if self._failed:
+        if not self._can_save():
             return {}
         return self.engine.full_optimizer_state_dict(optimizer, keep=self._keeps_checkpoint)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if self.engine is not None and self._failed:
+        if not self._can_save():
             log.warning(
-                "%s is not written: after an exception the other ranks, which hold parts of the model and of the "
-                "optimizer's state, may be anywhere. Save at intervals (ModelCheckpoint(every_n_train_steps=...)).",
+                "%s is not written: after the exception the other ranks, which hold parts of the model and of the "
+                "optimizer's state, did not come to save it, or stand at another step. Save at intervals "
+                "(ModelCheckpoint(every_n_train_steps=...)).",
                 filepath,
             )
             return
@@ -455,13 +483,13 @@ class ZeroStrategy(ParallelStrategy):
             if self.lightning_module is not None:
                 leave(self.lightning_module.trainer)
             self.last_report = self.engine.report()
-            if self._after_fit == "sharded" and not self._failed:
+            if self._after_fit == "sharded" and not self._is_cut_off:
                 self._teardown_but_for_module()
                 return
             engine, self.engine = self.engine, None
             try:
                 # After a failure the other ranks may be anywhere: nothing is asked of them.
-                engine.close(communicate=not self._failed, device="cpu")
+                engine.close(communicate=not self._is_cut_off, device="cpu")
             except RuntimeError:
                 engine.close(communicate=False, device="cpu")
                 raise

@@ -143,9 +143,10 @@ class Engine:
         self.agreement = Agreement(self.communicator, handshake_timeout)
         for part in (self.agreement, self.communicator):  # also if what follows fails
             weakref.finalize(self, part.close)
+        self._handshake_timeout = handshake_timeout
         self._overlap, self._compute_dtype, self._bucket_numel = overlap, compute_dtype, bucket_numel
         self._allow_any_optimizer = allow_any_optimizer
-        self._steps = self._numbers = 0
+        self._steps = self._numbers = self._updates = 0
         self._buffers_follow = True
         self._is_forward_a_step = True  # until somebody says what is, by window()
         for inner in module.modules():
@@ -306,6 +307,7 @@ class Engine:
 
     def before_update(self) -> None:
         """The masters are about to change: nothing may still be reading them."""
+        self._updates += 1
         for bucket in self.buckets:
             bucket.wait()
 
@@ -315,6 +317,7 @@ class Engine:
         In the order of the plan, which is that of forward as a rule, and the same on every rank whatever ran there.
         """
         self._steps += 1
+        self._updates += 1
         changed = set(buckets)
         for unit in self.units:
             for bucket in unit.buckets:
@@ -427,6 +430,23 @@ class Engine:
         self.ledger.reset_peak()
 
     # -- the end ----------------------------------------------------------------------------------------------------
+
+    @property
+    def updates(self) -> int:
+        """How many updates of masters have begun and ended, counted together: odd in the midst of one."""
+        return self._updates
+
+    def rejoin(self) -> None:
+        """Go on, to be saved and closed, over the process group that took the place of one whose run failed."""
+        self.agreement.close()
+        self.communicator.close()
+        self.communicator = Communicator(None, self.communicator.device)
+        self.agreement = Agreement(self.communicator, self._handshake_timeout)
+        for masters in self.masters:
+            masters.recover()
+        for bucket in self.buckets:
+            bucket.abandon()
+            bucket.rejoin(self.communicator, self.agreement)
 
     def close(self, *, communicate: bool = True, device: torch.device | str | None = None) -> None:
         """Make the parameters ordinary again, whole, and the optimizers' state with them. Collective.

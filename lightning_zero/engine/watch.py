@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -187,6 +187,30 @@ def failure(store: Any = None) -> str | None:
     return _read(store or dist.distributed_c10d._get_default_store(), _FAILED)
 
 
+def have_all_come(state: Any, patience: float) -> bool:
+    """Whether every rank of the default process group says the same within some seconds, after a failure.
+
+    Args:
+        state: what this rank has come with, for JSON.
+        patience: seconds that rank 0, which decides, waits for the others, and they for it.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.PrefixStore("lightning_zero/come", dist.distributed_c10d._get_default_store())
+    said = json.dumps(state)
+    try:
+        store.set(str(rank), said)
+        if rank == 0:
+            store.wait([str(other) for other in range(size)], timedelta(seconds=patience))
+            store.set("verdict", "yes" if all(store.get(str(r)).decode() == said for r in range(size)) else "no")
+        store.wait(["0"], timedelta(seconds=patience))
+        store.wait(["verdict"], timedelta(seconds=2 * patience))
+        return store.get("verdict").decode() == "yes"
+    except RuntimeError:  # one has not come, or has taken the store with it
+        if rank == 0:
+            _write(store, "verdict", "no")
+        return False
+
+
 def renew(**options: Any) -> None:
     """Put a new default process group in the place of one whose run failed. Collective.
 
@@ -207,6 +231,11 @@ def _read(store: Any, key: str) -> str | None:
         return store.get(key).decode() if store.check([key]) else None
     except RuntimeError:
         return None
+
+
+def _write(store: Any, key: str, value: str) -> None:
+    with suppress(RuntimeError):
+        store.set(key, value)
 
 
 def _sever(group: dist.ProcessGroup) -> None:

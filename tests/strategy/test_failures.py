@@ -17,6 +17,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import nn
 
+import lightning_zero
 from lightning_zero import ZeroStrategy
 from tests.support import rank
 from tests.support.models import OddModel
@@ -182,22 +183,34 @@ def test_a_rank_that_holds_parts_takes_the_weights_of_one_that_holds_them_whole(
     same_tensors(second, first, bound=0)
 
 
-def save_on_exception(folder):
+def save_on_exception(folder, everyone):
+    """The callbacks of every rank save, or that of the failing rank alone."""
+    lightning_zero.strategy._PATIENCE = 10.0 if everyone else 2.0
     log = []
     handler = logging.Handler()
     handler.emit = lambda record: log.append(record.getMessage())
     logging.getLogger("lightning_zero").addHandler(handler)
     module = FailsOnce(user_error)
     callbacks = [OnExceptionCheckpoint(folder), ModelCheckpoint(folder, save_on_exception=True)]
-    trainer = make_trainer("zero3", callbacks=callbacks, enable_checkpointing=True)
-    seconds = fails(trainer, module, UserError, "rank 1 failed")
-    assert any("is not written: after an exception" in line for line in log), log
-    assert not list(Path(folder).glob("*.ckpt"))
-    return seconds
+    trainer = make_trainer("zero3", callbacks=callbacks if everyone or rank() == 1 else [], enable_checkpointing=True)
+    fails(trainer, module, UserError, "rank 1 failed")
+    if everyone:
+        assert not log and all(type(p) is nn.Parameter for p in module.parameters()), log
+        return {name: value.clone() for name, value in module.state_dict().items()}
+    assert rank() == 0 or any("is not written: after the exception" in line for line in log), log
+
+
+def test_a_checkpoint_on_exception_is_written_where_every_rank_comes_to_save_it(run_on, tmp_path):
+    first, second = run_on(2, save_on_exception, folder=str(tmp_path), everyone=True)
+    same_tensors(first, second, bound=0)
+    saved = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)
+    same_tensors(saved["state_dict"], first, bound=0)
+    assert saved["global_step"] == 1 and saved["optimizer_states"][0]["state"][0]["step"] == 1
 
 
 def test_a_checkpoint_on_exception_that_cannot_be_written_hides_nothing(run_on, tmp_path):
-    assert max(run_on(2, save_on_exception, folder=str(tmp_path))) < 3
+    run_on(2, save_on_exception, folder=str(tmp_path), everyone=False)
+    assert not list(Path(tmp_path).glob("*.ckpt"))
 
 
 def evaluate_failing(stage):
