@@ -1,0 +1,158 @@
+"""The Python blocks of the pages run, one after another, on two ranks of a CPU where the pages say eight GPUs."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_zero
+from tests.docs.pages import blocks
+from tests.support import rank
+from tests.support.trainer import make_trainer
+
+HERE = (("devices=8", "devices=2"), ('accelerator="gpu"', 'accelerator="cpu"'), ('"cuda"', '"cpu"'))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Model(LightningModule):
+    """A module of the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.layer = nn.Linear(6, 1)
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        (x,) = batch
+        for block in self.blocks:
+            x = block(x)
+        return self.layer(x).square().mean()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class ModelForFSDP2(Model):
+    """There a module makes its shards itself."""
+
+    def configure_model(self) -> None:
+        for part in (*self.blocks, self.layer):
+            fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+
+def data() -> DataLoader[tuple[Tensor, ...]]:
+    return DataLoader(TensorDataset(torch.randn(16, 6, generator=torch.Generator().manual_seed(0))), batch_size=4)
+
+
+def small_trainer(*args: Any, **options: Any) -> Trainer:
+    quiet = {"max_epochs": 1, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return Trainer(*args, **{**quiet, "enable_checkpointing": False, **options})
+
+
+def names() -> dict[str, Any]:
+    """What the pages speak of: the user's own objects, and a run that has ended and left a checkpoint."""
+    model, trainer = Model(), make_trainer("zero3", max_epochs=1)
+    trainer.fit(model, data())
+    trainer.save_checkpoint("last.ckpt")
+    dist.barrier()
+    user = {"Block": Block, "Model": Model, "model": model, "data": data(), "trainer": trainer}
+    return user | {"Trainer": small_trainer, "torch": torch, "lightning_zero": lightning_zero}
+
+
+def run_page(page: str, folder: str, namespace: dict[str, Any] | None = None) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr("lightning.pytorch.Trainer", small_trainer)
+        namespace = names() if namespace is None else namespace
+        for block in blocks(page):
+            if block.language == "python":
+                text = block.text
+                for there, here in HERE:
+                    text = text.replace(there, here)
+                exec(compile("\n" * (block.line - 1) + text, page, "exec"), namespace)
+    return namespace
+
+
+def run_getting_started(folder: str) -> None:
+    namespace = run_page("getting-started.md", folder)
+    assert namespace["strategy"].last_report.stage == 3
+    assert list(namespace["weights"]) == list(Model().state_dict())
+    assert all(type(p) is nn.Parameter for p in namespace["model"].parameters())
+
+
+def run_checkpoints(folder: str) -> None:
+    namespace = run_page("checkpoints.md", folder)
+    assert namespace["saved"]["masters"] == {}, "in fp32 parameters are their own masters"
+    namespace["engine"].close()
+
+
+def run_troubleshooting(folder: str) -> None:
+    logger = logging.getLogger("lightning_zero")
+    before, handlers = logger.level, logging.root.handlers[:]
+    try:
+        run_page("troubleshooting.md", folder)
+        assert logger.level == logging.DEBUG
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        logger.setLevel(before)
+        logging.root.handlers[:] = handlers
+
+
+def move_a_folder_of_fsdp2(folder: str) -> None:
+    """By the page's own command and block; the run goes on as from the one file that FSDP2 may write as well."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for name, is_folder in (("last.ckpt", True), ("whole.ckpt", False)):
+            torch.manual_seed(0)
+            strategy = ModelParallelStrategy(2, 1, save_distributed_checkpoint=is_folder)
+            trainer = make_trainer(strategy, max_epochs=1)
+            trainer.fit(ModelForFSDP2(), data())
+            trainer.save_checkpoint(name)
+        if rank() == 0:
+            (command,) = (block.text for block in blocks("migrating.md") if block.language == "bash")
+            command = command.replace("python", sys.executable, 1)
+            subprocess.run(command, shell=True, check=True, capture_output=True)
+        dist.barrier()
+        model = Model()
+        make_trainer("zero3", max_epochs=1).fit(model, data())
+        namespace = {"torch": torch, "model": model, "trainer": trainer}
+        run_page("migrating.md", folder, namespace)
+        dist.barrier()
+        found = []
+        for name in ("moved.ckpt", "whole.ckpt"):
+            model, trainer = Model(), make_trainer("zero3", max_epochs=2)
+            trainer.fit(model, data(), ckpt_path=name, weights_only=False)
+            assert trainer.global_step == 4
+            state = trainer.optimizers[0].state_dict()["state"]
+            assert all(each["step"] == 4 for each in state.values())
+            found.append([*model.state_dict().values(), *(each["exp_avg_sq"] for each in state.values())])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("page", [run_getting_started, run_checkpoints, run_troubleshooting, move_a_folder_of_fsdp2])
+def test_the_blocks_of_a_page_run(run_on, tmp_path: Path, page) -> None:
+    run_on(2, page, folder=str(tmp_path), timeout=90)
