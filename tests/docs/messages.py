@@ -41,7 +41,7 @@ def opening_of(message: ast.expr) -> str | None:
     for part in (part for text in texts for part in re.split(r"%[sdrf]", text)):
         words = part.split()
         if len(words) >= _LEAST:
-            return " ".join(words[:_WORDS])
+            return " ".join(words[:_WORDS]).rstrip(".:;,")
     return None
 
 

@@ -43,5 +43,5 @@ def test_what_is_raised_warned_of_and_failed_with_is_found(tmp_path: Path) -> No
     )
     assert messages(package) == [
         ("is one too many", "package/room.py:3"),
-        ("two is not enough:", "package/room.py:4"),
+        ("two is not enough", "package/room.py:4"),
     ]
