@@ -102,12 +102,14 @@ def compare(kind, choice, blocks=None):
             assert [block.forwards for block in module.blocks] == [1, 1, 1], "still checkpointed after the end"
 
 
+@pytest.mark.behaviour("The module", "`activation_checkpointing=`: units, classes or a predicate, with dropout")
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("choice", CHOICES)
 def test_numbers_equal_ddps_and_chosen_modules_run_again_in_backward(run_on, world_size, choice):
     run_on(world_size, compare, kind=Net, choice=choice)
 
 
+@pytest.mark.behaviour("The module", "`activation_checkpointing=`: units, classes or a predicate, with dropout")
 def test_it_composes_with_checkpointing_of_the_modules_own(run_on):
     run_on(2, compare, kind=Doubly, choice="units", blocks=1)
 
@@ -131,7 +133,8 @@ def fail_in_recomputation(stage):
     engine.close()
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.behaviour("The module", "An error while activations are computed again")
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_error_in_recomputation_reaches_the_user_and_the_next_step_is_whole(run_on, stage):
     run_on(2, fail_in_recomputation, stage=stage)
 

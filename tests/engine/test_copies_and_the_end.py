@@ -14,7 +14,7 @@ import lightning_zero
 from lightning_zero.engine import Engine
 from tests.support import rank
 
-STAGES = pytest.mark.parametrize("stage", [1, 3])
+STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 WORLDS = pytest.mark.parametrize("world_size", [1, 2])
 INPUTS = torch.arange(14.0).view(2, 7) / 7
 
@@ -53,6 +53,7 @@ def copied_modules(stage):
     engine.close()
 
 
+@pytest.mark.behaviour("The module", "`copy.deepcopy` and `pickle` of a module in mid-run")
 @STAGES
 @WORLDS
 def test_copies_and_pickles_of_a_module_have_its_values_and_nothing_of_the_engine(run_on, world_size, stage):
@@ -99,6 +100,9 @@ def kept_after_the_end(stage):
         same(kept["state"]["0.weight"], reference[0].weight)
 
 
+@pytest.mark.behaviour(
+    "The module", "Copies, averages and aliases of parameters that user code keeps are ordinary tensors after the run"
+)
 @STAGES
 @WORLDS
 def test_what_was_copied_or_averaged_from_parameters_is_ordinary_when_the_engine_ends(run_on, world_size, stage):
@@ -119,6 +123,7 @@ def weakly_referred(stage):
     assert all(reference() is p for reference, p in zip(references, module.parameters()))
 
 
+@pytest.mark.behaviour("The module", "Weak references to parameters")
 @STAGES
 @WORLDS
 def test_weak_references_to_parameters_stay_right(run_on, world_size, stage):
@@ -138,6 +143,11 @@ def replaced(stage):
         raise AssertionError("not reached")
 
 
+@pytest.mark.behaviour(
+    "The module",
+    "A parameter replaced in mid-run: `load_state_dict(assign=True)`, `m.weight = nn.Parameter(...)`",
+    notes=dict.fromkeys((1, 2, 3), "refused: says how"),
+)
 @STAGES
 def test_a_parameter_that_is_replaced_while_sharded_is_an_error_and_not_left_untrained(run_on, stage):
     run_on(2, replaced, stage=stage)

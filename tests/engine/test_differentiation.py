@@ -79,6 +79,7 @@ def gradients_by_name(stage):
     engine.close()
 
 
+@pytest.mark.behaviour("The module", "`torch.autograd.grad(loss, parameters)`, with `retain_graph` and `allow_unused`")
 @STAGES
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_gradient_asked_for_by_name_is_the_local_one_as_under_ddp(run_on, world_size, stage):
@@ -101,6 +102,7 @@ def second_derivatives(stage):
     engine.close()
 
 
+@pytest.mark.behaviour("The module", "A penalty on gradients of parameters, differentiated in turn")
 @STAGES
 def test_a_penalty_on_gradients_of_parameters_is_differentiated_in_turn(run_on, stage):
     run_on(2, second_derivatives, stage=stage)
@@ -118,6 +120,7 @@ def backward_to_some(stage):
     engine.close()
 
 
+@pytest.mark.behaviour("The module", "`loss.backward(inputs=[...])`")
 @STAGES
 def test_backward_with_inputs_gives_gradients_to_those_alone(run_on, stage):
     run_on(2, backward_to_some, stage=stage)
@@ -159,6 +162,10 @@ def hooks(stage, when):
     assert ours[-2:] == ["ordinary", "ordinary"]
 
 
+@pytest.mark.behaviour(
+    "The module",
+    "`p.register_hook` and `p.register_post_accumulate_grad_hook`, registered before or in a run, until removed",
+)
 @STAGES
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_hooks_on_parameters_fire_whenever_they_were_registered_and_until_removed(run_on, stage, when):
@@ -205,6 +212,7 @@ def optimizer_in_backward(stage):
     engine.close()
 
 
+@pytest.mark.behaviour("The module", "An optimizer a parameter that steps in backward")
 @STAGES
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_optimizer_a_parameter_may_step_during_backward(run_on, world_size, stage):
@@ -234,6 +242,9 @@ def transforms(stage):
     engine.close()
 
 
+@pytest.mark.behaviour(
+    "The module", "`torch.func`: `jacrev`, `hessian`, `vjp`, `vmap(grad)` of modules by their inputs, in a loss"
+)
 @STAGES
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_torch_func_differentiates_modules_by_their_inputs(run_on, world_size, stage):
@@ -260,6 +271,7 @@ def per_sample(stage):
     engine.close()
 
 
+@pytest.mark.behaviour("The module", "`torch.func`: gradients of each sample by the parameters")
 @STAGES
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_torch_func_gives_gradients_of_each_sample_by_the_parameters(run_on, world_size, stage):
@@ -287,6 +299,7 @@ def functional(stage):
     engine.close()
 
 
+@pytest.mark.behaviour("The module", "`torch.func.functional_call` with adapted parameters, as in meta-learning")
 @STAGES
 def test_a_module_called_with_other_parameters_uses_those_and_passes_gradients_on(run_on, stage):
     run_on(2, functional, stage=stage)
@@ -313,6 +326,7 @@ def inside_full_parameters(stage):
     engine.close()
 
 
+@pytest.mark.behaviour("The module", "`full_parameters(module, writeback=True)`, with a forward inside")
 @STAGES
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_within_full_parameters_a_forward_computes_with_them_and_trains_the_parameters(run_on, world_size, stage):
@@ -338,6 +352,7 @@ def under_autocast(stage):
     engine.close()
 
 
+@pytest.mark.behaviour("The module", "`torch.autocast` regions of the user's own")
 @STAGES
 def test_autocast_casts_parameters_wherever_they_are_used(run_on, stage):
     run_on(2, under_autocast, stage=stage)

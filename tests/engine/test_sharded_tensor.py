@@ -135,8 +135,11 @@ def read_everywhere(stage):
     engine.close()
 
 
+@pytest.mark.behaviour(
+    "The module", "70 ways to read a parameter or a gradient, also under `no_grad` and `inference_mode`"
+)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_reading_a_parameter_or_a_gradient_gives_ddps_value(run_on, world_size, stage):
     run_on(world_size, read_everywhere, stage=stage)
 
@@ -190,6 +193,7 @@ def write_everywhere(stage):
         engine.close()
 
 
+@pytest.mark.behaviour("The module", "26 ways to write to a parameter")
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_write_to_a_parameter_is_seen_by_forward_and_by_the_optimizer(run_on, world_size, stage):
@@ -213,7 +217,8 @@ def write_to_gradients(stage):
         engine.close()
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.behaviour("The module", "Writes to a gradient")
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_write_to_a_gradient_is_what_the_optimizer_uses(run_on, stage):
     run_on(2, write_to_gradients, stage=stage)
 
@@ -285,7 +290,8 @@ def copies(stage):
     engine.close()
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.behaviour("The module", "`state_dict()`, `torch.save`, `pickle` and `deepcopy` of parameters in mid-run")
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_copies_pickles_and_state_dicts_hold_the_values(run_on, stage):
     run_on(2, copies, stage=stage)
 
@@ -320,6 +326,7 @@ def look_inside(stage):
     engine.close()
 
 
+@pytest.mark.behaviour("The module", "`full_grad`, `full_optimizer_state`, `shard_of`, `optimizer.state[p]`")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_looking_inside_shows_whole_values_gradients_and_state_and_writes_back_on_request(run_on, stage):
     run_on(2, look_inside, stage=stage)
@@ -459,6 +466,7 @@ def replace_gradients(stage):
     engine.close()
 
 
+@pytest.mark.behaviour("The module", "A gradient that user code replaced is what the next backward adds to")
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_gradient_that_the_user_replaced_is_what_the_next_backward_adds_to(run_on, world_size, stage):

@@ -72,6 +72,7 @@ def add_up_micro_batches(stage: int, kind: str) -> None:
     assert descend(stage, kind, 0.0, [[1.0] + [TINY] * 8]) == -(1 + 8 * TINY)
 
 
+@pytest.mark.behaviour("The numbers", "In bf16 micro-batches and ranks are added up, and masters kept, in fp32")
 @STAGES
 @KINDS
 @pytest.mark.parametrize("size", [1, 2])
@@ -84,6 +85,7 @@ def add_up_ranks(stage: int, kind: str) -> None:
     assert descend(stage, kind, 1.0, [[2.0 if rank() == 0 else 2 * TINY]]) == -TINY
 
 
+@pytest.mark.behaviour("The numbers", "In bf16 micro-batches and ranks are added up, and masters kept, in fp32")
 @STAGES
 @KINDS
 def test_ranks_are_added_up_in_fp32(run_on, stage, kind):
@@ -95,6 +97,7 @@ def add_up_steps(stage: int, kind: str) -> None:
     assert descend(stage, kind, 1.0, [[TINY / 2]] * 16) == 1 - 16 * TINY / 2
 
 
+@pytest.mark.behaviour("The numbers", "In bf16 micro-batches and ranks are added up, and masters kept, in fp32")
 @STAGES
 @KINDS
 @pytest.mark.parametrize("size", [1, 2])
@@ -148,6 +151,7 @@ def train_beside_ddp() -> None:
     assert not torch.equal(reference.losses[0], exact.losses[0]), "this was computed in fp32"
 
 
+@pytest.mark.behaviour("The numbers", "`bf16-mixed`")
 @pytest.mark.parametrize("size", [1, 2])
 def test_bf16_mixed_equals_ddps_in_every_bit(run_on, size):
     run_on(size, train_beside_ddp)
@@ -165,6 +169,7 @@ def train_beside_fp32(stage: int) -> None:
     assert not torch.equal(run.losses[0].float(), reference.losses[0]), "this was computed in fp32"
 
 
+@pytest.mark.behaviour("The numbers", "`bf16-true`", notes=dict.fromkeys((1, 2, 3), "fp32 masters: follows fp32"))
 @STAGES
 def test_losses_of_bf16_true_follow_fp32_to_the_precision_of_bf16(run_on, stage):
     run_on(2, train_beside_fp32, stage=stage)
@@ -223,6 +228,7 @@ def keep_buffers(stage: int, precision: str) -> None:
     assert run.weights["model.seen"] == 4 * 20
 
 
+@pytest.mark.behaviour("The numbers", "Buffers keep their dtype; integers survive")
 @STAGES
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_buffers_keep_their_dtype_and_integers_survive(run_on, stage, precision):

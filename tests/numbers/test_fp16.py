@@ -90,6 +90,9 @@ def skip_together(optimizer: Any) -> None:
     fit_all(partial(Learner, Lifted, optimizer))
 
 
+@pytest.mark.behaviour(
+    "The numbers", "`16-mixed`: an overflow on one rank skips the step on all; the scale goes DDP's way"
+)
 @SIZES
 @pytest.mark.parametrize(
     "optimizer", [models.adam, models.adam_fused, models.several_groups], ids=lambda optimizer: optimizer.__name__
@@ -137,6 +140,9 @@ def skip_otherwise() -> None:
     fit_all(partial(TwoOptimizers, Lifted), ROUNDED, "ddp_find_unused_parameters_true", max_epochs=1)
 
 
+@pytest.mark.behaviour(
+    "The numbers", "`16-mixed` with schedules, clipping, accumulation, two optimizers by hand (within 1e-5)"
+)
 @SIZES
 def test_so_it_is_with_a_schedule_clipping_accumulation_and_by_hand_with_two_optimizers(run_on, size):
     run_on(size, skip_otherwise)
@@ -173,6 +179,7 @@ class Resumed(Learner):
         self.model.batches = self.trainer.fit_loop.epoch_loop.total_batch_idx + 1
 
 
+@pytest.mark.behaviour("The numbers", "`16-mixed`: scale and growth are kept in checkpoints")
 @SIZES
 def test_scale_and_growth_are_kept_in_the_checkpoint_which_equals_ddps_and_a_resumed_run_goes_on_from_them(
     run_on, size, tmp_path

@@ -88,6 +88,7 @@ def mix() -> None:
             assert ours == losses
 
 
+@pytest.mark.behaviour("The numbers", "fp32, fp64, complex and integer parameters in one model")
 @pytest.mark.parametrize("size", [1, 2])
 def test_fp32_fp64_complex_and_integer_parameters_in_one_model_equal_ddps_in_every_bit(run_on, size):
     run_on(size, mix)
@@ -133,6 +134,7 @@ def mix_low(compute_dtype: Any) -> None:
             assert ours == losses, f"stage {stage}, {dtypes}"
 
 
+@pytest.mark.behaviour("The numbers", "Low precision beside higher in one model, each from its own masters")
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16], ids=["true", "mixed"])
 def test_low_precision_beside_higher_trains_each_from_its_own_masters(run_on, size, compute_dtype):

@@ -36,6 +36,7 @@ def train_in_fp64() -> None:
         same_runs(fit(f"zero{stage}", learner, precision="64-true", max_epochs=1), reference)
 
 
+@pytest.mark.behaviour("The numbers", "`64-true`")
 @SIZES
 def test_64_true_equals_ddps_in_every_bit(run_on, size):
     run_on(size, train_in_fp64)
@@ -56,6 +57,7 @@ def train_in_fp16() -> None:
         same_runs(run, first)
 
 
+@pytest.mark.behaviour("The numbers", "`16-true`", notes=dict.fromkeys((1, 2, 3), "fp32 masters: follows fp32"))
 @SIZES
 def test_16_true_follows_fp32_and_the_three_stages_give_the_same_bits(run_on, size):
     run_on(size, train_in_fp16)
@@ -109,6 +111,7 @@ def train_with_a_plugin(plugin: Callable[[], Precision]) -> None:
         same_runs(fit(f"zero{stage}", plugins=plugin(), max_epochs=1), reference)
 
 
+@pytest.mark.behaviour("The numbers", "A precision plugin of the project")
 @pytest.mark.parametrize("plugin", [Scaled, Autocast], ids=lambda plugin: plugin.__name__)
 def test_a_users_own_plugin_works_as_under_ddp(run_on, plugin):
     run_on(2, train_with_a_plugin, plugin=plugin)
@@ -125,6 +128,9 @@ def test_a_subclass_of_lightnings_own_plugin_works_as_that(run_on):
     run_on(1, train_with_a_subclass)
 
 
+@pytest.mark.behaviour(
+    "The numbers", "TransformerEngine, bitsandbytes", notes=dict.fromkeys((1, 2, 3), "refused: says how")
+)
 @pytest.mark.parametrize(
     "plugin",
     [

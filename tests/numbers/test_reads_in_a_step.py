@@ -47,6 +47,7 @@ def read() -> None:
         same_runs(fit(f"zero{stage}", Reader, **options), reference, bound=CLOSE)
 
 
+@pytest.mark.behaviour("The numbers", "In mixed precision a parameter read directly shows its fp32 digits")
 @pytest.mark.parametrize("size", [1, 2])
 def test_penalties_norms_and_direct_uses_of_parameters_are_ddps_to_the_precision_of_fp32(run_on, size):
     run_on(size, read)

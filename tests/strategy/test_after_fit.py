@@ -97,6 +97,7 @@ def keep_sharded(stage):
     assert engine_of(model) is None and all(type(p) is nn.Parameter for p in model.parameters())
 
 
+@pytest.mark.behaviour("The Trainer", '`after_fit="sharded"`: every next run goes on with the module as it is')
 @STAGES
 def test_the_module_stays_sharded_and_every_next_run_equals_ddps(run_on, stage):
     run_on(2, keep_sharded, stage=stage)

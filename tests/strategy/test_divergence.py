@@ -65,6 +65,11 @@ def run_other_blocks(choose, prefetch):
     return seconds
 
 
+@pytest.mark.behaviour(
+    "The module",
+    "Whole blocks skipped, others on each rank",
+    notes={3: "an error in seconds, naming units and ranks"},
+)
 @pytest.mark.parametrize(("size", "prefetch"), [(2, 0), (3, 1)])
 def test_ranks_that_run_different_units_are_told_which_in_seconds(run_on, size, prefetch):
     assert max(run_on(size, run_other_blocks, choose=own_block, prefetch=prefetch)) < 20

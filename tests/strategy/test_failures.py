@@ -109,6 +109,9 @@ ERRORS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.behaviour(
+    "The Trainer", "An exception, Ctrl-C or out of memory on one rank ends every rank in seconds; all can fit again"
+)
 @ERRORS
 @STAGES
 def test_a_failure_on_one_rank_ends_every_rank_and_all_can_fit_the_module_again(run_on, stage, fail, error, name):
@@ -116,6 +119,9 @@ def test_a_failure_on_one_rank_ends_every_rank_and_all_can_fit_the_module_again(
     same_tensors(first, second, bound=0)
 
 
+@pytest.mark.behaviour(
+    "The Trainer", "An exception, Ctrl-C or out of memory on one rank ends every rank in seconds; all can fit again"
+)
 @pytest.mark.parametrize("where", ["configure_optimizers", "on_before_optimizer_step", "on_train_end"])
 @STAGES
 def test_it_may_fail_anywhere(run_on, stage, where):
@@ -153,6 +159,7 @@ def fail_before_any_step(stage):
     same_tensors(module.state_dict(), reference.state_dict(), bound=0)
 
 
+@pytest.mark.behaviour("The Trainer", "A fit after a failure starts from the weights of the one that failed")
 @STAGES
 def test_the_second_fit_starts_from_the_weights_of_the_first(run_on, stage):
     run_on(2, fail_before_any_step, stage=stage)

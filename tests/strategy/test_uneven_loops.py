@@ -115,6 +115,9 @@ def evaluate_as_under_ddp(counts, stage=3, backend="gloo", sized=True, sync_dist
     assert [batch[:2] for batch in seen] == 2 * each, "no batch is lost"
 
 
+@pytest.mark.behaviour(
+    "The Trainer", "`validate`, `test` and `predict` on loaders that end at different batches on different ranks"
+)
 @STAGES
 def test_loops_of_uneven_length_give_ddps_metrics_and_predictions(run_on, stage):
     run_on(2, evaluate_as_under_ddp, stage=stage, counts=[[1, 3]])
@@ -169,6 +172,7 @@ def validate_in_fit(stage, counts, norm=nn.Identity, **options):
     torch.testing.assert_close(train(f"zero{stage}"), train("ddp"), **CLOSE)
 
 
+@pytest.mark.behaviour("The Trainer", "Training goes on after a validation of uneven length")
 @STAGES
 def test_training_goes_on_after_an_uneven_validation(run_on, stage):
     run_on(2, validate_in_fit, stage=stage, counts=[1, 3], val_check_interval=2)
