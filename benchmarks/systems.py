@@ -77,6 +77,7 @@ def deepspeed(model: GPT, stage: int) -> Training:
             "train_micro_batch_size_per_gpu": 1,  # required; with one micro-batch a step only its log reads it
             "zero_optimization": {"stage": stage},
             "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 0.0,  # its default is to clip to 1.0, which nobody else does here
         },
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_zero.engine import differentiation
@@ -523,6 +524,11 @@ def _common_device(plans: list[UnitPlan], parameters: list[nn.Parameter]) -> tor
         for name, parameter in plan.parameters.items():
             if isinstance(parameter, ShardedTensor):
                 raise ValueError(f"{name} is sharded already: one module belongs to one engine at a time.")
+            if isinstance(parameter, DTensor):
+                raise ValueError(
+                    f"{name} is a DTensor, cut by another: take fully_shard(...) or distribute_tensor(...) out of the "
+                    "module, whose parameters must be ordinary tensors."
+                )
             if parameter.device.type == "meta":
                 raise ValueError(
                     f"{name} is on the meta device: materialise the module first (module.to_empty(device=...) and "

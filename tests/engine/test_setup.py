@@ -1,0 +1,53 @@
+"""Modules that cannot be sharded: refused with what to do instead, and nothing is changed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+
+from lightning_zero.engine import Engine
+
+
+def with_distributed_weight(module):
+    weight = distribute_tensor(
+        module[1].weight.detach(), init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    )
+    module[1].weight = nn.Parameter(weight)
+
+
+def on_meta(module):
+    module[1].to("meta")
+
+
+def lazy(module):
+    module[1] = nn.LazyLinear(2)
+
+
+def sharded(module):
+    module.engine = Engine(module[1])
+
+
+REFUSED = {
+    "meta": (on_meta, r"1\.weight is on the meta device: materialise the module first"),
+    "lazy": (lazy, r"1\.weight is not initialised yet: run a batch through the lazy module first"),
+    "sharded": (sharded, r"1\.weight is sharded already: one module belongs to one engine at a time"),
+    "distributed": (with_distributed_weight, r"1\.weight is a DTensor, cut by another: take fully_shard\(\.\.\.\)"),
+}
+
+
+def refuse(kind):
+    prepare, message = REFUSED[kind]
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    prepare(module)
+    with pytest.raises(ValueError, match=message):
+        Engine(module, [torch.optim.SGD(module[0].parameters(), lr=0.1)])
+    assert all(type(parameter) is nn.Parameter for parameter in module[0].parameters())
+    module[0](torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_module_that_cannot_be_sharded_is_refused_before_anything_is_cut(run_on, kind):
+    run_on(2, refuse, kind=kind)
