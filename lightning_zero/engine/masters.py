@@ -293,7 +293,8 @@ class Masters:
         with self._met(list(slots)):
             states = self._whole_state(list(slots), keep)
         found = {slots[slot]: state for slot, state in states.items() if state}
-        return {**{p: self.optimizer.state[p] for p in parameters if p in self.optimizer.state}, **found}
+        foreign = [p for p in parameters if self.slot_of(p) is None and p in self.optimizer.state]
+        return {**{p: self.optimizer.state[p] for p in foreign}, **found}
 
     def _met(self, slots: list[BucketSlot]) -> AbstractContextManager[None]:
         """Around collectives for the state of some parameters, which every rank must have asked for."""

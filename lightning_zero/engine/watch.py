@@ -24,6 +24,8 @@ PATIENCE = 3.0
 """Seconds that a rank waits before it says so, and that another lets such a notice stand."""
 
 _FAILED = "lightning_zero/failed"
+_AT_ONCE = timedelta(milliseconds=500)
+
 _UNUSED_TAG = 7699
 
 
@@ -121,7 +123,7 @@ class Watch:
             if reason is None and is_new:  # once: of the ranks in a deadlock, the last to say so sees all
                 reason = self._deadlock(wait)
             if reason is not None and self._wait is wait:
-                fail(reason, self._store)
+                _wake(reason, self._store)
 
     def _deadlock(self, wait: _Wait) -> str | None:
         """The ranks, this one among them, of which each waits for the next for ever."""
@@ -169,15 +171,25 @@ def explained(what: str) -> Iterator[None]:
         raise RuntimeError(f"{what} did not complete: {reason}") from error
 
 
-def fail(reason: str, store: Any = None) -> None:
-    """Tell every rank of the default process group why its run cannot go on, and wake those that wait.
+def fail(reason: str) -> None:
+    """Tell every rank of the default process group that this one has failed, and wake those that wait.
 
-    The first reason counts. The process group is of no use then; see ``renew``.
+    The process group is of no use then; see ``renew``. But where all ranks fail at once, and alike, none waits, and the
+    group is left as it is for whoever has use of it.
     """
-    try:
-        (store or dist.distributed_c10d._get_default_store()).compare_set(_FAILED, "", reason)
-    except RuntimeError:
-        pass  # its host is gone, and with it this rank's peers or their connections
+    store = dist.distributed_c10d._get_default_store()
+    with suppress(RuntimeError):
+        store.set(f"{_FAILED}/{dist.get_rank()}", "")
+        store.compare_set(_FAILED, "", reason)
+        store.wait([f"{_FAILED}/{rank}" for rank in range(dist.get_world_size())], _AT_ONCE)
+        return
+    _wake(reason, store)
+
+
+def _wake(reason: str, store: Any) -> None:
+    """End every wait over the default process group and its kin, here and elsewhere. The first reason counts."""
+    with suppress(RuntimeError):  # the store's host may be gone, and with it this rank's peers or their connections
+        store.compare_set(_FAILED, "", reason)
     for group in list(dist.distributed_c10d._world.pg_map):
         _sever(group)
 
