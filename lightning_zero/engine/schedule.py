@@ -76,6 +76,8 @@ class _Scope:
         for holder, attribute, parameter, view in self.entries:
             if holder.get(attribute) is not parameter:
                 continue  # the user's own is there: within ``full_parameters``, or ``torch.func.functional_call``
+            if view.dtype is not parameter.dtype and not torch.is_autocast_enabled(view.device.type):
+                continue  # gathered for autocast, outside of which the module computes with the parameter's own digits
             if view.requires_grad is not parameter.requires_grad:
                 view.requires_grad_(parameter.requires_grad)
             holder[attribute] = view

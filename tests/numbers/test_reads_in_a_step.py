@@ -109,6 +109,44 @@ def test_modules_that_need_their_parameters_in_fp32_work_as_under_ddp(run_on, si
     run_on(size, be_picky)
 
 
+class Outside(Learner):
+    """Layers called where autocast is switched off, and a forward in a hook, where it is not on."""
+
+    def __init__(self) -> None:
+        super().__init__(Square, adam_with_large_eps, batches=2)
+        self.head, self.recurrent = nn.Linear(WIDTH, WIDTH), nn.LSTM(WIDTH, WIDTH)
+        self.seen: list[Tensor] = []
+
+    def configure_optimizers(self) -> Optimizer:
+        return self.make_optimizer(self)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x = torch.linspace(-1, 1, WIDTH)
+        with torch.autocast("cpu", enabled=False):
+            hidden, _ = self.recurrent(self.head(x)[None])
+            exact = self.model.layers[0](hidden[0])
+        return self.model(*batch) + exact.square().mean() + self.head(x).float().square().mean()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.seen.append(self.model.layers[0](torch.linspace(-1, 1, WIDTH)))
+
+
+def call_outside_of_autocast() -> None:
+    reference = fit("ddp", Outside, precision="bf16-mixed", max_epochs=1)
+    for stage in (1, 2, 3):
+        run = fit(f"zero{stage}", Outside, precision="bf16-mixed", max_epochs=1)
+        same_runs(run, reference, bound=CLOSE)
+        for ours, theirs in zip(run.module.seen, reference.module.seen, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.behaviour("The numbers", "In mixed precision layers called where autocast is off, and forwards in hooks")
+@pytest.mark.parametrize("size", [1, 2])
+def test_layers_called_outside_of_autocast_compute_in_fp32(run_on, size):
+    run_on(size, call_outside_of_autocast)
+
+
 class Lookup(Learner):
     """One row of an embedding is looked up 4096 times: added up in bf16 its gradient would stop at 256."""
 
