@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lightning_zero.engine.agreement import Agreement
 from lightning_zero.engine.collectives import Communicator, Pending
+from lightning_zero.engine.gradient_shard import GradientShard
 from lightning_zero.engine.layout import BucketLayout
 from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
 
@@ -142,60 +143,6 @@ class BucketSlot:
         if self.bucket.communicator.size > 1:
             self.bucket.agreement.meet(f"a sum or norm over parts of '{self.name}'")
         return self.bucket.communicator.all_reduce(value, op)
-
-
-class GradientShard:
-    """The reduced gradient of a bucket: this rank's part. It lives as long as some ``p.grad`` shows it.
-
-    Args:
-        flat: the shard. Over one rank instead each parameter's own gradient, by index: nothing was to be laid out for a
-            reduction, and so nothing was copied.
-    """
-
-    def __init__(self, bucket: Bucket, flat: Tensor | dict[int, Tensor]) -> None:
-        self.flat = flat
-        self._bucket = weakref.ref(bucket)
-        tensors = flat.values() if isinstance(flat, dict) else [flat]
-        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        bucket.ledger.add("gradients", nbytes)
-        weakref.finalize(self, bucket.ledger.add, "gradients", -nbytes)
-
-    def part_of(self, slot: BucketSlot) -> Tensor:
-        """This rank's range of one parameter's gradient, 1-D."""
-        return self.flat[slot.index].view(-1) if isinstance(self.flat, dict) else self.flat[slot.local_range]
-
-    def add(self, total: Tensor | dict[int, Tensor]) -> None:
-        """Add another backward's gradient."""
-        if not isinstance(self.flat, dict) or not isinstance(total, dict):
-            assert isinstance(self.flat, Tensor) and isinstance(total, Tensor)
-            self.flat.add_(total)
-            return
-        for index, gradient in total.items():
-            if index in self.flat:
-                self.flat[index].add_(gradient)
-            else:
-                self.flat[index] = gradient
-
-    def add_part(self, slot: BucketSlot, gradient: Tensor) -> None:
-        """Add a tensor of one parameter's shape, sharded or whole, to its gradient."""
-        part = local_range_of(gradient, slot)
-        if isinstance(self.flat, dict):
-            self.add({slot.index: part.view(slot.shape).clone()})
-        else:
-            self.flat[slot.local_range].add_(part)
-
-    def forget(self, slot: BucketSlot) -> None:
-        """Drop the gradient of one parameter."""
-        if isinstance(self.flat, dict):
-            self.flat.pop(slot.index, None)
-        else:
-            self.flat[slot.local_range].zero_()
-
-    def accumulate(self, slot: BucketSlot, gradient: Tensor) -> None:
-        """Take a local gradient that autograd adds to a parameter's reduced one; it is reduced with the others."""
-        bucket = self._bucket()
-        assert bucket is not None
-        bucket.accumulate(slot.index, gradient.clone())
 
 
 class Bucket:

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.bucket import BucketSlot, GradientShard
+from lightning_zero.engine.bucket import BucketSlot
 from lightning_zero.engine.collectives import Communicator, Pending
 from lightning_zero.engine.differentiation import with_hooks_of
+from lightning_zero.engine.gradient_shard import GradientShard
 from lightning_zero.engine.schedule import Schedule, Unit
 from lightning_zero.engine.sharded_tensor import ShardedTensor
 
