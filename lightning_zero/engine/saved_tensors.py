@@ -1,0 +1,112 @@
+"""What autograd saved of parameters that are released before it is needed again, and what else outlives a forward."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from lightning_zero.engine.bucket import Bucket
+from lightning_zero.engine.sharded_tensor import Handle
+
+
+class SavedTensors:
+    """Gathers a unit again when backward needs a saved value of it that is not there.
+
+    As a rule the gradient of a unit's output has announced its backward. Where something else leaves a unit (a loss
+    kept as an attribute), or a graph is used twice, the saved tensor itself asks.
+
+    Args:
+        buckets: those whose buffers are released between their uses are watched for.
+    """
+
+    def __init__(self, buckets: list[Bucket]) -> None:
+        self._watching: list[Any] = []
+        self._bucket_of = {bucket.full.untyped_storage()._cdata: bucket for bucket in buckets if not bucket.replicated}
+
+    def watch(self) -> None:
+        """Look at what autograd saves from here on."""
+        if not self._bucket_of:
+            return
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+        def pack(tensor: Tensor) -> Any:
+            bucket = self._bucket_showing(tensor)
+            if bucket is None and outer is not None:
+                return outer[0](tensor)
+            return _Saved(tensor, tensor._version, bucket)
+
+        def unpack(packed: Any) -> Tensor:
+            if type(packed) is not _Saved:
+                return outer[1](packed)
+            tensor, version, bucket = packed
+            if bucket is not None:
+                bucket.gather()
+                bucket.wait()
+            if tensor._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"tensor of shape {tuple(tensor.shape)} is at version {tensor._version}; "
+                    f"expected version {version} instead."
+                )
+            return tensor
+
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        self._watching.append((pack, unpack))
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Without what ``watch`` began, as far as no hooks of the user's came on top of it."""
+        aside = []
+        while self._watching and torch._C._autograd._top_saved_tensors_default_hooks(False) == self._watching[-1]:
+            aside.append(self._watching.pop())
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        try:
+            yield
+        finally:
+            for hooks in reversed(aside):
+                torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+                self._watching.append(hooks)
+
+    def outlive(self, output: Any) -> Any:
+        """An output of a module, with copies of the tensors in it that show parameters, which are about to go."""
+        if any(self._bucket_showing(tensor) is not None for tensor in tensors_in(output)):
+            return tree_map_only(Tensor, lambda t: t if self._bucket_showing(t) is None else t.clone(), output)
+        return output
+
+    def _bucket_showing(self, tensor: Tensor) -> Bucket | None:
+        if tensor.layout is not torch.strided or isinstance(tensor, Handle) or not self._bucket_of:
+            return None
+        return self._bucket_of.get(tensor.untyped_storage()._cdata)
+
+    def unwatch(self) -> None:
+        """Stop what the last ``watch`` began."""
+        if self._bucket_of:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            self._watching.pop()
+
+
+class _Saved(NamedTuple):
+    tensor: Tensor
+    version: int
+    bucket: Bucket | None
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested lists, dictionaries (ModelOutput too) and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))
