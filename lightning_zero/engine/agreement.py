@@ -52,9 +52,10 @@ class Agreement:
         self.require_all(what)
         if self.is_closed:
             raise RuntimeError(
-                f"{what} cannot be had: the run that sharded the module has failed, and left parts of it on "
-                f"{self._size} ranks. Call Trainer.fit, validate, test or predict with this module again on all of "
-                "them, which puts the parts together first, or make a new module and load a checkpoint."
+                f"{what} cannot be had whole: the run that cut it into parts, on {self._size} ranks, has ended. If it "
+                "failed, call Trainer.fit, validate, test or predict with this module again on all of them, which puts "
+                "the parts together first, or make a new module and load a checkpoint. A copy that not every rank has "
+                "made stays in parts: make it on all of them."
             )
         number, self.meetings = self.meetings, self.meetings + 1
         self._store.set(f"meeting/{number}/{self._rank}", what)

@@ -58,8 +58,8 @@ class BucketSlot:
         self.local_range = slice(start - low, start - low + self.local_numel) if stop > start else slice(0, 0)
         self.hooks_after_reduction: dict[int, Callable[[Tensor], Any]] = OrderedDict()
         self.take_gradient: Callable[[Tensor], None] | None = None
-        self._derived: dict[tuple[int, str], weakref.ref[ShardedTensor]] = {}
-        self._remembered = 0
+        self._derived: dict[tuple[str, int], weakref.ref[ShardedTensor]] = {}
+        self._remembered: Counter[str] = Counter()
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -70,8 +70,9 @@ class BucketSlot:
         return self.bucket.views[self.index]
 
     def remember(self, tensor: ShardedTensor) -> None:
-        key = self._remembered, str(tensor.dtype)
-        self._remembered += 1
+        kind = "alias" if tensor.is_parameter else str(tensor.dtype)
+        key = kind, self._remembered[kind]
+        self._remembered[kind] += 1
         own = weakref.ref(self)  # no cycle: what is deleted is freed at once
 
         def forget(_: Any) -> None:
@@ -82,10 +83,14 @@ class BucketSlot:
         self._derived[key] = weakref.ref(tensor, forget)
 
     @property
-    def derived(self) -> dict[tuple[int, str], ShardedTensor]:
-        """What user code made of the parameter and keeps (copies, averages), by the order in which it was made."""
+    def derived(self) -> dict[tuple[str, int], ShardedTensor]:
+        """What user code made of the parameter and keeps (aliases, copies, averages), by kind and order of making."""
         alive = ((key, reference()) for key, reference in list(self._derived.items()))
-        return {key: tensor for key, tensor in alive if tensor is not None and tensor.is_leaf}
+        return {
+            key: tensor
+            for key, tensor in alive  # without those that have become something else since
+            if isinstance(tensor, ShardedTensor) and tensor.slot is self and tensor.is_leaf
+        }
 
     def local_parameter(self) -> Tensor:
         self.bucket.wait()  # in fp32 at stages 1 and 2 the shard is part of a buffer that others may be filling

@@ -467,7 +467,7 @@ class Engine:
         self.schedule.remove()
         self.reducer.remove()
         with torch.no_grad(), self.agreement.met("the module's parameters") if communicate else nullcontext():
-            derived = self._derived() if communicate else {}
+            derived = self._derived(communicate)
             parameters = {slot: slot.parameter for slot in derived}
             values = {
                 id(tensor): slot.collect(tensor.local).to(device, copy=True)
@@ -483,6 +483,8 @@ class Engine:
                 else:
                     bucket.abandon()
             for slot, tensors in derived.items():
+                if isinstance(parameters[slot], ShardedTensor):
+                    continue
                 for tensor in tensors:
                     value = values.get(id(tensor), parameters[slot].detach())
                     is_parameter = isinstance(tensor, nn.Parameter)
@@ -500,13 +502,22 @@ class Engine:
         self.communicator.close()
         self.units = []
 
-    def _derived(self) -> dict[BucketSlot, list[ShardedTensor]]:
-        """What user code made of parameters and keeps, as far as every rank keeps the same."""
-        derived = {slot: slot.derived for bucket in self.buckets for slot in bucket.slots}
-        everywhere = self.communicator.gather_objects({slot.name: set(kept) for slot, kept in derived.items() if kept})
+    def _derived(self, communicate: bool) -> dict[BucketSlot, list[ShardedTensor]]:
+        """What user code made of parameters and keeps: all aliases, and other tensors that every rank keeps."""
+        derived = {slot: slot.derived for bucket in self.buckets if bucket.parameters for slot in bucket.slots}
+        kept = {
+            slot.name: {key for key, t in tensors.items() if not t.is_parameter} for slot, tensors in derived.items()
+        }
+        everywhere = (
+            self.communicator.gather_objects({n: keys for n, keys in kept.items() if keys}) if communicate else []
+        )
+
+        def is_everywhere(name: str, key: tuple[str, int]) -> bool:
+            return communicate and all(key in names.get(name, ()) for names in everywhere)
+
         return {
-            slot: [kept[key] for key in sorted(kept) if all(key in names.get(slot.name, ()) for names in everywhere)]
-            for slot, kept in derived.items()
+            slot: [t for key, t in sorted(tensors.items()) if t.is_parameter or is_everywhere(slot.name, key)]
+            for slot, tensors in derived.items()
         }
 
 

@@ -1,4 +1,4 @@
-"""Parameters that a failed run left in parts are put together again, before the module is set up anew."""
+"""Parameters in parts are put together before a module is set up: a failed run left them so, or they are copies."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from lightning_zero.engine.agreement import Agreement
 from lightning_zero.engine.bucket import Bucket, become
 from lightning_zero.engine.collectives import Communicator
 from lightning_zero.engine.core import slot_of
+from lightning_zero.engine.sharded_tensor import ShardedTensor
 from lightning_zero.engine.watch import explained
 
 
 def reunite(module: nn.Module, timeout: float) -> None:
     """Make the parameters that a closed engine left sharded ordinary, whole tensors again. Collective.
 
-    Where some ranks hold a parameter in parts and others hold it whole, it becomes what the first of these holds.
+    So are those of a copy (``copy.deepcopy`` in a hook) of a module that an engine still has. Where some ranks hold a
+    parameter in parts and others hold it whole, it becomes what the first of these holds.
 
     Args:
         module: of the same structure on every rank.
@@ -25,6 +27,10 @@ def reunite(module: nn.Module, timeout: float) -> None:
     Raises:
         ValueError: if the parts were made by another number of ranks, or in another order of them.
     """
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if isinstance(parameter, ShardedTensor) and not parameter.is_parameter:
+                become(parameter, nn.Parameter(parameter.whole(), parameter.requires_grad))
     left = _left_in(module)
     size = dist.get_world_size() if dist.is_initialized() else 1
     places = {(bucket.communicator.rank, bucket.communicator.size) for bucket in left.values()}

@@ -76,6 +76,7 @@ def kept_after_the_end(stage):
         }
         if rank() == 0:
             kept["what rank 0 alone has made"] = weight.detach() * 2  # stays a part, and disturbs nothing
+            kept["an alias that rank 0 alone has"] = module[2].weight.detach()
         for value in kept["average"].values():
             value.mul_(0.5)
     train(module, optimizer)
@@ -96,6 +97,7 @@ def kept_after_the_end(stage):
             assert not weight.detach().any(), "what shared the parameter's memory shares it in the end, too"
             with torch.no_grad():
                 weight.copy_(reference[0].weight)
+        same(kept["an alias that rank 0 alone has"], reference[2].weight)
         same(kept["row"], reference[0].weight[1])
         same(kept["state"]["0.weight"], reference[0].weight)
 

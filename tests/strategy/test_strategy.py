@@ -178,6 +178,32 @@ def test_evaluation_without_training_gives_ddps_numbers_under_inference_mode_too
     run_on(2, evaluate_alone, stage=stage, backend=backend)
 
 
+class ValidatesACopy(Callback):
+    """In mid-run, by a Trainer of its own."""
+
+    def __init__(self, strategy):
+        self.strategy, self.found = strategy, []
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        other = make_trainer(self.strategy)
+        self.found += other.validate(copy.deepcopy(pl_module), loader(16), verbose=False)
+
+
+def validate_copies(stage):
+    found = {}
+    for strategy in ("ddp", f"zero{stage}"):
+        probe = ValidatesACopy(strategy)
+        run_everything(strategy, callbacks=[probe])
+        found[strategy] = [each["val"] for each in probe.found]
+    assert found[f"zero{stage}"] == pytest.approx(found["ddp"], rel=1e-5) and len(found["ddp"]) == 3
+
+
+@pytest.mark.behaviour("The Trainer", "A copy of the module validated by another Trainer in mid-run")
+@STAGES
+def test_a_copy_of_the_module_is_validated_by_another_trainer_in_mid_run(run_on, stage):
+    run_on(2, validate_copies, stage=stage)
+
+
 def copy_and_pickle():
     trainer, model = run_everything("zero3", max_epochs=1)
     for strategy in (copy.deepcopy(trainer.strategy), pickle.loads(pickle.dumps(ZeroStrategy(stage=2)))):

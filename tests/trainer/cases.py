@@ -30,7 +30,8 @@ Case = Callable[[str], Any]
 def behaviours(section: str, *cases: Case) -> pytest.MarkDecorator:
     """Run a test with each case; its docstring is the row of the table of docs/compatibility.md that it stands for."""
     marked = [
-        pytest.param(case, id=case.__name__, marks=pytest.mark.behaviour(section, str(case.__doc__))) for case in cases
+        pytest.param(case, id=case.__name__, marks=pytest.mark.behaviour(section, str(case.__doc__).rstrip(".")))
+        for case in cases
     ]
     return pytest.mark.parametrize("case", marked)
 
