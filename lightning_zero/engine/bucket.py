@@ -458,33 +458,34 @@ class Bucket:
             if self.communicator.size > 1 and not self._can_take_mean_first:
                 total.mul_(1.0 / self.communicator.size)
             shard = self.gradient_shard
-            if shard is None:
+            # Where the user has reset a gradient, he may still hold what was there: it is not written to again.
+            if shard is not None and all(self._shows(index, shard) for index in shard.shown):
+                self._follow_user(shard)
+                shard.add(total)
+            else:
                 shard = GradientShard(self, total)
                 self._gradient_shard = weakref.ref(shard)
-                self._follow_user(shard, is_new=True)
-            else:
-                self._follow_user(shard, is_new=False)
-                shard.add(total)
+                self._follow_user(shard)
             return shard
 
-    def _follow_user(self, shard: GradientShard, *, is_new: bool) -> None:
-        """Let the shard hold what users put in ``p.grad`` since the last backward: nothing, or their own tensor."""
+    def _shows(self, index: int, shard: GradientShard) -> bool:
+        gradient = self.parameter(index).grad
+        return isinstance(gradient, ShardedTensor) and gradient.keep is shard
+
+    def _follow_user(self, shard: GradientShard) -> None:
+        """Add what is in ``p.grad`` from elsewhere: an earlier shard, or a tensor of the user's own."""
         for slot in self.slots:
-            gradient = self.parameter(slot.index).grad
-            if isinstance(gradient, ShardedTensor) and gradient.keep is shard:
-                continue
-            if not is_new:
-                shard.forget(slot)
-            if gradient is not None:
+            gradient = slot.parameter.grad
+            if gradient is not None and not self._shows(slot.index, shard):
                 shard.add_part(slot, gradient)
 
     def show_gradient(self, index: int, shard: GradientShard) -> None:
         """Make ``p.grad`` the reduced gradient."""
-        parameter, slot = self.parameter(index), self._slots[index]()
-        assert slot is not None
-        gradient = parameter.grad
-        if not (isinstance(gradient, ShardedTensor) and gradient.keep is shard):
-            parameter.grad = ShardedTensor(slot, shard.part_of(slot), self.dtype, keep=shard)
+        if not self._shows(index, shard):
+            slot = self._slots[index]()
+            assert slot is not None
+            slot.parameter.grad = ShardedTensor(slot, shard.part_of(slot), self.dtype, keep=shard)
+            shard.shown.add(index)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 

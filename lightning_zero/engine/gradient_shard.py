@@ -19,10 +19,14 @@ class GradientShard:
     Args:
         flat: the shard. Over one rank instead each parameter's own gradient, by index: nothing was to be laid out for a
             reduction, and so nothing was copied.
+
+    Attributes:
+        shown: the parameters, by index, to which it was given as ``p.grad``.
     """
 
     def __init__(self, bucket: Bucket, flat: Tensor | dict[int, Tensor]) -> None:
         self.flat = flat
+        self.shown: set[int] = set()
         self._bucket = weakref.ref(bucket)
         tensors = flat.values() if isinstance(flat, dict) else [flat]
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -52,13 +56,6 @@ class GradientShard:
             self.add({slot.index: part.view(slot.shape).clone()})
         else:
             self.flat[slot.local_range].add_(part)
-
-    def forget(self, slot: BucketSlot) -> None:
-        """Drop the gradient of one parameter."""
-        if isinstance(self.flat, dict):
-            self.flat.pop(slot.index, None)
-        else:
-            self.flat[slot.local_range].zero_()
 
     def accumulate(self, slot: BucketSlot, gradient: Tensor) -> None:
         """Take a local gradient that autograd adds to a parameter's reduced one; it is reduced with the others."""

@@ -529,3 +529,31 @@ def step_hooks(with_closure):
 @pytest.mark.parametrize("with_closure", [False, True])
 def test_step_hooks_of_the_user_see_the_modules_parameters(run_on, with_closure):
     run_on(2, step_hooks, with_closure=with_closure)
+
+
+def keep_gradients(stage):
+    """As methods for several tasks do: one loss after the other, the gradients of each kept."""
+    module, reference, _, engine = make(stage)
+    kept = {model: [] for model in (module, reference)}
+    for scale in (1, 10, 100):
+        for model in (module, reference):
+            model.zero_grad()
+            (
+                scale * model[:2](torch.ones(2, 7)).square().mean()
+            ).backward()  # the last layer keeps what it had: nothing
+            kept[model].append([p.grad for p in model[0].parameters()])
+    for ours, theirs in zip(kept[module], kept[reference], strict=True):
+        torch.testing.assert_close(plain(ours), plain(theirs), **CLOSE)
+    for model in (module, reference):
+        model[2].weight.grad = None
+        model(torch.ones(2, 7)).square().mean().backward()
+    for ours, theirs in pairs(module, reference):
+        torch.testing.assert_close(plain(ours.grad), plain(theirs.grad), **CLOSE)
+    engine.close()
+
+
+@pytest.mark.behaviour("The module", "Gradients kept over `zero_grad`, as by methods for several tasks")
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_that_user_code_keeps_are_not_overwritten_by_the_next_backward(run_on, world_size, stage):
+    run_on(world_size, keep_gradients, stage=stage)
