@@ -40,7 +40,13 @@ class CheckpointedModule:
             module.register_forward_hook(OwnHook(self._after), prepend=True, always_call=True),
         ]
 
+    def recover(self) -> None:
+        """End regions whose forward was ended by Ctrl-C or ``sys.exit``, for which torch calls no hooks."""
+        while self._regions:
+            self._regions.pop().close()
+
     def remove(self) -> None:
+        self.recover()
         for handle in self._handles:
             handle.remove()
 

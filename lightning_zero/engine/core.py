@@ -252,9 +252,15 @@ class Engine:
         """Around what is a forward without being the module's own: Lightning's ``training_step`` and its kin."""
         self._is_forward_a_step = False
         self.schedule.check_in_place()
+        windows = self.schedule.windows
         self._open_window(is_step=True)
         try:
             yield
+        except (KeyboardInterrupt, SystemExit):
+            for checkpointed in self._checkpointed:
+                checkpointed.recover()
+            self.schedule.recover(windows + 1)
+            raise
         finally:
             self._close_window()
 

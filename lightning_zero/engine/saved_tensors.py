@@ -62,16 +62,21 @@ class SavedTensors:
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """Without what ``watch`` began, as far as no hooks of the user's came on top of it."""
-        aside = []
-        while self._watching and torch._C._autograd._top_saved_tensors_default_hooks(False) == self._watching[-1]:
-            aside.append(self._watching.pop())
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+        aside = self.stop()
         try:
             yield
         finally:
             for hooks in reversed(aside):
                 torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
                 self._watching.append(hooks)
+
+    def stop(self) -> list[Any]:
+        """End what every ``watch`` began, as far as no hooks of the user's came on top of it; what that was."""
+        stopped = []
+        while self._watching and torch._C._autograd._top_saved_tensors_default_hooks(False) == self._watching[-1]:
+            stopped.append(self._watching.pop())
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        return stopped
 
     def outlive(self, output: Any) -> Any:
         """An output of a module, with copies of the tensors in it that show parameters, which are about to go."""

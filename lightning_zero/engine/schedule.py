@@ -65,6 +65,7 @@ class _Scope:
     def __init__(self) -> None:
         self.entries: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
         self.recurrent: list[weakref.ref[nn.RNNBase]] = []
+        self.calls: list[tuple[_Call | None, bool]] = []  # forwards of the module under way
         self.depth = 0
 
     def swap_in(self) -> None:
@@ -83,8 +84,17 @@ class _Scope:
 
     def swap_out(self) -> None:
         self.depth -= 1
-        if self.depth > 0:
-            return
+        if self.depth == 0:
+            self._restore()
+
+    def recover(self) -> None:
+        """Be as between two forwards."""
+        self.calls.clear()
+        if self.depth:
+            self.depth = 0
+            self._restore()
+
+    def _restore(self) -> None:
         for holder, attribute, parameter, view in self.entries:
             if holder.get(attribute) is view:
                 holder[attribute] = parameter
@@ -248,12 +258,28 @@ class Schedule:
                 self._hook(module, unit, scope)
 
     def remove(self) -> None:
+        self.recover(windows=0)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
+    def recover(self, windows: int) -> None:
+        """End forwards that Ctrl-C or ``sys.exit`` has ended, for which torch calls no hooks.
+
+        Args:
+            windows: how many of those that are open stay so.
+        """
+        for scope in self._scopes:
+            scope.recover()
+        for unit in self.units:
+            unit.depth = 0
+        if windows == 0:
+            self._saved.stop()
+            self._watched = False
+        self.windows = windows
+
     def _hook(self, module: nn.Module, unit: Unit, scope: _Scope) -> None:
-        calls: list[tuple[_Call | None, bool]] = []
+        calls = scope.calls
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             self._enter(unit)

@@ -544,3 +544,46 @@ def penalise_gradients(stage):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_double_backward_is_right_in_a_window_and_refused_outside_where_it_would_read_freed_memory(run_on, stage):
     run_on(2, penalise_gradients, stage=stage)
+
+
+def interrupt_a_forward(stage, checkpointing):
+    torch.manual_seed(0)
+    module = Net()
+    reference = copy.deepcopy(module)
+    optimizer = adam(module)
+    engine = Engine(module, [optimizer], stage=stage, activation_checkpointing=checkpointing)
+    names = {id(p): name for name, p in module.named_parameters()}
+    for error in (KeyboardInterrupt, SystemExit):
+        handle = module.blocks[1].down.register_forward_pre_hook(raises(error))
+        with pytest.raises(error), engine.window():
+            module(inputs(0), 0)
+        handle.remove()
+        assert {id(p): name for name, p in module.named_parameters()} == names, "something else is in their place"
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+    for _ in range(2):
+        with engine.window():
+            loss = module(inputs(0), 0)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    wrapped = DistributedDataParallel(reference)
+    expected = train(reference, lambda *_: wrapped(inputs(0), 0), adam(reference), steps=2)
+    torch.testing.assert_close(loss.detach(), expected[-1], rtol=0, atol=0)
+    engine.close()
+    for name, value in reference.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name], value, rtol=0, atol=0)
+
+
+def raises(error):
+    def hook(*_):
+        raise error
+
+    return hook
+
+
+@pytest.mark.behaviour("The module", "Ctrl-C and `sys.exit` in the midst of a forward leave the module able to train")
+@pytest.mark.parametrize("checkpointing", [None, "units"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_interrupt_in_the_midst_of_a_forward_leaves_the_module_as_it_was(run_on, stage, checkpointing):
+    run_on(2, interrupt_a_forward, stage=stage, checkpointing=checkpointing)
