@@ -133,7 +133,7 @@ class ZeroStrategy(ParallelStrategy):
         self._timeout = timeout
         self._start_method = start_method
         self._after_fit = after_fit
-        self._failed = self._has_come_back = self._has_tried_to_come_back = False
+        self._failed = self._all_failed = self._has_come_back = self._has_tried_to_come_back = False
         self._masters: dict[str, Tensor] = {}
 
     # -- the processes ----------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class ZeroStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        self._failed = self._has_come_back = self._has_tried_to_come_back = False
+        self._failed = self._all_failed = self._has_come_back = self._has_tried_to_come_back = False
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
@@ -259,10 +259,10 @@ class ZeroStrategy(ParallelStrategy):
             _options_of[self.engine] = self._options_of_engine
         if self.engine is not None:
             self.engine.load_masters(self._masters)
-            self._masters = {}
             attend(trainer, self.engine)
         elif not self._is_single:
             _sync_module_states(self.lightning_module)
+        self._masters = {}
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
@@ -371,7 +371,7 @@ class ZeroStrategy(ParallelStrategy):
         if not self._has_tried_to_come_back:
             self._has_tried_to_come_back = True
             updates = self.engine.updates
-            if have_all_come(updates if updates % 2 == 0 else f"rank {self.global_rank} has updated a part", _PATIENCE):
+            if have_all_come(f"rank {self.global_rank} is updating" if updates is None else updates, _PATIENCE):
                 renew(**self._group_options)
                 self.engine.rejoin()
                 self._has_come_back = True
@@ -460,7 +460,8 @@ class ZeroStrategy(ParallelStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict)
         masters = checkpoint.get(CHECKPOINT_KEY, {}).get("masters", {})
-        if self.engine is not None:
+        assert self.lightning_module is not None
+        if self.engine is not None and engine_of(self.lightning_module) is self.engine:
             self.engine.load_masters(masters)
         else:
             self._masters = masters  # until the module is cut
@@ -475,7 +476,7 @@ class ZeroStrategy(ParallelStrategy):
         self._failed = True
         if _distributed_is_initialized() and not isinstance(exception, SIGTERMException):  # every rank raises that one
             first, *_ = str(exception).splitlines() or [""]
-            fail(f"rank {self.global_rank} failed with {type(exception).__name__}: {first[:500]}")
+            self._all_failed = fail(f"rank {self.global_rank} failed with {type(exception).__name__}: {first[:500]}")
 
     @override
     def teardown(self) -> None:
@@ -483,6 +484,8 @@ class ZeroStrategy(ParallelStrategy):
             if self.lightning_module is not None:
                 leave(self.lightning_module.trainer)
             self.last_report = self.engine.report()
+            if self._all_failed:
+                self._can_save()  # then the module is put together as at any end
             if self._after_fit == "sharded" and not self._is_cut_off:
                 self._teardown_but_for_module()
                 return

@@ -25,6 +25,7 @@ from lightning_zero.engine.collectives import Communicator, Pending
 from lightning_zero.engine.gradient_shard import GradientShard
 from lightning_zero.engine.layout import BucketLayout
 from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
+from lightning_zero.engine.view import View
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -83,6 +84,11 @@ class BucketSlot:
         self._derived[key] = weakref.ref(tensor, forget)
 
     @property
+    def remembered(self) -> int:
+        """How many tensors, aliases apart, have been made of the parameter so far."""
+        return sum(count for kind, count in self._remembered.items() if kind != "alias")
+
+    @property
     def derived(self) -> dict[tuple[str, int], ShardedTensor]:
         """What user code made of the parameter and keeps (aliases, copies, averages), by kind and order of making."""
         alive = ((key, reference()) for key, reference in list(self._derived.items()))
@@ -94,6 +100,8 @@ class BucketSlot:
 
     def local_parameter(self) -> Tensor:
         self.bucket.wait()  # in fp32 at stages 1 and 2 the shard is part of a buffer that others may be filling
+        if self.bucket.views[self.index].may_be_written:
+            self.bucket.take_over_writes()
         return self.bucket.shard[self.local_range]
 
     def whole_parameter(self, dtype: torch.dtype) -> Tensor | None:
@@ -214,7 +222,7 @@ class Bucket:
             ledger.add("parameters", self.shard.untyped_storage().nbytes())
         self._full_nbytes = self.full.untyped_storage().nbytes()
         ledger.add("parameters" if self.replicated else "gathered", self._full_nbytes)
-        self.views = [nn.Parameter(self.segment_view(i), trainable) for i in range(len(layout.segments))]
+        self.views = [View(self.segment_view(i), trainable) for i in range(len(layout.segments))]
         has_nan = compute_dtype.is_floating_point or compute_dtype.is_complex
         nan = torch.full((), float("nan") if has_nan else 0, device=device)
         self._placeholders = [nan.to(compute_dtype).expand(segment.shape) for segment in layout.segments]
@@ -286,7 +294,8 @@ class Bucket:
             )
         if not self._gathered and not self.replicated:
             for index, view in enumerate(self.views):
-                view.data = self.segment_view(index)
+                view.show(self.segment_view(index))
+                view.look()
         self._gathered = True
 
     def wait(self) -> None:
@@ -315,12 +324,25 @@ class Bucket:
         if self.replicated or not self._gathered:
             return
         self.wait()
+        self.take_over_writes()
         self._free()
+
+    def take_over_writes(self) -> None:
+        """Carry what modules wrote to their own parameters, which are views of ``full``, to the masters."""
+        if self.shard_in_full or not self._gathered or not any(view.may_be_written for view in self.views):
+            return
+        self.wait()
+        with torch.no_grad():
+            part = self.full[self._low : self._high]
+            # masters keep their digits where nothing was written
+            self.shard.copy_(torch.where(part != self.shard.to(part.dtype), part.to(self.shard.dtype), self.shard))
+        for view in self.views:
+            view.look()
 
     def _free(self) -> None:
         # A stray reference to a view shall compute NaN, not read freed memory.
         for view, placeholder in zip(self.views, self._placeholders):
-            view.data = placeholder
+            view.show(placeholder)
         self.full.untyped_storage().resize_(0)
         self.ledger.add("gathered", -self._full_nbytes)
         self._gathered = False

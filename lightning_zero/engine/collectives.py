@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -136,10 +136,11 @@ class Communicator:
         self._ranks = dist.get_process_group_ranks(self.group)
         # Ranks whose data differ may complete a gradient before or after the next gather starts. Over NCCL the two must
         # not share a queue, in which they would have to come in one order.
-        self._reduce_group = self.group if self.backend == "gloo" else dist.new_group(self._ranks, backend=self.backend)
+        self._own_groups: list[Any] = []
+        self._reduce_group = self.group if self.backend == "gloo" else self._new_group(self.backend)
         # What ranks tell each other (bitmaps, orders) goes over the CPU, so that no device is synchronised for it.
         has_cpu = "cpu:" in dist.get_backend_config(self.group)
-        self.control_group = self.group if has_cpu else dist.new_group(self._ranks, backend="gloo")
+        self.control_group = self.group if has_cpu else self._new_group("gloo")
         # a name for what is kept in the store, which rank 0 gives: a failure may have left the ranks' counts apart
         number = torch.tensor(next(_communicators))
         with explained("setting up the sharded module"):
@@ -304,10 +305,17 @@ class Communicator:
         return self.watch.waiting(what, None if everyone else 0)
 
     def close(self) -> None:
-        """End the watch over its waits, and a turn in which a failure has left it."""
+        """End the watch over its waits, a turn in which a failure has left it, and the groups that it made."""
         self.absent, self.before_gather = [], None
         if self.size > 1:
             self.watch.close()
+            while self._own_groups:
+                with suppress(RuntimeError, ValueError):  # they may have failed, or be gone with the default group
+                    dist.destroy_process_group(self._own_groups.pop())
+
+    def _new_group(self, backend: str) -> Any:
+        self._own_groups.append(dist.new_group(self._ranks, backend=backend))
+        return self._own_groups[-1]
 
     def _peers(self) -> list[tuple[int, int]]:
         """In the order of a ring, so that no rank is everybody's first: (whom to send to, whom to receive from)."""

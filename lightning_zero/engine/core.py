@@ -148,6 +148,7 @@ class Engine:
         self._overlap, self._compute_dtype, self._bucket_numel = overlap, compute_dtype, bucket_numel
         self._allow_any_optimizer = allow_any_optimizer
         self._steps = self._numbers = self._updates = 0
+        self._is_updating = False
         self._buffers_follow = True
         self._is_forward_a_step = True  # until somebody says what is, by window()
         for inner in module.modules():
@@ -253,8 +254,8 @@ class Engine:
         self._is_forward_a_step = False
         self.schedule.check_in_place()
         windows = self.schedule.windows
-        self._open_window(is_step=True)
         try:
+            self._open_window(is_step=True)
             yield
         except (KeyboardInterrupt, SystemExit):
             for checkpointed in self._checkpointed:
@@ -262,7 +263,8 @@ class Engine:
             self.schedule.recover(windows + 1)
             raise
         finally:
-            self._close_window()
+            if self.schedule.windows > windows:
+                self._close_window()
 
     def take_turn(self, position: int | None) -> None:
         """Before each batch of an evaluation loop, and at its end: let the loop be of another length on other ranks.
@@ -314,9 +316,10 @@ class Engine:
 
     def before_update(self) -> None:
         """The masters are about to change: nothing may still be reading them."""
-        self._updates += 1
+        self._is_updating = True
         for bucket in self.buckets:
             bucket.wait()
+            bucket.take_over_writes()
 
     def updated(self, buckets: list[Bucket]) -> None:
         """The masters of these buckets have changed: what shows their values is gathered anew.
@@ -325,6 +328,7 @@ class Engine:
         """
         self._steps += 1
         self._updates += 1
+        self._is_updating = False
         changed = set(buckets)
         for unit in self.units:
             for bucket in unit.buckets:
@@ -439,9 +443,9 @@ class Engine:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     @property
-    def updates(self) -> int:
-        """How many updates of masters have begun and ended, counted together: odd in the midst of one."""
-        return self._updates
+    def updates(self) -> int | None:
+        """How many updates of masters there were; None in the midst of one, and after one that failed."""
+        return None if self._is_updating else self._updates
 
     def rejoin(self) -> None:
         """Go on, to be saved and closed, over the process group that took the place of one whose run failed."""
@@ -449,6 +453,8 @@ class Engine:
         self.communicator.close()
         self.communicator = Communicator(None, self.communicator.device)
         self.agreement = Agreement(self.communicator, self._handshake_timeout)
+        for part in (self.agreement, self.communicator):
+            weakref.finalize(self, part.close)
         for masters in self.masters:
             masters.recover()
         for bucket in self.buckets:
@@ -509,20 +515,25 @@ class Engine:
         self.units = []
 
     def _derived(self, communicate: bool) -> dict[BucketSlot, list[ShardedTensor]]:
-        """What user code made of parameters and keeps: all aliases, and other tensors that every rank keeps."""
+        """What user code made of parameters and keeps: all aliases, and other tensors that every rank keeps.
+
+        Tensors of several ranks are the same if as many were made before them everywhere; where ranks have made
+        different numbers, none is taken for another's.
+        """
         derived = {slot: slot.derived for bucket in self.buckets if bucket.parameters for slot in bucket.slots}
         kept = {
-            slot.name: {key for key, t in tensors.items() if not t.is_parameter} for slot, tensors in derived.items()
+            slot.name: (slot.remembered, {key for key, tensor in tensors.items() if not tensor.is_parameter})
+            for slot, tensors in derived.items()
+            if slot.remembered
         }
-        everywhere = (
-            self.communicator.gather_objects({n: keys for n, keys in kept.items() if keys}) if communicate else []
-        )
+        everywhere = self.communicator.gather_objects(kept) if communicate else []
 
-        def is_everywhere(name: str, key: tuple[str, int]) -> bool:
-            return communicate and all(key in names.get(name, ()) for names in everywhere)
+        def is_everywhere(slot: BucketSlot, key: tuple[str, int]) -> bool:
+            found = [names.get(slot.name, (0, set())) for names in everywhere]
+            return communicate and all(made == slot.remembered and key in keys for made, keys in found)
 
         return {
-            slot: [t for key, t in sorted(tensors.items()) if t.is_parameter or is_everywhere(slot.name, key)]
+            slot: [t for key, t in sorted(tensors.items()) if t.is_parameter or is_everywhere(slot, key)]
             for slot, tensors in derived.items()
         }
 

@@ -13,6 +13,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -203,13 +204,14 @@ class Masters:
         signature = [[(id(p), p.grad is None) for p in group["params"]] for group in groups]
         if signature == self._signature:
             return
-        self._signature, self._active, self._arranged = signature, [], []
+        self._signature, self._active, self._arranged = None, [], []
         for group in groups:
             slots = [self.slot_of(p) for p in group["params"] if p.grad is not None]
             foreign = [p for p in group["params"] if p.grad is not None and self.slot_of(p) is None]
             masters = self._masters_of([slot for slot in slots if slot is not None])
             self._active.extend(masters)
             self._arranged.append([master.tensor for master in masters if master.is_here] + foreign)
+        self._signature = signature
 
     def _masters_of(self, slots: list[BucketSlot]) -> list[Master]:
         """The masters that cover these slots and no others, split off or made where there are none."""
@@ -282,6 +284,11 @@ class Masters:
         with self._met([slot]):
             return self._whole_state([slot])[slot]
 
+    def state_in_parts(self, slot: BucketSlot) -> dict[str, Any]:
+        """One parameter's state as sharded tensors over what the masters have of it. Collective."""
+        with self._met([slot]):
+            return self._whole_state([slot], in_parts=True)[slot]
+
     def whole_state(self, keep: Callable[[Tensor], Tensor] | None = None) -> dict[Tensor, dict[str, Any]]:
         """The state by parameter of the module, each tensor in the parameter's full shape. Collective.
 
@@ -302,7 +309,7 @@ class Masters:
         return slots[0].bucket.agreement.met(what) if slots else nullcontext()
 
     def _whole_state(
-        self, slots: list[BucketSlot], keep: Callable[[Tensor], Tensor] | None = None
+        self, slots: list[BucketSlot], keep: Callable[[Tensor], Tensor] | None = None, *, in_parts: bool = False
     ) -> dict[BucketSlot, dict[str, Any]]:
         if not slots:
             return {}
@@ -333,7 +340,10 @@ class Masters:
                     part = held[key][master.part_of(slot)]
                 else:
                     part = torch.empty(0, dtype=kind, device=slot.device)
-                state[key] = (keep or _unchanged)(slot.collect(part).clone())
+                if in_parts:
+                    state[key] = ShardedTensor(slot, part, keep=self)
+                else:
+                    state[key] = (keep or _unchanged)(slot.collect(part).clone())
         return states
 
     def whole_state_dict(self, keep: Callable[[Tensor], Tensor]) -> dict[str, Any]:
@@ -441,10 +451,13 @@ class Masters:
 
 
 class _State(defaultdict[Any, dict[str, Any]]):
-    """``optimizer.state``, by master. Asked for a parameter of the module it gives that one's whole state, a copy.
+    """``optimizer.state``, by master. Asked for a parameter of the module it gives that one's state as sharded tensors.
 
     Args:
         masters: whose it is.
+
+    Raises:
+        TypeError: where user code would replace or remove the state of one parameter.
     """
 
     def __init__(self, masters: Masters) -> None:
@@ -460,9 +473,30 @@ class _State(defaultdict[Any, dict[str, Any]]):
         found = self._slot_of(key)
         return super().__contains__(key) if found is None else found[0].has_state(found[1])
 
-    def __missing__(self, key: Any) -> dict[str, Any]:
+    def __missing__(self, key: Any) -> Any:
         found = self._slot_of(key)
-        return super().__missing__(key) if found is None else found[0].state_of(key)
+        return super().__missing__(key) if found is None else MappingProxyType(found[0].state_in_parts(found[1]))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._refuse(key)
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        self._refuse(key)
+        super().__delitem__(key)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        self._refuse(key)
+        return super().pop(key, *default)
+
+    def _refuse(self, key: Any) -> None:
+        found = self._slot_of(key)
+        if found is not None:
+            raise TypeError(
+                f"The optimizer's state of '{found[1].name}' is kept in parts, with that of its neighbours, and cannot "
+                "be replaced or removed alone: write into its tensors (optimizer.state[p]['exp_avg'].zero_()), clear "
+                "all of it (optimizer.state.clear()), or call load_state_dict()."
+            )
 
     def get(self, key: Any, default: Any = None) -> Any:
         return self[key] if key in self else default

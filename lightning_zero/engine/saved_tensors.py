@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_zero.engine.bucket import Bucket
@@ -39,7 +39,8 @@ class SavedTensors:
             bucket = self._bucket_showing(tensor)
             if bucket is None and outer is not None:
                 return outer[0](tensor)
-            return _Saved(tensor, tensor._version, bucket)
+            # without its graph: an output that its own node has saved would be a cycle
+            return _Saved(tensor.detach(), tensor._version, bucket)
 
         def unpack(packed: Any) -> Tensor:
             if type(packed) is not _Saved:
@@ -84,6 +85,14 @@ class SavedTensors:
             return tree_map_only(Tensor, lambda t: t if self._bucket_showing(t) is None else t.clone(), output)
         return output
 
+    def outlive_attributes(self, module: nn.Module) -> None:
+        """The same for what a forward has kept as attributes, such as ``self.row = self.weight[0]``."""
+        for name, value in list(vars(module).items()):
+            if isinstance(value, (Tensor, list, tuple, dict)) and name not in _OF_EVERY_MODULE:
+                kept = self.outlive(value)
+                if kept is not value:
+                    vars(module)[name] = kept
+
     def _bucket_showing(self, tensor: Tensor) -> Bucket | None:
         if tensor.layout is not torch.strided or isinstance(tensor, Handle) or not self._bucket_of:
             return None
@@ -94,6 +103,9 @@ class SavedTensors:
         if self._bucket_of:
             torch._C._autograd._pop_saved_tensors_default_hooks()
             self._watching.pop()
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_flat_weights"}
 
 
 class _Saved(NamedTuple):

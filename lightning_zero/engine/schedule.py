@@ -293,15 +293,17 @@ class Schedule:
             if alone:
                 self._saved.watch()
 
-        def after(_: nn.Module, args: Any, output: Any) -> Any:
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
             if not calls:
                 return None  # the forward failed before ours began
             call, alone = calls.pop()
             scope.swap_out()
             if alone:
                 self._saved.unwatch()
-            if not self._keeping:
+            if not self._keeping and not unit.stays:
                 output = self._saved.outlive(output)
+                for inner in module.modules():
+                    self._saved.outlive_attributes(inner)
             if call is not None:
                 call.watch_outputs(tensors_in(output))
             self._leave(unit)
@@ -367,15 +369,16 @@ class Schedule:
                 self.root.release()
 
     def _enter(self, unit: Unit) -> None:
-        unit.depth += 1
         if self._keeping and not unit.stays and not unit.held:
-            unit.held = True
             with temporarily_clear_interpreter_stack():  # a gather is no part of the function that is transformed
                 unit.gather()
                 unit.wait()
+            unit.held = True
+            unit.depth += 1
             return
-        if unit.depth > 1 or unit.is_root and unit.held:
+        if unit.depth or unit.is_root and unit.held:
             unit.wait()
+            unit.depth += 1
             return
         unit.gather()
         if self.windows and not in_backward():
@@ -383,6 +386,7 @@ class Schedule:
             if unit in self._order:
                 self._prefetch_after(self._order.index(unit))
         unit.wait()
+        unit.depth += 1
 
     def _leave(self, unit: Unit) -> None:
         unit.depth -= 1

@@ -484,6 +484,8 @@ def _foreach_norm(args: Any, kwargs: Any) -> list[Tensor]:
 
 def _partial_norm(local: Tensor, order: float) -> Tensor:
     """What of a vector norm is summed (or, for the infinite orders, compared) over ranks."""
+    if local.dtype in (torch.float16, torch.bfloat16):
+        local = local.float()  # powers of a norm leave the range of fp16
     if order in (float("inf"), -float("inf")):
         neutral = 0.0 if order > 0 else float("inf")
         if local.numel() == 0:
@@ -496,11 +498,21 @@ def _partial_norm(local: Tensor, order: float) -> Tensor:
 
 def _finish_norm(parts: Tensor, order: float, slot: Slot) -> Tensor:
     if order == float("inf"):
-        return slot.reduce(parts, dist.ReduceOp.MAX)
+        return _extreme_over_ranks(parts, slot, largest=True)
     if order == -float("inf"):
-        return slot.reduce(parts, dist.ReduceOp.MIN)
+        return _extreme_over_ranks(parts, slot, largest=False)
     total = slot.reduce(parts, dist.ReduceOp.SUM)
     return total if order == 0 else total ** (1.0 / order)
+
+
+def _extreme_over_ranks(part: Tensor, slot: Slot, *, largest: bool) -> Tensor:
+    """As torch's max and min, NaN where any part has one: backends keep or lose it by the order of ranks."""
+    if not part.is_floating_point():
+        return slot.reduce(part, dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN)
+    signed, nan = part if largest else -part, part.isnan()
+    flagged = torch.stack([signed.masked_fill(nan, -float("inf")), nan.to(part.dtype)])
+    found, nan = slot.reduce(flagged, dist.ReduceOp.MAX).unbind()
+    return (found if largest else -found).masked_fill(nan > 0, float("nan"))
 
 
 def _own(tensor: Any) -> ShardedTensor | None:
@@ -533,16 +545,17 @@ def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
     if tensor is None or len(args) > 1 or kwargs or tensor.numel() == 0:
         return NotImplemented
     largest = func in (aten.max.default, aten.any.default)
-    boolean = func in (aten.all.default, aten.any.default)
+    boolean = func in (aten.all.default, aten.any.default) or tensor.dtype is torch.bool
     local = tensor.local.bool().to(torch.uint8) if boolean else tensor.local
     if local.numel():
         part = local.max() if largest else local.min()
     elif boolean:
         part = local.new_full((), 0 if largest else 1)
     else:
-        limits = torch.finfo(local.dtype) if local.is_floating_point() else torch.iinfo(local.dtype)
-        part = local.new_full((), limits.min if largest else limits.max)
-    found = tensor._slot.reduce(part, dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN)
+        limits = torch.iinfo(local.dtype) if not local.is_floating_point() else None
+        least, most = (limits.min, limits.max) if limits is not None else (-float("inf"), float("inf"))
+        part = local.new_full((), least if largest else most)
+    found = _extreme_over_ranks(part, tensor._slot, largest=largest)
     return found.bool() if boolean else found.to(tensor.dtype)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import lightning_zero
-from lightning_zero.engine import Engine
+from lightning_zero.engine import Engine, ShardedTensor
 from tests.support import rank
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
@@ -75,7 +75,6 @@ def kept_after_the_end(stage):
             "state": module.state_dict(),
         }
         if rank() == 0:
-            kept["what rank 0 alone has made"] = weight.detach() * 2  # stays a part, and disturbs nothing
             kept["an alias that rank 0 alone has"] = module[2].weight.detach()
         for value in kept["average"].values():
             value.mul_(0.5)
@@ -174,3 +173,33 @@ def fitted_twice(stage):
 @WORLDS
 def test_a_module_may_be_sharded_again_and_again(run_on, world_size, stage):
     run_on(world_size, fitted_twice, stage=stage)
+
+
+def copies_of_different_origins():
+    """Rank 0 has made more copies of a parameter than others: then none is taken for another's."""
+    module, _, _, engine = make(3)
+    weight = module[0].weight
+    if rank() == 0:
+        early = [weight.detach().clone() for _ in range(2)]
+    with torch.no_grad():
+        first = copy.deepcopy(weight)
+        weight.add_(1)
+        second = copy.deepcopy(weight)
+    expected = [plain(each) for each in (first, second)]
+    if rank() == 0:
+        del early
+    engine.close()
+    for kept, value in zip((first, second), expected):
+        if isinstance(kept, ShardedTensor):
+            with pytest.raises(RuntimeError, match="A copy that not every rank has made stays in parts"):
+                kept.sum()
+        else:
+            same(kept, value)
+
+
+def plain(tensor):
+    return tensor.whole().detach().clone()
+
+
+def test_copies_of_which_ranks_have_made_different_numbers_are_never_mixed(run_on):
+    run_on(2, copies_of_different_origins)

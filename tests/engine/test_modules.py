@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.engine import Engine
-from tests.support import rank
+from tests.support import rank, world_size
 
 WIDTH = 6
 
@@ -587,3 +587,82 @@ def raises(error):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_interrupt_in_the_midst_of_a_forward_leaves_the_module_as_it_was(run_on, stage, checkpointing):
     run_on(2, interrupt_a_forward, stage=stage, checkpointing=checkpointing)
+
+
+class WritesInForward(nn.Module):
+    """Constraints, codebooks and averages that a module keeps in its own parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.Sequential(Block(), Constrained(), Block())
+        self.last = Constrained()
+
+    def forward(self, x, step):
+        return self.last(self.blocks(self.first(x))).square().mean()
+
+
+class Constrained(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.codes = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(4, WIDTH), requires_grad=False)
+        self.kept, self.row = [], None
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.linear.weight.clamp_(min=-0.1)
+        self.linear.bias.data.clamp_(max=0.05)
+        self.codes.data.lerp_(x.detach().mean(0).expand(4, WIDTH) * 0, 0.1)
+        self.kept, self.row = [self.linear.weight], self.linear.weight[0].detach()
+        return x + self.linear(x) + self.codes.sum(0)
+
+
+def write_in_forward():
+    torch.manual_seed(0)
+    reference = WritesInForward()
+    modules = {stage: copy.deepcopy(reference) for stage in (1, 2, 3)}
+    wrapped = DistributedDataParallel(reference) if world_size() > 1 else reference
+    expected = train(reference, wrapped, adam(reference))
+    seen = [(part.kept[0] + 0).detach() for part in (reference.blocks[1], reference.last)]
+    for stage, module in modules.items():
+        optimizer = adam(module)
+        engine = Engine(module, [optimizer], stage=stage)
+        losses = train(module, module, optimizer)
+        torch.testing.assert_close(losses, expected, rtol=0, atol=0)
+        for part, theirs in zip((module.blocks[1], module.last), seen):
+            assert part.kept[0].shape == theirs.shape and part.row.isfinite().all(), (
+                "what a forward has kept is not read"
+            )
+        weights = engine.full_state_dict()
+        engine.close()
+        for name, value in reference.state_dict().items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=0, msg=lambda m: f"{stage}: {name}: {m}")
+
+
+@pytest.mark.behaviour("The module", "A module that writes to its own parameters in its forward, also through `data`")
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_a_module_writes_to_its_own_parameters_in_its_forward_is_kept(run_on, size):
+    run_on(size, write_in_forward)
+
+
+def drop_a_graph():
+    module = Net()
+    engine = Engine(module, [adam(module)], stage=3)
+    gc.disable()
+    try:
+        with engine.window():
+            loss = module.blocks[0](inputs(0)).exp().sum()
+            node = weakref.ref(loss.grad_fn.next_functions[0][0].metadata.setdefault("kept", Marker()))
+        del loss
+        assert node() is None, "the graph is in a cycle"
+    finally:
+        gc.enable()
+    engine.close()
+
+
+class Marker:
+    pass
+
+
+def test_a_graph_that_is_dropped_without_a_backward_is_freed_at_once(run_on):
+    run_on(2, drop_a_graph)

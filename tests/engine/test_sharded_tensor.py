@@ -309,7 +309,7 @@ def look_inside(stage):
         for found in (state, optimizer.state[ours], optimizer.state.get(ours)):
             assert found.keys() == other.state[theirs].keys()
             for key, value in found.items():
-                torch.testing.assert_close(value, other.state[theirs][key], rtol=0, atol=0)
+                torch.testing.assert_close(plain(value), other.state[theirs][key], rtol=0, atol=0)
         pieces = [None, None]
         dist.all_gather_object(pieces, lightning_zero.shard_of(ours).detach().clone())
         torch.testing.assert_close(torch.cat(pieces).view(ours.shape), theirs.detach(), rtol=0, atol=0)
@@ -557,3 +557,62 @@ def keep_gradients(stage):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gradients_that_user_code_keeps_are_not_overwritten_by_the_next_backward(run_on, world_size, stage):
     run_on(world_size, keep_gradients, stage=stage)
+
+
+def extremes_and_norms_of_odd_values():
+    module, _, _, engine = make(3)
+    weight = module[0].weight
+    for element in (0, -1):  # of rank 0's part, and of the last rank's
+        for value in (float("nan"), float("inf"), -float("inf")):
+            whole = torch.linspace(-1, 1, weight.numel()).view(weight.shape)
+            whole.view(-1)[element] = value
+            with torch.no_grad():
+                weight.copy_(whole)
+            for read in (
+                lambda p: p.max(),
+                lambda p: p.min(),
+                lambda p: p.norm(float("inf")),
+                lambda p: p.norm(-float("inf")),
+                lambda p: torch.nn.utils.get_total_norm([p.detach()], float("inf")),
+                lambda p: (p > 0).max(),
+                lambda p: (p > 0).min(),
+                lambda p: p.isnan().any(),
+            ):
+                torch.testing.assert_close(plain(read(weight)), plain(read(whole)), rtol=0, atol=0, equal_nan=True)
+    engine.close()
+    module, reference, _, engine = make(3, dtype=torch.float16)
+    for ours, theirs in pairs(module, reference):
+        for read in (lambda p: (1e3 * p.detach()).norm(), lambda p: (p.detach() * 1e-4).norm()):
+            torch.testing.assert_close(plain(read(ours)), plain(read(theirs)), rtol=2e-3, atol=0)
+    engine.close()
+
+
+def test_nan_and_infinity_are_seen_whoever_holds_them_and_norms_stay_in_range(run_on):
+    run_on(2, extremes_and_norms_of_odd_values)
+
+
+def edit_optimizer_state(stage):
+    module, reference, optimizer, engine = make(stage)
+    other = torch.optim.Adam(reference.parameters())
+    for each, parameters in ((optimizer, module.parameters()), (other, reference.parameters())):
+        each.step()
+        for p in parameters:
+            each.state[p]["exp_avg"].mul_(0.5)
+            each.state[p]["exp_avg_sq"].add_(1e-3)
+        each.step()
+    for ours, theirs in pairs(module, reference):
+        torch.testing.assert_close(plain(ours), theirs.detach(), **CLOSE)
+        with pytest.raises(TypeError, match=r"state of '.*' is kept in parts.*optimizer\.state\.clear\(\)"):
+            optimizer.state[ours] = {}
+        with pytest.raises(TypeError, match="cannot be replaced or removed alone"):
+            del optimizer.state[ours]
+        with pytest.raises(TypeError):
+            optimizer.state[ours]["exp_avg"] = torch.zeros(())
+    engine.close()
+
+
+@pytest.mark.behaviour("The module", "`optimizer.state[p]` read, and its tensors written to")
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_writes_to_the_tensors_of_an_optimizers_state_count_and_others_are_refused(run_on, world_size, stage):
+    run_on(world_size, edit_optimizer_state, stage=stage)
