@@ -54,7 +54,8 @@ class Watch:
         store = dist.distributed_c10d._get_default_store()
         self._store = store.clone() if hasattr(store, "clone") else store
         self._notices = dist.PrefixStore(f"lightning_zero/watch/{name}", self._store)
-        threading.Thread(target=self._run, name="lightning_zero-watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="lightning_zero-watch", daemon=True)
+        self._thread.start()
 
     def begin(self, what: str) -> int:
         """Count a collective of this name that this rank begins, in the order that all ranks have; its ordinal."""
@@ -93,6 +94,9 @@ class Watch:
 
     def close(self) -> None:
         self._closed.set()
+        if threading.current_thread() is not self._thread:
+            # A thread that comes back from the store to an interpreter that has ended would abort the process.
+            self._thread.join(timeout=2)
 
     def _blame(self, error: RuntimeError) -> str:
         """Why a wait failed though no rank has reported a failure: one is gone, or did not come in time."""

@@ -19,6 +19,7 @@ from torch import nn
 
 import lightning_zero
 from lightning_zero import ZeroStrategy
+from lightning_zero.engine import Engine
 from tests.support import rank
 from tests.support.models import OddModel
 from tests.support.trainer import Learner, make_trainer
@@ -288,3 +289,20 @@ def test_processes_that_the_trainer_started_can_fit_again(tmp_path):
 def test_a_failure_in_a_spawned_process_reaches_the_user(tmp_path):
     done = run_script(tmp_path, "zero3_spawn", "user_error", again=False)
     assert "FAILED ProcessRaisedException" in done.stdout and "in the user's code" in done.stdout, done.stderr
+
+
+def end_engines():
+    """A thread that were still in the store when the process ends would abort it."""
+    for closed in (True, False):
+        engine = Engine(nn.Linear(2, 2), stage=3)
+        thread = engine.communicator.watch._thread
+        assert thread.is_alive()
+        if closed:
+            engine.close()
+        else:
+            del engine  # its module went with it
+        assert not thread.is_alive()
+
+
+def test_no_thread_is_left_when_an_engine_has_ended(run_on):
+    run_on(2, end_engines)
