@@ -133,7 +133,7 @@ class ZeroStrategy(ParallelStrategy):
         self._timeout = timeout
         self._start_method = start_method
         self._after_fit = after_fit
-        self._failed = self._all_failed = self._has_come_back = self._has_tried_to_come_back = False
+        self._failed = self._has_come_back = self._has_tried_to_come_back = False
         self._masters: dict[str, Tensor] = {}
 
     # -- the processes ----------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class ZeroStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        self._failed = self._all_failed = self._has_come_back = self._has_tried_to_come_back = False
+        self._failed = self._has_come_back = self._has_tried_to_come_back = False
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
@@ -476,7 +476,7 @@ class ZeroStrategy(ParallelStrategy):
         self._failed = True
         if _distributed_is_initialized() and not isinstance(exception, SIGTERMException):  # every rank raises that one
             first, *_ = str(exception).splitlines() or [""]
-            self._all_failed = fail(f"rank {self.global_rank} failed with {type(exception).__name__}: {first[:500]}")
+            fail(f"rank {self.global_rank} failed with {type(exception).__name__}: {first[:500]}")
 
     @override
     def teardown(self) -> None:
@@ -484,8 +484,6 @@ class ZeroStrategy(ParallelStrategy):
             if self.lightning_module is not None:
                 leave(self.lightning_module.trainer)
             self.last_report = self.engine.report()
-            if self._all_failed:
-                self._can_save()  # then the module is put together as at any end
             if self._after_fit == "sharded" and not self._is_cut_off:
                 self._teardown_but_for_module()
                 return

@@ -175,23 +175,19 @@ def explained(what: str) -> Iterator[None]:
         raise RuntimeError(f"{what} did not complete: {reason}") from error
 
 
-def fail(reason: str) -> bool:
+def fail(reason: str) -> None:
     """Tell every rank of the default process group that this one has failed, and wake those that wait.
 
     The process group is of no use then; see ``renew``. But where all ranks fail at once, and alike, none waits, and the
     group is left as it is for whoever has use of it.
-
-    Returns:
-        Whether all ranks have failed at once.
     """
     store = dist.distributed_c10d._get_default_store()
     with suppress(RuntimeError):
         store.set(f"{_FAILED}/{dist.get_rank()}", "")
         store.compare_set(_FAILED, "", reason)
         store.wait([f"{_FAILED}/{rank}" for rank in range(dist.get_world_size())], _AT_ONCE)
-        return True
+        return
     _wake(reason, store)
-    return False
 
 
 def _wake(reason: str, store: Any) -> None:
