@@ -84,7 +84,8 @@ def fails(trainer, module, error, text):
 
 
 def fail_and_fit_again(stage, fail, error, name, where="training_step", failing=1, precision="32-true"):
-    handler = signal.getsignal(signal.SIGINT)
+    handler = signal.default_int_handler  # also where the tests run in the background, which ignores the signal
+    signal.signal(signal.SIGINT, handler)
     torch.manual_seed(0)
     module = FailsOnce(fail, where, failing)
     text = rf"rank {failing} failed with {name}"
