@@ -125,10 +125,7 @@ class BucketSlot:
             if bucket.is_ready:
                 bucket.segment_view(self.index).copy_(value)
             if not bucket.shard_in_full:
-                part = local_range_of(value, self)
-                master = bucket.shard[self.local_range]
-                # a master with more digits than the parameter keeps them where nothing was changed
-                master.copy_(torch.where(part != master.to(self.dtype), part.to(master.dtype), master))
+                _follow(bucket.shard[self.local_range], local_range_of(value, self))
 
     def written_locally(self) -> None:
         bucket = self.bucket
@@ -333,9 +330,7 @@ class Bucket:
             return
         self.wait()
         with torch.no_grad():
-            part = self.full[self._low : self._high]
-            # masters keep their digits where nothing was written
-            self.shard.copy_(torch.where(part != self.shard.to(part.dtype), part.to(self.shard.dtype), self.shard))
+            _follow(self.shard, self.full[self._low : self._high])
         for view in self.views:
             view.look()
 
@@ -539,6 +534,11 @@ def _settle(pending: list[Pending]) -> None:
     """A bucket is deleted: the peers of what it still exchanges need it to end."""
     for exchange in pending:
         exchange.wait()
+
+
+def _follow(master: Tensor, written: Tensor) -> None:
+    """Give a master what was written to its parameter; one with more digits keeps them where nothing was changed."""
+    master.copy_(torch.where(written != master.to(written.dtype), written.to(master.dtype), master))
 
 
 def become(tensor: Tensor, other: Tensor) -> None:

@@ -140,11 +140,8 @@ class Engine:
 
         self._module = weakref.ref(module)
         self.ledger = Ledger()
-        self.communicator = Communicator(group, device)
-        self.agreement = Agreement(self.communicator, handshake_timeout)
-        for part in (self.agreement, self.communicator):  # also if what follows fails
-            weakref.finalize(self, part.close)
         self._handshake_timeout = handshake_timeout
+        self._join(group, device)
         self._overlap, self._compute_dtype, self._bucket_numel = overlap, compute_dtype, bucket_numel
         self._allow_any_optimizer = allow_any_optimizer
         self._steps = self._numbers = self._updates = 0
@@ -186,6 +183,13 @@ class Engine:
             log.debug("ZeRO stage %d, units: %s", self.placements.stage, self.units)
 
     # -- setting up -------------------------------------------------------------------------------------------------
+
+    def _join(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        """Communicate over a group from here on; its means end with the engine, however that ends."""
+        self.communicator = Communicator(group, device)
+        self.agreement = Agreement(self.communicator, self._handshake_timeout)
+        for part in (self.agreement, self.communicator):
+            weakref.finalize(self, part.close)
 
     def _buckets_of(self, plan: UnitPlan, rank_in_groups: dict[int, int]) -> list[Bucket]:
         """Cut a unit's parameters into buckets of one (compute dtype, dtype, requires_grad)."""
@@ -451,10 +455,7 @@ class Engine:
         """Go on, to be saved and closed, over the process group that took the place of one whose run failed."""
         self.agreement.close()
         self.communicator.close()
-        self.communicator = Communicator(None, self.communicator.device)
-        self.agreement = Agreement(self.communicator, self._handshake_timeout)
-        for part in (self.agreement, self.communicator):
-            weakref.finalize(self, part.close)
+        self._join(None, self.communicator.device)
         for masters in self.masters:
             masters.recover()
         for bucket in self.buckets:
