@@ -57,6 +57,14 @@ def same_gradients(module, reference):
             same(ours.grad, theirs.grad)
 
 
+def same_in_a_window(run, module, reference, engine):
+    """What `run` returns, and the gradients that it leaves, are those of the whole module."""
+    with engine.window():
+        ours = run(module)
+    same(ours, run(reference))
+    same_gradients(module, reference)
+
+
 def gradients_by_name(stage):
     module, reference, engine, _ = make(stage)
 
@@ -95,10 +103,7 @@ def second_derivatives(stage):
         loss.backward()
         return loss
 
-    with engine.window():
-        ours = run(module)
-    same(ours, run(reference))
-    same_gradients(module, reference)
+    same_in_a_window(run, module, reference, engine)
     engine.close()
 
 
@@ -235,10 +240,7 @@ def transforms(stage):
         return loss
 
     for _ in range(2):
-        with engine.window():
-            ours = run(module)
-        same(ours, run(reference))
-        same_gradients(module, reference)
+        same_in_a_window(run, module, reference, engine)
     engine.close()
 
 
@@ -291,10 +293,7 @@ def functional(stage):
         loss.backward()
         return loss
 
-    with engine.window():
-        ours = run(module)
-    same(ours, run(reference))
-    same_gradients(module, reference)
+    same_in_a_window(run, module, reference, engine)
     same(module(INPUTS), reference(INPUTS))
     engine.close()
 
@@ -345,10 +344,7 @@ def under_autocast(stage):
         other.backward()
         return loss + other
 
-    with engine.window():
-        ours = run(module)
-    same(ours, run(reference))
-    same_gradients(module, reference)
+    same_in_a_window(run, module, reference, engine)
     engine.close()
 
 
