@@ -264,7 +264,9 @@ SCRIPT = """
         try:
             trainer().fit(model)
         except BaseException as error:
-            print("FAILED", type(error).__name__, error, flush=True)
+            # in one piece: the ranks share the pipe
+            sys.stdout.write(f"FAILED {{type(error).__name__}} {{error}}\\n")
+            sys.stdout.flush()
         if {again}:
             second = trainer()
             second.fit(model)
