@@ -100,6 +100,9 @@ def work(arguments: argparse.Namespace) -> None:
         "peak_by_category": training.peak_by_category(),
     }
     arguments.worker.write_text(json.dumps(result))
+    # DDP's reducer would else be the last to hold the group, and end it without giving up the interpreter's lock, for
+    # which Gloo's threads may wait then: the process would never end.
+    del training
     if world_size > 1:
         dist.barrier()  # a rank that leaves first must not take the store away from the others
         dist.destroy_process_group()

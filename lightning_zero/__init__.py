@@ -1,8 +1,17 @@
 """ZeRO as a Lightning strategy: import this, and pass ``Trainer(strategy="zero3")``."""
 
 from lightning_zero.engine.access import full_grad, full_optimizer_state, full_parameters, shard_of
+from lightning_zero.engine.core import uneven_forwards
 from lightning_zero.strategy import ZeroStrategy
 
 __version__ = "0.1.0"
 
-__all__ = ["ZeroStrategy", "__version__", "full_grad", "full_optimizer_state", "full_parameters", "shard_of"]
+__all__ = [
+    "ZeroStrategy",
+    "__version__",
+    "full_grad",
+    "full_optimizer_state",
+    "full_parameters",
+    "shard_of",
+    "uneven_forwards",
+]

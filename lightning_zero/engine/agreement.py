@@ -97,7 +97,7 @@ class Agreement:
             self._is_met = before
 
     def require_all(self, what: str) -> None:
-        """Refuse what every rank must do while some have no batch left in an evaluation loop.
+        """Refuse what every rank must do while some have no batch left in an evaluation loop, or no forward to run.
 
         Raises:
             RuntimeError: then, on every rank that has one.
@@ -105,8 +105,8 @@ class Agreement:
         if self._communicator.absent:
             raise RuntimeError(
                 f"Rank {self._rank} needs every rank for {what}, but rank(s) {self._communicator.absent} have no batch "
-                "left in this evaluation loop, and only take part in the gathers of parameters. Do it before the loop "
-                "or after it (on_validation_epoch_end and its kin), or give every rank as many batches."
+                "left in this evaluation loop, or no forward left to run, and only take part in the gathers of "
+                "parameters. Do it before or after (on_validation_epoch_end and its kin), or give every rank as many."
             )
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ from lightning_zero.engine.masters import Masters, check_optimizer
 from lightning_zero.engine.placement import Placement, placements_of
 from lightning_zero.engine.schedule import OwnHook, Schedule, Unit, in_backward
 from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
-from lightning_zero.engine.uneven import Turns
+from lightning_zero.engine.uneven import Turns, UnevenMethod
 from lightning_zero.engine.units import UnitPlan, Units, plan_units
 
 log = logging.getLogger(__name__)
@@ -161,6 +161,11 @@ class Engine:
         differentiation.serve(self.schedule)
         self._checkpointed = [CheckpointedModule(inner) for inner in checkpointed]
         self._turns = Turns(self.communicator, self.schedule, self.buckets)
+        self._uneven_methods = [
+            UnevenMethod(self._turns, inner)
+            for inner in module.modules()
+            if self._gathers and UnevenMethod.is_method_of(inner)
+        ]
         self.reducer = GradientReducer(
             self.units,
             self.schedule,
@@ -279,9 +284,14 @@ class Engine:
         Args:
             position: the index of the dataloader that the batch is from; None at the end.
         """
-        if self.communicator.size > 1 and not all(unit.stays for unit in self.units):
+        if self._gathers:
             self._follow_buffers()  # here, where every rank is
             self._turns.take(position)
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether a forward needs the other ranks."""
+        return self.communicator.size > 1 and not all(unit.stays for unit in self.units)
 
     def _open_window(self, *, is_step: bool) -> None:
         if self.schedule.windows == 0:
@@ -477,6 +487,8 @@ class Engine:
             hook.remove()
         for checkpointed in self._checkpointed:
             checkpointed.remove()
+        for method in self._uneven_methods:
+            method.remove()
         self.schedule.remove()
         self.reducer.remove()
         with torch.no_grad(), self.agreement.met("the module's parameters") if communicate else nullcontext():
@@ -537,6 +549,24 @@ class Engine:
             slot: [t for key, t in sorted(tensors.items()) if t.is_parameter or is_everywhere(slot, key)]
             for slot, tensors in derived.items()
         }
+
+
+@contextmanager
+def uneven_forwards(module: nn.Module) -> Iterator[None]:
+    """Within the context each rank may run as many forwards as its data ask for; they leave it together. Collective.
+
+    At stage 3 a forward needs the other ranks' parts: those that have left theirs behind serve the forwards of the
+    others, which must run the same units. Reading parameters takes every rank, and is for before or after. Methods
+    called ``generate`` do this by themselves. At stages 1 and 2, and where nothing is sharded, it does nothing.
+
+    Args:
+        module: the one that is called in it: sharded, or part of what is.
+    """
+    slots = filter(None, map(slot_of, module.parameters()))
+    communicators = {slot.bucket.communicator for slot in slots}
+    engines = [engine for engine in map(engine_of, list(_engines)) if engine and engine.communicator in communicators]
+    with engines[0]._turns.each_forward(module) if engines and engines[0]._gathers else nullcontext():
+        yield
 
 
 def slot_of(tensor: Any) -> BucketSlot | None:

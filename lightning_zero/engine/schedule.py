@@ -229,6 +229,7 @@ class Schedule:
         # The order in which units ran in the last window, which the next one is expected to repeat.
         self._order: list[Unit] = [unit for unit in units if not unit.is_root]
         self._saved = SavedTensors([bucket for unit in units for bucket in unit.buckets])
+        self.is_uneven = False  # ranks run different numbers of forwards, of which they take no order for the next step
         self._watched = False
         self._keeping = 0  # nested transforms of ``torch.func``
         self._scopes: list[_Scope] = []
@@ -382,7 +383,8 @@ class Schedule:
             return
         unit.gather()
         if self.windows and not in_backward():
-            self._ran.append(unit)
+            if not self.is_uneven:
+                self._ran.append(unit)
             if unit in self._order:
                 self._prefetch_after(self._order.index(unit))
         unit.wait()
