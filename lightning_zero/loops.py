@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _PrefetchDataFetcher
 
 from lightning_zero.engine import Engine
 
@@ -24,7 +23,8 @@ def take_turns(loop: Any, take_turn: TakeTurn) -> None:
     """
     fetcher = loop._data_fetcher
     fetcher.take_turn = take_turn
-    fetcher.__class__ = _AllAtOnce if isinstance(fetcher, _DataLoaderIterDataFetcher) else _BatchByBatch
+    looks_ahead = hasattr(fetcher, "iterator_wrapper")  # it hands out itself
+    fetcher.__class__ = (_all_at_once if looks_ahead else _batch_by_batch)(type(fetcher))  # type: ignore[arg-type]
 
 
 def attend(trainer: Trainer, engine: Engine) -> None:
@@ -66,32 +66,45 @@ def _wait_between_batches(loop: Any, waiting: Callable[[str], AbstractContextMan
         getattr(type(loop), _BETWEEN_BATCHES)(loop)
 
 
-class _BatchByBatch(_PrefetchDataFetcher):
-    take_turn: TakeTurn
-
-    def __next__(self) -> Any:
-        try:
-            item = super().__next__()
-        except StopIteration:
-            self.take_turn(None)
-            raise
-        self.take_turn(item[2])
-        return item
+# Each namespace of Lightning's has fetchers of its own.
 
 
-class _AllAtOnce(_DataLoaderIterDataFetcher):
+@cache
+def _batch_by_batch(fetcher: Any) -> type:
+    class BatchByBatch(fetcher):
+        take_turn: TakeTurn
+
+        def __next__(self) -> Any:
+            try:
+                item = super().__next__()
+            except StopIteration:
+                self.take_turn(None)
+                raise
+            self.take_turn(item[2])
+            return item
+
+    return BatchByBatch
+
+
+@cache
+def _all_at_once(fetcher: Any) -> type:
     """For steps that take ``dataloader_iter`` and fetch for themselves: one batch a step is looked at ahead."""
 
-    take_turn: TakeTurn
+    class AllAtOnce(fetcher):
+        take_turn: TakeTurn
+        iterator: Any
+        done: bool
 
-    def __next__(self) -> Any:
-        if not isinstance(self.iterator, _Ahead):
-            self.iterator = _Ahead(self.iterator)
-        item = None if self.done else self.iterator.peek()
-        self.take_turn(None if item is None else item[2])
-        if item is None:
-            self.done = True
-        return super().__next__()
+        def __next__(self) -> Any:
+            if not isinstance(self.iterator, _Ahead):
+                self.iterator = _Ahead(self.iterator)
+            item = None if self.done else self.iterator.peek()
+            self.take_turn(None if item is None else item[2])
+            if item is None:
+                self.done = True
+            return super().__next__()
+
+    return AllAtOnce
 
 
 class _Ahead(Iterator[Any]):

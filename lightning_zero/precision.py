@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import Any
+
 import torch
-from lightning.pytorch.plugins import precision as plugins
 
 # What these keep of weights (scales and copies in fp8, quantised storage, another strategy's shards) cannot be cut into
 # flat shards of plain numbers.
-_REFUSED = (
-    plugins.TransformerEnginePrecision,
-    plugins.BitsandbytesPrecision,
-    plugins.DeepSpeedPrecision,
-    plugins.FSDPPrecision,
-    plugins.XLAPrecision,
-)
+_REFUSED = ("TransformerEngine", "Bitsandbytes", "DeepSpeed", "FSDP", "XLA")
 
 
-def compute_dtype_of(plugin: plugins.Precision) -> torch.dtype | None:
+def compute_dtype_of(plugin: Any, lightning: ModuleType) -> torch.dtype | None:
     """The dtype in which the fp32 parameters that autocast casts are gathered; None for their own.
 
     ============  ==============  ===================  =======  ===========
@@ -34,10 +30,15 @@ def compute_dtype_of(plugin: plugins.Precision) -> torch.dtype | None:
     precision too. A plugin of the user's own may convert the module and its inputs, wrap forward and backward, and
     scale the loss: parameters are gathered in the dtype that it leaves them in.
 
+    Arguments:
+        plugin: a Precision plugin.
+        lightning: the package that it is from.
+
     Raises:
         ValueError: for a plugin whose parameters cannot be sharded.
     """
-    if isinstance(plugin, _REFUSED):
+    plugins = lightning.plugins.precision
+    if isinstance(plugin, tuple(getattr(plugins, f"{name}Precision") for name in _REFUSED)):
         raise ValueError(
             f"{type(plugin).__name__} cannot be used with ZeroStrategy: pass Trainer(precision=...) one of '32-true', "
             "'64-true', '16-true', 'bf16-true', '16-mixed' and 'bf16-mixed', or a Precision plugin of your own."

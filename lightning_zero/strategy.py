@@ -1,49 +1,40 @@
-"""ZeRO as a Lightning strategy: Lightning's hooks, each a few lines that call the engine."""
+"""ZeRO as a strategy of a Trainer's: Lightning's hooks, each a few lines that call the engine."""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Literal
+from types import ModuleType
+from typing import Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
+from lightning import pytorch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.engine import Engine, Report, Unit, engine_of
-from lightning_zero.engine.collectives import wire_dtype_of
+from lightning_zero.engine.collectives import Communicator
 from lightning_zero.engine.placement import Placement, placements_of
 from lightning_zero.engine.reunion import reunite
 from lightning_zero.engine.units import Units
-from lightning_zero.engine.watch import explained, fail, failure, have_all_come, renew
+from lightning_zero.engine.watch import have_all_come, renew
 from lightning_zero.loops import attend, leave, take_turns
 from lightning_zero.precision import compute_dtype_of
+from lightning_zero.processes import ZeroProcesses
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +45,7 @@ CHECKPOINT_KEY = "lightning_zero"
 """Where a checkpoint keeps the fp32 masters of low-precision parameters; all else is where Lightning puts it."""
 
 
-class ZeroStrategy(ParallelStrategy):
+class TrainerStrategy(ZeroProcesses):
     """ZeRO (Rajbhandari et al., SC20) for an unmodified LightningModule.
 
     Arguments:
@@ -107,33 +98,33 @@ class ZeroStrategy(ParallelStrategy):
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
-        if offload is not None:
-            raise ValueError(f"offload={offload!r} is not supported yet: leave it out, or write offload=None.")
-        if start_method not in ("popen", "spawn", "fork", "forkserver"):
-            raise ValueError(f"start_method={start_method!r} must be 'popen', 'spawn', 'fork' or 'forkserver'.")
-        if after_fit not in ("full", "sharded"):
-            raise ValueError(f"after_fit={after_fit!r} must be 'full' or 'sharded'.")
-        self.stage = placements_of(stage).stage
+        self.model: Any
         self.engine: Engine | None = None
         self.last_report: Report | None = None
-        self._engine_options: dict[str, Any] = {
-            "stage": stage,
-            "units": units,
-            "prefetch": prefetch,
-            "overlap": overlap,
-            "reduction_buffers": reduction_buffers,
-            "reduce_dtype": wire_dtype_of(reduce_dtype),
-            "bucket_numel": bucket_numel,
-            "activation_checkpointing": activation_checkpointing,
-            "allow_any_optimizer": allow_any_optimizer,
-        }
-        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        self._num_nodes = 1
-        self._process_group_backend = process_group_backend
-        self._timeout = timeout
-        self._start_method = start_method
+        super().__init__(
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision_plugin,
+            offload=offload,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            stage=stage,
+            units=units,
+            prefetch=prefetch,
+            overlap=overlap,
+            reduction_buffers=reduction_buffers,
+            reduce_dtype=reduce_dtype,
+            bucket_numel=bucket_numel,
+            activation_checkpointing=activation_checkpointing,
+            allow_any_optimizer=allow_any_optimizer,
+        )
+        if after_fit not in ("full", "sharded"):
+            raise ValueError(f"after_fit={after_fit!r} must be 'full' or 'sharded'.")
         self._after_fit = after_fit
-        self._failed = self._has_come_back = self._has_tried_to_come_back = False
+        self._has_come_back = self._has_tried_to_come_back = False
         self._masters: dict[str, Tensor] = {}
 
     # -- the processes ----------------------------------------------------------------------------------------------
@@ -143,80 +134,33 @@ class ZeroStrategy(ParallelStrategy):
         """Read by Lightning: data is split over the ranks and ``sync_dist`` means something."""
         return True
 
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
-
-    @property
-    def process_group_backend(self) -> str | None:
-        return self._process_group_backend
-
-    @property
-    def _is_single(self) -> bool:
-        return self.num_nodes * self.num_processes == 1
-
-    @override
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if self._is_single:
-            return
-        if self._start_method == "popen":
-            self._launcher = _Launcher(self)
-        else:
-            self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
-
     @override
     def setup_environment(self) -> None:
-        self._failed = self._has_come_back = self._has_tried_to_come_back = False
+        self._has_come_back = self._has_tried_to_come_back = False
         super().setup_environment()
         reset_seed()
-        self.set_world_ranks()
-        self._process_group_backend = self._process_group_backend or _get_default_process_group_backend_for_device(
-            self.root_device
-        )
-        if not self._is_single:
-            assert self.cluster_environment is not None
-            if _distributed_is_initialized() and failure() is not None:
-                renew(**self._group_options)
-            _init_dist_connection(self.cluster_environment, self._process_group_backend, **self._group_options)
         if self.lightning_module is not None:
             reunite(self.lightning_module, self._handshake_timeout)
 
     @property
-    def _group_options(self) -> dict[str, Any]:
-        device_id = self.root_device if self.root_device.type != "cpu" else None
-        return {"timeout": self._timeout, "device_id": device_id}
+    @override
+    def _communicator(self) -> Communicator | None:
+        return self.engine.communicator if self.engine is not None else None
 
     @property
-    def _handshake_timeout(self) -> float:
-        return (self._timeout or default_pg_timeout).total_seconds()
+    @override
+    def _is_cut_off(self) -> bool:
+        return super()._is_cut_off and not self._has_come_back
 
-    def set_world_ranks(self) -> None:
-        """Tell the environment and the loggers which rank this is."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return self._reduce(tensor, group, reduce_op)
+
+    @property
+    @override
+    def _shared_exceptions(self) -> tuple[type[BaseException], ...]:
+        exceptions = self.lightning.utilities.exceptions
+        return exceptions.SIGTERMException, exceptions._TunerExitException
 
     # -- setting up -------------------------------------------------------------------------------------------------
 
@@ -228,7 +172,7 @@ class ZeroStrategy(ParallelStrategy):
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         if precision_plugin is not None:
-            compute_dtype_of(precision_plugin)  # refuses what is not supported, before any process is started
+            compute_dtype_of(precision_plugin, self.lightning)  # refuses some, before any process is started
         self._precision_plugin = precision_plugin
 
     @property
@@ -269,7 +213,7 @@ class ZeroStrategy(ParallelStrategy):
 
     @property
     def _options_of_engine(self) -> dict[str, Any]:
-        return {**self._engine_options, "compute_dtype": compute_dtype_of(self.precision_plugin)}
+        return {**self._engine_options, "compute_dtype": compute_dtype_of(self.precision_plugin, self.lightning)}
 
     def _kept_engine(self) -> Engine | None:
         """The engine that an earlier run has left the module with (``after_fit="sharded"``), if this run can go on."""
@@ -293,7 +237,9 @@ class ZeroStrategy(ParallelStrategy):
         if self.engine is not None:  # `trainer.optimizers = [...]`, or `setup_optimizers` called once more
             self.engine.set_optimizers(_real(optimizers))
         self._optimizers = optimizers
-        self._lightning_optimizers = [LightningOptimizer._to_lightning_optimizer(each, self) for each in optimizers]
+        self._lightning_optimizers = [
+            self.lightning.core.optimizer.LightningOptimizer._to_lightning_optimizer(each, self) for each in optimizers
+        ]
 
     @override
     def model_to_device(self) -> None:
@@ -349,16 +295,7 @@ class ZeroStrategy(ParallelStrategy):
     def on_predict_start(self) -> None:
         self._take_turns()
 
-    # -- collectives ------------------------------------------------------------------------------------------------
-
-    @property
-    def _is_alone(self) -> bool:
-        """Whether there is no other rank to talk to, also after a failure, when callbacks may still save and log."""
-        return self._is_cut_off or not _distributed_is_initialized()
-
-    @property
-    def _is_cut_off(self) -> bool:
-        return self._failed and not self._has_come_back
+    # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def _can_save(self) -> bool:
         """Whether the parts that ranks hold can be put together, also after a failure.
@@ -377,44 +314,13 @@ class ZeroStrategy(ParallelStrategy):
                 self._has_come_back = True
         return not self._is_cut_off
 
-    @contextmanager
-    def _blocked_in(self, what: str, everyone: bool = True) -> Iterator[None]:
-        """Tell ranks that wait elsewhere where this one is, and say why if it waits in vain."""
-        with self.engine.communicator.waiting(what, everyone) if self.engine is not None else explained(what):
-            yield
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if not self._is_alone:
-            device_ids = [self.root_device.index] if dist.get_backend() == "nccl" else None
-            with self._blocked_in(f"the barrier {name or ''}".strip()):
-                dist.barrier(device_ids=device_ids)
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if self._is_alone:
-            return obj
-        holder = [obj]
-        with self._blocked_in("Strategy.broadcast"):
-            dist.broadcast_object_list(holder, src)
-        return holder[0]
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if self._is_cut_off or not isinstance(tensor, Tensor):
-            return tensor
-        with self._blocked_in("Strategy.reduce", everyone=group in (None, dist.group.WORLD)):
-            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-
-    # -- checkpoints ------------------------------------------------------------------------------------------------
-
     @property
     def _keeps_checkpoint(self) -> bool:
         """Whether this rank needs a checkpoint's values: rank 0 writes them, and the project's hooks may read them."""
         assert self.lightning_module is not None
-        hooked = [self.lightning_module, *self.lightning_module.trainer.callbacks]  # type: ignore[attr-defined]
+        hooked = [self.lightning_module, *self.lightning_module.trainer.callbacks]
         return self.is_global_zero or not all(
-            each.on_save_checkpoint.__module__.startswith("lightning.") for each in hooked
+            each.on_save_checkpoint.__module__.startswith(("lightning.", "pytorch_lightning.")) for each in hooked
         )
 
     @override
@@ -432,9 +338,9 @@ class ZeroStrategy(ParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if isinstance(optimizer, LightningOptimizer):
+        if isinstance(optimizer, self.lightning.core.optimizer.LightningOptimizer):
             optimizer = optimizer._optimizer
-        if self.engine is None or isinstance(optimizer, _MockOptimizer):
+        if self.engine is None or _is_absent(optimizer):
             return super().optimizer_state(optimizer)
         if not self._can_save():
             return {}
@@ -469,16 +375,6 @@ class ZeroStrategy(ParallelStrategy):
     # -- the end ----------------------------------------------------------------------------------------------------
 
     @override
-    def on_exception(self, exception: BaseException) -> None:
-        """Tell the other ranks, which may wait for this one, and wake them. With one rank none waits."""
-        if self._failed or self._is_single:
-            return
-        self._failed = True
-        if _distributed_is_initialized() and not isinstance(exception, SIGTERMException):  # every rank raises that one
-            first, *_ = str(exception).splitlines() or [""]
-            fail(f"rank {self.global_rank} failed with {type(exception).__name__}: {first[:500]}")
-
-    @override
     def teardown(self) -> None:
         if self.engine is not None:
             if self.lightning_module is not None:
@@ -509,48 +405,22 @@ class ZeroStrategy(ParallelStrategy):
         # users copy trainers and strategies: the engine belongs to one
         return {**super().__getstate__(), "engine": None}
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        variants: list[tuple[str, Callable[[int], dict[str, Any]]]] = [
-            ("", lambda stage: {"stage": stage}),
-            ("_spawn", lambda stage: {"stage": stage, "start_method": "spawn"}),
-            ("_fork", lambda stage: {"stage": stage, "start_method": "fork"}),
-            ("_notebook", lambda stage: {"stage": stage, "start_method": "fork"}),
-        ]
-        for stage in (1, 2, 3):
-            for suffix, options in variants:
-                name = f"zero{stage}{suffix}"
-                if name not in strategy_registry:
-                    description = f"ZeRO stage {stage}{f' ({suffix[1:]})' if suffix else ''}"
-                    strategy_registry.register(name, cls, description=description, **options(stage))
-
 
 _options_of: weakref.WeakKeyDictionary[Engine, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
 def _real(optimizers: list[Optimizer]) -> list[Optimizer]:
-    """Without Lightning's stand-in for a module that has none."""
-    return [optimizer for optimizer in optimizers if not isinstance(optimizer, _MockOptimizer)]
+    return [optimizer for optimizer in optimizers if not _is_absent(optimizer)]
 
 
-class _Launcher(_SubprocessScriptLauncher):
-    """Tells the strategy of an exception before callbacks hear of it, which may want to save a checkpoint then."""
+def _is_absent(optimizer: Any) -> bool:
+    """Whether it is Lightning's stand-in for a module that has none."""
+    return type(optimizer).__name__ == "_MockOptimizer"
 
-    def __init__(self, strategy: ZeroStrategy) -> None:
-        assert strategy.cluster_environment is not None
-        super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
-        self._strategy = weakref.ref(strategy)
 
-    @override
-    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        try:
-            return super().launch(function, *args, **kwargs)
-        except BaseException as exception:
-            strategy = self._strategy()
-            if strategy is not None and not isinstance(exception, (_TunerExitException, SIGTERMException)):
-                strategy.on_exception(exception)
-            raise
+class ZeroStrategy(TrainerStrategy, ParallelStrategy):
+    __doc__ = TrainerStrategy.__doc__
+    lightning: ClassVar[ModuleType] = pytorch
 
 
 # Lightning asks for DDPStrategy where it means "every rank holds the module": torch.compile, for one.
