@@ -4,14 +4,8 @@ Importing lightning_zero imports torch and Lightning, which takes seconds: too l
 on the machine. So the groups are given by their folder, and the names are registered once Lightning has been imported.
 """
 
-import importlib
-import importlib.util
-import sys
-from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -19,42 +13,27 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 
 
+def _package() -> Path:
+    """The folder of lightning_zero, which is not imported."""
+    spec = find_spec("lightning_zero")
+    assert spec is not None and spec.submodule_search_locations is not None
+    return Path(spec.submodule_search_locations[0])
+
+
 class LightningZeroSearchPath(SearchPathPlugin):
     """Appended, so an app's own groups and options of the same name come first."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        spec = importlib.util.find_spec("lightning_zero")
-        assert spec is not None and spec.submodule_search_locations is not None
-        search_path.append("lightning_zero", f"file://{Path(spec.submodule_search_locations[0]) / 'conf'}")
+        search_path.append("lightning_zero", f"file://{_package() / 'conf'}")
 
 
-class _RegisterAfterLightning(MetaPathFinder):
-    """Imports lightning_zero right after Lightning, by taking part once in the search for Lightning's package."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname not in LIGHTNING:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def then_register(module: ModuleType) -> None:
-            execute(module)
-            importlib.import_module("lightning_zero")
-
-        spec.loader.exec_module = then_register  # type: ignore[method-assign]
-        return spec
+def _register_after_lightning() -> None:
+    spec = spec_from_file_location("lightning_zero_after_import", _package() / "after_import.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name in LIGHTNING:
+        module.after_import(name, "lightning_zero")
 
 
-def _register() -> None:
-    if any(name in sys.modules for name in LIGHTNING):
-        importlib.import_module("lightning_zero")
-    elif not any(type(finder).__name__ == _RegisterAfterLightning.__name__ for finder in sys.meta_path):
-        sys.meta_path.insert(0, _RegisterAfterLightning())
-
-
-_register()
+_register_after_lightning()

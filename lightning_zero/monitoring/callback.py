@@ -5,10 +5,9 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
-from typing_extensions import override
 
 
-class ZeroMonitor(Callback):
+class Monitor:
     """Puts loss, throughput and memory in the progress bar, and keeps what the report at the end is made of.
 
     A module says what is counted for the throughput by a method ``count(batch) -> int`` and an attribute ``counted``,
@@ -42,24 +41,20 @@ class ZeroMonitor(Callback):
         self._window_count = 0
         self._elements = 0
 
-    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.counted = getattr(pl_module, "counted", "steps")
         self.numel = sum(p.numel() for p in pl_module.parameters())
 
-    @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # The step after a validation is not measured: it neither follows another directly, nor does all of its own
         # communication (at stages 1 and 2 the validation may have gathered the parameters which it uses).
         self._step_began = None
 
-    @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit":  # the sanity check before the first step is the curve's beginning
             metrics = {k: v.item() for k, v in trainer.callback_metrics.items() if k.startswith("validation/")}
             self.validation_curve.append((trainer.global_step, metrics))
 
-    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -88,7 +83,6 @@ class ZeroMonitor(Callback):
             self.peak_bytes = held
         pl_module.log("MB/rank", sum(held.values()) / 1e6, prog_bar=True)
 
-    @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.loss_curve = [(step, loss.item()) for step, loss in self._losses]
         if self._steps:
@@ -101,6 +95,10 @@ class ZeroMonitor(Callback):
             # a peak within a step is seen by the engine only
             self.peak_bytes, self.formula_bytes, self.numel = dict(report.peak), report.formula, report.numel
             self.elements_per_step = self._elements / self._steps if self._steps else None
+
+
+class ZeroMonitor(Monitor, Callback):
+    __doc__ = Monitor.__doc__
 
 
 def model_state_bytes(trainer: Trainer) -> dict[str, int]:

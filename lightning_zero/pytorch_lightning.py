@@ -1,0 +1,24 @@
+"""The strategy and the callback for ``pytorch_lightning``'s Trainer: imported when that is, and so registered."""
+
+from types import ModuleType
+from typing import ClassVar
+
+import pytorch_lightning
+from pytorch_lightning import Callback
+from pytorch_lightning.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
+
+from lightning_zero import strategy
+from lightning_zero.monitoring import callback
+
+
+class ZeroStrategy(strategy.TrainerStrategy, ParallelStrategy):  # type: ignore[misc]
+    __doc__ = strategy.TrainerStrategy.__doc__
+    lightning: ClassVar[ModuleType] = pytorch_lightning
+
+
+class ZeroMonitor(callback.Monitor, Callback):  # type: ignore[misc]
+    __doc__ = callback.Monitor.__doc__
+
+
+DDPStrategy.register(ZeroStrategy)
+ZeroStrategy.register_strategies(StrategyRegistry)
