@@ -1,5 +1,6 @@
 """ZeRO as a Lightning strategy: import this, and pass ``Trainer(strategy="zero3")``."""
 
+from lightning_zero import fabric as fabric  # registers the names there
 from lightning_zero.after_import import after_import
 from lightning_zero.engine.access import full_grad, full_optimizer_state, full_parameters, shard_of
 from lightning_zero.engine.core import uneven_forwards
@@ -9,6 +10,7 @@ __version__ = "0.1.0"
 
 # The same packages under other names, which a project may import or not, before or after this one.
 after_import("pytorch_lightning", "lightning_zero.pytorch_lightning")
+after_import("lightning_fabric", "lightning_zero.lightning_fabric")
 
 __all__ = [
     "ZeroStrategy",

@@ -1,4 +1,4 @@
-"""What each ``Trainer(precision=...)`` means under ZeRO."""
+"""What each ``precision=`` of a Trainer or of Fabric means under ZeRO."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def compute_dtype_of(plugin: Any, lightning: ModuleType) -> torch.dtype | None:
     plugins = lightning.plugins.precision
     if isinstance(plugin, tuple(getattr(plugins, f"{name}Precision") for name in _REFUSED)):
         raise ValueError(
-            f"{type(plugin).__name__} cannot be used with ZeroStrategy: pass Trainer(precision=...) one of '32-true', "
-            "'64-true', '16-true', 'bf16-true', '16-mixed' and 'bf16-mixed', or a Precision plugin of your own."
+            f"{type(plugin).__name__} cannot be used with ZeroStrategy: pass precision= one of '32-true', '64-true', "
+            "'16-true', 'bf16-true', '16-mixed' and 'bf16-mixed', or a Precision plugin of your own."
         )
     if isinstance(plugin, plugins.MixedPrecision):
         return torch.bfloat16 if plugin.precision == "bf16-mixed" else torch.float16

@@ -31,6 +31,10 @@ else:
     ParallelStrategy = object
 
 
+CHECKPOINT_KEY = "lightning_zero"
+"""Where a checkpoint keeps the fp32 masters of low-precision parameters; all else is where Lightning puts it."""
+
+
 class ZeroProcesses(ParallelStrategy):
     """What every ZeRO strategy is, beside a ``ParallelStrategy`` of the namespace whose Trainer or Fabric it is for.
 
@@ -188,6 +192,10 @@ class ZeroProcesses(ParallelStrategy):
         with self._blocked_in("Strategy.broadcast"):
             dist.broadcast_object_list(holder, src)
         return holder[0]
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        with self._blocked_in("Strategy.all_gather", everyone=group in (None, dist.group.WORLD)):
+            return super().all_gather(tensor, group, sync_grads)
 
     def _reduce(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
         if self._is_cut_off or not isinstance(tensor, Tensor):

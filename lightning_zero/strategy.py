@@ -34,15 +34,12 @@ from lightning_zero.engine.units import Units
 from lightning_zero.engine.watch import have_all_come, renew
 from lightning_zero.loops import attend, leave, take_turns
 from lightning_zero.precision import compute_dtype_of
-from lightning_zero.processes import ZeroProcesses
+from lightning_zero.processes import CHECKPOINT_KEY, ZeroProcesses
 
 log = logging.getLogger(__name__)
 
 _PATIENCE = 10.0
 """Seconds that a rank which failed, and wants to save, waits for the others."""
-
-CHECKPOINT_KEY = "lightning_zero"
-"""Where a checkpoint keeps the fp32 masters of low-precision parameters; all else is where Lightning puts it."""
 
 
 class TrainerStrategy(ZeroProcesses):

@@ -146,6 +146,8 @@ class Communicator:
         with explained("setting up the sharded module"):
             dist.broadcast(number, self._ranks[0], self.control_group)
         self.name = f"{self._ranks[0]}/{number.item()}"
+        # the modules of a process have engines of their own, which begin to communicate in an order that data decide
+        self._first_tag = int(number) % 2**11 << 20
         self.watch = Watch(self.rank, self.size, self.name)
 
     def all_gather(self, full: Tensor, number: int, what: str) -> Pending:
@@ -167,7 +169,7 @@ class Communicator:
             if self.backend != "gloo":
                 works.append(_all_gather_single(full, slices[self.rank], group=self.group, async_op=True))
             else:
-                tag = _GATHER_TAG + number
+                tag = self._first_tag + _GATHER_TAG + number
                 for peer, source in self._peers():
                     works.append(dist.irecv(slices[source], self._ranks[source], self.group, tag=tag))
                     works.append(dist.isend(slices[self.rank], self._ranks[peer], self.group, tag=tag))
@@ -200,8 +202,12 @@ class Communicator:
             for peer, source in self._peers():
                 sent_parts.append(slices[peer].to(wire))
                 received.append(torch.empty_like(slices[source], dtype=wire))
-                works.append(dist.irecv(received[-1], self._ranks[source], self.group, tag=_REDUCE_TAG))
-                works.append(dist.isend(sent_parts[-1], self._ranks[peer], self.group, tag=_REDUCE_TAG))
+                works.append(
+                    dist.irecv(received[-1], self._ranks[source], self.group, tag=self._first_tag + _REDUCE_TAG)
+                )
+                works.append(
+                    dist.isend(sent_parts[-1], self._ranks[peer], self.group, tag=self._first_tag + _REDUCE_TAG)
+                )
 
         def add_up() -> Tensor:
             total = received[0].to(dtype)
@@ -285,12 +291,15 @@ class Communicator:
     def tell(self, ranks: list[int], message: Tensor) -> list[Any]:
         """Send a small CPU tensor, which is not to change, to some ranks, which ``hear`` it; the backend's handles."""
         self.counters.add("control", message)
-        return [dist.isend(message, self._ranks[rank], self.control_group, tag=_TELL_TAG) for rank in ranks]
+        return [
+            dist.isend(message, self._ranks[rank], self.control_group, tag=self._first_tag + _TELL_TAG)
+            for rank in ranks
+        ]
 
     def hear(self, rank: int, message: Tensor, what: str) -> Tensor:
         """Fill a small CPU tensor with what a rank tells."""
         with self.watch.waiting(what, ordinal=0):
-            dist.recv(message, self._ranks[rank], self.control_group, tag=_TELL_TAG)
+            dist.recv(message, self._ranks[rank], self.control_group, tag=self._first_tag + _TELL_TAG)
         return message
 
     def waiting(self, what: str, everyone: bool = True) -> AbstractContextManager[None]:

@@ -24,7 +24,7 @@ from lightning_zero.engine.checkpointing import CheckpointedModule, modules_to_c
 from lightning_zero.engine.collectives import Communicator, wire_dtype_of
 from lightning_zero.engine.gradients import GradientReducer
 from lightning_zero.engine.layout import BucketLayout
-from lightning_zero.engine.masters import Masters, check_optimizer
+from lightning_zero.engine.masters import Masters, check_optimizer, masters_of
 from lightning_zero.engine.placement import Placement, placements_of
 from lightning_zero.engine.schedule import OwnHook, Schedule, Unit, in_backward
 from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
@@ -250,10 +250,15 @@ class Engine:
             check_optimizer(optimizer, self._allow_any_optimizer)
         before, self.masters = {masters._optimizer(): masters for masters in self.masters}, []
         for optimizer in optimizers:
-            kept = before.pop(optimizer) if optimizer in before else Masters(optimizer, slot_of, self)
+            kept = before.pop(optimizer) if optimizer in before else masters_of(optimizer, slot_of, self)
             self.masters.append(kept)
         for masters in before.values():
             masters.close(None)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those that live of the ones that it was given."""
+        return [optimizer for masters in self.masters if (optimizer := masters._optimizer()) is not None]
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -353,11 +358,12 @@ class Engine:
 
     # -- looking inside ---------------------------------------------------------------------------------------------
 
-    def full_state_dict(self, *, keep: bool = True) -> dict[str, Any]:
+    def full_state_dict(self, *, keep: bool = True, module: nn.Module | None = None) -> dict[str, Any]:
         """The module's state dict with whole tensors, on the CPU. Collective.
 
         Args:
             keep: False gives tensors on the meta device, for ranks that take part but do not write.
+            module: a part of the module, by default all of it.
         """
 
         tied: dict[Any, Tensor] = {}
@@ -375,7 +381,7 @@ class Engine:
             return value
 
         with torch.no_grad():
-            state = self.module.state_dict()
+            state = (module or self.module).state_dict()
             in_parts = any(isinstance(v, ShardedTensor) and v.whole_at_hand() is None for v in state.values())
             with self.agreement.met("the module's state dict") if in_parts else nullcontext():
                 for name, value in state.items():
@@ -482,7 +488,11 @@ class Engine:
         """
         device = torch.device(device) if device is not None else self.communicator.device
         communicate = communicate or self.communicator.size == 1
-        states = [(masters._optimizer(), masters.close(device if communicate else None)) for masters in self.masters]
+        states = [
+            (masters._optimizer(), masters.close(device if communicate else None))
+            for masters in self.masters
+            if not masters.is_closed  # by the engine of another module whose parameters its optimizer holds
+        ]
         for hook in self._root_hooks:
             hook.remove()
         for checkpointed in self._checkpointed:

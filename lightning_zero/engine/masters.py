@@ -111,6 +111,9 @@ class Masters:
         optimizer: the user's; it is kept alive by the user alone.
         slot_of: finds the slot of one of the module's parameters, or None for a foreign one.
         owner: the engine, told before and after each update.
+
+    Attributes:
+        is_closed: after ``close``.
     """
 
     def __init__(
@@ -121,7 +124,8 @@ class Masters:
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         _masters_of[optimizer] = self
-        self.slot_of, self._ledger, self._owner = slot_of, owner.ledger, weakref.ref(owner)
+        self.slot_of, self._ledger, self._owners = slot_of, owner.ledger, [weakref.ref(owner)]
+        self.is_closed = False
         self._master_of: dict[BucketSlot, Master] = {}
         self._module_parameters: list[list[Any]] | None = None
         self._active: list[Master] = []
@@ -142,6 +146,22 @@ class Masters:
         # before the users' own, so that these see the module's parameters
         optimizer._optimizer_step_post_hooks.move_to_end(self._handles[1].id, last=False)  # type: ignore[attr-defined]
         self._adopt(dict(optimizer.state))  # Adagrad's accumulators exist from the start
+
+    def join(self, owner: Owner) -> None:
+        """Update the parameters of one more engine as well: the optimizer holds some of its module's. Collective."""
+        if not self.owners:  # those of deleted modules
+            self._ledger, self._state_bytes = owner.ledger, 0
+        self._owners = [weakref.ref(each) for each in (*self.owners, owner)]
+        self._signature = None
+        state: dict[Any, dict[str, Any]] = self.optimizer.state
+        before = {key: dict.pop(state, key) for key in list(state) if self.slot_of(key) is not None}
+        if before:
+            self._adopt({**self.whole_state(), **before})
+
+    @property
+    def owners(self) -> list[Owner]:
+        """The engines of the modules whose parameters the optimizer holds."""
+        return [owner for reference in self._owners if (owner := reference()) is not None]
 
     @property
     def optimizer(self) -> Optimizer:
@@ -169,9 +189,8 @@ class Masters:
         return args, {**kwargs, "closure": closure_then_swap}
 
     def _swap_in(self) -> None:
-        owner = self._owner()
-        assert owner is not None
-        owner.before_update()
+        for owner in self.owners:
+            owner.before_update()
         groups = self.optimizer.param_groups
         self._arrange(groups)
         self._module_parameters = [group["params"] for group in groups]
@@ -185,9 +204,9 @@ class Masters:
             return
         self.recover()
         self._measure()
-        owner = self._owner()
-        assert owner is not None
-        owner.updated(list(dict.fromkeys(master.bucket for master in self._active)))
+        buckets = list(dict.fromkeys(master.bucket for master in self._active))
+        for owner in self.owners:
+            owner.updated(buckets)
 
     def recover(self) -> None:
         """Put the module's parameters back, also after a step that raised."""
@@ -314,25 +333,25 @@ class Masters:
         if not slots:
             return {}
         local = {}
-        for slot in slots:
+        for number, slot in enumerate(slots):
             master = self._master_of.get(slot)
             if master is not None and (slot.local_numel or slot.shape.numel() == 0):
                 state = self.optimizer.state.get(master.tensor, {})
-                local[slot.name] = {
+                local[number] = {
                     key: value.dtype if _is_elementwise(value, master.tensor.shape) else _Scalar(value)
                     for key, value in state.items()
                 }
         # what a rank owns nothing of, another knows the keys and the step counts of
-        known: dict[str, dict[str, Any]] = {}
+        known: dict[int, dict[str, Any]] = {}
         for found in slots[0].bucket.communicator.gather_objects(local):
-            for name, keys in found.items():
-                known.setdefault(name, keys)
+            for number, keys in found.items():
+                known.setdefault(number, keys)
         states: dict[BucketSlot, dict[str, Any]] = {}
-        for slot in slots:
+        for number, slot in enumerate(slots):
             state = states[slot] = {}
             master = self._master_of.get(slot)
             held = self.optimizer.state.get(master.tensor, {}) if master is not None else {}
-            for key, kind in known.get(slot.name, {}).items():
+            for key, kind in known.get(number, {}).items():
                 if isinstance(kind, _Scalar):
                     state[key] = _copy(kind.value)  # each parameter's own, also after pickling
                     continue
@@ -440,6 +459,7 @@ class Masters:
             device: where to put it; None returns None, and asks nothing of other ranks.
         """
         optimizer = self._optimizer()
+        self.is_closed = True
         self._ledger.add("optimizer", -self._state_bytes)
         if optimizer is None:
             return None
@@ -506,6 +526,15 @@ class _State(defaultdict[Any, dict[str, Any]]):
 
 
 _masters_of: weakref.WeakKeyDictionary[Optimizer, Masters] = weakref.WeakKeyDictionary()
+
+
+def masters_of(optimizer: Optimizer, slot_of: Callable[[Tensor], BucketSlot | None], owner: Owner) -> Masters:
+    """The masters of an optimizer for one more engine: new ones, if it has none. Collective."""
+    masters = _masters_of.get(optimizer)
+    if masters is None:
+        return Masters(optimizer, slot_of, owner)
+    masters.join(owner)
+    return masters
 
 
 def masters_that_hold(parameter: Tensor) -> Masters | None:

@@ -1,0 +1,302 @@
+"""ZeRO as a strategy of Fabric's: modules and optimizers come one by one, and the loop is the user's own."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar, Literal
+
+import torch
+from lightning import fabric
+from lightning.fabric.accelerators import Accelerator
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.strategies import STRATEGY_REGISTRY, ParallelStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zero.engine import Engine, engine_of
+from lightning_zero.engine.collectives import Communicator
+from lightning_zero.engine.masters import check_optimizer
+from lightning_zero.engine.reunion import reunite
+from lightning_zero.engine.units import Units
+from lightning_zero.precision import compute_dtype_of
+from lightning_zero.processes import CHECKPOINT_KEY, ZeroProcesses
+
+
+class FabricStrategy(ZeroProcesses):
+    """ZeRO (Rajbhandari et al., SC20) for modules and optimizers that ``Fabric.setup`` is given.
+
+    Each module that is set up has an engine of its own, until it is deleted or the strategy torn down. An optimizer
+    may be set up with its module, before or after it, and may hold parameters of several modules.
+
+    Arguments:
+        stage: 1 shards the optimizer state, 2 the gradients too, 3 the parameters too. Also by the paper's names
+            ``"os"``, ``"os+g"``, ``"os+g+p"``.
+        offload, units, prefetch, overlap, reduction_buffers, reduce_dtype, bucket_numel, activation_checkpointing,
+            allow_any_optimizer: as of ``lightning_zero.ZeroStrategy``.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: as of every strategy.
+        process_group_backend: for example ``"nccl"`` or ``"gloo"``; by default what suits the device.
+        timeout: of the process group.
+        start_method: how ``Fabric.launch`` starts the other processes: ``"popen"`` runs the script again,
+            ``"spawn"``, ``"fork"`` and ``"forkserver"`` are ``torch.multiprocessing``'s.
+
+    Raises:
+        ValueError: if an argument is not one of the allowed values.
+    """
+
+    def __init__(
+        self,
+        stage: int | str = 3,
+        offload: None = None,
+        units: Units = "auto",
+        prefetch: int = 1,
+        overlap: bool = True,
+        reduction_buffers: int = 2,
+        reduce_dtype: torch.dtype | str | None = None,
+        bucket_numel: int = 2**25,
+        activation_checkpointing: Units | None = None,
+        allow_any_optimizer: bool = False,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        super().__init__(
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision,
+            offload=offload,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            stage=stage,
+            units=units,
+            prefetch=prefetch,
+            overlap=overlap,
+            reduction_buffers=reduction_buffers,
+            reduce_dtype=reduce_dtype,
+            bucket_numel=bucket_numel,
+            activation_checkpointing=activation_checkpointing,
+            allow_any_optimizer=allow_any_optimizer,
+        )
+        # in the order in which they were set up, the same on every rank; modules and optimizers are the user's
+        self._engines: list[weakref.ref[Engine]] = []
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._backward_sync_control: Any = _BackwardSyncControl()
+        self._every_rank_keeps = True
+
+    # -- the processes ----------------------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if not self._is_single:
+            _tell_of_uncaught_exceptions(self)
+
+    _set_world_ranks = ZeroProcesses.set_world_ranks
+
+    @property
+    @override
+    def _communicator(self) -> Communicator | None:
+        return self.engines[0].communicator if self.engines else None
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return self._reduce(tensor, group, reduce_op)
+
+    # -- setting up -------------------------------------------------------------------------------------------------
+
+    @property
+    def precision(self) -> Precision:
+        return super().precision
+
+    @precision.setter
+    def precision(self, precision: Precision | None) -> None:
+        if precision is not None:
+            compute_dtype_of(precision, self.lightning)  # refuses some, before any process is started
+        super(FabricStrategy, type(self)).precision.fset(self, precision)
+
+    @property
+    def engines(self) -> list[Engine]:
+        """The engines of the modules that have been set up, in that order."""
+        return [engine for reference in self._engines if (engine := reference()) is not None]
+
+    def module_to_device(self, module: nn.Module) -> None:
+        module.to(self.root_device)
+
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None) -> Any:
+        for optimizer in optimizers:
+            self.setup_optimizer(optimizer)
+        return self.setup_module(module), optimizers, scheduler
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Shard a module in place, with the optimizers over its parameters that were set up before. Collective."""
+        reunite(module, self._handshake_timeout)
+        engine = Engine(
+            module,
+            [optimizer for optimizer in self._known_optimizers() if _hold_in_common(optimizer, module)],
+            compute_dtype=compute_dtype_of(self.precision, self.lightning),
+            handshake_timeout=self._handshake_timeout,
+            **self._engine_options,
+        )
+        self._engines = [weakref.ref(each) for each in (*self.engines, engine)]
+        return _Sharded(module)
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Let an optimizer update this rank's parts of the modules that are, and will be, set up."""
+        check_optimizer(optimizer, self._engine_options["allow_any_optimizer"])
+        self._optimizers = [weakref.ref(each) for each in (*self._known_optimizers(), optimizer)]
+        for engine in self.engines:
+            if _hold_in_common(optimizer, engine.module):
+                engine.set_optimizers([*engine.optimizers, optimizer])
+        return optimizer
+
+    def _known_optimizers(self) -> list[Optimizer]:
+        return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """The whole state dict, on the CPU. Collective."""
+        module = _unwrapped(module)
+        for engine in self.engines:
+            if any(inner is module for inner in engine.module.modules()):
+                return engine.full_state_dict(keep=self._keeps, module=module)
+        return super().get_module_state_dict(module)
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's whole state in torch's ordinary form, on the CPU. Collective."""
+        for engine in self.engines:
+            if any(own is optimizer for own in engine.optimizers):
+                return engine.full_optimizer_state_dict(optimizer, keep=self._keeps)
+        return super().get_optimizer_state(optimizer)
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        _unwrapped(module).load_state_dict(state_dict, strict=strict)
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Write an ordinary file on rank 0, which alone holds the values meanwhile. Collective."""
+        with self._written_by_first():
+            masters = {}
+            if any(isinstance(value, Optimizer) for value in state.values()):
+                masters = {key: found for key, value in state.items() if (found := self._masters_of(value))}
+            if not self.is_global_zero:
+                filter = None  # it may look at values
+            for key, keeps in (filter or {}).items():
+                if key in masters:
+                    masters[key] = {name: value for name, value in masters[key].items() if keeps(name, value)}
+            if masters:
+                state = {**state, CHECKPOINT_KEY: {"masters": masters}}
+            super().save_checkpoint(path, state, storage_options, filter)
+
+    def load_checkpoint(
+        self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        remainder = super().load_checkpoint(path, state, strict, weights_only)
+        if isinstance(state, dict) and state:
+            for key, masters in remainder.pop(CHECKPOINT_KEY, {"masters": {}})["masters"].items():
+                engine = engine_of(_unwrapped(state[key])) if isinstance(state.get(key), nn.Module) else None
+                if engine is not None:
+                    engine.load_masters(masters)
+        return remainder
+
+    @property
+    def _keeps(self) -> bool:
+        return self._every_rank_keeps or self.is_global_zero
+
+    @contextmanager
+    def _written_by_first(self) -> Iterator[None]:
+        """Around what every rank collects for rank 0 to write; an error in seconds if not every rank comes."""
+        self._every_rank_keeps = False
+        try:
+            with self.engines[0].agreement.met("what fabric.save() writes") if self.engines else nullcontext():
+                yield
+        finally:
+            self._every_rank_keeps = True
+
+    def _masters_of(self, value: Any) -> dict[str, Tensor]:
+        engine = engine_of(_unwrapped(value)) if isinstance(value, nn.Module) else None
+        return engine.masters_by_name(keep=self._keeps) if engine is not None else {}
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def teardown(self) -> None:
+        """Make the modules ordinary again, whole, where they are. Collective, but after a failure."""
+        for engine in self.engines:
+            engine.close(communicate=not self._is_cut_off)
+        self._engines = []
+        super().teardown()
+
+
+class _Sharded(nn.Module):
+    """In the place where Fabric expects DistributedDataParallel: a module's other methods go through its forward, too.
+
+    There the root unit is gathered, and Fabric's precision applies.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+class _BackwardSyncControl:
+    """What ``Fabric.no_backward_sync`` asks for."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        engine = engine_of(_unwrapped(module))
+        return engine.no_sync() if engine is not None and enabled else nullcontext()
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    return module.module if isinstance(module, _Sharded) else module
+
+
+def _hold_in_common(optimizer: Optimizer, module: nn.Module) -> bool:
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return any(id(parameter) in held for parameter in module.parameters())
+
+
+_strategies: weakref.WeakSet[FabricStrategy] = weakref.WeakSet()
+
+
+def _tell_of_uncaught_exceptions(strategy: FabricStrategy) -> None:
+    """Let the other ranks know when a script ends by an exception: nothing of Fabric's is around it to catch it."""
+    if not _strategies:
+        before = sys.excepthook
+
+        def tell(cls: type[BaseException], exception: BaseException, *rest: Any) -> None:
+            for strategy in list(_strategies):
+                strategy.on_exception(exception)
+            before(cls, exception, *rest)
+
+        sys.excepthook = tell
+    _strategies.add(strategy)
+
+
+class ZeroStrategy(FabricStrategy, ParallelStrategy):
+    __doc__ = FabricStrategy.__doc__
+    lightning: ClassVar[ModuleType] = fabric
+
+
+ZeroStrategy.register_strategies(STRATEGY_REGISTRY)

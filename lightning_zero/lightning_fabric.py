@@ -1,0 +1,17 @@
+"""The strategy for ``lightning_fabric``'s Fabric: imported when that is, and so registered."""
+
+from types import ModuleType
+from typing import ClassVar
+
+import lightning_fabric
+from lightning_fabric.strategies import STRATEGY_REGISTRY, ParallelStrategy
+
+from lightning_zero import fabric
+
+
+class ZeroStrategy(fabric.FabricStrategy, ParallelStrategy):  # type: ignore[misc]
+    __doc__ = fabric.FabricStrategy.__doc__
+    lightning: ClassVar[ModuleType] = lightning_fabric
+
+
+ZeroStrategy.register_strategies(STRATEGY_REGISTRY)
