@@ -57,6 +57,12 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
         return {name: value.clone() for name, value in model.state_dict().items()}
 
 
+def state_of(optimizer: Any) -> dict[str, Any]:
+    """An optimizer's whole state dict, the parameters in order. Collective."""
+    state_dict = optimizer.state_dict()
+    return {**state_dict, "state": dict(sorted(state_dict["state"].items()))}
+
+
 def same_as_under_ddp(case: Callable[..., Any], bound: float = 0, **options: Any) -> None:
     """Run a case under DDP and at each stage, and compare what it returns."""
     results = {}

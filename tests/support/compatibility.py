@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-SECTIONS = ["The numbers", "The module", "The Trainer"]
+SECTIONS = ["The numbers", "The module", "The Trainer", "Fabric"]
 STAGES = [1, 2, 3]
 FILE = Path("docs", "compatibility.md")
 

@@ -1,0 +1,178 @@
+"""`fabric.save` and `fabric.load`: ordinary files, which DDP and a single device read and write as well."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.optim import Adam
+
+from tests.fabric.training import STRATEGIES, make_fabric, set_up, state_of, train, weights
+from tests.support.models import OddModel
+from tests.support.training import same_values
+from tests.support.workers import rank
+
+
+def shared_folder() -> Path:
+    holder = [str(Path.cwd())]
+    dist.broadcast_object_list(holder)
+    return Path(holder[0])
+
+
+def saved_and_loaded() -> None:
+    """Each strategy writes the same file after two steps, and reads every other's: the third step is the same."""
+    folder = shared_folder()
+    files, ends = {}, {}
+    for strategy in ("ddp", *STRATEGIES):
+        fabric = make_fabric(strategy)
+        model, optimizer = set_up(fabric)
+        train(fabric, model, optimizer, steps=2)
+        state = {"model": model, "optimizer": optimizer, "step": 2, "notes": {"seen": torch.ones(2)}}
+        fabric.save(folder / strategy, state)
+        fabric.save(folder / f"{strategy}-part", state, filter={"model": lambda name, value: "blocks" in name})
+        files[strategy] = torch.load(folder / strategy, weights_only=True)
+        part = torch.load(folder / f"{strategy}-part", weights_only=True)
+        assert part["model"] and all("blocks" in name for name in part["model"])
+        assert list(part) == list(state)
+        ends[strategy] = train(fabric, model, optimizer, steps=1, first=2), weights(model), state_of(optimizer)
+    for strategy in STRATEGIES:
+        same_values(files[strategy], files["ddp"], f"the file of {strategy}")
+        same_values(ends[strategy], ends["ddp"], strategy)
+    for strategy, file in [*((s, "ddp") for s in STRATEGIES), ("ddp", "zero3"), ("zero3", "zero1"), ("zero1", "zero3")]:
+        fabric = make_fabric(strategy)
+        model, optimizer = set_up(fabric)
+        train(fabric, model, optimizer, steps=1, first=20)  # a live engine with other weights, state and order of units
+        state = {"model": model, "optimizer": optimizer, "step": 0}
+        remainder = fabric.load(folder / file, state)
+        assert list(remainder) == ["notes"] and state["step"] == 2 and state["model"] is model
+        end = train(fabric, model, optimizer, steps=1, first=2), weights(model), state_of(optimizer)
+        same_values(end, ends["ddp"], f"{strategy} from {file}")
+
+
+@pytest.mark.behaviour("Fabric", "`save` and `load`: the same file as DDP's, read by DDP and by each stage; `filter=`")
+def test_every_strategy_writes_the_same_file_and_reads_every_others(run_on):
+    run_on(2, saved_and_loaded)
+
+
+def read_otherwise() -> None:
+    """What is missing is an error that names it, or is left alone; raw files; a part of a module; state_dict()."""
+    folder = shared_folder()
+    fabric = make_fabric("zero3")
+    model, optimizer = set_up(fabric)
+    train(fabric, model, optimizer, steps=1)
+    before = weights(model)
+    fabric.save(folder / "whole", {"model": model, "head": model.module.head})
+    whole = torch.load(folder / "whole", weights_only=True)
+    same_values(dict(whole["head"]), {n[5:]: v for n, v in before.items() if n.startswith("head.")}, "a part")
+    with pytest.raises(KeyError, match="'other'"):
+        fabric.load(folder / "whole", {"model": model, "other": 1})
+    fabric.load(folder / "whole", {"model": model, "other": 1}, strict=False)
+    lacking = {name: value + 1 for name, value in before.items() if name != "temperature"}
+    if rank() == 0:
+        torch.save(lacking, folder / "raw")
+        torch.save({"model": lacking}, folder / "lacking")
+        torch.save(optimizer.optimizer.__class__([torch.zeros(1)]).state_dict(), folder / "optimizer")
+    fabric.barrier()
+    with pytest.raises(RuntimeError, match="temperature"):
+        fabric.load(folder / "lacking", {"model": model})
+    fabric.load(folder / "lacking", {"model": model}, strict=False)
+    with pytest.raises(RuntimeError, match="temperature"):
+        fabric.load_raw(folder / "raw", model)
+    fabric.load_raw(folder / "raw", model, strict=False)
+    same_values(weights(model), {**before, **lacking}, "after load_raw")
+    with pytest.raises(ValueError, match="doesn't match the size"):
+        fabric.load_raw(folder / "optimizer", optimizer)
+    fabric.save(folder / "without", {"step": 3})
+    assert fabric.load(folder / "without") == {"step": 3}
+    state = optimizer.state_dict()  # whole on every rank, as under DDP
+    assert state["state"][1]["exp_avg"].shape == before["embed.weight"].shape
+    assert state["state"][1]["exp_avg"].device.type == "cpu"
+
+
+def test_a_file_is_read_strictly_or_not_raw_or_in_part(run_on):
+    run_on(2, read_otherwise)
+
+
+def with_masters() -> None:
+    """In bf16 a run goes on, from its file, as if it had not ended; the file has no more where nothing is finer."""
+    folder = shared_folder()
+    for strategy in STRATEGIES:
+        fabric = make_fabric(strategy, precision="bf16-true")
+        model, optimizer = set_up(fabric)
+        train(fabric, model, optimizer, steps=2)
+        fabric.save(folder / strategy, {"model": model, "optimizer": optimizer}, filter={"model": lambda n, v: True})
+        fabric.save(folder / "weights", {"model": model})
+        end = train(fabric, model, optimizer, steps=2, first=2), weights(model)
+        file = torch.load(folder / strategy, weights_only=True)
+        assert file["model"]["embed.weight"].dtype == torch.bfloat16
+        assert file["lightning_zero"]["masters"]["model"]["embed.weight"].dtype == torch.float32
+        assert list(torch.load(folder / "weights", weights_only=True)) == ["model"]
+        model, optimizer = set_up(fabric)
+        assert fabric.load(folder / strategy, {"model": model, "optimizer": optimizer}) == {}
+        same_values((train(fabric, model, optimizer, steps=2, first=2), weights(model)), end, strategy)
+        shutil.rmtree(folder / strategy, ignore_errors=True)
+
+
+@pytest.mark.behaviour("Fabric", '`precision="bf16-true"`: the file has the fp32 masters beside; training goes on from it')
+def test_training_in_bf16_goes_on_from_its_file_bit_for_bit(run_on):
+    run_on(2, with_masters)
+
+
+def saved_on_one_rank(strategy: str) -> None:
+    fabric = make_fabric(strategy)
+    model, optimizer = set_up(fabric)
+    train(fabric, model, optimizer, steps=1)
+    begin = time.monotonic()
+    if rank() == 0:
+        with pytest.raises(RuntimeError, match=r"what fabric.save\(\) writes.*rank\(s\) \[1\] wait in .*barrier"):
+            fabric.save("never", {"model": model, "optimizer": optimizer})
+        assert not Path("never").exists()
+    fabric.barrier("after it")
+    assert time.monotonic() - begin < 20
+    train(fabric, model, optimizer, steps=1)
+
+
+def test_saving_on_one_rank_is_an_error_in_seconds(run_on):
+    run_on(2, saved_on_one_rank, strategy="zero1")  # where weights lie whole on every rank
+
+
+def test_a_file_of_two_ranks_is_read_by_one_and_back(run_on, tmp_path):
+    run_on(2, save_alone, strategy="zero3", path=str(tmp_path / "two"))
+    run_on(1, load_alone, strategy="ddp", path=str(tmp_path / "two"))
+    run_on(1, load_alone, strategy="zero3", path=str(tmp_path / "two"))
+    run_on(1, save_alone, strategy="zero2", path=str(tmp_path / "one"))
+    run_on(2, load_alone, strategy="zero3", path=str(tmp_path / "one"))
+
+
+def save_alone(strategy: str, path: str) -> None:
+    fabric = make_fabric(strategy)
+    model, optimizer = set_up(fabric)
+    train(fabric, model, optimizer, steps=1)
+    fabric.save(path, {"model": model, "optimizer": optimizer})
+
+
+def load_alone(strategy: str, path: str) -> None:
+    fabric = make_fabric(strategy)
+    model, optimizer = set_up(fabric)
+    fabric.load(path, {"model": model, "optimizer": optimizer})
+    file: Any = torch.load(path, weights_only=True)
+    same_values(weights(model), dict(file["model"]), "weights")
+    same_values(state_of(optimizer)["state"], file["optimizer"]["state"], "the optimizer's state")
+
+
+def test_an_optimizer_that_is_no_adam_is_refused_when_it_is_set_up(run_on):
+    run_on(1, refused_optimizer)
+
+
+def refused_optimizer() -> None:
+    fabric = make_fabric("zero3")
+    module = OddModel()
+    with pytest.raises(TypeError, match="LBFGS cannot be used with ZeRO"):
+        fabric.setup(module, torch.optim.LBFGS(module.parameters()))
+    assert fabric.strategy.engines == []
+    fabric.setup(module, Adam(module.parameters()))

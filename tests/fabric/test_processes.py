@@ -1,0 +1,236 @@
+"""Starting, talking, failing and ending with Fabric; what is refused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.fabric
+import lightning_fabric
+import pytest
+import torch
+from lightning.fabric.plugins.precision import FSDPPrecision
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from torch import nn
+from torch.optim import Adam
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_zero.fabric
+import lightning_zero.lightning_fabric
+from lightning_zero.engine.sharded_tensor import ShardedTensor
+from tests.fabric.training import make_fabric, same_as_under_ddp, set_up, state_of, train, weights
+from tests.support.models import OddModel
+from tests.support.training import batch, same_values
+from tests.support.workers import rank
+
+SCRIPT = """
+    import sys, torch
+    from lightning.fabric import Fabric
+    import lightning_zero
+
+    def run(fabric):
+        torch.set_num_threads(1)
+        model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+        model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters()))
+        for step in range(3):
+            if step == 2 and fabric.global_rank in {failing}:
+                raise KeyError("user error")
+            fabric.backward(model(torch.ones(2, 4)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        return fabric.global_rank, fabric.world_size
+
+    if __name__ == "__main__":
+        fabric = Fabric(strategy="{strategy}", devices=2, accelerator="cpu")
+        if {function}:
+            print("TRAINED", *fabric.launch(run))
+        else:
+            fabric.launch()
+            print("TRAINED", *run(fabric))
+"""
+
+
+def run_script(tmp_path: Path, **options: Any) -> tuple[Any, float]:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT).format(**options))
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    begin = time.monotonic()
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=150, env=environment)
+    return done, time.monotonic() - begin
+
+
+@pytest.mark.behaviour("Fabric", "An exception in a script after `launch()` ends every rank in seconds, which says why")
+def test_an_exception_after_launch_ends_every_rank_in_seconds(tmp_path):
+    done, seconds = run_script(tmp_path, strategy="zero3", failing={0}, function=False)
+    assert done.returncode != 0 and "TRAINED" not in done.stdout
+    assert "KeyError: 'user error'" in done.stderr
+    assert "did not complete: rank 0 failed with KeyError: 'user error'" in done.stderr
+    assert seconds < 90
+
+
+@pytest.mark.behaviour("Fabric", "`launch(function)` by fork gives what rank 0 returned")
+def test_a_launched_function_returns_what_rank_0_returns(tmp_path):
+    done, _ = run_script(tmp_path, strategy="zero2_fork", failing=set(), function=True)
+    assert done.stdout.split() == ["TRAINED", "0", "2"], done.stderr
+
+
+def collectives(strategy: str) -> Any:
+    """`all_gather`, `all_reduce`, `broadcast`, `barrier`, `rank_zero_first`; `setup_dataloaders`; `init_module`"""
+    fabric = make_fabric(strategy)
+    value = torch.tensor([1.0 + rank(), 2.0])
+    found = [
+        fabric.all_gather({"a": value, "b": 3 * rank()}),
+        fabric.all_reduce(value.clone(), reduce_op="sum"),
+        fabric.all_reduce(value.clone()),
+        fabric.broadcast({"from": rank()}, src=1),
+        fabric.strategy.reduce_boolean_decision(rank() == 0, all=False),
+    ]
+    fabric.barrier("here")
+    with fabric.rank_zero_first():
+        found.append(fabric.world_size)
+    loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.arange(12)), batch_size=2, shuffle=True))
+    found += [[b[0] for b in loader], fabric.strategy.distributed_sampler_kwargs]
+    with fabric.init_module(empty_init=False), fabric.init_tensor():
+        torch.manual_seed(0)
+        module = OddModel()
+    with fabric.init_module(empty_init=True):
+        empty = OddModel()
+    empty.load_state_dict(module.state_dict())
+    model, optimizer = fabric.setup(empty, Adam(empty.parameters(), lr=0.01))
+    found += [fabric.all_reduce(value.clone(), reduce_op="sum"), fabric.broadcast(rank(), src=1)]  # beside an engine
+    return found, train(fabric, model, optimizer), weights(model)
+
+
+@pytest.mark.behaviour("Fabric", str(collectives.__doc__))
+def test_what_ranks_say_to_each_other_is_as_under_ddp(run_on):
+    run_on(2, same_as_under_ddp, case=collectives)
+
+
+def evaluated(strategy: str) -> Any:
+    """A module set up without an optimizer, for inference"""
+    fabric = make_fabric(strategy)
+    torch.manual_seed(0)
+    model = fabric.setup(OddModel()).eval()
+    with torch.no_grad():
+        return [model(*batch(index)) for index in range(2)]
+
+
+@pytest.mark.behaviour("Fabric", str(evaluated.__doc__))
+def test_a_module_without_an_optimizer_is_evaluated(run_on):
+    run_on(2, same_as_under_ddp, case=evaluated)
+
+
+def ended() -> None:
+    """After `teardown` modules and optimizers are ordinary and whole, go on alike, and can be set up again."""
+    for stage in (1, 2, 3):
+        fabric = make_fabric(f"zero{stage}")
+        torch.manual_seed(0)
+        one, two = nn.Linear(3, 4), nn.Linear(4, 2)
+        optimizer = Adam([*one.parameters(), *two.parameters()], lr=0.1)
+        first, second = fabric.setup_module(one), fabric.setup_module(two)
+        wrapped = fabric.setup_optimizers(optimizer)
+
+        def step(first: Any, second: Any, optimizer: Any) -> None:
+            second(first(torch.ones(2, 3))).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step(first, second, wrapped)
+        before = weights(one), weights(two), state_of(wrapped)
+        fabric.strategy.teardown()
+        assert not any(isinstance(p, ShardedTensor) for p in (*one.parameters(), *two.parameters()))
+        same_values((dict(one.state_dict()), dict(two.state_dict()), state_of(optimizer)), before, f"stage {stage}")
+        again = copy.deepcopy((one, two, optimizer.state_dict()))
+        step(one, two, optimizer)
+        fabric = make_fabric(f"zero{stage}")
+        other = Adam([*again[0].parameters(), *again[1].parameters()], lr=0.1)
+        other.load_state_dict(again[2])
+        first, wrapped = fabric.setup(again[0], other)
+        second = fabric.setup_module(again[1])
+        step(first, second, wrapped)
+        same_values(weights(first), dict(one.state_dict()), "set up again")
+        same_values(weights(second), dict(two.state_dict()), "set up again")
+
+
+def test_after_teardown_modules_are_whole_and_can_be_set_up_again(run_on):
+    run_on(2, ended)
+
+
+def deleted() -> None:
+    fabric = make_fabric("zero3")
+    gc.collect()
+    gc.disable()
+    model, optimizer = set_up(fabric)
+    train(fabric, model, optimizer, steps=1)
+    (engine,) = fabric.strategy.engines
+    name = engine.communicator.watch._thread.name
+    thread = engine.communicator.watch._thread
+    assert thread.is_alive() and name
+    del engine, model, optimizer
+    assert fabric.strategy.engines == [] and not thread.is_alive()
+
+
+def test_an_engine_ends_with_its_module(run_on):
+    run_on(2, deleted)
+
+
+def refusals() -> None:
+    fabric = make_fabric("zero3")
+    model, _ = set_up(fabric)
+    with pytest.raises(ValueError, match="temperature is sharded already: one module belongs to one engine"):
+        fabric.setup(model.module)
+    with pytest.raises(ValueError, match="should be passed only once"):
+        fabric.setup(model)
+    with pytest.raises(ValueError, match="prefetch=-1 must be an integer"):
+        other = make_fabric(lightning_zero.fabric.ZeroStrategy(prefetch=-1))
+        other.setup(OddModel())
+    with pytest.raises(ValueError, match="FSDPPrecision cannot be used with ZeroStrategy"):
+        make_fabric("zero3", plugins=FSDPPrecision("bf16-true"))
+    with pytest.raises(ValueError, match=r"<ZeroStrategy\(stage=3\) for lightning.pytorch.Trainer>"):
+        make_fabric(lightning_zero.ZeroStrategy())
+    with pytest.raises(ValueError, match=r"<ZeroStrategy\(stage=2\) for lightning.fabric.Fabric>"):
+        lightning_fabric.Fabric(strategy=lightning_zero.fabric.ZeroStrategy(stage=2), accelerator="cpu", devices=1)
+
+
+def test_bad_input_is_refused(run_on):
+    run_on(1, refusals)
+
+
+def test_the_names_are_in_both_registries():
+    registries = [
+        (STRATEGY_REGISTRY, lightning_zero.fabric.ZeroStrategy),
+        (lightning_fabric.strategies.STRATEGY_REGISTRY, lightning_zero.lightning_fabric.ZeroStrategy),
+    ]
+    for registry, cls in registries:
+        for stage in (1, 2, 3):
+            for suffix, start_method in {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}.items():
+                strategy = registry.get(f"zero{stage}{suffix}")
+                assert type(strategy) is cls and strategy.stage == stage and strategy._start_method == start_method
+                assert pickle.loads(pickle.dumps(strategy)).stage == stage  # as a spawned process gets it
+
+
+def other_namespace() -> None:
+    fabric = lightning_fabric.Fabric(strategy="zero3", accelerator="cpu", devices=2, precision="bf16-mixed")
+    fabric.launch()
+    assert type(fabric.strategy) is lightning_zero.lightning_fabric.ZeroStrategy
+    model, optimizer = set_up(fabric)
+    reference = make_fabric("zero3", precision="bf16-mixed")
+    same_values(
+        (train(fabric, model, optimizer), weights(model)),
+        (train(reference, *(expected := set_up(reference))), weights(expected[0])),
+        "lightning_fabric",
+    )
+
+
+def test_lightning_fabric_has_the_same_strategy(run_on):
+    run_on(2, other_namespace)
+    assert lightning.fabric.Fabric is not lightning_fabric.Fabric
