@@ -118,7 +118,9 @@ def with_masters() -> None:
         shutil.rmtree(folder / strategy, ignore_errors=True)
 
 
-@pytest.mark.behaviour("Fabric", '`precision="bf16-true"`: the file has the fp32 masters beside; training goes on from it')
+@pytest.mark.behaviour(
+    "Fabric", '`precision="bf16-true"`: the file has the fp32 masters beside; training goes on from it'
+)
 def test_training_in_bf16_goes_on_from_its_file_bit_for_bit(run_on):
     run_on(2, with_masters)
 

@@ -338,7 +338,7 @@ def double(strategy: str) -> Any:
 
 
 def scaled(strategy: str) -> Any:
-    """`precision="16-mixed"`: the scale goes DDP's way, clipping unscales, an overflow on one rank skips the step on all"""
+    """`precision="16-mixed"`: the scale goes DDP's way, clipping unscales, an overflow on a rank skips the step"""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     fabric = make_fabric(strategy, plugins=MixedPrecision("16-mixed", "cpu", scaler))
     model, optimizer = set_up(fabric, optimizer=adam_with_large_eps)

@@ -112,19 +112,17 @@ class TrainerRun(Run):
     norms: list[Tensor] = field(default_factory=list)
 
 
-def make_trainer(strategy: Any, **options: Any) -> Trainer:
-    """A quiet Trainer on all ranks of the pool; on one rank "ddp" stands for a single device."""
+def make_trainer(strategy: Any, cls: Any = Trainer, **options: Any) -> Any:
+    """A quiet Trainer, of any namespace, on all ranks of the pool; on one rank "ddp" stands for a single device."""
     import lightning_zero  # noqa: F401  (registers the strategies)
 
     if world_size() == 1 and strategy == "ddp":
         strategy = "auto"
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    logging.getLogger(cls.__module__.partition(".trainer")[0]).setLevel(logging.WARNING)
     # With a sampler DDP shuffles, on one device too, where the single-device strategy does not.
     defaults = {"max_epochs": 2, "enable_checkpointing": False, "use_distributed_sampler": world_size() > 1}
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    return Trainer(
-        **({"accelerator": "cpu", "devices": world_size(), "strategy": strategy} | quiet | defaults | options)
-    )
+    return cls(**({"accelerator": "cpu", "devices": world_size(), "strategy": strategy} | quiet | defaults | options))
 
 
 def fit(

@@ -48,10 +48,12 @@ def same_as_under_ddp(case: Case, bound: float = 0) -> None:
         same_values(results[stage], results["ddp"], stage, bound)
 
 
-class Net(LightningModule):
-    """An ordinary module: two blocks, a head and a scale; logs, evaluates and predicts."""
+class Body:
+    """What an ordinary module of either namespace has: two blocks, a head and a scale; logs, evaluates and predicts."""
 
     lr = 0.01
+    log: Any
+    parameters: Any
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,6 +84,10 @@ class Net(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=self.lr)
+
+
+class Net(Body, LightningModule):
+    """For `lightning.pytorch`."""
 
 
 def data(samples: int = 24, batch_size: int = 4) -> DataLoader[Any]:
