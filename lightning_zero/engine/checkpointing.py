@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
 
-from lightning_zero.engine.schedule import OwnHook
+from lightning_zero.engine.compilation import OwnHook
 from lightning_zero.engine.units import UnitPlan, Units, select_modules
 
 # The one of torch's ways in that suits hooks takes all options by position; there are more of them in later versions.

@@ -22,11 +22,12 @@ from lightning_zero.engine.autocast import is_cast_by_autocast
 from lightning_zero.engine.bucket import LOW_PRECISION, Bucket, BucketSlot, Ledger, become
 from lightning_zero.engine.checkpointing import CheckpointedModule, modules_to_checkpoint
 from lightning_zero.engine.collectives import Communicator, wire_dtype_of
+from lightning_zero.engine.compilation import OwnHook
 from lightning_zero.engine.gradients import GradientReducer
 from lightning_zero.engine.layout import BucketLayout
 from lightning_zero.engine.masters import Masters, check_optimizer, masters_of
 from lightning_zero.engine.placement import Placement, placements_of
-from lightning_zero.engine.schedule import OwnHook, Schedule, Unit, in_backward
+from lightning_zero.engine.schedule import Schedule, Unit, in_backward
 from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.uneven import Turns, UnevenMethod
 from lightning_zero.engine.units import UnitPlan, Units, plan_units

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_zero.engine.bucket import Bucket
+from lightning_zero.engine.compilation import untraced
 from lightning_zero.engine.sharded_tensor import Handle
 
 
@@ -35,6 +36,7 @@ class SavedTensors:
             return
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
+        @untraced
         def pack(tensor: Tensor) -> Any:
             bucket = self._bucket_showing(tensor)
             if bucket is None and outer is not None:
@@ -42,6 +44,7 @@ class SavedTensors:
             # without its graph: an output that its own node has saved would be a cycle
             return _Saved(tensor.detach(), tensor._version, bucket)
 
+        @untraced
         def unpack(packed: Any) -> Tensor:
             if type(packed) is not _Saved:
                 return outer[1](packed)

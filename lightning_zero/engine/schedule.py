@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from lightning_zero.engine.bucket import Bucket
+from lightning_zero.engine.compilation import EntryHook, OwnHook, is_compiled
 from lightning_zero.engine.saved_tensors import SavedTensors, tensors_in
 from lightning_zero.engine.units import UnitPlan
 
@@ -62,11 +63,18 @@ class Unit:
 class _Scope:
     """The module in whose forward some parameters of a unit are ordinary ones, and the dictionaries that hold them."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)
+        self.handles: list[Any] = []
+        self.may_take_over = False  # see ``Schedule._take_over``
         self.entries: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
         self.recurrent: list[weakref.ref[nn.RNNBase]] = []
         self.calls: list[tuple[_Call | None, bool]] = []  # forwards of the module under way
         self.depth = 0
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
 
     def swap_in(self) -> None:
         self.depth += 1
@@ -117,30 +125,6 @@ class _Scope:
             module = reference()
             if module is not None:
                 module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]
-
-
-class OwnHook:
-    """A hook of the engine's on a module. Copies and pickles of the module have nothing of it."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _no_hook
-
-    def __reduce__(self) -> Any:
-        return _made_no_hook, ()
-
-
-def _no_hook(*_: Any, **__: Any) -> None:
-    """In the place of an engine's hook in a copy of the module."""
-
-
-def _made_no_hook() -> Callable[..., None]:
-    return _no_hook
 
 
 class _Call:
@@ -233,8 +217,8 @@ class Schedule:
         self._watched = False
         self._keeping = 0  # nested transforms of ``torch.func``
         self._scopes: list[_Scope] = []
+        self._root_scopes: list[_Scope] = []
         self._ran: list[Unit] = []
-        self._handles: list[Any] = []
 
     # -- hooks ------------------------------------------------------------------------------------------------------
 
@@ -247,22 +231,25 @@ class Schedule:
                 bucket, index = slots[name]
                 for owner in owners:
                     module = owner.module if unit.is_root else plan.module
-                    scope = scopes.setdefault(id(module), (module, _Scope()))[1]
+                    scope = scopes.setdefault(id(module), (module, _Scope(module)))[1]
                     view = bucket.views[index]
                     scope.entries.append((owner.module._parameters, owner.attribute, bucket.parameter(index), view))
                     if isinstance(owner.module, nn.RNNBase):
                         if not any(reference() is owner.module for reference in scope.recurrent):
                             scope.recurrent.append(weakref.ref(owner.module))
+            if unit.is_root:
+                for module in _regions(plan.module, {id(module) for module, _ in scopes.values()}):
+                    scope = scopes.setdefault(id(module), (module, _Scope(module)))[1]
+                    scope.may_take_over = True
             for module, scope in scopes.values():
                 scope._refresh_recurrent()
-                self._scopes.append(scope)
                 self._hook(module, unit, scope)
+                (self._root_scopes if unit.is_root else self._scopes).append(scope)
 
     def remove(self) -> None:
         self.recover(windows=0)
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for scope in self._all_scopes:
+            scope.remove()
 
     def recover(self, windows: int) -> None:
         """End forwards that Ctrl-C or ``sys.exit`` has ended, for which torch calls no hooks.
@@ -270,7 +257,7 @@ class Schedule:
         Args:
             windows: how many of those that are open stay so.
         """
-        for scope in self._scopes:
+        for scope in self._all_scopes:
             scope.recover()
         for unit in self.units:
             unit.depth = 0
@@ -282,7 +269,11 @@ class Schedule:
     def _hook(self, module: nn.Module, unit: Unit, scope: _Scope) -> None:
         calls = scope.calls
 
-        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        def before(from_compiled: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
+            if scope.may_take_over and (from_compiled or is_compiled(module)):
+                self._take_over(module, scope)
+            if not scope.entries:
+                return
             self._enter(unit)
             scope.swap_in()
             watched = torch.is_grad_enabled() and not unit.stays and not unit.held
@@ -296,7 +287,7 @@ class Schedule:
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
             if not calls:
-                return None  # the forward failed before ours began
+                return None  # there is nothing to put in here, or the forward failed before ours began
             call, alone = calls.pop()
             scope.swap_out()
             if alone:
@@ -310,9 +301,26 @@ class Schedule:
             self._leave(unit)
             return output
 
-        self._handles.append(module.register_forward_pre_hook(OwnHook(before), prepend=True, with_kwargs=True))
-        # Recomputation for activation checkpointing ends by an exception as soon as it has what it needs.
-        self._handles.append(module.register_forward_hook(OwnHook(after), always_call=True))
+        scope.handles = [
+            module.register_forward_pre_hook(EntryHook(before), prepend=True, with_kwargs=True),
+            # Recomputation for activation checkpointing ends by an exception as soon as it has what it needs.
+            module.register_forward_hook(OwnHook(after), always_call=True),
+        ]
+
+    def _take_over(self, module: nn.Module, region: _Scope) -> None:
+        """Put the root unit's parameters in at the beginning of compiled code: hooks within it would break it up."""
+        region.may_take_over = False
+        inside = {id(inner) for inner in module.modules()}
+        for scope in list(self._root_scopes):
+            if scope is not region and id(scope.module()) in inside:
+                scope.remove()
+                self._root_scopes.remove(scope)
+                region.entries += scope.entries
+                region.recurrent += scope.recurrent
+
+    @property
+    def _all_scopes(self) -> list[_Scope]:
+        return self._root_scopes + self._scopes
 
     def check_in_place(self) -> None:
         """Raise if the module has parameters of which the engine knows nothing, in the place of its own.
@@ -320,7 +328,7 @@ class Schedule:
         Raises:
             RuntimeError: naming the first one, and what to do instead.
         """
-        for scope in self._scopes:
+        for scope in self._all_scopes:
             scope.check_in_place()
 
     # -- forward ----------------------------------------------------------------------------------------------------
@@ -461,6 +469,16 @@ class Schedule:
                 unit.held = False
             if unit.depth == 0 and not unit.held:
                 unit.release()
+
+
+def _regions(root: nn.Module, owners: set[int]) -> Iterator[nn.Module]:
+    """The modules around owners (given by ``id``) where compiled code may begin.
+
+    That is, the root; its children, which compiled methods of the root call; and what is compiled already.
+    """
+    for module in dict.fromkeys([root, *root.children(), *filter(is_compiled, root.modules())]):
+        if any(id(inner) in owners for inner in module.modules() if inner is not module):
+            yield module
 
 
 def in_backward() -> bool:

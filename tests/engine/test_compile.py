@@ -1,4 +1,4 @@
-"""``torch.compile`` on blocks and on the whole module: Dynamo traces around the engine's hooks."""
+"""``torch.compile``: right in value, and no more graphs and breaks than with FSDP2 around the same modules."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import copy
 
 import pytest
 import torch
+import torch._inductor.config
 from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_zero.engine import Engine
-from tests.support import rank
+from tests.support import rank, world_size
 
 
 class Block(nn.Module):
@@ -23,6 +28,8 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
+    """A loop over blocks, with a layer of the root unit at the end."""
+
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(3))
@@ -34,23 +41,51 @@ class Net(nn.Module):
         return self.head(x).square().mean()
 
 
-def compile_blocks(module):
+class Interleaved(nn.Module):
+    """Layers and a parameter of the root unit between blocks: a hook on each would cut the graphs there."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.head = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 2)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        x = self.middle(self.blocks[0](self.first(x))) * self.scale
+        return self.head(self.blocks[1](x)).square().mean()
+
+
+def compile_blocks(module, backend):
     for number, block in enumerate(module.blocks):
-        module.blocks[number] = torch.compile(block, backend="aot_eager")
+        module.blocks[number] = torch.compile(block, backend=backend)
     return module
 
 
-def compile_in_place(module):
+def compile_blocks_in_place(module, backend):
     for block in module.blocks:
-        block.compile(backend="aot_eager")
+        block.compile(backend=backend)
     return module
 
 
-def compile_whole(module):
-    return torch.compile(module, backend="aot_eager")
+def compile_whole(module, backend):
+    return torch.compile(module, backend=backend)
+
+
+def compile_whole_in_place(module, backend):
+    module.compile(backend=backend)
+    return module
+
+
+def compile_forward(module, backend):
+    module.forward = torch.compile(module.forward, backend=backend)
+    return module
+
+
+WAYS = [compile_blocks, compile_blocks_in_place, compile_whole, compile_whole_in_place, compile_forward]
 
 
 def train(model, optimizer):
+    """Three steps, with a forward without gradients between them."""
     losses = []
     for step in range(3):
         torch.manual_seed(2 * step + rank())
@@ -59,23 +94,97 @@ def train(model, optimizer):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
+        with torch.no_grad():
+            losses.append(model(torch.randn(4, 8)))
     return losses
 
 
-def compare(stage, compiled):
+def count(model, way, shard, first):
+    """Compile and shard a copy of a model, in either order, and train it: its losses, and what Dynamo did."""
+    torch._dynamo.reset()
+    counters.clear()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    module = copy.deepcopy(model)
+    if first == "compile":
+        compiled = way(module, backend)
+        optimizer, end = shard(module)
+    else:
+        optimizer, end = shard(module)
+        compiled = way(module, backend)
+    losses = train(compiled, optimizer)
+    end()
+    return losses, {
+        "graphs": len(graphs),
+        "unique graphs": counters["stats"]["unique_graphs"],
+        "operators": sum(node.op == "call_function" for graph in graphs for node in graph.graph.nodes),
+        "breaks": sum(counters["graph_break"].values()),
+    }
+
+
+def with_fsdp2(module):
+    mesh = init_device_mesh("cpu", (world_size(),))
+    for block in module.blocks:
+        fully_shard(getattr(block, "_orig_mod", block), mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    return torch.optim.Adam(module.parameters(), lr=0.01), lambda: None
+
+
+def with_zero(stage):
+    def shard(module):
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+        return optimizer, Engine(module, [optimizer], stage=stage, units=is_block).close
+
+    return shard
+
+
+def is_block(name, module):
+    return isinstance(getattr(module, "_orig_mod", module), Block)
+
+
+def compare(kind, way):
     torch.manual_seed(0)
-    reference = Net()
-    module = copy.deepcopy(reference)
+    model = kind()
+    reference = copy.deepcopy(model)
     expected = train(DistributedDataParallel(reference), torch.optim.Adam(reference.parameters(), lr=0.01))
-    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
-    model = compiled(module)
-    engine = Engine(module, [optimizer], stage=stage)
-    torch.testing.assert_close(train(model, optimizer), expected, rtol=1e-6, atol=1e-7)
-    engine.close()
+    for first, stages in (("compile", [1, 2, 3]), ("shard", [3])):
+        _, allowed = count(model, way, with_fsdp2, first)
+        assert allowed["graphs"] > 0, "nothing was compiled"
+        for stage in stages:
+            losses, found = count(model, way, with_zero(stage), first)
+            torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-7)
+            where = f"stage {stage}, first {first}: {found}, with FSDP2 {allowed}"
+            assert found["operators"] >= allowed["operators"], where
+            for what in ("graphs", "unique graphs", "breaks"):
+                assert found[what] <= allowed[what], where
 
 
 @pytest.mark.behaviour("The module", "`torch.compile` on blocks, in place or not, and on the whole module")
-@pytest.mark.parametrize("compiled", [compile_blocks, compile_in_place, compile_whole], ids=lambda c: c.__name__)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_losses_of_a_compiled_module_equal_ddps(run_on, stage, compiled):
-    run_on(2, compare, stage=stage, compiled=compiled)
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_compiled_module_gives_ddps_losses_and_no_more_graphs_than_under_fsdp2(run_on, way):
+    run_on(2, compare, kind=Interleaved, way=way)
+
+
+def test_a_loop_over_blocks_has_no_more_graphs_than_under_fsdp2(run_on):
+    run_on(2, compare, kind=Net, way=compile_whole)
+
+
+def compile_with_inductor():
+    torch._inductor.config.compile_threads = 1
+    torch.manual_seed(0)
+    model = Interleaved()
+    reference = copy.deepcopy(model)
+    expected = train(DistributedDataParallel(reference), torch.optim.Adam(reference.parameters(), lr=0.01))
+    model.blocks[0].compile(backend="inductor")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    engine = Engine(model, [optimizer], stage=3)
+    torch.testing.assert_close(train(model, optimizer), expected, rtol=1e-5, atol=1e-6)
+    engine.close()
+
+
+def test_a_block_compiled_by_inductor_trains_as_under_ddp(run_on):
+    run_on(2, compile_with_inductor, timeout=170)

@@ -1,0 +1,81 @@
+"""Beside ``torch.compile``: hooks of the engine's, which it does not trace, and where compiled code begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch._C._dynamo.eval_frame import set_eval_frame
+from torch._dynamo.eval_frame import OptimizedModule, skip_code
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that runs as ordinary Python, with all that it calls: a graph ends before it, another begins after it.
+
+    What ``torch.compiler.disable`` does, at a fraction of its cost for each call.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        compiler = set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            set_eval_frame(compiler)
+
+    return _never_traced(run)
+
+
+def _never_traced(function: Any) -> Any:
+    skip_code(function.__code__)
+    function._torchdynamo_disable = True
+    return function
+
+
+class OwnHook:
+    """A hook of the engine's on a module. Copies and pickles of the module have nothing of it."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    @untraced
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _no_hook
+
+    def __reduce__(self) -> Any:
+        return _made_no_hook, ()
+
+
+class EntryHook(OwnHook):
+    """One whose function is told first whether it was called from compiled code."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        compiler = set_eval_frame(None)
+        try:
+            return self._function(compiler is not None, *args, **kwargs)
+        finally:
+            set_eval_frame(compiler)
+
+
+_never_traced(EntryHook.__call__)
+
+
+def _no_hook(*_: Any, **__: Any) -> None:
+    """In the place of an engine's hook in a copy of the module."""
+
+
+def _made_no_hook() -> Callable[..., None]:
+    return _no_hook
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether compiled code begins in the forward of a module."""
+    forward = vars(module).get("forward")  # of `model.forward = torch.compile(model.forward)`, and as Lightning does it
+    return (
+        isinstance(module, OptimizedModule)
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or hasattr(forward, "_torchdynamo_orig_callable")
+    )
