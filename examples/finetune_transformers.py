@@ -51,10 +51,13 @@ try:
         PreTrainedModel,
         PreTrainedTokenizerBase,
         get_cosine_schedule_with_warmup,
+        logging,
     )
 except ModuleNotFoundError as error:
-    stop(f"the package {error.name} is missing: pip install 'lightning_zero[demo,transformers]'")
+    stop(f"the package {error.name} is missing: pip install 'lightning_zero[demo,libraries]'")
 
+logging.set_verbosity_error()  # load_pretrained says what does not fit
+logging.disable_progress_bar()
 IGNORED = -100  # the label of what is not to be predicted, as transformers and torch have it
 
 
@@ -121,7 +124,6 @@ class Blocks(LightningDataModule):
 
     Raises:
         ValueError: The text is too short.
-        OSError: It cannot be read.
     """
 
     def __init__(self, data: DictConfig, tokenizer: PreTrainedTokenizerBase, ranks: int) -> None:
@@ -256,6 +258,9 @@ def main(config: DictConfig) -> None:
     callbacks = [monitor, LearningRateMonitor(), instantiate(config.checkpoint)]
     trainer: Trainer = instantiate(config.trainer, callbacks=callbacks, logger=instantiate(config.logger))
     try:
+        for name, file in (("resume", config.resume), ("data.path", config.data.path)):
+            if file is not None and not Path(file).is_file():
+                raise ValueError(f"{name}={file}: no such file")
         tokenizer = load_tokenizer(config.model.path)
         make_network = partial(load_network, config.model, len(tokenizer))
         make_network()  # finds what is wrong with it before any process is started
