@@ -92,7 +92,8 @@ def load_network(model: DictConfig, vocabulary: int) -> PreTrainedModel | PeftMo
         raise ValueError(f"model.path={model.path}: its tokenizer has {vocabulary} tokens, its embedding fewer")
     if model.gradient_checkpointing:
         network.gradient_checkpointing_enable({"use_reentrant": False})
-    return network if model.lora.rank is None else add_lora(network, model.lora)
+    network = network if model.lora.rank is None else add_lora(network, model.lora)
+    return network.train()  # from_pretrained leaves it in eval mode, in which there is no dropout
 
 
 def load_pretrained(path: str) -> PreTrainedModel:

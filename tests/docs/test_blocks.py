@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import lightning_zero
 from tests.docs.pages import blocks
@@ -110,6 +111,31 @@ def run_checkpoints(folder: str) -> None:
     namespace["engine"].close()
 
 
+def run_transformers(folder: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        if rank() == 0:
+            sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+            LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes)).save_pretrained("my_model")
+        dist.barrier()
+    tokens = torch.randint(16, (8, 12), generator=torch.Generator().manual_seed(0))
+    namespace = {"data": DataLoader(TensorDataset(tokens), batch_size=2)}
+    namespace = run_page("transformers.md", folder, namespace)
+    tuned = namespace["module"].network.state_dict()
+    assert all(torch.equal(value, tuned[name]) for name, value in namespace["alone"].state_dict().items())
+
+
+def run_fabric(folder: str) -> None:
+    namespace = run_page("fabric.md", folder)
+    assert namespace["state"]["step"] == 10
+    assert namespace["norm"] > 0
+
+
+def run_big_models(folder: str) -> None:
+    namespace = run_page("big-models.md", folder)
+    assert not any(p.is_meta for p in namespace["module"].parameters())
+
+
 def run_troubleshooting(folder: str) -> None:
     logger = logging.getLogger("lightning_zero")
     before, handlers = logger.level, logging.root.handlers[:]
@@ -153,6 +179,17 @@ def move_a_folder_of_fsdp2(folder: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("page", [run_getting_started, run_checkpoints, run_troubleshooting, move_a_folder_of_fsdp2])
+PAGES = [
+    run_getting_started,
+    run_checkpoints,
+    run_transformers,
+    run_fabric,
+    run_big_models,
+    run_troubleshooting,
+    move_a_folder_of_fsdp2,
+]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_the_blocks_of_a_page_run(run_on, tmp_path: Path, page) -> None:
     run_on(2, page, folder=str(tmp_path), timeout=90)
