@@ -148,7 +148,7 @@ class Communicator:
         self.name = f"{self._ranks[0]}/{number.item()}"
         # the modules of a process have engines of their own, which begin to communicate in an order that data decide
         self._first_tag = int(number) % 2**11 << 20
-        self.watch = Watch(self.rank, self.size, self.name)
+        self.watch = Watch(self.group, self.name)
 
     def all_gather(self, full: Tensor, number: int, what: str) -> Pending:
         """Fill a flat buffer of which this rank's slice is already in place.

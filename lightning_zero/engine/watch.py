@@ -30,37 +30,32 @@ _UNUSED_TAG = 7699
 
 
 class _Wait(NamedTuple):
+    engine: str
     what: str
     ordinal: int  # the how manieth of this name; 0 where not every rank takes part, so that nothing can be concluded
     since: float
 
+    @property
+    def key(self) -> str:
+        return f"{self.engine}: {self.what}"
+
 
 class Watch:
-    """Over the waits of one rank of a group.
+    """What one engine tells of its rank's waits to the lookout that all engines over a group share.
 
     Args:
-        rank, size: in the group.
+        group: the process group.
         name: of what the ranks do together, the same on all of them and new each time.
     """
 
-    def __init__(self, rank: int, size: int, name: str) -> None:
-        self._rank, self._others = rank, [other for other in range(size) if other != rank]
-        self._begun: Counter[str] = Counter()
-        self._wait: _Wait | None = None
-        self._announced: _Wait | None = None
-        self._lock = threading.Lock()  # of what is announced
-        self._closed = threading.Event()
-        # a connection of its own: the main thread may hold the other for as long as it waits
-        store = dist.distributed_c10d._get_default_store()
-        self._store = store.clone() if hasattr(store, "clone") else store
-        self._notices = dist.PrefixStore(f"lightning_zero/watch/{name}", self._store)
-        self._thread = threading.Thread(target=self._run, name="lightning_zero-watch", daemon=True)
-        self._thread.start()
+    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+        self._name = name
+        self._lookout = next((each for each in _lookouts if each.group is group), None) or _Lookout(group)
+        self._lookout.users.append(self)
 
     def begin(self, what: str) -> int:
         """Count a collective of this name that this rank begins, in the order that all ranks have; its ordinal."""
-        self._begun[what] += 1
-        return self._begun[what]
+        return self._lookout.begin(f"{self._name}: {what}")
 
     @contextmanager
     def waiting(self, what: str, ordinal: int | None = None) -> Iterator[None]:
@@ -74,12 +69,54 @@ class Watch:
             RuntimeError: for one that is raised inside, saying why if that is known: which rank failed, which ranks
                 wait for each other, or where each is.
         """
-        wait = _Wait(what, self.begin(what) if ordinal is None else ordinal, time.monotonic())
+        ordinal = self.begin(what) if ordinal is None else ordinal
+        with self._lookout.waiting(_Wait(self._name, what, ordinal, time.monotonic())):
+            yield
+
+    def notice_of(self, rank: int) -> str:
+        """What a rank has said about its wait, which is different for each wait; empty if it waits for nothing."""
+        return self._lookout.notice_of(rank)
+
+    def close(self) -> None:
+        if self in self._lookout.users:
+            self._lookout.users.remove(self)
+            if not self._lookout.users:
+                self._lookout.close()
+
+
+class _Lookout:
+    """Over the waits of one rank of a group, in whichever engine: ranks may wait for each other in two of them."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.users: list[Watch] = []
+        _lookouts.append(self)
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        self._rank, self._others = rank, [other for other in range(size) if other != rank]
+        self._begun: Counter[str] = Counter()
+        self._wait: _Wait | None = None
+        self._announced: _Wait | None = None
+        self._lock = threading.Lock()  # of what is announced
+        self._closed = threading.Event()
+        # a connection of its own: the main thread may hold the other for as long as it waits
+        store = dist.distributed_c10d._get_default_store()
+        self._store = store.clone() if hasattr(store, "clone") else store
+        ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
+        self._notices = dist.PrefixStore(f"lightning_zero/watch/{ranks}", self._store)
+        self._thread = threading.Thread(target=self._run, name="lightning_zero-watch", daemon=True)
+        self._thread.start()
+
+    def begin(self, key: str) -> int:
+        self._begun[key] += 1
+        return self._begun[key]
+
+    @contextmanager
+    def waiting(self, wait: _Wait) -> Iterator[None]:
         outer, self._wait = self._wait, wait
         try:
             yield
         except RuntimeError as error:
-            raise RuntimeError(f"{what} did not complete: {failure() or self._blame(error)}") from error
+            raise RuntimeError(f"{wait.what} did not complete: {failure() or self._blame(error)}") from error
         finally:
             self._wait = outer
             if self._announced is not None:
@@ -89,10 +126,11 @@ class Watch:
                     self._set("")
 
     def notice_of(self, rank: int) -> str:
-        """What a rank has said about its wait, which is different for each wait; empty if it waits for nothing."""
         return _read(self._notices, f"{rank}") or ""
 
     def close(self) -> None:
+        if self in _lookouts:
+            _lookouts.remove(self)
         self._closed.set()
         if threading.current_thread() is not self._thread:
             # A thread that comes back from the store to an interpreter that has ended would abort the process.
@@ -140,7 +178,7 @@ class Watch:
 
         def way_back(rank: int, path: list[int]) -> list[int] | None:
             for other in waits:
-                if begun[other][waits[rank].what] < waits[rank].ordinal:
+                if begun[other][waits[rank].key] < waits[rank].ordinal:
                     if other == self._rank:
                         return path
                     found = way_back(other, [*path, other]) if other not in path else None
@@ -158,9 +196,13 @@ class Watch:
         )
 
 
+_lookouts: list[_Lookout] = []
+
+
 def name_in(notice: str) -> str:
     """What a notice's rank waits for."""
-    return json.loads(notice)[0]
+    _, what, *_ = json.loads(notice)
+    return what
 
 
 @contextmanager

@@ -172,8 +172,8 @@ def deleted() -> None:
     model, optimizer = set_up(fabric)
     train(fabric, model, optimizer, steps=1)
     (engine,) = fabric.strategy.engines
-    name = engine.communicator.watch._thread.name
-    thread = engine.communicator.watch._thread
+    name = engine.communicator.watch._lookout._thread.name
+    thread = engine.communicator.watch._lookout._thread
     assert thread.is_alive() and name
     del engine, model, optimizer
     assert fabric.strategy.engines == [] and not thread.is_alive()
@@ -234,3 +234,18 @@ def other_namespace() -> None:
 def test_lightning_fabric_has_the_same_strategy(run_on):
     run_on(2, other_namespace)
     assert lightning.fabric.Fabric is not lightning_fabric.Fabric
+
+
+def diverges() -> None:
+    """Each rank runs another of two modules: both wait, each for the other, until they are told."""
+    fabric = make_fabric("zero3")
+    torch.manual_seed(0)
+    modules = [fabric.setup(OddModel()), fabric.setup(OddModel())]
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="the ranks wait for each other for ever"):
+        modules[rank()](*batch(0))
+    assert time.monotonic() - begin < 20
+
+
+def test_ranks_that_run_different_modules_are_told_in_seconds(run_on):
+    run_on(2, diverges, timeout=30)

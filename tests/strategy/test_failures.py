@@ -298,7 +298,7 @@ def end_engines():
     """A thread that were still in the store when the process ends would abort it."""
     for closed in (True, False):
         engine = Engine(nn.Linear(2, 2), stage=3)
-        thread = engine.communicator.watch._thread
+        thread = engine.communicator.watch._lookout._thread
         assert thread.is_alive()
         if closed:
             engine.close()
