@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Literal
@@ -104,7 +105,8 @@ class FabricStrategy(ZeroProcesses):
     def setup_environment(self) -> None:
         super().setup_environment()
         if not self._is_single:
-            _tell_of_uncaught_exceptions(self)
+            _tell_of_uncaught_exceptions()
+            _strategies.add(self)
 
     _set_world_ranks = ZeroProcesses.set_world_ranks
 
@@ -157,10 +159,12 @@ class FabricStrategy(ZeroProcesses):
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Let an optimizer update this rank's parts of the modules that are, and will be, set up."""
         check_optimizer(optimizer, self._engine_options["allow_any_optimizer"])
-        self._optimizers = [weakref.ref(each) for each in (*self._known_optimizers(), optimizer)]
-        for engine in self.engines:
-            if _hold_in_common(optimizer, engine.module):
-                engine.set_optimizers([*engine.optimizers, optimizer])
+        known = self._known_optimizers()
+        if not any(optimizer is each for each in known):
+            self._optimizers = [weakref.ref(each) for each in (*known, optimizer)]
+            for engine in self.engines:
+                if _hold_in_common(optimizer, engine.module):
+                    engine.set_optimizers([*engine.optimizers, optimizer])
         return optimizer
 
     def _known_optimizers(self) -> list[Optimizer]:
@@ -280,18 +284,17 @@ def _hold_in_common(optimizer: Optimizer, module: nn.Module) -> bool:
 _strategies: weakref.WeakSet[FabricStrategy] = weakref.WeakSet()
 
 
-def _tell_of_uncaught_exceptions(strategy: FabricStrategy) -> None:
+@cache
+def _tell_of_uncaught_exceptions() -> None:
     """Let the other ranks know when a script ends by an exception: nothing of Fabric's is around it to catch it."""
-    if not _strategies:
-        before = sys.excepthook
+    before = sys.excepthook
 
-        def tell(cls: type[BaseException], exception: BaseException, *rest: Any) -> None:
-            for strategy in list(_strategies):
-                strategy.on_exception(exception)
-            before(cls, exception, *rest)
+    def tell(cls: type[BaseException], exception: BaseException, *rest: Any) -> None:
+        for strategy in list(_strategies):
+            strategy.on_exception(exception)
+        before(cls, exception, *rest)
 
-        sys.excepthook = tell
-    _strategies.add(strategy)
+    sys.excepthook = tell
 
 
 class ZeroStrategy(FabricStrategy, ParallelStrategy):

@@ -290,6 +290,26 @@ def one_optimizer(strategy: str) -> Any:
     return losses, weights(one), weights(two), state_of(optimizer)
 
 
+def two_optimizers(strategy: str) -> Any:
+    """Two optimizers over one module, one of which is set up again, with another module"""
+    fabric = make_fabric(strategy)
+    torch.manual_seed(0)
+    module, other = OddModel(), Pair(2, 2)
+    first = Adam([p for p in module.parameters() if p.ndim >= 2], lr=0.01)
+    second = SGD([p for p in module.parameters() if p.ndim < 2], lr=0.1)
+    model, one, two = fabric.setup(module, first, second)
+    _, one = fabric.setup(other, first)
+    losses = []
+    for index in range(3):
+        loss = model(*batch(index))
+        fabric.backward(loss)
+        one.step()
+        two.step()
+        model.zero_grad()
+        losses.append(loss.detach())
+    return losses, weights(model), state_of(one), state_of(two)
+
+
 def optimizer_made_later(strategy: str) -> Any:
     """An optimizer made of a module that is set up already"""
     fabric = make_fabric(strategy)
@@ -315,7 +335,15 @@ def target_network(strategy: str) -> Any:
     return losses, weights(second)
 
 
-@fabrics(gan, gan_modules_first, gan_optimizers_first, one_optimizer, optimizer_made_later, target_network)
+@fabrics(
+    gan,
+    gan_modules_first,
+    gan_optimizers_first,
+    one_optimizer,
+    two_optimizers,
+    optimizer_made_later,
+    target_network,
+)
 def test_several_modules_and_optimizers_give_ddps_numbers(run_on, case):
     run_on(2, same_as_under_ddp, case=case)
 
