@@ -46,8 +46,10 @@ def plan_units(root: nn.Module, units: Units = "auto") -> list[UnitPlan]:
     """Choose the units of a module, the root unit first.
 
     Automatic units are what every rank runs whatever its data: the children of an ``nn.Sequential``, composite blocks
-    repeated in an outermost ``nn.ModuleList``, and large layers outside of both. A list of experts or of heads, chosen
-    by data, stays inside its block. Parameters tied across units go to the root unit, which covers them all.
+    repeated in an outermost ``nn.ModuleList``, and large layers outside of both. The stages of a hierarchical vision
+    model, of which each is wider than the one before, are opened: their blocks are the units. A list of experts or of
+    heads, chosen by data, stays inside its block. Parameters tied across units go to the root unit, which covers them
+    all.
 
     Args:
         root: the whole module.
@@ -129,15 +131,18 @@ def _outermost(
 def _automatic(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     repeated = _is_repeated_blocks(module)
     in_sequence = isinstance(module, nn.Sequential)
+    in_stages = (repeated or in_sequence) and _are_stages(module)
     for name, child in module.named_children():
         path = f"{prefix}.{name}" if prefix else name
         if not _has_parameters(child):
             continue
-        if repeated or (in_sequence and not _holds_units(child)):
+        if in_stages and any(_is_composite(block) for _, block in _automatic(path, child)):
+            yield from _automatic(path, child)
+        elif repeated or (in_sequence and not _holds_units(child)):
             yield path, child
         elif isinstance(child, (nn.ModuleList, nn.ModuleDict)) and not _is_repeated_blocks(child):
             continue  # heads or experts, chosen by data: they belong to whoever chooses
-        elif not any(True for _ in child.children()) and _own_numel(child) >= LARGE_LAYER:
+        elif not _is_composite(child) and _own_numel(child) >= LARGE_LAYER:
             yield path, child
         else:
             yield from _automatic(path, child)
@@ -148,13 +153,30 @@ def _is_repeated_blocks(module: nn.Module) -> bool:
     if not isinstance(module, nn.ModuleList):
         return False
     children = [child for child in module if _has_parameters(child)]
-    composite = all(any(True for _ in child.children()) for child in children)
-    return composite and len(children) >= 2 and len({type(child) for child in children}) < len(children)
+    return (
+        all(map(_is_composite, children))
+        and len(children) >= 2
+        and len({type(child) for child in children}) < len(children)
+    )
+
+
+def _are_stages(module: nn.Module) -> bool:
+    """Whether the children are the stages of a hierarchical model: three or more of a class, no two of the same shapes.
+
+    Layers of a transformer, with experts or without, are of one or two kinds; so their lists of experts stay closed.
+    """
+    children = [child for child in module.children() if _has_parameters(child)]
+    shapes = {tuple(parameter.shape for parameter in child.parameters()) for child in children}
+    return len(children) >= 3 and len({type(child) for child in children}) == 1 and len(shapes) == len(children)
 
 
 def _holds_units(module: nn.Module) -> bool:
     """Whether a child of a Sequential is itself a sequence of units (the stages of a ResNet)."""
     return isinstance(module, nn.Sequential) or any(_is_repeated_blocks(inner) for inner in module.modules())
+
+
+def _is_composite(module: nn.Module) -> bool:
+    return any(True for _ in module.children())
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -51,6 +51,35 @@ def test_stages_of_a_convolutional_net_are_opened():
     assert names(nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block()))) == ["0.0", "0.1", "1.0"]
 
 
+class Stage(nn.Module):
+    """Of a hierarchical vision model: it widens, then runs blocks of one width."""
+
+    def __init__(self, width, depth, sequence=nn.ModuleList):
+        super().__init__()
+        self.widen = nn.Linear(width // 2, width)
+        blocks = [Block(width) for _ in range(depth)]
+        self.blocks = nn.Sequential(*blocks) if sequence is nn.Sequential else nn.ModuleList(blocks)
+
+
+@pytest.mark.parametrize("sequence", [nn.ModuleList, nn.Sequential])
+@pytest.mark.parametrize("stages", [nn.ModuleList, lambda stages: nn.Sequential(*stages)], ids=["list", "sequence"])
+def test_stages_of_which_each_is_wider_are_opened(stages, sequence):
+    model = stages([Stage(4, 2, sequence), Stage(8, 3, sequence), Stage(16, 2, sequence)])
+    found = plan_units(model)
+    blocks = [f"{stage}.blocks.{block}" for stage, depth in enumerate([2, 3, 2]) for block in range(depth)]
+    assert [plan.name for plan in found[1:]] == blocks
+    assert list(found[0].parameters) == [f"{i}.widen.{what}" for i in range(3) for what in ("weight", "bias")]
+
+
+def test_a_stage_with_a_single_block_is_a_unit_itself():
+    model = nn.ModuleList([Stage(4, 1), Stage(8, 2), Stage(16, 1)])
+    assert names(model) == ["", "0", "1.blocks.0", "1.blocks.1", "2"]
+
+
+def test_blocks_of_different_widths_stay_closed():
+    assert names(nn.Sequential(Block(4), Block(8), Block(16))) == ["0", "1", "2"]
+
+
 def test_experts_stay_inside_their_block():
     assert names(Decoder(Mixture)) == ["", "blocks.0", "blocks.1", "blocks.2"]
 
