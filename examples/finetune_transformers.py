@@ -11,7 +11,8 @@ import re
 import sys
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from pydoc_data.topics import topics
+from typing import Any, NoReturn
 
 import hydra
 import torch
@@ -23,7 +24,6 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from omegaconf import DictConfig, OmegaConf
-from pydoc_data.topics import topics
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
@@ -62,10 +62,17 @@ IGNORED = -100  # the label of what is not to be predicted, as transformers and 
 
 
 def load_tokenizer(path: str | None) -> PreTrainedTokenizerBase:
-    """The folder's own; bytes where there is none."""
-    if path is not None and (Path(path) / "tokenizer_config.json").is_file():
-        return AutoTokenizer.from_pretrained(path)
-    return ByT5Tokenizer(extra_ids=0)
+    """The folder's own; bytes where there is none.
+
+    Raises:
+        ValueError: It has no EOS.
+    """
+    if path is None or not (Path(path) / "tokenizer_config.json").is_file():
+        return ByT5Tokenizer(extra_ids=0)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"model.path={path}: its tokenizer has no EOS token, which ends a document")
+    return tokenizer
 
 
 def load_network(model: DictConfig, vocabulary: int) -> PreTrainedModel | PeftModel:
@@ -109,10 +116,10 @@ def load_pretrained(path: str) -> PreTrainedModel:
 
 def add_lora(network: PreTrainedModel, lora: DictConfig) -> PeftModel:
     """Adapters beside the weights, which are frozen."""
-    if lora.rank < 1:
-        raise ValueError(f"model.lora.rank={lora.rank}: expected 1 or more, or null for none")
-    options = {"target_modules": lora.target_modules, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout}
-    return get_peft_model(network, LoraConfig(task_type="CAUSAL_LM", r=lora.rank, **options))
+    if not isinstance(lora.rank, int) or lora.rank < 1:
+        raise ValueError(f"model.lora.rank={lora.rank}: expected a whole number, 1 or more, or null for no LoRA")
+    arguments = OmegaConf.to_container(lora)
+    return get_peft_model(network, LoraConfig(task_type="CAUSAL_LM", r=arguments.pop("rank"), **arguments))
 
 
 class Blocks(LightningDataModule):
@@ -177,7 +184,7 @@ class FineTuning(LightningModule):
         optimizer: partial[torch.optim.Optimizer],
         warmup_steps: int,
         prompt_tokens: int,
-        generate: DictConfig,
+        generate: dict[str, Any],
     ) -> None:
         super().__init__()
         self.make_network = make_network
@@ -274,7 +281,7 @@ def main(config: DictConfig) -> None:
         optimizer=instantiate(config.optimizer),
         warmup_steps=config.warmup_steps,
         prompt_tokens=config.prompt_tokens,
-        generate=config.generate,
+        generate=OmegaConf.to_container(config.generate),
     )
 
     module = make_module(make_network)

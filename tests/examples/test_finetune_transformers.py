@@ -1,4 +1,4 @@
-"""A transformers model is fine-tuned from a folder of weights into a folder of weights, as its users run the example."""
+"""The example that fine-tunes a transformers model, run as its users do: from a folder of weights to another."""
 
 from __future__ import annotations
 
