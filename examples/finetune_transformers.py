@@ -286,12 +286,13 @@ def main(config: DictConfig) -> None:
 
     module = make_module(make_network)
     trainer.fit(module, data, ckpt_path=config.resume)
-    (metrics,) = trainer.validate(module, data, ckpt_path="best", verbose=False)
+    best = trainer.checkpoint_callback.best_model_path  # "" if the run was too short for a validation
+    (metrics,) = trainer.validate(module, data, ckpt_path=best or None, verbose=False)
 
     folder = Path(trainer.strategy.broadcast(config.folder))
     if trainer.is_global_zero:
         save(module.network, tokenizer, folder)
-        results = report.collect(trainer, monitor, metrics, trainer.checkpoint_callback.best_model_path)
+        results = report.collect(trainer, monitor, metrics, best)
         report.write_report(folder, results, module.sample)
         print("model", folder / "model", flush=True)
     trainer.strategy.barrier()
