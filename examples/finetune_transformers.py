@@ -211,6 +211,10 @@ class FineTuning(LightningModule):
         self.log("training/loss", loss)
         return loss
 
+    def on_validation_epoch_start(self) -> None:
+        for metric in (self.loss, self.perplexity):  # precision bf16-true casts them too, and counts in bf16 end at 256
+            metric.set_dtype(torch.float32)
+
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
         tokens, labels = batch
         output = self.network(input_ids=tokens, labels=labels, use_cache=False)

@@ -105,17 +105,17 @@ def finetune(launcher: list[str], folder: Path, *overrides: str) -> Outcome:
     return Outcome(output, results, float(found[1]), float(found[2]))
 
 
-def validation_blocks(text: Path) -> tuple[Tensor, Tensor]:
+def validation_blocks(text: Path, percent: int = DATA["validation_percent"]) -> tuple[Tensor, Tensor]:
     """The held-out (tokens, labels), by the example's own class."""
     example = runpy.run_path(str(REPOSITORY / EXAMPLE))
-    data = OmegaConf.create(DATA | {"path": str(text)})
+    data = OmegaConf.create(DATA | {"path": str(text), "validation_percent": percent})
     return example["Blocks"](data, example["load_tokenizer"](None), ranks=2).validation[:]
 
 
 @torch.no_grad()
-def perplexity_alone(network: Any, given: Given) -> float:
+def perplexity_alone(network: Any, given: Given, **data: int) -> float:
     """In this process, without a Trainer, a strategy or torchmetrics."""
-    tokens, labels = validation_blocks(given.text)
+    tokens, labels = validation_blocks(given.text, **data)
     logits = network.eval()(input_ids=tokens).logits[:, :-1]
     return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()).exp().item()
 
@@ -175,13 +175,22 @@ def test_a_resumed_run_ends_as_the_run_never_stopped(at_stage_3: Outcome, given:
 @pytest.mark.timeout(240)
 def test_lora_trains_adapters_and_merges_them(given: Given, tmp_path: Path) -> None:
     options = ["model.lora.rank=4", "model.gradient_checkpointing=true", "optimizer.lr=1e-2"]
-    outcome = finetune(SCRIPT, tmp_path, *given.overrides, *options)
+    too_short_for_a_validation = "trainer.val_check_interval=100"
+    outcome = finetune(SCRIPT, tmp_path, *given.overrides, *options, too_short_for_a_validation)
     network = AutoModelForCausalLM.from_pretrained(given.network)
     before = perplexity_alone(network, given)
     adapted = perplexity_alone(PeftModel.from_pretrained(network, outcome.folder / "adapter"), given)
     merged = perplexity_alone(AutoModelForCausalLM.from_pretrained(outcome.folder / "model"), given)
     assert [adapted, merged] == pytest.approx([outcome.perplexity] * 2, rel=1e-5)
     assert adapted < 0.9 * before
+
+
+def test_perplexity_is_counted_in_fp32_where_parameters_are_in_bf16(given: Given, tmp_path: Path) -> None:
+    options = ["trainer.devices=1", "trainer.max_steps=1", "trainer.precision=bf16-true"]
+    data = ["data.validation_percent=80", "data.batch_size=1"]  # fifty sums of some 30 tokens; bf16 counts to 256
+    outcome = finetune(SCRIPT, tmp_path, *given.overrides, *options, *data)
+    network = AutoModelForCausalLM.from_pretrained(outcome.folder / "model", dtype=torch.float32)
+    assert outcome.perplexity == pytest.approx(perplexity_alone(network, given, percent=80), rel=5e-3)
 
 
 def changed(given: Given, folder: Path, name: str, tensor: Tensor | None) -> Path:
