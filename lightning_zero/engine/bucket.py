@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from lightning_zero.engine.gradient_shard import GradientShard
 from lightning_zero.engine.layout import BucketLayout
 from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.view import View
+
+if TYPE_CHECKING:
+    from lightning_zero.engine.sources import Source
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -160,7 +163,7 @@ class Bucket:
 
     Args:
         layout: the ranges.
-        parameters: the module's own, in the order of the layout, still ordinary; they are cut here.
+        parameters: the module's own, in the order of the layout; they stay as they are until ``cut``.
         number: the bucket's own among all, the same on every rank.
         compute_dtype: the dtype in which they are gathered.
         reduce_dtype: the dtype in which gradients travel, where it is narrower than the one in which they are kept;
@@ -184,10 +187,10 @@ class Bucket:
     ) -> None:
         self.layout, self.unit_name, self._number = layout, unit_name, number
         self.communicator, self.agreement, self.ledger = communicator, agreement, ledger
-        dtype, device = parameters[0].dtype, parameters[0].device
+        dtype, device = parameters[0].dtype, communicator.device
         self.dtype = dtype
         trainable = parameters[0].requires_grad
-        master_dtype = torch.float32 if trainable and dtype in LOW_PRECISION else dtype
+        self._master_dtype = torch.float32 if trainable and dtype in LOW_PRECISION else dtype
         self._gradient_dtype = self._wire_dtype = torch.float32 if dtype in LOW_PRECISION else dtype
         if reduce_dtype is not None and dtype.is_floating_point:
             self._wire_dtype = min(reduce_dtype, self._gradient_dtype, key=lambda kind: kind.itemsize)
@@ -198,36 +201,22 @@ class Bucket:
         )
         self.reduces = True  # what is accumulated now, in this backward
         # Over one rank a whole copy in the masters' dtype would be the shard a second time.
-        self.replicated = replicated or (communicator.size == 1 and master_dtype == compute_dtype)
-        self.shard_in_full = self.replicated and master_dtype == compute_dtype
+        self.replicated = replicated or (communicator.size == 1 and self._master_dtype == compute_dtype)
+        self.shard_in_full = self.replicated and self._master_dtype == compute_dtype
         self._pending: list[Pending] = []  # the gather under way, if one is
         weakref.finalize(self, _settle, self._pending).atexit = False
-        self._gathered = False
+        self._gathered = self.is_cut = False
         self._low, self._high = layout.shard_range(communicator.rank)
 
-        flat = torch.zeros(layout.padded_numel, dtype=dtype, device=device)
-        for segment, parameter in zip(layout.segments, parameters):
-            flat[segment.start : segment.stop] = parameter.detach().reshape(-1)
-        communicator.from_first(flat)
-        if self.shard_in_full:
-            self.full = flat
-            self.shard = flat[self._low : self._high]
-            self._gathered = True
-        else:
-            self.shard = flat[self._low : self._high].to(master_dtype, copy=True)
-            self.full = torch.empty(layout.padded_numel, dtype=compute_dtype, device=device)
-            ledger.add("parameters", self.shard.untyped_storage().nbytes())
-        self._full_nbytes = self.full.untyped_storage().nbytes()
-        ledger.add("parameters" if self.replicated else "gathered", self._full_nbytes)
-        self.views = [View(self.segment_view(i), trainable) for i in range(len(layout.segments))]
+        # What is whole has no memory until it is cut, or gathered.
+        self._flat = torch.empty(layout.padded_numel, dtype=dtype, device=device)
+        self.full = torch.empty(layout.padded_numel, dtype=compute_dtype, device=device)
+        self._flat_nbytes, self._full_nbytes = (t.untyped_storage().nbytes() for t in (self._flat, self.full))
+        for empty in (self._flat, self.full):
+            empty.untyped_storage().resize_(0)
         has_nan = compute_dtype.is_floating_point or compute_dtype.is_complex
         nan = torch.full((), float("nan") if has_nan else 0, device=device)
         self._placeholders = [nan.to(compute_dtype).expand(segment.shape) for segment in layout.segments]
-        if self.replicated and not self.shard_in_full:
-            self.full.copy_(flat)
-            self._gathered = True
-        elif not self.replicated:
-            self._free()
 
         self.flat_gradient: Tensor | None = None
         self._alone: dict[int, Tensor] = {}  # over one rank: gradients as they came
@@ -235,8 +224,67 @@ class Bucket:
         self._unsynchronised = False
         self._reducing_nbytes = 0
         self._gradient_shard: weakref.ref[GradientShard] | None = None
+
+    # -- setting up -------------------------------------------------------------------------------------------------
+
+    def room(self, index: int) -> Tensor:
+        """Where the values of a parameter may be written before it is cut, in its shape."""
+        segment = self.layout.segments[index]
+        return self._opened()[segment.start : segment.stop].view(segment.shape)
+
+    def _opened(self) -> Tensor:
+        if self._flat.untyped_storage().nbytes() != self._flat_nbytes:
+            self._flat.untyped_storage().resize_(self._flat_nbytes)
+            for start, stop in self.layout.gaps():
+                self._flat[start:stop].zero_()
+        return self._flat
+
+    def cut(self, parameters: list[nn.Parameter], sources: list[Source]) -> None:
+        """Make the parameters sharded tensors. Collective.
+
+        Args:
+            parameters: the module's own, in the order of the layout.
+            sources: of their values; where there are none, on rank 0, they have been written to the room.
+        """
+        flat, communicator = self._opened(), self.communicator
+        low, high = (0, len(flat)) if self.replicated else (self._low, self._high)
+        run_goes_on = False
+        from_first: list[slice] = []  # maximal runs of what rank 0 gives the others
+        for segment, source in zip(self.layout.segments, sources):
+            start, stop = segment.start, segment.stop
+            if source.everywhere:
+                start = min(max(start, low), stop)
+                stop = max(min(stop, high), start)
+                run_goes_on = False
+            else:
+                begin = from_first.pop().start if run_goes_on else start
+                from_first.append(slice(begin, stop))
+                run_goes_on = True
+            if source.values is not None and (source.everywhere or communicator.rank == 0):
+                values = source.values.detach().reshape(-1)
+                flat[start:stop].copy_(values[start - segment.start : stop - segment.start])
+        for run in from_first:
+            communicator.from_first(flat[run])
+        if self.shard_in_full:
+            self.full = flat
+            self.shard = flat[self._low : self._high]
+        else:
+            self.shard = flat[self._low : self._high].to(self._master_dtype, copy=True)
+            self.ledger.add("parameters", self.shard.untyped_storage().nbytes())
+        if self.replicated:
+            self.ledger.add("parameters", self._full_nbytes)
+            self._gathered = True
+            if not self.shard_in_full:
+                self.full.untyped_storage().resize_(self._full_nbytes)
+                self.full.copy_(flat)
+        del self._flat
+        trains = parameters[0].requires_grad
+        self.views = [
+            View(self.segment_view(index) if self.replicated else placeholder, trains)
+            for index, placeholder in enumerate(self._placeholders)
+        ]
         # a parameter holds its slot, which holds the bucket: the way back is weak, so that both go with the module
-        slots = [BucketSlot(self, i, dtype) for i in range(len(layout.segments))]
+        slots = [BucketSlot(self, i, self.dtype) for i in range(len(self.layout.segments))]
         self._slots = [weakref.ref(slot) for slot in slots]
         self.parameters: list[weakref.ref[nn.Parameter]] = []
         for slot, parameter in zip(slots, parameters):
@@ -245,6 +293,7 @@ class Bucket:
                 slot.hooks_after_reduction = parameter._post_accumulate_grad_hooks
                 parameter._post_accumulate_grad_hooks = OrderedDict()
             self.parameters.append(weakref.ref(parameter))
+        self.is_cut = True
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
@@ -557,4 +606,4 @@ def become(tensor: Tensor, other: Tensor) -> None:
         tensor._backward_hooks = hooks  # autograd's side of them went with the contents
 
 
-_TENSOR_ATTRIBUTES = {"_slot", "_local", "keep", "_is_param"}
+_TENSOR_ATTRIBUTES = {"_slot", "_local", "keep", "_is_param", "promised"}

@@ -26,9 +26,12 @@ from lightning_zero.engine.compilation import OwnHook
 from lightning_zero.engine.gradients import GradientReducer
 from lightning_zero.engine.layout import BucketLayout
 from lightning_zero.engine.masters import Masters, check_optimizer, masters_of
+from lightning_zero.engine.materialise import Materialiser, check_can_be_initialised
 from lightning_zero.engine.placement import Placement, placements_of
+from lightning_zero.engine.promises import values_of
 from lightning_zero.engine.schedule import Schedule, Unit, in_backward
 from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
+from lightning_zero.engine.sources import agree_on_sources
 from lightning_zero.engine.uneven import Turns, UnevenMethod
 from lightning_zero.engine.units import UnitPlan, Units, plan_units
 
@@ -83,7 +86,10 @@ class Engine:
     """Shard a module in place, and keep it trainable as before.
 
     Args:
-        module: on one device, with ordinary parameters. It starts from rank 0's parameters and buffers.
+        module: with ordinary parameters, of which rank 0's and its buffers count; on the meta device, where each module
+            in it is initialised anew; or with values in files that are mapped into memory (``torch.load(mmap=True)``,
+            safetensors), of which each rank reads its share. Whatever is not whole yet is never made so: it is cut unit
+            by unit.
         optimizers: over the module's parameters; the objects stay the user's own.
         stage: 1, 2, 3, or one of the paper's names for them (SC20, section 5).
         units: how modules are grouped for gathering; see ``plan_units``.
@@ -98,11 +104,13 @@ class Engine:
         activation_checkpointing: modules whose forward is computed again in backward: ``"units"`` for each unit but the
             root, module classes, or a predicate of (qualified name, module); None for what the module does by itself.
         allow_any_optimizer: accept optimizer classes that are not known to be elementwise.
+        device: where parameters and buffers are to be; None for where they are, which is then one device for all.
         group: the data-parallel process group, None for the default one.
         handshake_timeout: seconds that a rank waits for the others where user code reads a sharded tensor.
 
     Raises:
         ValueError, TypeError: for what cannot be set up; nothing has been changed then.
+        RuntimeError: if a module on the meta device does not initialise all that it has.
     """
 
     def __init__(
@@ -120,6 +128,7 @@ class Engine:
         bucket_numel: int = 2**25,
         activation_checkpointing: Units | None = None,
         allow_any_optimizer: bool = False,
+        device: torch.device | str | None = None,
         group: dist.ProcessGroup | None = None,
         handshake_timeout: float = 600.0,
     ) -> None:
@@ -135,14 +144,16 @@ class Engine:
         for optimizer in optimizers:
             check_optimizer(optimizer, allow_any_optimizer)
         plans = plan_units(module, units)
-        parameters = [parameter for plan in plans for parameter in plan.parameters.values()]
-        device = _common_device(plans, parameters)
+        _check_ordinary(plans)
+        device = torch.device(device) if device is not None else _common_device(plans)
         checkpointed = modules_to_checkpoint(module, plans, activation_checkpointing)
 
         self._module = weakref.ref(module)
         self.ledger = Ledger()
         self._handshake_timeout = handshake_timeout
         self._join(group, device)
+        sources = agree_on_sources(module, self.communicator)
+        check_can_be_initialised(module, sources)
         self._overlap, self._compute_dtype, self._bucket_numel = overlap, compute_dtype, bucket_numel
         self._allow_any_optimizer = allow_any_optimizer
         self._steps = self._numbers = self._updates = 0
@@ -154,9 +165,11 @@ class Engine:
                 # old-style weight_norm and its kin keep what they computed, and with it a graph that holds parameters
                 if isinstance(value, Tensor) and value.grad_fn is not None:
                     setattr(inner, attribute, value.detach())
-        self.sync_buffers()
         rank_in_groups = _rank_in_groups(optimizers)
         self.units = [Unit(plan, self._buckets_of(plan, rank_in_groups)) for plan in plans]
+        Materialiser(module, plans, self.units, sources, self.communicator, self.agreement).run()
+        del sources  # and the values, which are in the buckets now
+        self.sync_buffers()
         self.schedule = Schedule(self.units, prefetch if overlap else 0)
         self.schedule.install(plans)
         differentiation.serve(self.schedule)
@@ -587,9 +600,7 @@ def slot_of(tensor: Any) -> BucketSlot | None:
     return None
 
 
-def _common_device(plans: list[UnitPlan], parameters: list[nn.Parameter]) -> torch.device:
-    if not parameters:
-        return torch.device("cpu")
+def _check_ordinary(plans: list[UnitPlan]) -> None:
     for plan in plans:
         for name, parameter in plan.parameters.items():
             if isinstance(parameter, ShardedTensor):
@@ -599,19 +610,23 @@ def _common_device(plans: list[UnitPlan], parameters: list[nn.Parameter]) -> tor
                     f"{name} is a DTensor, cut by another: take fully_shard(...) or distribute_tensor(...) out of the "
                     "module, whose parameters must be ordinary tensors."
                 )
-            if parameter.device.type == "meta":
-                raise ValueError(
-                    f"{name} is on the meta device: materialise the module first (module.to_empty(device=...) and "
-                    "initialise it, or create it outside of torch.device('meta'))."
-                )
             if isinstance(parameter, nn.parameter.UninitializedParameter):
                 raise ValueError(f"{name} is not initialised yet: run a batch through the lazy module first.")
-            if parameter.device != parameters[0].device:
-                raise ValueError(
-                    f"{name} is on {parameter.device}, other parameters on {parameters[0].device}: move the module to "
-                    "one device."
-                )
-    return parameters[0].device
+
+
+def _common_device(plans: list[UnitPlan]) -> torch.device:
+    """The one device of all values; the CPU where there are none yet."""
+    found = None
+    for plan in plans:
+        for name, parameter in plan.parameters.items():
+            values = values_of(parameter)
+            if values is not None:
+                found = found or values.device
+                if values.device != found:
+                    raise ValueError(
+                        f"{name} is on {values.device}, other parameters on {found}: move the module to one device."
+                    )
+    return found or torch.device("cpu")
 
 
 def _rank_in_groups(optimizers: Sequence[Optimizer]) -> dict[int, int]:

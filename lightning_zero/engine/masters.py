@@ -408,7 +408,7 @@ class Masters:
         for parameter, state in states.items():
             slot = self.slot_of(parameter)
             if slot is None:
-                optimizer.state[parameter] = state
+                optimizer.state[parameter] = {key: _copy(value) for key, value in state.items()}
             elif state:
                 by_slot[slot] = state
         group_of = {
@@ -446,9 +446,23 @@ class Masters:
             dtype = torch.promote_types(first.dtype, master.tensor.dtype) if first.is_floating_point() else first.dtype
             cut[key] = torch.zeros(master.tensor.shape, dtype=dtype, device=master.tensor.device)
             for value, slot in zip(whole, master.slots):
-                part = local_range_of(value.detach(), slot)
-                cut[key][master.part_of(slot)] = part.to(cut[key])
+                part = cut[key][master.part_of(slot)]
+                if value.is_meta:  # as its parameter was when the optimizer was made
+                    part.fill_(self._initial(key, slot))
+                else:
+                    part.copy_(local_range_of(value.detach(), slot))
         return cut
+
+    def _initial(self, key: str, slot: BucketSlot) -> float:
+        """What the optimizer's constructor has filled a state with."""
+        for group in self.optimizer.param_groups:
+            if _INITIAL.get(key) in group and any(self.slot_of(p) is slot for p in group["params"]):
+                return group[_INITIAL[key]]
+        raise RuntimeError(
+            f"The optimizer's state {key!r} of '{slot.name}' has no values, as it was made while the parameter was on "
+            "the meta device. Make it in the first step() instead, as torch's optimizers do, or make the module "
+            "outside of torch.device('meta')."
+        )
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -551,6 +565,9 @@ class _Scalar:
     def __init__(self, value: Any) -> None:
         self.value = value
 
+
+# States that exist from the start (Adagrad's), and the option that says what they begin with.
+_INITIAL = {"sum": "initial_accumulator_value"}
 
 # Zero-dimensional states of zero-dimensional parameters that are nevertheless not by element.
 _COUNTERS = {"step", "mu_product", "eta", "mu"}

@@ -64,13 +64,17 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.reset_parameters()
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def reset_parameters(self) -> None:
+        """Weights begin as GPT-2's do; called again where a model that was made on the meta device gets its values."""
         for name, p in self.named_parameters():
             if p.ndim >= 2:
                 # what is added to the residual stream is scaled so that the stream's variance does not grow with depth
                 residual = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * depth) if residual else 0.02)
-        if tied:
-            self.head.weight = self.embedding.weight
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * len(self.blocks)) if residual else 0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(batch, time) of bytes -> (batch, time, 256) of logits."""

@@ -18,8 +18,17 @@ def with_distributed_weight(module):
     module[1].weight = nn.Parameter(weight)
 
 
+class Scale(nn.Module):
+    """Says nowhere how it is initialised."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(2))
+        self.register_buffer("offset", torch.zeros(2))
+
+
 def on_meta(module):
-    module[1].to("meta")
+    module.append(Scale().to("meta"))
 
 
 def lazy(module):
@@ -31,7 +40,7 @@ def sharded(module):
 
 
 REFUSED = {
-    "meta": (on_meta, r"1\.weight is on the meta device: materialise the module first"),
+    "meta": (on_meta, r"^2\.factor, 2\.offset: on the meta device, and nothing gives them values, as Scale has no "),
     "lazy": (lazy, r"1\.weight is not initialised yet: run a batch through the lazy module first"),
     "sharded": (sharded, r"1\.weight is sharded already: one module belongs to one engine at a time"),
     "distributed": (with_distributed_weight, r"1\.weight is a DTensor, cut by another: take fully_shard\(\.\.\.\)"),

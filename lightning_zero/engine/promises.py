@@ -1,0 +1,148 @@
+"""Parameters on the meta device whose values lie elsewhere, in a file as a rule, until the module is sharded."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.engine.bucket import become
+
+
+class Promised(nn.Parameter):
+    """A parameter on the meta device, and what it will hold. Conversions change its dtype and read nothing.
+
+    Attributes:
+        promised: the values, of its shape, in any dtype.
+    """
+
+    promised: Tensor
+
+    @classmethod
+    def of(cls, shape_and_dtype: Tensor, promised: Tensor, requires_grad: bool) -> Promised:
+        parameter = cls(torch.empty_like(shape_and_dtype, device="meta"), requires_grad)
+        parameter.promised = promised
+        return parameter
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Promised:
+        if id(self) not in memo:
+            memo[id(self)] = Promised.of(self.detach(), self.promised, self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Promised.of, (self.detach(), self.promised, self.requires_grad)
+
+
+def promise(parameter: nn.Parameter, values: Tensor) -> None:
+    """Put a parameter on the meta device until it is sharded, and then give it these values."""
+    become(parameter, Promised.of(parameter, values, parameter.requires_grad))
+
+
+def values_of(tensor: Tensor) -> Tensor | None:
+    """What a parameter or buffer holds, or will hold; None where it is on the meta device and nobody has said."""
+    if isinstance(tensor, Promised):
+        return tensor.promised
+    return None if tensor.is_meta else tensor
+
+
+def awaits_values(module: nn.Module) -> bool:
+    """Whether any parameter or buffer is on the meta device."""
+    return any(tensor.is_meta for tensors in (module.parameters(), module.buffers()) for tensor in tensors)
+
+
+_may_wait: ContextVar[bool] = ContextVar("values may wait", default=False)
+
+
+@contextmanager
+def values_may_wait() -> Iterator[None]:
+    """Around code that makes a module which an engine will shard: values given to it may stay where they are."""
+    token = _may_wait.set(True)
+    try:
+        yield
+    finally:
+        _may_wait.reset(token)
+
+
+def may_values_wait() -> bool:
+    return _may_wait.get()
+
+
+class _StandIn(nn.Parameter):
+    """In the place of a tensor while a state dict is loaded: it keeps what would be copied to it."""
+
+    taken: Tensor | None = None
+
+    def copy_(self, values: Tensor, non_blocking: bool = False) -> _StandIn:
+        self.taken = values
+        return self
+
+
+@dataclass
+class Place:
+    """A parameter or persistent buffer, where a module holds it, and what stands in for it."""
+
+    holder: dict[str, Any]
+    attribute: str
+    tensor: Tensor
+    stand_in: _StandIn
+
+
+@contextmanager
+def taking_values(module: nn.Module, of: Callable[[Tensor], bool]) -> Iterator[list[Place]]:
+    """Within it ``load_state_dict`` writes nothing to some tensors; what it would write, the places know in the end.
+
+    So a state dict is read as torch reads it, with the module's own hooks, and may be refused with nothing changed.
+
+    Args:
+        module: whatever its parameters are: on the meta device, ordinary or sharded.
+        of: which tensors.
+    """
+    stand_ins: dict[int, _StandIn] = {}
+    places = []
+    for inner in module.modules():
+        for holder in (inner._parameters, inner._buffers):
+            for attribute, tensor in holder.items():
+                if tensor is not None and of(tensor):
+                    if id(tensor) not in stand_ins:
+                        shape_and_dtype = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                        stand_ins[id(tensor)] = _StandIn(shape_and_dtype, requires_grad=False)
+                    places.append(Place(holder, attribute, tensor, stand_ins[id(tensor)]))
+    for place in places:
+        place.holder[place.attribute] = place.stand_in
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter in the checkpoint to a meta")
+            yield places
+    finally:
+        for place in places:
+            place.holder[place.attribute] = place.tensor
+
+
+def give_values(places: list[Place], *, wait: bool) -> None:
+    """Give tensors what was taken for them. Communicates nothing, also where they are sharded.
+
+    Args:
+        places: of ``taking_values``; what took nothing stays as it is.
+        wait: what is on the meta device stays there until the module is sharded; otherwise it takes on the values'
+            own memory, or a copy of them where the dtype differs.
+    """
+    with torch.no_grad():
+        for place in places:
+            tensor, values = place.tensor, place.stand_in.taken
+            if values is None:
+                continue
+            if not tensor.is_meta:
+                tensor.copy_(values)
+            elif not isinstance(tensor, nn.Parameter):
+                place.holder[place.attribute] = values.to(tensor.dtype, copy=True)
+            elif wait:
+                promise(tensor, values.detach())
+            else:
+                become(tensor, nn.Parameter(values.detach().to(tensor.dtype), tensor.requires_grad))
+            place.stand_in.taken = None  # once, also where it has several places
