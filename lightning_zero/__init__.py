@@ -5,6 +5,7 @@ from lightning_zero.after_import import after_import
 from lightning_zero.engine.access import full_grad, full_optimizer_state, full_parameters, shard_of
 from lightning_zero.engine.core import uneven_forwards
 from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.weights import load_weights
 
 __version__ = "0.1.0"
 
@@ -18,6 +19,7 @@ __all__ = [
     "full_grad",
     "full_optimizer_state",
     "full_parameters",
+    "load_weights",
     "shard_of",
     "uneven_forwards",
 ]

@@ -1,0 +1,114 @@
+"""Weights from a file: read by names and shapes first, and by values when the module is sharded, a share a rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from lightning_zero.engine.promises import give_values, may_values_wait, taking_values
+from lightning_zero.engine.sources import listed
+
+_IN_A_FOLDER = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+
+
+def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> _IncompatibleKeys:
+    """Fill a module with the weights of a file. Every rank calls it; nothing is communicated.
+
+    Within ``configure_model`` under ZeRO the values stay in the file until the module is sharded, and then each rank
+    reads its share. A module that is sharded already reads its share at once; elsewhere, what is on the meta device
+    takes on the file's own memory, and any other parameter is copied to. The module's dtypes are kept.
+
+    Args:
+        module: on the meta device, ordinary, or sharded, in part or not at all.
+        path: a ``.safetensors`` file; a file of ``torch.save`` with a state dict or a Lightning checkpoint; or a folder
+            as ``save_pretrained`` of transformers writes it. Of tied parameters one name is enough.
+        strict: refuse tensors that are missing in the file or unknown to the module.
+
+    Returns:
+        ``missing_keys`` and ``unexpected_keys``, as ``load_state_dict`` does; both are empty if ``strict``.
+
+    Raises:
+        FileNotFoundError: if there are no weights at the path.
+        ModuleNotFoundError: for safetensors files, if that package is not installed.
+        ValueError: naming all that does not fit. Nothing has been loaded then.
+    """
+    state = _read(Path(path))
+    found: list[_IncompatibleKeys] = []
+    misshapen = []
+    with taking_values(module, lambda tensor: True) as places:
+
+        def note(_: nn.Module, keys: _IncompatibleKeys) -> None:
+            filled = {id(place.stand_in) for place in places if place.stand_in.taken is not None}
+            named = module.state_dict(keep_vars=True)  # with all names of tied ones
+            keys.missing_keys[:] = [name for name in keys.missing_keys if id(named.get(name)) not in filled]
+            found.append(_IncompatibleKeys(list(keys.missing_keys), list(keys.unexpected_keys)))
+
+        hook = module.register_load_state_dict_post_hook(note)
+        try:
+            module.load_state_dict(state, strict=False)
+        except RuntimeError as error:
+            if not found:
+                raise
+            misshapen = [line.strip() for line in str(error).splitlines()[1:]]  # torch's list
+        finally:
+            hook.remove()
+    (keys,) = found
+    wrong = []
+    if strict and keys.missing_keys:
+        wrong.append(f"the file lacks {listed(keys.missing_keys)}")
+    if strict and keys.unexpected_keys:
+        wrong.append(f"the module lacks {listed(keys.unexpected_keys)}")
+    if misshapen:
+        wrong.append(listed(misshapen).rstrip("."))
+    if wrong:
+        allowed = "" if misshapen else " Load what fits with strict=False."
+        raise ValueError(
+            f"{path} does not fit {type(module).__name__}: {'; '.join(wrong)}. Nothing was loaded.{allowed}"
+        )
+    give_values(places, wait=may_values_wait())
+    return keys
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    """A state dict of tensors that lie in their files."""
+    if path.is_dir():
+        found = next((path / name for name in _IN_A_FOLDER if (path / name).is_file()), None)
+        if found is None:
+            raise FileNotFoundError(f"{path} has no weights: it needs one of {', '.join(_IN_A_FOLDER)}.")
+        path = found
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: load_weights takes a file of weights, or a folder with one.")
+    if path.suffix == ".json":
+        files = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+        return {name: tensor for file in files for name, tensor in _read(path.parent / file).items()}
+    if path.suffix == ".safetensors":
+        return _safetensors_loader()(path, device="cpu")
+    return _state_dict_in(torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True))
+
+
+def _state_dict_in(loaded: Any) -> dict[str, Tensor]:
+    """A state dict as it is, or that of a Lightning checkpoint."""
+    return loaded["state_dict"] if "pytorch-lightning_version" in loaded else loaded
+
+
+def _safetensors_loader() -> Callable[..., dict[str, Tensor]]:
+    try:
+        from safetensors.torch import load_file
+    except ImportError:
+        raise ModuleNotFoundError(
+            "the package safetensors is missing: pip install 'lightning_zero[weights]'", name="safetensors"
+        ) from None
+    return load_file

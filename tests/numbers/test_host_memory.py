@@ -1,0 +1,186 @@
+"""Host memory while a big module is made and loaded: never more than two units beside the shards.
+
+Measured in processes of their own, which do nothing else and whose allocator hands memory back at once: the anonymous
+memory (what a process has for itself) and, of the file, the pages that it has read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import socket
+import subprocess
+import sys
+from mmap import PAGESIZE
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.common import RETURN_MEMORY_AT_ONCE
+
+ROOT = Path(__file__).resolve().parents[2]
+RANKS, UNITS, WIDTH = 2, 12, 1024
+UNIT = 4 * WIDTH * WIDTH  # bytes
+WHOLE = UNITS * UNIT
+SHARDS = WHOLE // RANKS
+OTHER = 3 * 2**20  # what libraries and the measurement itself allocate meanwhile
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+
+def make() -> nn.Module:
+    return nn.Sequential(*(Block() for _ in range(UNITS)))
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+def load(module: nn.Module) -> nn.Module:
+    from lightning_zero import load_weights
+    from lightning_zero.engine.promises import values_may_wait
+
+    with values_may_wait():
+        load_weights(module, "weights.pt")
+    return module
+
+
+def assign(module: nn.Module) -> nn.Module:
+    module.load_state_dict(torch.load("weights.pt", mmap=True), assign=True)
+    return module
+
+
+CASES = {
+    "whole": make,
+    "constructed": on_meta,
+    "loaded": lambda: load(on_meta()),
+    "loaded to be converted": lambda: load(on_meta().double()).float(),
+    "mapped": lambda: assign(on_meta()),
+}
+
+
+def anonymous() -> int:
+    """Bytes of this process's own memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+def mapped_of_file() -> int:
+    """Bytes of the weights' file that are in this process's memory, by the pages that it has read."""
+    total, counts = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            counts = line.endswith("/weights.pt")
+        elif counts and line.startswith("Rss:"):
+            total += 1024 * int(line.split()[1])
+    return total
+
+
+def measure(case: str) -> dict[str, int]:
+    """Own memory over what there was before, at its peak and in the end, and what was read of the file.
+
+    The peak is looked for where most is held: when a rank has its shard of a unit, and the unit's buffer still.
+    """
+    from lightning_zero.engine import Engine
+    from lightning_zero.engine.bucket import Bucket, Ledger
+
+    before = peak = anonymous()
+    kept: list[Any] = []
+    add, cut = Ledger.add, Bucket.cut
+
+    def look(self: Ledger, *args: Any) -> None:
+        nonlocal peak
+        peak = max(peak, anonymous())
+        add(self, *args)
+
+    def keep(self: Bucket, parameters: Any, sources: Any) -> None:
+        # so that the file stays mapped until its pages are counted
+        kept.extend(source.values.detach() for source in sources if source.everywhere)
+        cut(self, parameters, sources)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ledger, "add", look)
+        patch.setattr(Bucket, "cut", keep)
+        module = CASES[case]()
+        peak = max(peak, anonymous())
+        engine = Engine(module, stage=3)
+    report = {"peak": peak - before, "file": mapped_of_file(), "at rest": anonymous() - before}
+    engine.close(communicate=False)
+    return report
+
+
+def worker(rank: int, port: int) -> None:
+    import torch.distributed as dist
+
+    from lightning_zero.engine import Engine
+
+    torch.set_num_threads(1)
+    ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: huge pages would count what was not read
+    store = dist.TCPStore("127.0.0.1", port, RANKS, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    Engine(nn.Linear(2, 2)).close()  # what is set up once
+    print(json.dumps({case: measure(case) for case in CASES}))
+    dist.barrier()
+
+
+def cache_page_by_page(file: Path) -> None:
+    """Have a file in the kernel's cache in pages of the smallest size: larger ones are mapped whole where one byte is
+    read, and would count as read."""
+    with file.open("rb+") as opened:
+        number = opened.fileno()
+        os.fsync(number)
+        for advice in (os.POSIX_FADV_DONTNEED, os.POSIX_FADV_RANDOM):
+            os.posix_fadvise(number, 0, 0, advice)
+        for offset in range(0, file.stat().st_size, PAGESIZE):
+            os.pread(number, 1, offset)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, int]]]:
+    """By rank, what each case took."""
+    folder = tmp_path_factory.mktemp("weights")
+    torch.manual_seed(0)
+    torch.save(make().state_dict(), folder / "weights.pt")
+    cache_page_by_page(folder / "weights.pt")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, **RETURN_MEMORY_AT_ONCE, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import worker; worker({rank}, {port})"],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    outputs = [process.communicate(timeout=150)[0] for process in processes]
+    assert all(process.returncode == 0 for process in processes), outputs
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "whole"])
+def test_beside_the_shards_a_rank_never_holds_two_units_and_reads_its_share(measured, case):
+    for found in (of_rank[case] for of_rank in measured):
+        assert SHARDS <= found["peak"] < SHARDS + 2 * UNIT + OTHER, f"{found}, where the whole is {WHOLE}"
+        assert SHARDS <= found["at rest"] < SHARDS + OTHER, f"{found}: more than the shards, {SHARDS}"
+        if case == "constructed":
+            assert found["file"] == 0
+        else:
+            assert SHARDS <= found["file"] < SHARDS + UNIT, f"{found}: of a file of {WHOLE}"
+
+
+def test_the_measurement_sees_a_module_that_is_made_whole(measured):
+    for found in (of_rank["whole"] for of_rank in measured):
+        assert found["peak"] >= WHOLE > SHARDS + 2 * UNIT + OTHER
