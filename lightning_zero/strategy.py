@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -14,6 +15,7 @@ import torch
 from lightning import pytorch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
@@ -23,13 +25,17 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from lightning_zero.engine import Engine, Report, Unit, engine_of
 from lightning_zero.engine.collectives import Communicator
 from lightning_zero.engine.placement import Placement, placements_of
+from lightning_zero.engine.promises import awaits_values, give_values, taking_values, values_may_wait
 from lightning_zero.engine.reunion import reunite
+from lightning_zero.engine.sources import leave_in_files
 from lightning_zero.engine.units import Units
 from lightning_zero.engine.watch import have_all_come, renew
 from lightning_zero.loops import attend, leave, take_turns
@@ -186,14 +192,17 @@ class TrainerStrategy(ZeroProcesses):
         if self.engine is None:
             if fitting and self._layer_sync:
                 self.model = self._layer_sync.apply(self.model)
+            if isinstance(self.precision_plugin, self._converting_precisions):
+                leave_in_files(self.model)
             self.model = self.precision_plugin.convert_module(self.model)
             self.model_to_device()
         if fitting:
             self.setup_optimizers(trainer)
-        if self.engine is None and (fitting or placements_of(self.stage).parameters is Placement.SHARDED):
+        if self.engine is None and self._cuts(trainer):
             self.engine = Engine(
                 self.lightning_module,
                 _real(self.optimizers) if fitting else [],
+                device=self.root_device,
                 handshake_timeout=self._handshake_timeout,
                 **self._options_of_engine,
             )
@@ -238,10 +247,38 @@ class TrainerStrategy(ZeroProcesses):
             self.lightning.core.optimizer.LightningOptimizer._to_lightning_optimizer(each, self) for each in optimizers
         ]
 
+    def _cuts(self, trainer: Trainer) -> bool:
+        """Whether this run shards the module, or needs the engine to give it its values."""
+        assert self.lightning_module is not None
+        is_sharded = placements_of(self.stage).parameters is Placement.SHARDED
+        return trainer.state.fn == TrainerFn.FITTING or is_sharded or awaits_values(self.lightning_module)
+
+    @property
+    def _converting_precisions(self) -> tuple[type[Precision], ...]:
+        plugins = self.lightning.plugins.precision
+        return plugins.HalfPrecision, plugins.DoublePrecision
+
     @override
     def model_to_device(self) -> None:
-        assert self.model is not None
-        self.model.to(self.root_device)
+        """Move what is not sharded; parameters are moved as they are cut, so that a device never holds them whole."""
+        assert self.model is not None and self.lightning_module is not None
+        if not self._cuts(self.lightning_module.trainer):
+            self.model.to(self.root_device)
+            return
+        _update_properties(self.lightning_module, device=self.root_device)
+        self.model._apply(lambda t: t if isinstance(t, Parameter) or t.is_meta else t.to(self.root_device))
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Where tensors are made in ``configure_model`` and ``Trainer.init_module``.
+
+        On the meta device if they are to be empty. At stage 3 never on a GPU, which need not have room for all.
+        """
+        is_sharded = placements_of(self.stage).parameters is Placement.SHARDED
+        device: Any = torch.device("meta") if empty_init else nullcontext() if is_sharded else self.root_device
+        with values_may_wait(), device, self.precision_plugin.tensor_init_context():
+            yield
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -360,10 +397,28 @@ class TrainerStrategy(ZeroProcesses):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None, **options: Any) -> dict[str, Any]:
+        """As Lightning's, but weights and optimizers' state stay in a local file, from which each rank reads its share.
+
+        All else is read at once, as the project's hooks may keep it.
+        """
+        is_default = type(self.checkpoint_io) is self.lightning.plugins.io.TorchCheckpointIO
+        if not is_default or not zipfile.is_zipfile(checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, weights_only, **options)
+        checkpoint = torch.load(checkpoint_path, lambda storage, _: storage, mmap=True, weights_only=weights_only)
+        large = ("state_dict", "optimizer_states", CHECKPOINT_KEY)
+        return {
+            key: value if key in large else tree_map_only(Tensor, torch.clone, value)
+            for key, value in checkpoint.items()
+        }
+
+    @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        super().load_model_state_dict(checkpoint, strict)
-        masters = checkpoint.get(CHECKPOINT_KEY, {}).get("masters", {})
         assert self.lightning_module is not None
+        with taking_values(self.lightning_module, lambda tensor: tensor.is_meta) as places:
+            super().load_model_state_dict(checkpoint, strict)
+        give_values(places, wait=True)
+        masters = checkpoint.get(CHECKPOINT_KEY, {}).get("masters", {})
         if self.engine is not None and engine_of(self.lightning_module) is self.engine:
             self.engine.load_masters(masters)
         else:
