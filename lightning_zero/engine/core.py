@@ -143,8 +143,8 @@ class Engine:
         self._reduce_dtype = wire_dtype_of(reduce_dtype)
         for optimizer in optimizers:
             check_optimizer(optimizer, allow_any_optimizer)
+        _check_ordinary(module)
         plans = plan_units(module, units)
-        _check_ordinary(plans)
         device = torch.device(device) if device is not None else _common_device(plans)
         checkpointed = modules_to_checkpoint(module, plans, activation_checkpointing)
 
@@ -600,18 +600,17 @@ def slot_of(tensor: Any) -> BucketSlot | None:
     return None
 
 
-def _check_ordinary(plans: list[UnitPlan]) -> None:
-    for plan in plans:
-        for name, parameter in plan.parameters.items():
-            if isinstance(parameter, ShardedTensor):
-                raise ValueError(f"{name} is sharded already: one module belongs to one engine at a time.")
-            if isinstance(parameter, DTensor):
-                raise ValueError(
-                    f"{name} is a DTensor, cut by another: take fully_shard(...) or distribute_tensor(...) out of the "
-                    "module, whose parameters must be ordinary tensors."
-                )
-            if isinstance(parameter, nn.parameter.UninitializedParameter):
-                raise ValueError(f"{name} is not initialised yet: run a batch through the lazy module first.")
+def _check_ordinary(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, ShardedTensor):
+            raise ValueError(f"{name} is sharded already: one module belongs to one engine at a time.")
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"{name} is a DTensor, cut by another: take fully_shard(...) or distribute_tensor(...) out of the "
+                "module, whose parameters must be ordinary tensors."
+            )
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(f"{name} is not initialised yet: run a batch through the lazy module first.")
 
 
 def _common_device(plans: list[UnitPlan]) -> torch.device:
