@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing_extensions import override
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.collectives import Communicator
 from lightning_zero.engine.masters import check_optimizer
+from lightning_zero.engine.promises import awaits_values
 from lightning_zero.engine.reunion import reunite
 from lightning_zero.engine.units import Units
 from lightning_zero.precision import compute_dtype_of
@@ -136,7 +137,16 @@ class FabricStrategy(ZeroProcesses):
         return [engine for reference in self._engines if (engine := reference()) is not None]
 
     def module_to_device(self, module: nn.Module) -> None:
-        module.to(self.root_device)
+        """Leave it where it is if it may be too large for the device: ``setup_module`` moves it as it is cut."""
+        if not self._is_sharded and not awaits_values(module):
+            module.to(self.root_device)
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """``Fabric.init_module``: on the meta device if tensors are to be empty. At stage 3 never on a GPU."""
+        stack = ExitStack()
+        stack.enter_context(self._device_of_new(empty_init))
+        stack.enter_context(self.precision.module_init_context())
+        return stack
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None) -> Any:
         for optimizer in optimizers:
@@ -149,6 +159,7 @@ class FabricStrategy(ZeroProcesses):
         engine = Engine(
             module,
             [optimizer for optimizer in self._known_optimizers() if _hold_in_common(optimizer, module)],
+            device=self.root_device,
             compute_dtype=compute_dtype_of(self.precision, self.lightning),
             handshake_timeout=self._handshake_timeout,
             **self._engine_options,

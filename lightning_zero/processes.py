@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,7 +22,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lightning_zero.engine.collectives import Communicator, wire_dtype_of
-from lightning_zero.engine.placement import placements_of
+from lightning_zero.engine.placement import Placement, placements_of
 from lightning_zero.engine.watch import explained, fail, failure, renew
 
 if TYPE_CHECKING:
@@ -155,6 +155,19 @@ class ZeroProcesses(ParallelStrategy):
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    # -- setting up -------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_sharded(self) -> bool:
+        """Whether a device need not have room for the whole module."""
+        return placements_of(self.stage).parameters is Placement.SHARDED
+
+    def _device_of_new(self, empty_init: bool | None) -> Any:
+        """Around the making of a module: on the meta device if it is to be empty, on a GPU if there is room for it."""
+        if empty_init:
+            return torch.device("meta")
+        return nullcontext() if self._is_sharded else self.root_device
 
     # -- collectives ------------------------------------------------------------------------------------------------
 

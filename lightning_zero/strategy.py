@@ -32,7 +32,6 @@ from typing_extensions import override
 
 from lightning_zero.engine import Engine, Report, Unit, engine_of
 from lightning_zero.engine.collectives import Communicator
-from lightning_zero.engine.placement import Placement, placements_of
 from lightning_zero.engine.promises import awaits_values, give_values, taking_values, values_may_wait
 from lightning_zero.engine.reunion import reunite
 from lightning_zero.engine.sources import leave_in_files
@@ -250,8 +249,7 @@ class TrainerStrategy(ZeroProcesses):
     def _cuts(self, trainer: Trainer) -> bool:
         """Whether this run shards the module, or needs the engine to give it its values."""
         assert self.lightning_module is not None
-        is_sharded = placements_of(self.stage).parameters is Placement.SHARDED
-        return trainer.state.fn == TrainerFn.FITTING or is_sharded or awaits_values(self.lightning_module)
+        return trainer.state.fn == TrainerFn.FITTING or self._is_sharded or awaits_values(self.lightning_module)
 
     @property
     def _converting_precisions(self) -> tuple[type[Precision], ...]:
@@ -271,13 +269,8 @@ class TrainerStrategy(ZeroProcesses):
     @override
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Where tensors are made in ``configure_model`` and ``Trainer.init_module``.
-
-        On the meta device if they are to be empty. At stage 3 never on a GPU, which need not have room for all.
-        """
-        is_sharded = placements_of(self.stage).parameters is Placement.SHARDED
-        device: Any = torch.device("meta") if empty_init else nullcontext() if is_sharded else self.root_device
-        with values_may_wait(), device, self.precision_plugin.tensor_init_context():
+        """Where tensors are made in ``configure_model`` and ``Trainer.init_module``."""
+        with values_may_wait(), self._device_of_new(empty_init), self.precision_plugin.tensor_init_context():
             yield
 
     # -- a step -----------------------------------------------------------------------------------------------------

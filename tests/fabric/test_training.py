@@ -319,6 +319,22 @@ def optimizer_made_later(strategy: str) -> Any:
     return train(fabric, model, optimizer), weights(model), state_of(optimizer)
 
 
+def made_empty(strategy: str) -> Any:
+    """A module made in `fabric.init_module(empty_init=True)`, on the meta device, and initialised as it is cut"""
+    fabric = make_fabric(strategy)
+    torch.manual_seed(0)
+    with fabric.init_module(empty_init=strategy != "ddp"):
+        module = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    assert {p.is_meta for p in module.parameters()} == {strategy != "ddp"}
+    model = fabric.setup_module(module)
+    optimizer = fabric.setup_optimizers(sgd_nesterov(model))
+    for index in range(3):
+        fabric.backward(model(noise(4, 6, seed=index)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model), state_of(optimizer)
+
+
 def target_network(strategy: str) -> Any:
     """A copy of a module that is set up: a target network that follows by `lerp_`, set up itself or not"""
     fabric = make_fabric(strategy)
@@ -342,6 +358,7 @@ def target_network(strategy: str) -> Any:
     one_optimizer,
     two_optimizers,
     optimizer_made_later,
+    made_empty,
     target_network,
 )
 def test_several_modules_and_optimizers_give_ddps_numbers(run_on, case):
