@@ -122,6 +122,13 @@ class Handle(torch.Tensor):
             "write the values into it, parameter.data.copy_(values)."
         )
 
+    def storage(self) -> Any:
+        # safetensors asks here, and with it save_pretrained() of transformers and PEFT
+        raise RuntimeError(
+            f"A sharded tensor of shape {tuple(self.shape)} has no memory of its own that could be read or saved: "
+            "write 'with lightning_zero.full_parameters(module):' around it, on every rank, or do it after the run."
+        )
+
     def tolist(self) -> Any:
         return self.whole().tolist()
 

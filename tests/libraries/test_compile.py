@@ -1,0 +1,86 @@
+"""``torch.compile`` of a model of transformers under a Trainer: DDP's numbers, and no more graphs than with FSDP2."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import fully_shard
+
+from lightning_zero import ZeroStrategy
+from tests.libraries.training import Learner, fit, same_learning
+from tests.support import world_size
+
+
+class Compiled(Learner):
+    """Compiles in `configure_model`, and shards there with FSDP2, as its strategy wants it.
+
+    Arguments:
+        way: what is compiled: "model", "training_step", or "" for nothing.
+    """
+
+    def __init__(self, name, way, backend, fsdp2=False):
+        super().__init__(name)
+        self.way, self.backend, self.fsdp2, self.configured = way, backend, fsdp2, False
+
+    def configure_model(self):
+        if self.configured:
+            return
+        self.configured = True
+        if self.fsdp2:
+            for part in (*self.model.model.layers, self.model):
+                fully_shard(part, mesh=self.device_mesh["data_parallel"])
+        if self.way == "model":
+            self.model = torch.compile(self.model, backend=self.backend)
+        if self.way == "training_step":
+            self.training_step = torch.compile(self.training_step, backend=self.backend)
+
+
+def count(strategy, name, way, **options):
+    """A run, and what Dynamo did in it."""
+    torch._dynamo.reset()
+    counters.clear()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    def make():
+        if way == "module":  # as Lightning takes it: torch.compile(LightningModule)
+            return torch.compile(Compiled(name, "", backend, **options), backend=backend)
+        return Compiled(name, way, backend, **options)
+
+    run = fit(strategy, make, limit_val_batches=0)
+    return run, {
+        "graphs": len(graphs),
+        "unique graphs": counters["stats"]["unique_graphs"],
+        "operators": sum(node.op == "call_function" for graph in graphs for node in graph.graph.nodes),
+        "breaks": sum(counters["graph_break"].values()),
+    }
+
+
+def compare(name, way):
+    warnings.simplefilter("ignore")
+    reference = fit("ddp", lambda: Learner(name), limit_val_batches=0)
+    fsdp2 = ModelParallelStrategy(data_parallel_size=world_size(), tensor_parallel_size=1)
+    # Lightning refuses a compiled module there; its training_step is what is compiled of one
+    _, allowed = count(fsdp2, name, "training_step" if way == "module" else way, fsdp2=True)
+    assert allowed["graphs"] > 0, "nothing was compiled"
+    run, found = count(ZeroStrategy(3), name, way)
+    unnamed = {key.replace("_orig_mod.", ""): value for key, value in run.weights.items()}
+    same_learning(replace(run, weights=unnamed), reference, bound=1e-6)
+    assert found["operators"] >= allowed["operators"], f"{found}, with FSDP2 {allowed}"
+    for what in ("graphs", "unique graphs", "breaks"):
+        assert found[what] <= allowed[what], f"{found}, with FSDP2 {allowed}"
+
+
+@pytest.mark.behaviour("The module", "`torch.compile` of a transformers model, and of the whole LightningModule")
+@pytest.mark.parametrize("way", ["model", "module"])
+def test_a_compiled_model_learns_as_under_ddp_with_no_more_graphs_than_under_fsdp2(run_on, way):
+    run_on(2, compare, timeout=150, name="Llama", way=way)

@@ -1,0 +1,148 @@
+"""Adapters of PEFT on frozen models: they learn as under DDP, only they cost training memory, and they can be saved."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+import lightning_zero
+from tests.libraries.models import MODELS
+from tests.libraries.training import Learner, fit, same_learning
+from tests.support import rank, world_size
+from tests.support.training import same_tensors
+
+
+def adapted(model, **options):
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=2, lora_alpha=4, lora_dropout=0.1, **options))
+
+
+ADAPTERS = {
+    "Llama": {"target_modules": "all-linear"},
+    "GPT-2": {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},
+    "T5": {"target_modules": ["q", "v"], "modules_to_save": ["lm_head"]},
+    "ViT": {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["classifier"]},
+}
+
+
+def learner(name, **options):
+    return Learner(name, change=partial(adapted, **ADAPTERS[name], **options))
+
+
+def adapters_learn(name, dora):
+    warnings.simplefilter("ignore")
+    make = partial(learner, name, use_dora=dora)
+    reference = fit("ddp", make)
+    for stage in (1, 2, 3):
+        run = fit(f"zero{stage}", make)
+        same_learning(run, reference)
+        for parameter_name, parameter in run.module.named_parameters():
+            assert parameter.requires_grad == any(key in parameter_name for key in ("lora_", "modules_to_save"))
+        costs_follow_what_trains(run, stage)
+
+
+def costs_follow_what_trains(run, stage):
+    """A frozen parameter costs itself; a trainable one also a gradient and two moments of Adam, over the ranks."""
+    trainable = [p.numel() for p in run.module.parameters() if p.requires_grad]
+    held, size = run.reports[-1].at_rest, world_size()
+    # each parameter begins at a multiple of 32 elements, and each shard of a bucket ends at one
+    most = sum(32 * -(-numel // 32) for numel in trainable) + 32 * size * len(run.units)
+    assert 0 < held["optimizer"] <= 8 * most / size, held
+    assert 0 < held["gradients"] <= 4 * most / size, held
+    whole = sum(p.numel() for p in run.module.parameters())
+    padding = 32 * len(list(run.module.parameters())) + 64 * size * len(run.units)
+    assert held["parameters"] <= 4 * (whole + padding) / (size if stage == 3 else 1), held
+
+
+@pytest.mark.behaviour("The module", "PEFT: LoRA and DoRA on a transformers model, `modules_to_save` too")
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_learn_as_under_ddp_and_the_frozen_base_costs_only_itself(run_on, name, dora):
+    run_on(2, adapters_learn, name=name, dora=dora)
+
+
+def after_fit():
+    from peft import PeftModel, get_peft_model_state_dict
+
+    warnings.simplefilter("ignore")
+    run = fit("zero3", partial(learner, "Llama", use_dora=True))
+    model = run.module.model.eval()
+    batch = {name: torch.stack([value] * 2) for name, value in MODELS["Llama"].sample(torch.Generator()).items()}
+    loss = model(**batch).loss
+    adapters = get_peft_model_state_dict(model)
+    assert adapters and all("lora_" in name for name in adapters)
+    folder = Path(f"adapters-{rank()}")
+    model.save_pretrained(folder)
+    torch.manual_seed(0)
+    fresh = MODELS["Llama"].make()
+    fresh.load_state_dict(model.unload().state_dict())
+    again = PeftModel.from_pretrained(fresh, folder).eval()
+    torch.testing.assert_close(again(**batch).loss, loss, rtol=0, atol=0)
+    merged = again.merge_and_unload()
+    torch.testing.assert_close(merged(**batch).loss, loss, rtol=1e-5, atol=1e-6)
+    assert not any("lora_" in name for name in merged.state_dict())
+
+
+def test_after_fit_adapters_are_saved_loaded_and_merged_as_ever(run_on):
+    run_on(2, after_fit)
+
+
+class Configured(Learner):
+    """Adds the adapters where Lightning has modules made."""
+
+    def configure_model(self):
+        if not hasattr(self.model, "peft_config"):
+            self.model = adapted(self.model, **ADAPTERS["Llama"])
+
+
+class Saving(Callback):
+    """Saves adapters in the midst of training, in a hook that every rank runs."""
+
+    def __init__(self):
+        self.refused = ""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx == 1:
+            try:
+                module.model.save_pretrained("refused")
+            except RuntimeError as error:
+                self.refused = str(error)
+            with lightning_zero.full_parameters(module):
+                if rank() == 0:
+                    module.model.save_pretrained("adapters")
+            trainer.save_checkpoint("adapters.ckpt")
+
+    def on_save_checkpoint(self, trainer, module, checkpoint):
+        state = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {name: value for name, value in state.items() if "lora_" in name}
+
+
+def in_the_midst():
+    from safetensors.torch import load_file
+
+    warnings.simplefilter("ignore")
+    make = partial(Configured, "Llama")
+    reference = fit("ddp", make, limit_train_batches=2)
+    for stage in (1, 3):
+        saving = Saving()
+        run = fit(f"zero{stage}", make, callbacks=[saving], limit_train_batches=2)
+        same_learning(run, reference)
+        assert "no memory of its own" in saving.refused and "full_parameters(module)" in saving.refused
+        if rank() == 0:
+            trained = {name: value for name, value in run.weights.items() if "lora_" in name}
+            saved = load_file("adapters/adapter_model.safetensors")
+            names = {name: "model." + name.replace(".weight", ".default.weight") for name in saved}
+            assert set(names.values()) == set(trained)
+            same_tensors({names[name]: saved[name] for name in names}, {n: trained[n] for n in names.values()}, 0)
+            same_tensors(torch.load("adapters.ckpt", weights_only=True)["state_dict"], trained, 0)
+
+
+@pytest.mark.behaviour("The module", "PEFT: only the adapters are saved, in the midst of training")
+def test_adapters_made_in_configure_model_are_saved_alone_in_the_midst_of_training(run_on):
+    run_on(2, in_the_midst)
