@@ -142,9 +142,9 @@ class FabricStrategy(ZeroProcesses):
             module.to(self.root_device)
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """``Fabric.init_module``: on the meta device if tensors are to be empty. At stage 3 never on a GPU."""
+        """``Fabric.init_module``."""
         stack = ExitStack()
-        stack.enter_context(self._device_of_new(empty_init))
+        stack.enter_context(self._making_module(empty_init))
         stack.enter_context(self.precision.module_init_context())
         return stack
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,11 +18,13 @@ from lightning.fabric.utilities.distributed import (
     _init_dist_connection,
     _sync_ddp_if_available,
 )
+from lightning.fabric.utilities.init import _EmptyInit
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lightning_zero.engine.collectives import Communicator, wire_dtype_of
 from lightning_zero.engine.placement import Placement, placements_of
+from lightning_zero.engine.promises import parameters_await_values
 from lightning_zero.engine.watch import explained, fail, failure, renew
 
 if TYPE_CHECKING:
@@ -163,11 +165,16 @@ class ZeroProcesses(ParallelStrategy):
         """Whether a device need not have room for the whole module."""
         return placements_of(self.stage).parameters is Placement.SHARDED
 
-    def _device_of_new(self, empty_init: bool | None) -> Any:
-        """Around the making of a module: on the meta device if it is to be empty, on a GPU if there is room for it."""
-        if empty_init:
-            return torch.device("meta")
-        return nullcontext() if self._is_sharded else self.root_device
+    @contextmanager
+    def _making_module(self, empty_init: bool | None) -> Iterator[None]:
+        """Around the making of a module: parameters that are to be empty have no memory, others a GPU's if they fit."""
+        with ExitStack() as stack:
+            if empty_init:
+                stack.enter_context(_EmptyInit())
+                stack.enter_context(parameters_await_values())
+            elif not self._is_sharded:
+                stack.enter_context(self.root_device)
+            yield
 
     # -- collectives ------------------------------------------------------------------------------------------------
 

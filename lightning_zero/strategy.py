@@ -32,7 +32,7 @@ from typing_extensions import override
 
 from lightning_zero.engine import Engine, Report, Unit, engine_of
 from lightning_zero.engine.collectives import Communicator
-from lightning_zero.engine.promises import awaits_values, give_values, taking_values, values_may_wait
+from lightning_zero.engine.promises import awaits_values, give_values, is_on_meta, taking_values, values_may_wait
 from lightning_zero.engine.reunion import reunite
 from lightning_zero.engine.sources import leave_in_files
 from lightning_zero.engine.units import Units
@@ -264,13 +264,13 @@ class TrainerStrategy(ZeroProcesses):
             self.model.to(self.root_device)
             return
         _update_properties(self.lightning_module, device=self.root_device)
-        self.model._apply(lambda t: t if isinstance(t, Parameter) or t.is_meta else t.to(self.root_device))
+        self.model._apply(lambda t: t if isinstance(t, Parameter) or is_on_meta(t) else t.to(self.root_device))
 
     @override
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Where tensors are made in ``configure_model`` and ``Trainer.init_module``."""
-        with values_may_wait(), self._device_of_new(empty_init), self.precision_plugin.tensor_init_context():
+        with values_may_wait(), self._making_module(empty_init), self.precision_plugin.tensor_init_context():
             yield
 
     # -- a step -----------------------------------------------------------------------------------------------------
@@ -408,7 +408,7 @@ class TrainerStrategy(ZeroProcesses):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        with taking_values(self.lightning_module, lambda tensor: tensor.is_meta) as places:
+        with taking_values(self.lightning_module, is_on_meta) as places:
             super().load_model_state_dict(checkpoint, strict)
         give_values(places, wait=True)
         masters = checkpoint.get(CHECKPOINT_KEY, {}).get("masters", {})

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_zero.engine.agreement import Agreement
 from lightning_zero.engine.bucket import Bucket
 from lightning_zero.engine.collectives import Communicator
+from lightning_zero.engine.promises import is_on_meta
 from lightning_zero.engine.schedule import Unit
 from lightning_zero.engine.sharded_tensor import ShardedTensor
 from lightning_zero.engine.sources import Source, listed
@@ -193,7 +194,7 @@ class Materialiser:
         try:
             yield
             for holder, name, _, instead in places:
-                if holder[name] is not instead and not instead.is_meta:
+                if holder[name] is not instead and not is_on_meta(instead):
                     instead.copy_(holder[name])  # what was put in its place counts as its values
         finally:
             for holder, name, tensor, _ in places:
@@ -265,7 +266,7 @@ def _required_arguments(method: Callable[..., Any]) -> int:
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
-    if tensor.is_meta:
+    if is_on_meta(tensor):
         return tensor
     instead = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return nn.Parameter(instead, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else instead

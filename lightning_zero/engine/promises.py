@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightning_zero.engine.bucket import become
 
@@ -19,16 +20,22 @@ class Promised(nn.Parameter):
     """A parameter on the meta device, and what it will hold. Conversions change its dtype and read nothing.
 
     Attributes:
-        promised: the values, of its shape, in any dtype.
+        promised: the values, of its shape, in any dtype; None while there are none.
     """
 
-    promised: Tensor
+    promised: Tensor | None
+    is_meta = False  # by which torch tells tensors that lose what is copied to them
 
     @classmethod
-    def of(cls, shape_and_dtype: Tensor, promised: Tensor, requires_grad: bool) -> Promised:
+    def of(cls, shape_and_dtype: Tensor, promised: Tensor | None, requires_grad: bool) -> Promised:
         parameter = cls(torch.empty_like(shape_and_dtype, device="meta"), requires_grad)
         parameter.promised = promised
         return parameter
+
+    def copy_(self, values: Tensor, non_blocking: bool = False) -> Promised:
+        """Promise the values as they are now, as ``load_state_dict`` means it."""
+        self.promised = values.detach().expand(self.shape).clone()
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Promised:
         if id(self) not in memo:
@@ -39,7 +46,7 @@ class Promised(nn.Parameter):
         return Promised.of, (self.detach(), self.promised, self.requires_grad)
 
 
-def promise(parameter: nn.Parameter, values: Tensor) -> None:
+def promise(parameter: nn.Parameter, values: Tensor | None) -> None:
     """Put a parameter on the meta device until it is sharded, and then give it these values."""
     become(parameter, Promised.of(parameter, values, parameter.requires_grad))
 
@@ -48,12 +55,34 @@ def values_of(tensor: Tensor) -> Tensor | None:
     """What a parameter or buffer holds, or will hold; None where it is on the meta device and nobody has said."""
     if isinstance(tensor, Promised):
         return tensor.promised
-    return None if tensor.is_meta else tensor
+    return None if is_on_meta(tensor) else tensor
+
+
+def is_on_meta(tensor: Tensor) -> bool:
+    return tensor.device.type == "meta"
 
 
 def awaits_values(module: nn.Module) -> bool:
     """Whether any parameter or buffer is on the meta device."""
-    return any(tensor.is_meta for tensors in (module.parameters(), module.buffers()) for tensor in tensors)
+    return any(is_on_meta(tensor) for tensors in (module.parameters(), module.buffers()) for tensor in tensors)
+
+
+@contextmanager
+def parameters_await_values() -> Iterator[None]:
+    """Parameters of modules that are made here are on the meta device; ``load_state_dict`` fills them all the same.
+
+    Buffers and other tensors are what the modules make them.
+    """
+
+    def await_values(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if type(parameter) is nn.Parameter:
+            promise(parameter, None)
+
+    hook = register_module_parameter_registration_hook(await_values)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 _may_wait: ContextVar[bool] = ContextVar("values may wait", default=False)
@@ -137,7 +166,7 @@ def give_values(places: list[Place], *, wait: bool) -> None:
             tensor, values = place.tensor, place.stand_in.taken
             if values is None:
                 continue
-            if not tensor.is_meta:
+            if not is_on_meta(tensor):
                 tensor.copy_(values)
             elif not isinstance(tensor, nn.Parameter):
                 place.holder[place.attribute] = values.to(tensor.dtype, copy=True)

@@ -66,7 +66,7 @@ class OnMeta(BigLearner):
         super().__init__(True, weights)
 
     def configure_optimizers(self):
-        assert all(parameter.is_meta for parameter in self.model.parameters())
+        assert all(parameter.device.type == "meta" for parameter in self.model.parameters())
         return super().configure_optimizers()
 
 
@@ -150,9 +150,12 @@ def init_module() -> None:
         trainer = make_trainer(f"zero{stage}")
         with trainer.init_module(empty_init=True):
             module = Whole()
-            assert all(parameter.is_meta for parameter in module.parameters())
+            other = Whole()
+            assert all(parameter.device.type == "meta" for parameter in module.parameters())
+            assert not any(buffer.is_meta for buffer in module.buffers())
         with trainer.init_module():
             values = Whole()
+        other.load_state_dict(values.state_dict())
         torch.save(values.state_dict(), "whole.pt")
         with trainer.init_module(empty_init=True):
             lightning_zero.load_weights(module, "whole.pt")
@@ -161,8 +164,11 @@ def init_module() -> None:
         make_trainer("ddp").fit(values)
         same_tensors(module.state_dict(), values.state_dict(), bound=0)
         assert module.device == torch.device("cpu")
+        trainer = make_trainer(f"zero{stage}")
+        trainer.fit(other)
+        same_tensors(other.state_dict(), values.state_dict(), bound=0)
 
 
 @pytest.mark.behaviour("The Trainer", "`trainer.init_module(empty_init=True)`")
-def test_init_module_with_empty_init_gives_the_meta_device(run_on):
+def test_init_module_with_empty_init_makes_parameters_without_memory(run_on):
     run_on(2, init_module)
