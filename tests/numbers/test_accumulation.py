@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.support.arithmetic import difference, expected_traffic, padded_units
 from tests.support.models import OddModel, adam_with_large_eps, sgd_nesterov
-from tests.support.trainer import Learner, fit
+from tests.support.trainer import Learner, fit, fit_ddp
 from tests.support.training import CLOSE, Recipe, batch, prepare, same_runs, train_ddp, train_zero
 from tests.support.workers import world_size
 
@@ -88,7 +88,7 @@ def test_gradients_travel_once_a_step_at_stage_1_and_once_a_micro_batch_above(ru
 def fit_both(stage: int, bound: float, gradient_clip_val: float | None) -> None:
     learner = partial(Learner, optimizer=sgd_nesterov, batches=7)
     options = {"accumulate_grad_batches": 3, "gradient_clip_val": gradient_clip_val, "max_epochs": 3}
-    reference, run = fit("ddp", learner, **options), fit(f"zero{stage}", learner, **options)
+    reference, run = fit_ddp(learner, **options), fit(f"zero{stage}", learner, **options)
     assert len(run.losses) == 3 * 7
     same_runs(run, reference, bound)
     # The second epoch's windows: batches 7 to 9, 10 to 12, and 13 alone. From the end of one to the end of the next:

@@ -12,7 +12,7 @@ from torch.optim import SGD, Optimizer
 
 from tests.support.arithmetic import difference
 from tests.support.models import OddModel, Square, adam
-from tests.support.trainer import Learner, fit
+from tests.support.trainer import Learner, fit, fit_ddp
 from tests.support.training import Recipe, batch, prepare, same_on_every_rank, same_runs, train_ddp, train_zero
 from tests.support.workers import rank
 
@@ -144,10 +144,10 @@ def test_weights_travel_in_bf16_and_gradients_in_fp32(run_on, stage, precision):
 
 
 def train_beside_ddp() -> None:
-    reference = fit("ddp", precision="bf16-mixed")
+    reference = fit_ddp(precision="bf16-mixed")
     for stage in (1, 2, 3):
         same_runs(fit(f"zero{stage}", precision="bf16-mixed"), reference)
-    exact = fit("ddp")
+    exact = fit_ddp()
     assert not torch.equal(reference.losses[0], exact.losses[0]), "this was computed in fp32"
 
 
@@ -159,7 +159,7 @@ def test_bf16_mixed_equals_ddps_in_every_bit(run_on, size):
 
 def train_beside_fp32(stage: int) -> None:
     # DDP rounds the weights themselves to bf16 at each step, which masters avoid: the run in fp32 is what is followed.
-    reference = fit("ddp")
+    reference = fit_ddp()
     run = fit(f"zero{stage}", precision="bf16-true")
     same_on_every_rank(run.weights)
     for loss, expected in zip(run.losses, reference.losses, strict=True):
@@ -216,7 +216,7 @@ def trainable_adam(model: nn.Module) -> Optimizer:
 
 def keep_buffers(stage: int, precision: str) -> None:
     learner = partial(Learner, WithBuffers, trainable_adam)
-    reference, run = fit("ddp", learner, precision=precision), fit(f"zero{stage}", learner, precision=precision)
+    reference, run = fit_ddp(learner, precision=precision), fit(f"zero{stage}", learner, precision=precision)
     assert list(run.weights) == list(reference.weights)
     for name, expected in reference.weights.items():
         value = run.weights[name]

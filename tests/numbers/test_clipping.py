@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests.support.models import OddModel, sgd_nesterov
-from tests.support.trainer import Learner, ManualLearner, fit
+from tests.support.trainer import Learner, ManualLearner, fit, fit_ddp
 from tests.support.training import CLOSE, Recipe, same_runs, same_tensors, train_ddp, train_zero
 
 CLIPPING = pytest.mark.behaviour(
@@ -64,11 +64,11 @@ def test_torchs_clip_grad_value_before_a_step_acts_as_under_ddp(run_on, stage):
 
 
 def fit_both(stage: int, learner: partial[Learner], bound: float, **options: object) -> None:
-    reference, run = fit("ddp", learner, **options), fit(f"zero{stage}", learner, **options)
+    reference, run = fit_ddp(learner, **options), fit(f"zero{stage}", learner, **options)
     same_runs(run, reference, bound)
     norms, expected = ({f"norm {i}": norm for i, norm in enumerate(r.norms)} for r in (run, reference))
     same_tensors(norms, expected, bound)
-    unclipped = fit("ddp", partial(Learner, model, sgd_nesterov))
+    unclipped = fit_ddp(partial(Learner, model, sgd_nesterov))
     assert not torch.equal(reference.losses[-1], unclipped.losses[-1])
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_zero import ZeroStrategy
 from tests.support import models
-from tests.support.trainer import Learner, fit, make_trainer
+from tests.support.trainer import Learner, fit, fit_ddp, make_trainer
 from tests.support.training import same_on_every_rank, same_runs
 
 SIZES = pytest.mark.parametrize("size", [1, 2])
@@ -30,7 +30,7 @@ SIZES = pytest.mark.parametrize("size", [1, 2])
 
 def train_in_fp64() -> None:
     learner = partial(Learner, optimizer=models.adamw_with_decay_groups)
-    reference = fit("ddp", learner, precision="64-true", max_epochs=1)
+    reference = fit_ddp(learner, precision="64-true", max_epochs=1)
     assert {weight.dtype for weight in reference.weights.values()} == {torch.float64}
     for stage in (1, 2, 3):
         same_runs(fit(f"zero{stage}", learner, precision="64-true", max_epochs=1), reference)
@@ -44,7 +44,7 @@ def test_64_true_equals_ddps_in_every_bit(run_on, size):
 
 def train_in_fp16() -> None:
     # DDP rounds the weights themselves to fp16 at each step, which masters avoid: the run in fp32 is what is followed.
-    reference = fit("ddp", max_epochs=1)
+    reference = fit_ddp(max_epochs=1)
     first = None
     for stage in (1, 2, 3):
         run = fit(f"zero{stage}", precision="16-true", max_epochs=1)
@@ -106,7 +106,7 @@ class Half(HalfPrecision):
 
 
 def train_with_a_plugin(plugin: Callable[[], Precision]) -> None:
-    reference = fit("ddp", plugins=plugin(), max_epochs=1)
+    reference = fit_ddp(plugins=plugin(), max_epochs=1)
     for stage in (1, 2, 3):
         same_runs(fit(f"zero{stage}", plugins=plugin(), max_epochs=1), reference)
 

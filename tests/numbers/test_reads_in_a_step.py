@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests.support.models import Square, adam_with_large_eps
-from tests.support.trainer import Learner, fit
+from tests.support.trainer import Learner, fit, fit_ddp
 from tests.support.training import CLOSE, same_runs
 
 WIDTH = 32
@@ -42,7 +42,7 @@ class Reader(Learner):
 
 def read() -> None:
     options: dict[str, Any] = {"precision": "bf16-mixed", "max_epochs": 1}
-    reference = fit("ddp", Reader, **options)
+    reference = fit_ddp(Reader, **options)
     for stage in (1, 2, 3):
         same_runs(fit(f"zero{stage}", Reader, **options), reference, bound=CLOSE)
 
@@ -99,7 +99,7 @@ class Picky(nn.Module):
 
 def be_picky() -> None:
     learner = partial(Learner, Picky, batches=5)
-    reference = fit("ddp", learner, precision="bf16-mixed", max_epochs=1)
+    reference = fit_ddp(learner, precision="bf16-mixed", max_epochs=1)
     for stage in (1, 2, 3):
         same_runs(fit(f"zero{stage}", learner, precision="bf16-mixed", max_epochs=1), reference)
 
@@ -133,7 +133,7 @@ class Outside(Learner):
 
 
 def call_outside_of_autocast() -> None:
-    reference = fit("ddp", Outside, precision="bf16-mixed", max_epochs=1)
+    reference = fit_ddp(Outside, precision="bf16-mixed", max_epochs=1)
     for stage in (1, 2, 3):
         run = fit(f"zero{stage}", Outside, precision="bf16-mixed", max_epochs=1)
         same_runs(run, reference, bound=CLOSE)
@@ -163,7 +163,7 @@ def plain_sgd(model: nn.Module) -> Optimizer:
 
 def look_up() -> None:
     for options in ({"precision": "bf16-mixed"}, {"plugins": MixedPrecision("16-mixed", "cpu")}):
-        reference = fit("ddp", Lookup, max_epochs=1, **options)
+        reference = fit_ddp(Lookup, max_epochs=1, **options)
         for stage in (1, 2, 3):
             same_runs(fit(f"zero{stage}", Lookup, max_epochs=1, **options), reference)
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tests.support import models
-from tests.support.trainer import Learner, ManualLearner, fit
+from tests.support.trainer import Learner, ManualLearner, fit, fit_ddp
 from tests.support.training import CLOSE, same_on_every_rank, same_runs
 from tests.support.workers import world_size
 
@@ -28,7 +28,7 @@ OPTIMIZERS = [
 
 def fit_both(stage: int, learner: Callable[[], Learner], bound: float = 0) -> None:
     """20 steps in two epochs."""
-    reference, run = fit("ddp", learner), fit(f"zero{stage}", learner)
+    reference, run = fit_ddp(learner), fit(f"zero{stage}", learner)
     assert len(reference.losses) == 20
     same_runs(run, reference, bound)
     same_on_every_rank(run.weights)

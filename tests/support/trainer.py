@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.models import CLASSES, VOCABULARY, OddModel, adam
-from tests.support.training import Run
+from tests.support.training import Run, trained_once
 from tests.support.workers import world_size
 
 ClipGradients = Callable[[LightningModule, Optimizer], Tensor]
@@ -143,3 +143,9 @@ def fit(
     trainer.fit(module, ckpt_path=ckpt_path)
     weights = {name: value.clone() for name, value in module.state_dict().items()}
     return TrainerRun(losses.losses, weights, None, module, losses.reports, losses.units, module.norms)
+
+
+@trained_once
+def fit_ddp(learner: Callable[..., Learner] = Learner, **options: Any) -> TrainerRun:
+    """The reference: ``fit`` under DDP; on one rank on a single device."""
+    return fit("ddp", learner, **options)
