@@ -173,6 +173,37 @@ def test_a_loop_over_blocks_has_no_more_graphs_than_under_fsdp2(run_on):
     run_on(2, compare, kind=Net, way=compile_whole)
 
 
+class Shared(nn.Module):
+    """Calls a compiled module, and past its forward some of its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Interleaved()
+
+    def forward(self, x):
+        net = self.net
+        return net(x) + net.head(net.middle(net.first(x))).square().mean()
+
+
+def call_past_the_forward():
+    torch.manual_seed(0)
+    model = Shared()
+    reference = copy.deepcopy(model)
+    expected = train(DistributedDataParallel(reference), torch.optim.Adam(reference.parameters(), lr=0.01))
+    for stage in (1, 3):
+        torch._dynamo.reset()
+        module = copy.deepcopy(model)
+        module.net.compile(backend="aot_eager")
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+        engine = Engine(module, [optimizer], stage=stage, units=is_block)
+        torch.testing.assert_close(train(module, optimizer), expected, rtol=1e-6, atol=1e-6)
+        engine.close()
+
+
+def test_layers_of_a_compiled_module_may_be_called_past_its_forward(run_on):
+    run_on(2, call_past_the_forward)
+
+
 def compile_with_inductor():
     torch._inductor.config.compile_threads = 1
     torch.manual_seed(0)
