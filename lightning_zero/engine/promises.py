@@ -158,8 +158,8 @@ def give_values(places: list[Place], *, wait: bool) -> None:
 
     Args:
         places: of ``taking_values``; what took nothing stays as it is.
-        wait: what is on the meta device stays there until the module is sharded; otherwise it takes on the values'
-            own memory, or a copy of them where the dtype differs.
+        wait: what is on the meta device stays there until the module is sharded, as ``Promised`` parameters do in any
+            case; otherwise it takes on the values' own memory, or a copy of them where the dtype differs.
     """
     with torch.no_grad():
         for place in places:
@@ -170,7 +170,7 @@ def give_values(places: list[Place], *, wait: bool) -> None:
                 tensor.copy_(values)
             elif not isinstance(tensor, nn.Parameter):
                 place.holder[place.attribute] = values.to(tensor.dtype, copy=True)
-            elif wait:
+            elif wait or isinstance(tensor, Promised):
                 promise(tensor, values.detach())
             else:
                 become(tensor, nn.Parameter(values.detach().to(tensor.dtype), tensor.requires_grad))

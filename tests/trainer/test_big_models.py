@@ -157,8 +157,7 @@ def init_module() -> None:
             values = Whole()
         other.load_state_dict(values.state_dict())
         torch.save(values.state_dict(), "whole.pt")
-        with trainer.init_module(empty_init=True):
-            lightning_zero.load_weights(module, "whole.pt")
+        lightning_zero.load_weights(module, "whole.pt")
         assert all(isinstance(parameter, Promised) for parameter in module.parameters())
         trainer.fit(module)
         make_trainer("ddp").fit(values)
