@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
     Raises:
         FileNotFoundError: if there are no weights at the path.
         ModuleNotFoundError: for safetensors files, if that package is not installed.
-        ValueError: naming all that does not fit. Nothing has been loaded then.
+        ValueError: naming all that does not fit, or a file that cannot be read. Nothing has been loaded then.
     """
     state = _read(Path(path))
     found: list[_IncompatibleKeys] = []
@@ -92,15 +93,33 @@ def _read(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: load_weights takes a file of weights, or a folder with one.")
     if path.suffix == ".json":
-        files = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+        with _named_in_errors(path):
+            files = sorted(set(json.loads(path.read_text())["weight_map"].values()))
         return {name: tensor for file in files for name, tensor in _read(path.parent / file).items()}
     if path.suffix == ".safetensors":
-        return _safetensors_loader()(path, device="cpu")
-    return _state_dict_in(torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True))
+        load_file = _safetensors_loader()
+        with _named_in_errors(path):
+            return load_file(path, device="cpu")
+    with _named_in_errors(path):
+        loaded = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
+        return _state_dict_in(loaded)
+
+
+@contextmanager
+def _named_in_errors(path: Path) -> Iterator[None]:
+    """Around what reads a file. The readers' own errors are of many classes, and most do not say which file."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f"{path} ({path.stat().st_size} bytes) cannot be read as weights: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _state_dict_in(loaded: Any) -> dict[str, Tensor]:
     """A state dict as it is, or that of a Lightning checkpoint."""
+    if not isinstance(loaded, dict):
+        raise TypeError(f"it holds a {type(loaded).__name__}, and no state dict")
     return loaded["state_dict"] if "pytorch-lightning_version" in loaded else loaded
 
 

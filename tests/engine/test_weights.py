@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -204,6 +205,12 @@ def does_not_fit():
         load_weights(ordinary, "nowhere.pt")
     with pytest.raises(FileNotFoundError, match="^. has no weights: it needs one of model.safetensors, "):
         load_weights(ordinary, ".")
+    torch.save([1, 2], "list.pt")
+    for name, content in (("none.pt", ""), ("text.pt", "hello"), ("lfs.safetensors", "version 1"), ("i.json", "{}")):
+        Path(name).write_text(content)
+    for name in ("none.pt", "text.pt", "lfs.safetensors", "i.json", "list.pt"):
+        with pytest.raises(ValueError, match=rf"^{name} \(\d+ bytes\) cannot be read as weights: \w+Error"):
+            load_weights(ordinary, name)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "safetensors.torch", None)
         with pytest.raises(
