@@ -437,6 +437,11 @@ class TrainerStrategy(ZeroProcesses):
                 raise
         if self.lightning_module is not None and self._layer_sync and self.model is not None:
             self.model = self._layer_sync.revert(self.model)
+        if self.lightning_module is not None and awaits_values(self.lightning_module):
+            # The run has failed before the module had values: that error is to be seen, not that it cannot be moved.
+            self.lightning_module._apply(lambda t: t if t.is_meta else t.cpu())
+            self._teardown_but_for_module()
+            return
         super().teardown()
 
     def _teardown_but_for_module(self) -> None:

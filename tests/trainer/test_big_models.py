@@ -171,3 +171,33 @@ def init_module() -> None:
 @pytest.mark.behaviour("The Trainer", "`trainer.init_module(empty_init=True)`")
 def test_init_module_with_empty_init_makes_parameters_without_memory(run_on):
     run_on(2, init_module)
+
+
+class Failing(OnMeta):
+    def configure_model(self) -> None:
+        super().configure_model()
+        raise LookupError("of the project's own")
+
+
+def fail(stage: int) -> None:
+    torch.save(Text().gpt.state_dict(), "part.pt")
+    for make, error, words in (
+        (lambda: OnMeta("absent.pt"), FileNotFoundError, "absent.pt does not exist"),
+        (lambda: OnMeta("part.pt"), ValueError, "part.pt does not fit Text: the file lacks"),
+        (Failing, LookupError, "of the project's own"),
+    ):
+        trainer = make_trainer(f"zero{stage}")
+        with pytest.raises(error, match=words):
+            trainer.fit(make())
+    with pytest.raises(ValueError, match="on the meta device, and nothing gives them values"):
+        make_trainer(f"zero{stage}").fit(WithoutInitialiser())
+
+
+class WithoutInitialiser(OnMeta):
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.scale = nn.Parameter(torch.empty((), device="meta"))
+
+
+def test_what_fails_before_a_module_has_values_is_the_error_that_is_seen(run_on):
+    run_on(2, fail, stage=3)
