@@ -439,7 +439,7 @@ class TrainerStrategy(ZeroProcesses):
             self.model = self._layer_sync.revert(self.model)
         if self.lightning_module is not None and awaits_values(self.lightning_module):
             # The run has failed before the module had values: that error is to be seen, not that it cannot be moved.
-            self.lightning_module._apply(lambda t: t if t.is_meta else t.cpu())
+            self.lightning_module._apply(lambda t: t if is_on_meta(t) else t.cpu())
             self._teardown_but_for_module()
             return
         super().teardown()
