@@ -12,12 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._pytree import tree_leaves
 
 from lightning_zero.engine.bucket import become
 
 
 class Promised(nn.Parameter):
     """A parameter on the meta device, and what it will hold. Conversions change its dtype and read nothing.
+
+    Whatever asks for its values before the module is sharded (a derived parameter, an initialiser, a resized embedding)
+    makes an ordinary parameter of it, whose memory is the file's as long as nothing is written.
 
     Attributes:
         promised: the values, of its shape, in any dtype; None while there are none.
@@ -32,18 +36,56 @@ class Promised(nn.Parameter):
         parameter.promised = promised
         return parameter
 
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if not _needs_no_values(function, args, kwargs):
+                for argument in tree_leaves((args, kwargs)):
+                    if isinstance(argument, Promised) and argument.promised is not None:
+                        argument._become(argument.promised.detach().to(argument.dtype))
+            return function(*args, **kwargs)
+
     def copy_(self, values: Tensor, non_blocking: bool = False) -> Promised:
-        """Promise the values as they are now, as ``load_state_dict`` means it."""
-        self.promised = values.detach().expand(self.shape).clone()
+        """Take on the values as they are now, as ``load_state_dict`` means it."""
+        self._become(values.detach().to(self.dtype).expand(self.shape).clone())
         return self
+
+    def _become(self, values: Tensor) -> None:
+        become(self, nn.Parameter(values, self.requires_grad))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Promised:
         if id(self) not in memo:
-            memo[id(self)] = Promised.of(self.detach(), self.promised, self.requires_grad)
+            memo[id(self)] = Promised.of(self, self.promised, self.requires_grad)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return Promised.of, (self.detach(), self.promised, self.requires_grad)
+        return Promised.of, (torch.empty_like(self), self.promised, self.requires_grad)
+
+
+# Whatever else a tensor is asked for counts as its values.
+_WITHOUT_VALUES = set(
+    """
+    shape size numel nelement dim ndim ndimension stride storage_offset is_contiguous dtype element_size itemsize layout
+    is_floating_point is_complex is_signed device get_device is_cpu is_cuda is_mps is_xpu is_xla is_sparse is_quantized
+    is_nested is_mkldnn is_inference requires_grad requires_grad_ is_leaf retains_grad grad grad_fn names __len__
+    _version _backward_hooks _post_accumulate_grad_hooks register_hook register_post_accumulate_grad_hook
+    empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_zeros new_ones new_full
+    _has_compatible_shallow_copy_type
+    """.split()
+)
+_CONVERSIONS = {"to", "type", "half", "bfloat16", "float", "double"}
+
+
+def _needs_no_values(function: Any, args: Any, kwargs: Any) -> bool:
+    is_attribute = function.__name__ in ("__get__", "__set__")
+    name = function.__self__.__name__ if is_attribute else function.__name__
+    if name == "data":  # Module.to() puts a converted one there
+        return function.__name__ == "__set__" and is_on_meta(args[1])
+    if name in _CONVERSIONS:
+        options = (*args[1:], *kwargs.values())
+        return all(option is None or isinstance(option, (torch.dtype, torch.memory_format, bool)) for option in options)
+    return name in _WITHOUT_VALUES
 
 
 def promise(parameter: nn.Parameter, values: Tensor | None) -> None:

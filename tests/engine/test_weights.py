@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -221,6 +222,57 @@ def does_not_fit():
 
 def test_what_does_not_fit_is_refused_by_name_before_anything_is_changed(run_on):
     run_on(2, does_not_fit)
+
+
+def derive(net):
+    net.blocks[1][0].weight = nn.Parameter(net.blocks[1][0].weight.detach() * 2)
+
+
+def write_through_data(net):
+    net.blocks[1][0].weight.data[0] = 7.0
+
+
+USES = [
+    lambda net: net.blocks[1][0].reset_parameters(),
+    lambda net: nn.init.zeros_(net.blocks[1][0].weight),
+    lambda net: net.blocks[1].load_state_dict(net.blocks[0].state_dict()),
+    lambda net: net.load_state_dict({name: value + 1 for name, value in net.state_dict().items()}),
+    lambda net: setattr(net, "norm", nn.Parameter(net.blocks[0][0].weight.norm())),
+    lambda net: nn.utils.parametrizations.weight_norm(net.blocks[0][0]),
+    lambda net: net.to("cpu"),
+    derive,
+    write_through_data,
+]
+
+
+def use_before_it_is_cut(stage):
+    make_files()
+    for use in USES:
+        results = []
+        for wait in (False, True):
+            net = on_meta()
+            with values_may_wait() if wait else nullcontext():
+                load_weights(net, "net.pt")
+            torch.manual_seed(0)
+            use(net)
+            results.append(net)
+        Engine(results[1], stage=stage).close()
+        same_tensors(results[1].state_dict(), results[0].state_dict(), bound=0)
+
+    net = on_meta()
+    with values_may_wait():
+        load_weights(net, "net.pt")
+    torch.optim.AdamW([p for p in net.parameters() if p.ndim > 1 and p.requires_grad], fused=True)
+    copy.deepcopy(net.double().float())
+    assert all(isinstance(parameter, Promised) for parameter in net.parameters()), "that needs no values"
+
+
+@STAGES
+@pytest.mark.behaviour(
+    "The module", "Weights of a file that was not read yet are read, written and reparametrised"
+)
+def test_values_that_wait_are_there_for_whoever_asks(run_on, stage):
+    run_on(2, use_before_it_is_cut, stage=stage)
 
 
 def of_transformers(stage):
