@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
 
-from lightning_zero.engine.compilation import OwnHook
+from lightning_zero.engine.compilation import EntryHook, OwnHook, is_compiled
 from lightning_zero.engine.units import UnitPlan, Units, select_modules
 
 # The one of torch's ways in that suits hooks takes all options by position; there are more of them in later versions.
@@ -36,7 +36,7 @@ class CheckpointedModule:
         self._recomputing = False
         self._regions: list[Generator[None, None, None]] = []
         self._handles = [
-            module.register_forward_pre_hook(OwnHook(self._before), with_kwargs=True),
+            module.register_forward_pre_hook(EntryHook(self._before), with_kwargs=True),
             module.register_forward_hook(OwnHook(self._after), prepend=True, always_call=True),
         ]
 
@@ -50,8 +50,14 @@ class CheckpointedModule:
         for handle in self._handles:
             handle.remove()
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(self, from_compiled: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._recomputing:
+            if from_compiled and not is_compiled(module):
+                # what is computed again would not be compiled, and would save other tensors
+                raise RuntimeError(
+                    f"activation_checkpointing= of a {type(module).__name__} inside of compiled code: compile the "
+                    "checkpointed modules themselves (block.compile()) instead of what is around them."
+                )
             options = {**_OPTIONS, "fn": module, "context_fn": self._contexts}
             region = _checkpoint_without_reentrant_generator(*options.values(), *args, **kwargs)
             next(region)

@@ -69,12 +69,17 @@ class _Scope:
         self.may_take_over = False  # see ``Schedule._take_over``
         self.entries: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
         self.recurrent: list[weakref.ref[nn.RNNBase]] = []
-        self.calls: list[tuple[_Call | None, bool]] = []  # forwards of the module under way
+        self.calls: list[tuple[_Call | None, bool] | None] = []  # forwards of the module under way
         self.depth = 0
 
     def remove(self) -> None:
         for handle in self.handles:
             handle.remove()
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether others are in the place of all its parameters, as within ``full_parameters``: nothing is gathered."""
+        return self.depth == 0 and all(holder.get(name) is not parameter for holder, name, parameter, _ in self.entries)
 
     def swap_in(self) -> None:
         self.depth += 1
@@ -274,6 +279,9 @@ class Schedule:
                 self._take_over(module, scope)
             if not scope.entries:
                 return
+            if scope.is_replaced:
+                calls.append(None)
+                return
             self._enter(unit)
             scope.swap_in()
             watched = torch.is_grad_enabled() and not unit.stays and not unit.held
@@ -288,7 +296,10 @@ class Schedule:
         def after(module: nn.Module, args: Any, output: Any) -> Any:
             if not calls:
                 return None  # there is nothing to put in here, or the forward failed before ours began
-            call, alone = calls.pop()
+            begun = calls.pop()
+            if begun is None:
+                return None
+            call, alone = begun
             scope.swap_out()
             if alone:
                 self._saved.unwatch()

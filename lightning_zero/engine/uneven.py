@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from lightning_zero.engine.bucket import Bucket
 from lightning_zero.engine.collectives import Communicator
 from lightning_zero.engine.schedule import Schedule
+from lightning_zero.engine.sharded_tensor import ShardedTensor
 
 _END = 2**62
 _OVER = -1  # in the place of a bucket's number: the turn is over
@@ -58,7 +59,8 @@ class Turns:
         Args:
             module: whose forwards, and those of the modules in it where they are called by themselves, are turns.
         """
-        if self._schedule.is_uneven:
+        needs_gathers = any(isinstance(parameter, ShardedTensor) for parameter in module.parameters())
+        if self._schedule.is_uneven or not needs_gathers:  # as within ``full_parameters``
             yield
             return
         members = set(module.modules())

@@ -192,7 +192,8 @@ class _Lookout:
         where = ", ".join(f"rank {rank} waits for {waits[rank].what}" for rank in sorted(cycle))
         return (
             f"the ranks wait for each other for ever: {where}. Every rank must run the same units in the same order, "
-            "forward and backward: no 'if' on the rank or on its data around them."
+            "forward and backward: no 'if' on the rank or on its data around them. Forwards without a backward may "
+            "differ in number inside of 'with lightning_zero.uneven_forwards(module):', which every rank enters."
         )
 
 

@@ -152,3 +152,40 @@ def test_a_wrong_choice_is_refused_before_anything_is_cut(wanted, error, message
     with pytest.raises(error, match=message):
         Engine(module, activation_checkpointing=wanted)
     assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
+
+
+class Plain(nn.Module):
+    """Blocks that `torch.compile` takes whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def compiled():
+    x = torch.ones(2, 4)
+    for around in (True, False):
+        torch.manual_seed(0)
+        module = Plain()
+        expected = copy.deepcopy(module)
+        expected(x).backward()
+        for inner in [module] if around else module.blocks:
+            inner.compile(backend="aot_eager")
+        engine = Engine(module, stage=3, activation_checkpointing="units")
+        if around:
+            with pytest.raises(RuntimeError, match="of a Sequential inside of compiled code: compile the checkpointed"):
+                module(x)
+        else:
+            module(x).backward()
+            for ours, theirs in zip(module.parameters(), expected.parameters()):
+                torch.testing.assert_close(ours.grad.whole(), theirs.grad)
+        engine.close()
+
+
+def test_compiled_modules_are_checkpointed_and_parts_of_compiled_code_refused(run_on):
+    run_on(1, compiled)

@@ -268,9 +268,7 @@ def use_before_it_is_cut(stage):
 
 
 @STAGES
-@pytest.mark.behaviour(
-    "The module", "Weights of a file that was not read yet are read, written and reparametrised"
-)
+@pytest.mark.behaviour("The module", "Weights of a file that was not read yet are read, written and reparametrised")
 def test_values_that_wait_are_there_for_whoever_asks(run_on, stage):
     run_on(2, use_before_it_is_cut, stage=stage)
 

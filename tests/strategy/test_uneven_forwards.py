@@ -160,6 +160,29 @@ def test_copies_of_the_module_generate_for_themselves(run_on):
     run_on(2, copies)
 
 
+class Alone(Author):
+    """One rank writes, with whole parameters."""
+
+    def validation_step(self, batch, batch_idx):
+        with lightning_zero.full_parameters(self):
+            if rank() == 0:
+                self.written.append(self.writer.generate(batch[0], 3))
+
+
+def write_alone():
+    torch.manual_seed(0)
+    module = Alone()
+    module.on_validation_epoch_end = lambda: None
+    expected = module.writer.generate(next(iter(loader(1)))[0], 3)
+    make_trainer("zero3", use_distributed_sampler=False).validate(module, loader(1), verbose=False)
+    assert len(module.written) == (1 if rank() == 0 else 0)
+    assert all(torch.equal(text, expected) for text in module.written)
+
+
+def test_one_rank_alone_may_write_with_whole_parameters(run_on):
+    run_on(2, write_alone)
+
+
 class Unlucky(Author):
     def write(self, prompt, length):
         if rank() == 1:
