@@ -36,7 +36,7 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
         module: on the meta device, ordinary, or sharded, in part or not at all.
         path: a ``.safetensors`` file; a file of ``torch.save`` with a state dict or a Lightning checkpoint; or a folder
             as ``save_pretrained`` of transformers writes it. Of tied parameters one name is enough.
-        strict: refuse tensors that are missing in the file or unknown to the module.
+        strict: refuse tensors that are missing in the file or unknown to the module. Otherwise one has to fit.
 
     Returns:
         ``missing_keys`` and ``unexpected_keys``, as ``load_state_dict`` does; both are empty if ``strict``.
@@ -68,16 +68,19 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
             hook.remove()
     (keys,) = found
     wrong = []
-    if strict and keys.missing_keys:
+    fits = not state or len(keys.unexpected_keys) < len(state)
+    if (strict or not fits) and keys.missing_keys:
         wrong.append(f"the file lacks {listed(keys.missing_keys)}")
-    if strict and keys.unexpected_keys:
+    if (strict or not fits) and keys.unexpected_keys:
         wrong.append(f"the module lacks {listed(keys.unexpected_keys)}")
     if misshapen:
         wrong.append(listed(misshapen).rstrip("."))
     if wrong:
-        allowed = "" if misshapen else " Load what fits with strict=False."
+        advice = "" if misshapen else " Load what fits with strict=False."
+        if not fits:
+            advice = " They have no name in common: load the file into the part of the module that was saved."
         raise ValueError(
-            f"{path} does not fit {type(module).__name__}: {'; '.join(wrong)}. Nothing was loaded.{allowed}"
+            f"{path} does not fit {type(module).__name__}: {'; '.join(wrong)}. Nothing was loaded.{advice}"
         )
     give_values(places, wait=may_values_wait())
     return keys

@@ -206,6 +206,10 @@ def does_not_fit():
         load_weights(ordinary, "nowhere.pt")
     with pytest.raises(FileNotFoundError, match="^. has no weights: it needs one of model.safetensors, "):
         load_weights(ordinary, ".")
+    torch.save({f"model.{name}": value for name, value in before.items()}, "prefixed.pt")
+    for strict in (True, False):
+        with pytest.raises(ValueError, match=r"lacks model\..* no name in common: load the file into the part"):
+            load_weights(ordinary, "prefixed.pt", strict=strict)
     torch.save([1, 2], "list.pt")
     for name, content in (("none.pt", ""), ("text.pt", "hello"), ("lfs.safetensors", "version 1"), ("i.json", "{}")):
         Path(name).write_text(content)
