@@ -27,7 +27,7 @@ RANKS, UNITS, WIDTH = 2, 12, 1024
 UNIT = 4 * WIDTH * WIDTH  # bytes
 WHOLE = UNITS * UNIT
 SHARDS = WHOLE // RANKS
-OTHER = 3 * 2**20  # what libraries and the measurement itself allocate meanwhile
+OTHER = 3 * 2**20  # what libraries and the measurement itself allocate, or give back, meanwhile
 
 
 class Block(nn.Module):
@@ -173,8 +173,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[st
 @pytest.mark.parametrize("case", [case for case in CASES if case != "whole"])
 def test_beside_the_shards_a_rank_never_holds_two_units_and_reads_its_share(measured, case):
     for found in (of_rank[case] for of_rank in measured):
-        assert SHARDS <= found["peak"] < SHARDS + 2 * UNIT + OTHER, f"{found}, where the whole is {WHOLE}"
-        assert SHARDS <= found["at rest"] < SHARDS + OTHER, f"{found}: more than the shards, {SHARDS}"
+        assert SHARDS - OTHER <= found["peak"] < SHARDS + 2 * UNIT + OTHER, f"{found}, where the whole is {WHOLE}"
+        assert SHARDS - OTHER <= found["at rest"] < SHARDS + OTHER, f"{found}: more than the shards, {SHARDS}"
         if case == "constructed":
             assert found["file"] == 0
         else:
