@@ -147,7 +147,8 @@ class Communicator:
             dist.broadcast(number, self._ranks[0], self.control_group)
         self.name = f"{self._ranks[0]}/{number.item()}"
         # the modules of a process have engines of their own, which begin to communicate in an order that data decide
-        self._first_tag = int(number) % 2**11 << 20
+        first = int(number) % 2**11 << 20
+        self._tell_tag, self._reduce_tag, self._gather_tag = first + _TELL_TAG, first + _REDUCE_TAG, first + _GATHER_TAG
         self.watch = Watch(self.group, self.name)
 
     def all_gather(self, full: Tensor, number: int, what: str) -> Pending:
@@ -169,7 +170,7 @@ class Communicator:
             if self.backend != "gloo":
                 works.append(_all_gather_single(full, slices[self.rank], group=self.group, async_op=True))
             else:
-                tag = self._first_tag + _GATHER_TAG + number
+                tag = self._gather_tag + number
                 for peer, source in self._peers():
                     works.append(dist.irecv(slices[source], self._ranks[source], self.group, tag=tag))
                     works.append(dist.isend(slices[self.rank], self._ranks[peer], self.group, tag=tag))
@@ -202,12 +203,8 @@ class Communicator:
             for peer, source in self._peers():
                 sent_parts.append(slices[peer].to(wire))
                 received.append(torch.empty_like(slices[source], dtype=wire))
-                works.append(
-                    dist.irecv(received[-1], self._ranks[source], self.group, tag=self._first_tag + _REDUCE_TAG)
-                )
-                works.append(
-                    dist.isend(sent_parts[-1], self._ranks[peer], self.group, tag=self._first_tag + _REDUCE_TAG)
-                )
+                works.append(dist.irecv(received[-1], self._ranks[source], self.group, tag=self._reduce_tag))
+                works.append(dist.isend(sent_parts[-1], self._ranks[peer], self.group, tag=self._reduce_tag))
 
         def add_up() -> Tensor:
             total = received[0].to(dtype)
@@ -291,15 +288,12 @@ class Communicator:
     def tell(self, ranks: list[int], message: Tensor) -> list[Any]:
         """Send a small CPU tensor, which is not to change, to some ranks, which ``hear`` it; the backend's handles."""
         self.counters.add("control", message)
-        return [
-            dist.isend(message, self._ranks[rank], self.control_group, tag=self._first_tag + _TELL_TAG)
-            for rank in ranks
-        ]
+        return [dist.isend(message, self._ranks[rank], self.control_group, tag=self._tell_tag) for rank in ranks]
 
     def hear(self, rank: int, message: Tensor, what: str) -> Tensor:
         """Fill a small CPU tensor with what a rank tells."""
         with self.watch.waiting(what, ordinal=0):
-            dist.recv(message, self._ranks[rank], self.control_group, tag=self._first_tag + _TELL_TAG)
+            dist.recv(message, self._ranks[rank], self.control_group, tag=self._tell_tag)
         return message
 
     def waiting(self, what: str, everyone: bool = True) -> AbstractContextManager[None]:

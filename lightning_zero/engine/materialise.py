@@ -82,7 +82,8 @@ class Materialiser:
                 for index, segment in enumerate(bucket.layout.segments):
                     if sources[segment.name].is_new:
                         self._new_parameters[id(plan.parameters[segment.name])] = bucket, index
-        self._was_meta = list(module.buffers())  # kept, as they are told apart by id
+        self._new_replicas: list[Bucket] = []  # that are cut
+        self._buffers_before = list(module.buffers())  # kept, as they are told apart by id
         by_id = {id(buffer): sources[name] for name, buffer in module.named_buffers()}
         self._source_of_buffer = {
             (id(inner), name): by_id[id(buffer)]
@@ -124,7 +125,10 @@ class Materialiser:
             plan, unit = self._unit_of[id(module)]
             for bucket in unit.buckets:
                 names = [segment.name for segment in bucket.layout.segments]
-                bucket.cut([plan.parameters[name] for name in names], [self._sources[name] for name in names])
+                sources = [self._sources[name] for name in names]
+                bucket.cut([plan.parameters[name] for name in names], sources)
+                if bucket.replicated and any(source.is_new for source in sources):
+                    self._new_replicas.append(bucket)
         return is_new
 
     def _place_buffers(self, module: nn.Module) -> bool:
@@ -148,15 +152,11 @@ class Materialiser:
         calls = _initialisers(module, ancestors)
         if not calls:
             return
-        cut = {
-            bucket: bucket.full._version
-            for bucket, _ in self._new_parameters.values()
-            if bucket.is_cut and bucket.replicated
-        }
+        versions = [bucket.full._version for bucket in self._new_replicas]
         with self._only_new_in_reach(module):
             for call in calls:
                 call()
-        for bucket, version in cut.items():
+        for bucket, version in zip(self._new_replicas, versions):
             if bucket.full._version != version:
                 bucket.gather(refresh=True)  # whatever the ranks have drawn, replicas are alike
                 bucket.wait()

@@ -37,7 +37,11 @@ class _Wait(NamedTuple):
 
     @property
     def key(self) -> str:
-        return f"{self.engine}: {self.what}"
+        return _key(self.engine, self.what)
+
+
+def _key(engine: str, what: str) -> str:
+    return f"{engine}: {what}"
 
 
 class Watch:
@@ -55,7 +59,7 @@ class Watch:
 
     def begin(self, what: str) -> int:
         """Count a collective of this name that this rank begins, in the order that all ranks have; its ordinal."""
-        return self._lookout.begin(f"{self._name}: {what}")
+        return self._lookout.begin(_key(self._name, what))
 
     @contextmanager
     def waiting(self, what: str, ordinal: int | None = None) -> Iterator[None]:

@@ -8,14 +8,13 @@ import pytest
 import torch
 import torch._inductor.config
 from torch import nn
-from torch._dynamo.backends.debugging import aot_eager
-from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_zero.engine import Engine
 from tests.support import rank, world_size
+from tests.support.graphs import CountingBackend
 
 
 class Block(nn.Module):
@@ -101,14 +100,7 @@ def train(model, optimizer):
 
 def count(model, way, shard, first):
     """Compile and shard a copy of a model, in either order, and train it: its losses, and what Dynamo did."""
-    torch._dynamo.reset()
-    counters.clear()
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return aot_eager(graph, inputs)
-
+    backend = CountingBackend()
     module = copy.deepcopy(model)
     if first == "compile":
         compiled = way(module, backend)
@@ -118,12 +110,7 @@ def count(model, way, shard, first):
         compiled = way(module, backend)
     losses = train(compiled, optimizer)
     end()
-    return losses, {
-        "graphs": len(graphs),
-        "unique graphs": counters["stats"]["unique_graphs"],
-        "operators": sum(node.op == "call_function" for graph in graphs for node in graph.graph.nodes),
-        "breaks": sum(counters["graph_break"].values()),
-    }
+    return losses, backend.counts()
 
 
 def with_fsdp2(module):

@@ -8,13 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch._dynamo.backends.debugging import aot_eager
-from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
 
 from lightning_zero import ZeroStrategy
 from tests.libraries.training import Learner, fit, same_learning
 from tests.support import world_size
+from tests.support.graphs import CountingBackend
 
 
 class Compiled(Learner):
@@ -43,13 +42,7 @@ class Compiled(Learner):
 
 def count(strategy, name, way, **options):
     """A run, and what Dynamo did in it."""
-    torch._dynamo.reset()
-    counters.clear()
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return aot_eager(graph, inputs)
+    backend = CountingBackend()
 
     def make():
         if way == "module":  # as Lightning takes it: torch.compile(LightningModule)
@@ -57,12 +50,7 @@ def count(strategy, name, way, **options):
         return Compiled(name, way, backend, **options)
 
     run = fit(strategy, make, limit_val_batches=0)
-    return run, {
-        "graphs": len(graphs),
-        "unique graphs": counters["stats"]["unique_graphs"],
-        "operators": sum(node.op == "call_function" for graph in graphs for node in graph.graph.nodes),
-        "breaks": sum(counters["graph_break"].values()),
-    }
+    return run, backend.counts()
 
 
 def compare(name, way):
