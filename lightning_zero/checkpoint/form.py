@@ -1,0 +1,75 @@
+"""What a sharded checkpoint consists of, and the manifest by which it is known to be whole."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+FORMAT = 1
+"""Of checkpoints written by this version; a reader knows this one and those before."""
+
+DCP_METADATA = ".metadata"
+"""Names, shapes and places of all tensors, as ``torch.distributed.checkpoint`` writes and reads it."""
+
+REST = "meta.pt"
+"""What is no tensor of the model or an optimizer, where Lightning's own strategies for sharded models put it."""
+
+MANIFEST = "lightning_zero.json"
+"""Written last: sizes and checksums of all else."""
+
+
+class UnknownFormatError(ValueError):
+    """A checkpoint of a version that this one does not know."""
+
+
+@dataclass
+class Manifest:
+    """Sizes and checksums (``zlib.crc32``) of a sharded checkpoint's files.
+
+    Attributes:
+        written_by: versions, stage and world size.
+        files: by name, ``{"bytes": ..., "crc32": ...}``; ``None`` where the pieces have the checksums.
+        pieces: by name of a data file, ``[offset, length, crc32]`` of each piece in it.
+    """
+
+    written_by: dict[str, Any]
+    files: dict[str, dict[str, int | None]] = field(default_factory=dict)
+    pieces: dict[str, list[list[int]]] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        body = {"format": FORMAT, "written_by": self.written_by, "files": self.files, "pieces": self.pieces}
+        return _encoded({**body, "crc32": zlib.crc32(_encoded(body))})
+
+    @classmethod
+    def of_bytes(cls, data: bytes) -> Manifest:
+        """Read one back.
+
+        Raises:
+            UnknownFormatError: if a newer version wrote it.
+            ValueError: if it is damaged.
+        """
+        body = json.loads(data)
+        expected = body.pop("crc32")
+        if zlib.crc32(_encoded(body)) != expected:
+            raise ValueError("its checksum is not that of its contents")
+        check_format(body["format"])
+        return cls(body["written_by"], body["files"], body["pieces"])
+
+
+def check_format(number: Any) -> None:
+    """Refuse what a later version wrote.
+
+    Raises:
+        UnknownFormatError: then.
+    """
+    if not isinstance(number, int) or not 1 <= number <= FORMAT:
+        raise UnknownFormatError(
+            f"it is of format {number!r}, and this version of lightning_zero reads formats up to {FORMAT}: update it, "
+            "pip install -U lightning_zero"
+        )
+
+
+def _encoded(body: dict[str, Any]) -> bytes:
+    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
