@@ -10,6 +10,9 @@ from typing import Any
 FORMAT = 1
 """Of checkpoints written by this version; a reader knows this one and those before."""
 
+CHECKPOINT_KEY = "lightning_zero"
+"""Where a checkpoint of Lightning's keeps what is ours."""
+
 DCP_METADATA = ".metadata"
 """Names, shapes and places of all tensors, as ``torch.distributed.checkpoint`` writes and reads it."""
 

@@ -413,6 +413,21 @@ class Engine:
         with torch.no_grad():
             return masters.whole_state_dict(lambda t: t.to("cpu") if keep else torch.empty_like(t, device="meta"))
 
+    def optimizer_state_dict_in_parts(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's state dict in torch's ordinary form, of sharded tensors over what this rank has. Collective.
+
+        One that the engine was not given has its own, on each rank.
+        """
+        masters = next((masters for masters in self.masters if masters._optimizer() is optimizer), None)
+        return optimizer.state_dict() if masters is None else masters.state_dict_in_parts()
+
+    def masters_in_parts(self) -> dict[str, Tensor]:
+        """The fp32 masters of low-precision parameters, by name, as sharded tensors over what this rank has."""
+        finer = [bucket for bucket in self.buckets if bucket.shard.dtype != bucket.dtype]
+        return {
+            slot.name: ShardedTensor(slot, slot.local_parameter(), keep=self) for bucket in finer for slot in bucket.slots
+        }
+
     def masters_by_name(self, *, keep: bool = True) -> dict[str, Tensor]:
         """The fp32 masters of low-precision parameters, whole, on the CPU. Collective."""
         found = {}

@@ -135,6 +135,7 @@ class Masters:
         self._own_state: Any = None
         self._state_bytes = self._states_measured = 0
         self._keep: Callable[[Tensor], Tensor] = _unchanged
+        self._in_parts = False
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(lambda *_: self._after_step()),
@@ -308,16 +309,19 @@ class Masters:
         with self._met([slot]):
             return self._whole_state([slot], in_parts=True)[slot]
 
-    def whole_state(self, keep: Callable[[Tensor], Tensor] | None = None) -> dict[Tensor, dict[str, Any]]:
+    def whole_state(
+        self, keep: Callable[[Tensor], Tensor] | None = None, *, in_parts: bool = False
+    ) -> dict[Tensor, dict[str, Any]]:
         """The state by parameter of the module, each tensor in the parameter's full shape. Collective.
 
         Args:
             keep: what becomes of each gathered tensor (moved to the CPU, or dropped on ranks that do not write).
+            in_parts: gather none; give sharded tensors over what the masters have.
         """
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         slots = {slot: p for p in parameters if (slot := self.slot_of(p)) is not None}
         with self._met(list(slots)):
-            states = self._whole_state(list(slots), keep)
+            states = self._whole_state(list(slots), keep, in_parts=in_parts)
         found = {slots[slot]: state for slot, state in states.items() if state}
         foreign = [p for p in parameters if self.slot_of(p) is None and p in self.optimizer.state]
         return {**{p: self.optimizer.state[p] for p in foreign}, **found}
@@ -373,9 +377,17 @@ class Masters:
         finally:
             self._keep = _unchanged
 
+    def state_dict_in_parts(self) -> dict[str, Any]:
+        """The optimizer's ``state_dict()`` with sharded tensors over what the masters have. Collective."""
+        self._in_parts = True
+        try:
+            return self.optimizer.state_dict()
+        finally:
+            self._in_parts = False
+
     def _before_state_dict(self, optimizer: Optimizer) -> None:
         self._own_state = optimizer.state
-        optimizer.state = defaultdict(dict, self.whole_state(self._keep))
+        optimizer.state = defaultdict(dict, self.whole_state(self._keep, in_parts=self._in_parts))
 
     def _after_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         optimizer.state, self._own_state = self._own_state, None

@@ -1,0 +1,104 @@
+"""Writing checkpoints in the background, one after another, while training goes on."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Event
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_zero.engine.watch import failure
+
+_PATIENCE = 10.0
+"""Seconds that a rank waits for the others to have written once one is known to have failed."""
+
+
+class Background:
+    """One thread that does what is submitted, in that order. What follows something that failed is not done."""
+
+    def __init__(self) -> None:
+        self._executor: ThreadPoolExecutor | None = None
+        self._jobs: list[Future[None]] = []
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Do something when all before it is done."""
+        if self._executor is None:
+            # its thread is waited for when the interpreter ends
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="lightning_zero-checkpoint")
+        before = self._jobs[-1] if self._jobs else None
+
+        def run() -> None:
+            if before is None or before.exception() is None:
+                job()
+            else:
+                raise before.exception()  # type: ignore[misc]
+
+        self._jobs.append(self._executor.submit(run))
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._jobs)
+
+    def finish(self) -> None:
+        """Wait until all is done.
+
+        Raises:
+            Exception: the first that was raised by something submitted since the last call.
+        """
+        jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            job.exception()
+        for job in jobs:
+            job.result()
+
+    def close(self) -> None:
+        """As ``finish``, and end the thread."""
+        try:
+            self.finish()
+        finally:
+            if self._executor is not None:
+                self._executor.shutdown()
+                self._executor = None
+
+
+class StoreExchange:
+    """Ranks tell each other values through the process group's store: from a thread, beside any collectives.
+
+    Args:
+        name: the same on every rank, and new each time.
+        rank, size: of this rank, and of the group.
+    """
+
+    def __init__(self, name: str, rank: int, size: int, abandoned: Event) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        # a connection of its own: the main thread may hold the other for as long as it waits
+        self._store = dist.PrefixStore(f"lightning_zero/checkpoint/{name}", store.clone())
+        self._rank, self._size, self._abandoned = rank, size, abandoned
+        self._round = 0
+
+    def __call__(self, value: Any) -> list[Any]:
+        """Every rank's small picklable value, in the order of ranks.
+
+        Raises:
+            RuntimeError: if some do not come: a rank has failed.
+        """
+        number, self._round = self._round, self._round + 1
+        self._store.set(f"{number}/{self._rank}", pickle.dumps(value))
+        found: dict[int, Any] = {self._rank: value}
+        pause, lost_since = 1e-3, None
+        while len(found) < self._size:
+            for rank in range(self._size):
+                if rank not in found and self._store.check([f"{number}/{rank}"]):
+                    found[rank] = pickle.loads(self._store.get(f"{number}/{rank}"))
+            if self._abandoned.is_set() or failure() is not None:
+                lost_since = lost_since or time.monotonic()
+                if time.monotonic() - lost_since > _PATIENCE:
+                    missing = [rank for rank in range(self._size) if rank not in found]
+                    raise RuntimeError(f"rank(s) {missing} did not write their parts: {failure() or 'the run has ended'}")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        return [found[rank] for rank in range(self._size)]

@@ -1,0 +1,40 @@
+"""What ``ckpt_path="last"`` stands for, and what may stand in for it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from fsspec.core import url_to_fs
+from lightning.pytorch import Trainer
+
+
+def is_last(trainer: Trainer, path: Any) -> bool:
+    """Whether a path is among those from which Lightning chooses for ``ckpt_path="last"``."""
+    return _plain(path) in {_plain(candidate) for candidate in _last_ones(trainer)}
+
+
+def others_by_age(trainer: Trainer, path: Any) -> list[str]:
+    """All other checkpoints in the folders of the Trainer's callbacks, the newest first."""
+    found: dict[str, Any] = {}
+    for folder in {os.path.dirname(str(each)) for each in (path, *_last_ones(trainer))}:
+        fs, place = url_to_fs(folder)
+        for entry in fs.ls(place, detail=False) if fs.exists(place) else []:
+            hidden = os.path.basename(entry).startswith(".")
+            if not hidden and entry.endswith(".ckpt") and _plain(entry) != _plain(path):
+                found[fs.unstrip_protocol(entry) if "://" in folder else entry] = fs.modified(entry)
+    return sorted(found, key=lambda entry: found[entry], reverse=True)
+
+
+def _last_ones(trainer: Trainer) -> set[str]:
+    candidates: set[str] = set()
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if hasattr(callback, "_find_last_checkpoints"):
+            candidates |= callback._find_last_checkpoints(trainer)
+        elif type(callback).__name__ == "OnExceptionCheckpoint":
+            candidates.add(str(callback.ckpt_path))
+    return candidates
+
+
+def _plain(path: Any) -> str:
+    return os.path.normpath(url_to_fs(str(path))[1])

@@ -1,0 +1,391 @@
+"""Writing a checkpoint: in parts, by all ranks in parallel, or whole, by one."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.optim import Optimizer
+
+from lightning_zero.checkpoint.commit import Destination, Stream
+from lightning_zero.checkpoint.form import DCP_METADATA, MANIFEST, REST, Manifest
+from lightning_zero.checkpoint.pieces import Box, boxes
+from lightning_zero.engine.sharded_tensor import Handle, ShardedTensor
+from lightning_zero.engine.stored import StoredTensor
+
+Gather = Callable[[Any], list[Any]]
+"""Every rank's value, in the order of ranks; each rank calls it."""
+
+_PIECE_BYTES = 2**26
+"""Bytes of the largest piece, as far as rows allow: as much as a piece costs in memory when it is read back."""
+
+
+class CheckpointNotSavedError(OSError):
+    """A checkpoint could not be written; what was there before is as it was."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor, as far as one rank writes it.
+
+    Attributes:
+        names: of the parameter, and of those that are tied to it, which share its pieces.
+        shape, dtype: of the whole.
+        values: this rank's range, 1-D, in any dtype; a ``StoredTensor`` is read piece by piece.
+        start: where the range begins in the flattened tensor.
+        boxes: the rectangles that tile it.
+    """
+
+    names: tuple[str, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+    values: Tensor
+    start: int
+    boxes: list[Box]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(prod(box.sizes) for box in self.boxes) * self.dtype.itemsize
+
+    def piece(self, box: Box) -> Tensor:
+        """One rectangle, on the CPU, in memory of its own size."""
+        start, stop = box.start - self.start, box.stop - self.start
+        if isinstance(self.values, StoredTensor):
+            part = self.values.range(start, stop)
+        else:
+            part = self.values.detach().reshape(-1)[start:stop]
+        return _alone(part.to("cpu", self.dtype).contiguous()).view(box.sizes)
+
+
+@dataclass(frozen=True)
+class Content:
+    """What one rank writes of a checkpoint in parts.
+
+    Attributes:
+        entries: its parts of tensors.
+        objects: other leaves of what DCP keeps, serialised; rank 0 alone has some, as of the next two.
+        rest: all else, serialised.
+        paths: by DCP's dotted name, where a leaf is in the tree.
+    """
+
+    entries: list[Entry]
+    objects: dict[str, bytes]
+    rest: bytes
+    paths: dict[str, tuple[Any, ...]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries)
+
+
+def content_of(tree: Mapping[str, Any], rest: Mapping[str, Any], rank: int = 0) -> Content:
+    """Split a checkpoint into what each rank writes. Every rank has the same sharded tensors in it.
+
+    Args:
+        tree: nested dicts and lists of tensors and other values, all of which DCP is to know.
+        rest: Lightning's other entries; a tensor in parts among them is kept as those of the tree are.
+    """
+    hollow, handles = _split(rest)
+    leaves, paths = flatten_state_dict({**tree, **handles})
+    shared: dict[Any, list[str]] = {}
+    tensors: dict[Any, Tensor] = {}
+    objects: dict[str, bytes] = {}
+    for name, leaf in leaves.items():
+        if isinstance(leaf, Handle) and not isinstance(leaf, (ShardedTensor, StoredTensor)):
+            leaf = leaf.whole()  # a view of a parameter, which user code has put there
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_quantized:
+            key = _identity(leaf)
+            shared.setdefault(key, []).append(name)
+            tensors[key] = leaf
+        elif rank == 0:
+            objects[name] = _serialised(leaf)
+    entries = [_entry(tuple(shared[key]), tensor, rank) for key, tensor in tensors.items()]
+    return Content(
+        [entry for entry in entries if entry.boxes],
+        objects,
+        _serialised(hollow) if rank == 0 else b"",
+        paths if rank == 0 else {},
+    )
+
+
+def by_name(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """An optimizer's state dict with names of parameters in the place of numbers, as DCP's users keep it.
+
+    Args:
+        state: in torch's ordinary form.
+        names: of the parameters, in the order of the groups; one that is missing keeps its number.
+    """
+
+    def name_of(number: int) -> str:
+        return names[number] if number < len(names) else str(number)
+
+    return {
+        **state,
+        "state": {name_of(number): values for number, values in state["state"].items()},
+        "param_groups": [{**group, "params": list(map(name_of, group["params"]))} for group in state["param_groups"]],
+    }
+
+
+def names_in(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
+    """The names of an optimizer's parameters in the order of its groups, as ``by_name`` takes them.
+
+    Args:
+        names: by ``id`` of the parameter; what is not there is called by its number.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [names.get(id(parameter), str(number)) for number, parameter in enumerate(parameters)]
+
+
+def _split(rest: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is no tensor in parts, and the tensors in parts, each in nested dicts and lists."""
+
+    def walk(value: Any) -> tuple[Any, Any]:
+        if isinstance(value, Handle):
+            return None, value
+        if isinstance(value, (dict, list, tuple)):
+            items = list(value.items() if isinstance(value, dict) else enumerate(value))
+            parts = {key: walk(item) for key, item in items}
+            handles = {key: handle for key, (_, handle) in parts.items() if handle is not None}
+            if handles:
+                hollow = {key: left for key, (left, _) in parts.items()}
+                return (hollow if isinstance(value, dict) else list(hollow.values())), handles
+        return value, None
+
+    hollow, handles = walk(dict(rest))
+    return hollow, handles or {}
+
+
+def _identity(tensor: Tensor) -> Any:
+    """Equal for the names of tied parameters."""
+    if isinstance(tensor, ShardedTensor):
+        own = None if tensor.is_parameter else tensor.local.data_ptr()
+        return id(tensor.slot), own, tensor.dtype
+    if isinstance(tensor, StoredTensor) or not tensor.numel():
+        return id(tensor)
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _entry(names: tuple[str, ...], tensor: Tensor, rank: int) -> Entry:
+    shape, most = tensor.shape, max(_PIECE_BYTES // tensor.dtype.itemsize, 1)
+    if not tensor.numel():
+        whole = [Box((0,) * len(shape), tuple(shape), 0)] if rank == 0 else []
+        return Entry(names, shape, tensor.dtype, torch.empty(0, dtype=tensor.dtype), 0, whole)
+    if isinstance(tensor, ShardedTensor):
+        start, stop = tensor.slot.offset, tensor.slot.offset + tensor.slot.local_numel
+        return Entry(names, shape, tensor.dtype, tensor.local.detach(), start, boxes(shape, start, stop, most))
+    # Other tensors are the same on every rank, or meant for rank 0 to write.
+    return Entry(names, shape, tensor.dtype, tensor, 0, boxes(shape, 0, tensor.numel() if rank == 0 else 0, most))
+
+
+def _serialised(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def _alone(part: Tensor) -> Tensor:
+    """A tensor over the same memory whose storage is no larger than itself: torch.save writes whole storages."""
+    if part.untyped_storage().nbytes() == part.nbytes or not part.numel():
+        return part
+    return torch.frombuffer(part.view(torch.uint8).numpy(), dtype=torch.uint8).view(part.dtype)
+
+
+class HostMemory:
+    """Memory on the CPU into which checkpoint after checkpoint is copied; pinned where there is a GPU."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def copied(self, content: Content) -> Content:
+        """The same content, which training does not change."""
+        needed = sum(_aligned(entry.nbytes) for entry in content.entries)
+        on_device = any(entry.values.device.type != "cpu" for entry in content.entries)
+        if len(self._memory) < needed:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # so that the two are not there at once
+            self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=on_device)
+        targets, sources, position = [], [], 0
+        for entry in content.entries:
+            targets.append(self._memory[position : position + entry.nbytes].view(entry.dtype))
+            sources.append(entry.values.detach().reshape(-1))
+            position += _aligned(entry.nbytes)
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+        if on_device:
+            torch.accelerator.synchronize()
+        return replace(
+            content, entries=[replace(entry, values=target) for entry, target in zip(content.entries, targets)]
+        )
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 64) * 64
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What one rank has written: a file's name and size, and its pieces."""
+
+    file: str
+    nbytes: int
+    tensors: list[tuple[tuple[str, ...], torch.Size, torch.dtype, list[tuple[Box, list[int]]]]]
+    objects: dict[str, list[int]]
+    rest: dict[str, int | None] | None
+
+    def pieces(self) -> list[list[int]]:
+        return [place for *_, placed in self.tensors for _, place in placed] + list(self.objects.values())
+
+
+def save_in_parts(
+    content: Content,
+    destination: Destination,
+    written_by: dict[str, Any],
+    rank: int = 0,
+    gather: Gather = lambda value: [value],
+) -> None:
+    """Write a checkpoint as a folder, of which each rank writes a file. Collective.
+
+    Args:
+        content: this rank's.
+        destination: the same on every rank.
+        written_by: for the manifest.
+
+    Raises:
+        CheckpointNotSavedError: on every rank, if one could not write. Nothing of it is left then.
+    """
+    try:
+        told: Any = _write(content, destination, rank)
+    except Exception as error:
+        told = _reason(error)
+    try:
+        everyone = gather(told)
+        failed = {number: told for number, told in enumerate(everyone) if isinstance(told, str)}
+        outcome = None
+        if rank == 0 and not failed:
+            try:
+                _complete(content, destination, written_by, everyone)
+            except Exception as error:
+                outcome = _reason(error)
+        if not failed:
+            outcome = gather(outcome)[0]
+            failed = {0: outcome} if outcome is not None else {}
+    except BaseException:  # another rank is gone
+        if rank == 0:
+            destination.discard()
+        raise
+    if failed:
+        if rank == 0:
+            destination.discard()
+        number, reason = next(iter(failed.items()))
+        raise CheckpointNotSavedError(
+            f"The checkpoint {destination.path} was not saved: rank {number} could not write it: {reason}. Nothing of it "
+            "is left, and what was there before is as it was."
+        )
+
+
+def save_whole(checkpoint: Mapping[str, Any], destination: Destination) -> None:
+    """Write a checkpoint as one ordinary file of ``torch.save``, by one rank.
+
+    Raises:
+        CheckpointNotSavedError: if that fails. Nothing of it is left then.
+    """
+    try:
+        destination.clear_leftovers()
+        with destination.writing() as stream:
+            torch.save(checkpoint, stream)  # type: ignore[arg-type]
+        destination.put_in_place()
+    except BaseException as error:
+        destination.discard()
+        if not isinstance(error, (OSError, RuntimeError)):
+            raise  # what cannot be pickled is the project's own
+        raise CheckpointNotSavedError(
+            f"The checkpoint {destination.path} was not saved: {_reason(error)}. Nothing of it is left, and what was "
+            "there before is as it was."
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _write(content: Content, destination: Destination, rank: int) -> _Written:
+    if rank == 0:
+        destination.clear_leftovers()
+    name = f"__{rank}_0.distcp"
+    tensors, objects = [], {}
+    with destination.writing(name) as stream:
+        for entry in content.entries:
+            placed = [(box, _piece(stream, lambda box=box: torch.save(entry.piece(box), stream))) for box in entry.boxes]
+            tensors.append((entry.names, entry.shape, entry.dtype, placed))
+        for key, data in content.objects.items():
+            objects[key] = _piece(stream, lambda data=data: stream.write(data))
+    rest = None
+    if rank == 0:
+        with destination.writing(REST) as file:
+            rest = {"bytes": file.write(content.rest), "crc32": file.crc32}
+    return _Written(name, stream.position, tensors, objects, rest)
+
+
+def _piece(stream: Stream, write: Callable[[], Any]) -> list[int]:
+    """Offset, length and checksum of what is written to the stream now."""
+    offset = stream.begin()
+    write()
+    return [offset, stream.position - offset, stream.crc32]
+
+
+def _complete(
+    content: Content, destination: Destination, written_by: dict[str, Any], everyone: list[_Written]
+) -> None:
+    """On rank 0: what makes a checkpoint of the files of all ranks."""
+    elsewhere = [rank for rank, written in enumerate(everyone) if destination.size_of(written.file) != written.nbytes]
+    if elsewhere:
+        raise OSError(
+            f"what rank(s) {elsewhere} wrote is not there: a checkpoint in parts needs a folder that all machines share. "
+            "Choose another, or ZeroStrategy(checkpoint='full')"
+        )
+    metadata = _metadata(content, everyone)
+    data = pickle.dumps(metadata)
+    manifest = Manifest(written_by)
+    with destination.writing(DCP_METADATA) as file:
+        manifest.files[DCP_METADATA] = {"bytes": file.write(data), "crc32": file.crc32}
+    for written in everyone:
+        manifest.files[written.file] = {"bytes": written.nbytes, "crc32": None}
+        manifest.pieces[written.file] = written.pieces()
+        if written.rest is not None:
+            manifest.files[REST] = written.rest
+    with destination.writing(MANIFEST) as file:
+        file.write(manifest.to_bytes())
+    destination.put_in_place()
+
+
+def _metadata(content: Content, everyone: list[_Written]) -> Metadata:
+    tensors: dict[str, TensorStorageMetadata] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for written in everyone:
+        for names, shape, dtype, placed in written.tensors:
+            for name in names:
+                known = tensors.setdefault(name, TensorStorageMetadata(TensorProperties(dtype=dtype), shape, []))
+                for box, (offset, length, _) in placed:
+                    offsets = torch.Size(box.offsets)
+                    known.chunks.append(ChunkStorageMetadata(offsets, torch.Size(box.sizes)))
+                    storage[MetadataIndex(name, offsets)] = _StorageInfo(written.file, offset, length)
+        for name, (offset, length, _) in written.objects.items():
+            storage[MetadataIndex(name)] = _StorageInfo(written.file, offset, length)
+    objects = {name: BytesStorageMetadata() for written in everyone for name in written.objects}
+    found: dict[str, Any] = {name: {**tensors, **objects}[name] for name in content.paths if name in tensors or name in objects}
+    return Metadata(found, content.paths, storage, StorageMeta(), CURRENT_DCP_VERSION)
