@@ -24,7 +24,7 @@ from lightning_zero.engine.agreement import Agreement
 from lightning_zero.engine.collectives import Communicator, Pending
 from lightning_zero.engine.gradient_shard import GradientShard
 from lightning_zero.engine.layout import BucketLayout
-from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
+from lightning_zero.engine.sharded_tensor import ShardedTensor, flat_range, local_range_of
 from lightning_zero.engine.view import View
 
 if TYPE_CHECKING:
@@ -261,8 +261,8 @@ class Bucket:
                 from_first.append(slice(begin, stop))
                 run_goes_on = True
             if source.values is not None and (source.everywhere or communicator.rank == 0):
-                values = source.values.detach().reshape(-1)
-                flat[start:stop].copy_(values[start - segment.start : stop - segment.start])
+                begin, end = start - segment.start, stop - segment.start
+                flat[start:stop].copy_(flat_range(source.values.detach(), begin, end))
         for run in from_first:
             communicator.from_first(flat[run])
         if self.shard_in_full:

@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero.engine.bucket import become
+from lightning_zero.engine.stored import in_memory
 
 
 class Promised(nn.Parameter):
@@ -43,7 +44,7 @@ class Promised(nn.Parameter):
             if not _needs_no_values(function, args, kwargs):
                 for argument in tree_leaves((args, kwargs)):
                     if isinstance(argument, Promised) and argument.promised is not None:
-                        argument._become(argument.promised.detach().to(argument.dtype))
+                        argument._become(in_memory(argument.promised.detach()).to(argument.dtype))
             return function(*args, **kwargs)
 
     def copy_(self, values: Tensor, non_blocking: bool = False) -> Promised:
@@ -215,5 +216,5 @@ def give_values(places: list[Place], *, wait: bool) -> None:
             elif wait or isinstance(tensor, Promised):
                 promise(tensor, values.detach())
             else:
-                become(tensor, nn.Parameter(values.detach().to(tensor.dtype), tensor.requires_grad))
+                become(tensor, nn.Parameter(in_memory(values.detach()).to(tensor.dtype), tensor.requires_grad))
             place.stand_in.taken = None  # once, also where it has several places

@@ -67,7 +67,7 @@ class Slot(Protocol):
 
 
 class Handle(torch.Tensor):
-    """What both kinds share: no data of their own, so that whatever reads data directly must be told."""
+    """What all kinds share: no data of their own, so that whatever reads data directly must be told."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -75,10 +75,18 @@ class Handle(torch.Tensor):
         raise NotImplementedError
 
     def whole_at_hand(self, dtype: torch.dtype | None = None) -> Tensor | None:
-        raise NotImplementedError
+        return None
 
     def write_whole(self, value: Tensor) -> None:
         raise NotImplementedError
+
+    def alias(self) -> Tensor:
+        """What ``detach()`` gives."""
+        raise NotImplementedError
+
+    def range(self, start: int, stop: int) -> Tensor:
+        """The elements ``[start, stop)`` of the flattened value, 1-D."""
+        return self.whole().reshape(-1)[start:stop]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -203,6 +211,9 @@ class ShardedTensor(Handle):
         value = self.whole_at_hand()
         return self._slot.collect(self.local).to(self.dtype) if value is None else value
 
+    def alias(self) -> Tensor:
+        return ShardedTensor(self._slot, self._local, self.dtype, keep=self.keep)
+
     def write_whole(self, value: Tensor) -> None:
         if self.is_parameter:
             self._slot.write_parameter(value)
@@ -290,6 +301,9 @@ class _View(Handle):
         base = self._base_tensor
         return _replay(base.whole() if isinstance(base, Handle) else base.detach(), self._steps)
 
+    def alias(self) -> Tensor:
+        return _View(self, [])
+
     def whole_at_hand(self, dtype: torch.dtype | None = None) -> Tensor | None:
         base = self._base_tensor
         if not isinstance(base, Handle):
@@ -348,8 +362,13 @@ def local_range_of(value: Tensor, slot: Slot) -> Tensor:
     """This rank's range, 1-D, of a tensor cut as the slot, or of a plain one that expands to the slot's shape."""
     if isinstance(value, ShardedTensor):
         return value.local
-    flat = value.expand(slot.shape).reshape(-1)
-    return flat[slot.offset : slot.offset + slot.local_numel]
+    value = value if value.shape == slot.shape else value.expand(slot.shape)
+    return flat_range(value, slot.offset, slot.offset + slot.local_numel)
+
+
+def flat_range(value: Tensor, start: int, stop: int) -> Tensor:
+    """The elements ``[start, stop)`` of a tensor as if it were flattened, 1-D; of a stored one no more is read."""
+    return value.range(start, stop) if isinstance(value, Handle) else value.reshape(-1)[start:stop]
 
 
 def _targets(func: Any) -> list[int | str]:
@@ -567,10 +586,7 @@ def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _alias(func: Any, args: Any, kwargs: Any) -> Any:
-    tensor = args[0]
-    if isinstance(tensor, _View):
-        return _View(tensor, [])
-    return ShardedTensor(tensor._slot, tensor._local, tensor.dtype, keep=tensor.keep)
+    return args[0].alias()
 
 
 def _accumulate(func: Any, args: Any, kwargs: Any) -> Any:

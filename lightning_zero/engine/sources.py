@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_zero.engine.collectives import Communicator
 from lightning_zero.engine.promises import promise, values_of
+from lightning_zero.engine.stored import StoredTensor
 
 _MEMORY, _NOWHERE = "memory", "nowhere"
 _PAGES_AT_ONCE = 2**16
@@ -125,7 +126,8 @@ def agree_on_sources(module: nn.Module, communicator: Communicator) -> dict[str,
         kind = (tuple(tensor.shape), str(tensor.dtype), is_parameter and tensor.requires_grad)
         origin: Any = _NOWHERE
         if values is not None:
-            origin = (is_parameter and mapped.range_of(values)) or _MEMORY
+            file = values.origin if isinstance(values, StoredTensor) else is_parameter and mapped.range_of(values)
+            origin = file or _MEMORY
         mine[name] = (kind, origin)
     everywhere = communicator.gather_objects(mine)
     _check_alike(everywhere)
@@ -136,7 +138,9 @@ def agree_on_sources(module: nn.Module, communicator: Communicator) -> dict[str,
         if origins[0] == _NOWHERE and set(origins) != {_NOWHERE}:
             missing[name] = [rank for rank, origin in enumerate(origins) if origin != _NOWHERE]
         alike = len(set(origins)) == 1
-        sources[name] = Source(values, alike and isinstance(origins[0], FileRange), alike and origins[0] == _NOWHERE)
+        sources[name] = Source(
+            values, alike and origins[0] not in (_MEMORY, _NOWHERE), alike and origins[0] == _NOWHERE
+        )
     if missing:
         raise ValueError(
             f"{listed(missing)}: on the meta device on rank 0, but with values on rank(s) "

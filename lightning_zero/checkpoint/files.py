@@ -1,0 +1,73 @@
+"""Where a checkpoint is read from: a file, or a folder of files, local or of fsspec."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import IO, Any
+
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+
+class Files:
+    """A path, and what lies there.
+
+    Args:
+        path: local, or a URL that fsspec knows.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self._fs, self._root = url_to_fs(self.path)
+        self.is_local = isinstance(self._fs, LocalFileSystem)
+        self._mappings: dict[str, memoryview] = {}
+
+    @property
+    def exists(self) -> bool:
+        return self._fs.exists(self._root)
+
+    @property
+    def is_folder(self) -> bool:
+        return self._fs.isdir(self._root)
+
+    @property
+    def local_path(self) -> str:
+        return self._root
+
+    def sizes(self) -> dict[str, int]:
+        """The files of a folder, by name, and their bytes. Of folders in it the name ends with a slash."""
+        found = {}
+        for entry in self._fs.ls(self._root, detail=True):
+            name = entry["name"].rstrip("/").rsplit("/", 1)[-1]
+            if name:
+                found[name + ("/" if entry["type"] == "directory" else "")] = entry["size"] or 0
+        return found
+
+    def size(self) -> int:
+        """The bytes of the file that the path itself is."""
+        return self._fs.size(self._root)
+
+    def open(self, name: str = "") -> IO[bytes]:
+        """A file of the folder; without a name, the file that the path itself is."""
+        return self._fs.open(self._where(name), "rb")
+
+    def read(self, name: str) -> bytes:
+        with self.open(name) as file:
+            return file.read()
+
+    def part(self, name: str, offset: int, length: int) -> memoryview:
+        """Some bytes of a file of the folder: of a local one mapped memory, of others a copy."""
+        if not self.is_local:
+            return memoryview(bytearray(self._fs.cat_file(self._where(name), start=offset, end=offset + length)))
+        if name not in self._mappings:
+            with open(self._where(name), "rb") as file:
+                # A mapping of its own, since torch warns of memory that must not be written to. Nobody writes to it.
+                self._mappings[name] = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        return self._mappings[name][offset : offset + length]
+
+    def _where(self, name: str) -> str:
+        return f"{self._root.rstrip('/')}/{name}" if name else self._root
+
+    def __deepcopy__(self, memo: Any) -> Files:
+        return self

@@ -1,0 +1,156 @@
+"""The records of a file of ``torch.save``, or of a piece of one: where they lie, their checksums, and a tensor."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+import zipfile
+import zlib
+from dataclasses import dataclass
+from typing import IO, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_LOCAL_HEADER = 30
+
+
+class Record(NamedTuple):
+    """One record of a zip archive, stored as it is.
+
+    Attributes:
+        start, length: in bytes, of the archive.
+        crc32: of these.
+    """
+
+    name: str
+    start: int
+    length: int
+    crc32: int
+
+
+def records_of(archive: IO[bytes]) -> list[Record]:
+    """The records of a file of ``torch.save``, read from the directory at its end.
+
+    Raises:
+        zipfile.BadZipFile: if it is none, or not whole.
+    """
+    found = []
+    with zipfile.ZipFile(archive) as directory:
+        for info in directory.infolist():
+            archive.seek(info.header_offset)
+            header = archive.read(_LOCAL_HEADER)
+            if len(header) < _LOCAL_HEADER or header[:4] != b"PK\x03\x04" or info.compress_type != zipfile.ZIP_STORED:
+                raise zipfile.BadZipFile(f"record {info.filename} is not where the directory has it")
+            lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+            start = info.header_offset + _LOCAL_HEADER + lengths
+            found.append(Record(info.filename, start, info.file_size, info.CRC))
+    return found
+
+
+def read_checked(archive: IO[bytes], record: Record) -> bytes:
+    """A record's bytes.
+
+    Raises:
+        zipfile.BadZipFile: if they are not those that were written.
+    """
+    archive.seek(record.start)
+    data = archive.read(record.length)
+    if zlib.crc32(data) != record.crc32:
+        raise zipfile.BadZipFile(f"the checksum of record {record.name} does not match")
+    return data
+
+
+class BufferFile(io.RawIOBase):
+    """A buffer as a stream of bytes, of which nothing is copied but what is read."""
+
+    def __init__(self, buffer: memoryview) -> None:
+        self._buffer, self._position = buffer, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._buffer)}[whence]
+        if base + offset < 0:
+            raise OSError("a position before the begin")
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, target: Any) -> int:
+        part = self._buffer[self._position : self._position + len(target)]
+        target[: len(part)] = part
+        self._position += len(part)
+        return len(part)
+
+
+@dataclass
+class _Storage:
+    key: str
+    dtype: torch.dtype
+
+
+class _Description(NamedTuple):
+    storage: _Storage
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def _describe(storage: _Storage, offset: int, shape: Any, strides: Any, *_: Any) -> _Description:
+    return _Description(storage, offset, tuple(shape), tuple(strides))
+
+
+class _NotPlain(Exception):
+    """What lies there is not one plain tensor."""
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return _describe
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict  # of hooks, always empty
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
+        raise _NotPlain
+
+    def persistent_load(self, reference: Any) -> _Storage:
+        _, dtype, key, _, _ = reference
+        if not isinstance(dtype, torch.dtype):
+            raise _NotPlain  # an UntypedStorage: of a dtype without a storage class
+        return _Storage(key, dtype)
+
+
+_DTYPES = {name: dtype for dtype, name in torch.storage._dtype_to_storage_type_map().items()}
+
+
+def tensor_in(buffer: memoryview) -> Tensor:
+    """The one tensor in a piece of ``torch.save``, over the buffer's own memory where it is plain.
+
+    Not to be written to. Its address is whatever the buffer's is: not aligned, as a rule.
+    """
+    archive = BufferFile(buffer)
+    try:
+        records = {record.name.split("/", 1)[-1]: record for record in records_of(archive)}  # type: ignore[arg-type]
+        pickled = records["data.pkl"]
+        found = _TensorUnpickler(io.BytesIO(buffer[pickled.start : pickled.start + pickled.length])).load()
+        if not isinstance(found, _Description):
+            raise _NotPlain
+        data, order = records[f"data/{found.storage.key}"], records.get("byteorder")
+        if order is not None and bytes(buffer[order.start : order.start + order.length]) != sys.byteorder.encode():
+            raise _NotPlain
+    except _NotPlain:
+        return torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
+    dtype = found.storage.dtype
+    if data.length == 0:
+        return torch.empty(found.shape, dtype=dtype)
+    flat = torch.frombuffer(buffer, dtype=dtype, count=data.length // dtype.itemsize, offset=data.start)
+    return flat.as_strided(found.shape, found.strides, found.offset)

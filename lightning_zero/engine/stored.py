@@ -1,0 +1,117 @@
+"""A tensor whose values lie elsewhere, in a checkpoint as a rule, until somebody asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.engine.sharded_tensor import Handle, _ordinary_tensors
+
+
+@dataclass
+class _Held:
+    """What a tensor and its aliases share.
+
+    Attributes:
+        value: what it holds since it was written to; None while its values are the stored ones.
+    """
+
+    name: str
+    read: Callable[[int, int], Tensor]
+    origin: Any
+    value: Tensor | None = None
+
+
+class StoredTensor(Handle):
+    """A CPU tensor whose values lie elsewhere, read when, and as far as, somebody asks.
+
+    Any operator reads the whole, each time anew; ``range`` reads a part. Aliases (``detach()``) read nothing. What is
+    written to it is kept, and from then on it holds its own value. A deep copy shares what is stored; a pickle has the
+    values.
+
+    Args:
+        name: what it is called where it is stored, for errors.
+        shape, dtype: of the tensor.
+        read: gives the elements ``[start, stop)`` of the flattened tensor: 1-D, of the dtype, in memory of its own.
+        origin: what ranks compare to know that each of them reads the same: anything that pickles. None where nobody
+            else can.
+    """
+
+    _held: _Held
+
+    @staticmethod
+    def __new__(
+        cls,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        read: Callable[[int, int], Tensor],
+        origin: Any = None,
+    ) -> StoredTensor:
+        return cls._over(_Held(name, read, origin), shape, dtype)
+
+    @classmethod
+    def _over(cls, held: _Held, shape: Sequence[int], dtype: torch.dtype) -> StoredTensor:
+        with _ordinary_tensors():
+            self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=torch.device("cpu"))
+        self._held = held
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    @property
+    def stored_name(self) -> str:
+        return self._held.name
+
+    @property
+    def origin(self) -> Any:
+        """What is equal on ranks that would read the same; None where it is this rank's own."""
+        return self._held.origin if self._held.value is None else None
+
+    def range(self, start: int, stop: int) -> Tensor:
+        value = self._held.value
+        return self._held.read(start, stop) if value is None else value.reshape(-1)[start:stop].clone()
+
+    def whole(self) -> Tensor:
+        value = self._held.value
+        return self.range(0, self.numel()).view(self.shape) if value is None else value
+
+    def write_whole(self, value: Tensor) -> None:
+        self._held.value = value.detach()
+
+    def alias(self) -> Tensor:
+        return StoredTensor._over(self._held, self.shape, self.dtype)
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        with torch.no_grad():
+            self.copy_(value)
+
+    def storage(self) -> Any:
+        raise RuntimeError(
+            f"'{self.stored_name}' lies in a checkpoint and has no memory of its own: tensor.clone() reads it into "
+            "an ordinary tensor."
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"StoredTensor({self.stored_name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            held = replace(self._held, value=None if self._held.value is None else self._held.value.clone())
+            memo[id(self)] = StoredTensor._over(held, self.shape, self.dtype)
+        return memo[id(self)]
+
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """The tensor as one that has memory of its own: itself, unless it is stored elsewhere."""
+    return tensor.whole() if isinstance(tensor, StoredTensor) else tensor
