@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zero.checkpoint.reading import by_number
+from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.collectives import Communicator
 from lightning_zero.engine.masters import check_optimizer
@@ -29,7 +31,8 @@ from lightning_zero.engine.promises import awaits_values
 from lightning_zero.engine.reunion import reunite
 from lightning_zero.engine.units import Units
 from lightning_zero.precision import compute_dtype_of
-from lightning_zero.processes import CHECKPOINT_KEY, ZeroProcesses
+from lightning_zero.checkpoint.form import CHECKPOINT_KEY
+from lightning_zero.processes import ZeroProcesses
 
 
 class FabricStrategy(ZeroProcesses):
@@ -73,6 +76,8 @@ class FabricStrategy(ZeroProcesses):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        checkpoint: Literal["full", "sharded"] = "full",
+        async_save: bool = False,
     ) -> None:
         super().__init__(
             accelerator,
@@ -81,6 +86,8 @@ class FabricStrategy(ZeroProcesses):
             checkpoint_io,
             precision,
             offload=offload,
+            checkpoint=checkpoint,
+            async_save=async_save,
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
@@ -98,7 +105,7 @@ class FabricStrategy(ZeroProcesses):
         self._engines: list[weakref.ref[Engine]] = []
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._backward_sync_control: Any = _BackwardSyncControl()
-        self._every_rank_keeps = True
+        self._every_rank_keeps, self._in_parts = True, False
 
     # -- the processes ----------------------------------------------------------------------------------------------
 
@@ -188,13 +195,15 @@ class FabricStrategy(ZeroProcesses):
         module = _unwrapped(module)
         for engine in self.engines:
             if any(inner is module for inner in engine.module.modules()):
-                return engine.full_state_dict(keep=self._keeps, module=module)
+                return module.state_dict() if self._in_parts else engine.full_state_dict(keep=self._keeps, module=module)
         return super().get_module_state_dict(module)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's whole state in torch's ordinary form, on the CPU. Collective."""
         for engine in self.engines:
             if any(own is optimizer for own in engine.optimizers):
+                if self._in_parts:
+                    return engine.optimizer_state_dict_in_parts(optimizer)
                 return engine.full_optimizer_state_dict(optimizer, keep=self._keeps)
         return super().get_optimizer_state(optimizer)
 
@@ -208,26 +217,56 @@ class FabricStrategy(ZeroProcesses):
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Write an ordinary file on rank 0, which alone holds the values meanwhile. Collective."""
+        """Write an ordinary file on rank 0, which alone holds the values meanwhile, or a folder of parts. Collective."""
         with self._written_by_first():
             masters = {}
             if any(isinstance(value, Optimizer) for value in state.values()):
                 masters = {key: found for key, value in state.items() if (found := self._masters_of(value))}
-            if not self.is_global_zero:
+            if not self.is_global_zero and not self._saves_in_parts:
                 filter = None  # it may look at values
             for key, keeps in (filter or {}).items():
                 if key in masters:
                     masters[key] = {name: value for name, value in masters[key].items() if keeps(name, value)}
-            if masters:
-                state = {**state, CHECKPOINT_KEY: {"masters": masters}}
-            super().save_checkpoint(path, state, storage_options, filter)
+            about = {CHECKPOINT_KEY: {"masters": masters}} if masters else {}
+            if not self._saves_in_parts and (not self._has_default_io or storage_options is not None):
+                super().save_checkpoint(path, {**state, **about}, storage_options, filter)
+                return
+            converted = self._convert_stateful_objects_in_state(state, filter=filter or {})
+            if not self._saves_in_parts:
+                if self.is_global_zero:
+                    self._saver.save_whole({**converted, **about}, path, own=(CHECKPOINT_KEY, *_large(state)))
+                return
+            self._check_storage_options(storage_options)
+            tree = {
+                key: by_name(converted[key], _names_in(state[key], state))
+                if isinstance(state[key], Optimizer)
+                else converted[key]
+                for key in _large(state)
+                if key in converted
+            }
+            rest = {**{key: value for key, value in converted.items() if key not in tree}, **about}
+            self._saver.save_in_parts(tree, rest, path, self._written_by, self.global_rank, self._gather)
 
     def load_checkpoint(
         self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        remainder = super().load_checkpoint(path, state, strict, weights_only)
+        """As Fabric's, of a file or a folder; each rank reads its share of weights and optimizers' state."""
+        self._saver.finish()
+        if not self._has_default_io or str(path).startswith("http"):
+            remainder = super().load_checkpoint(path, state, strict, weights_only)
+        else:
+            opened = self._opened(path, weights_only)
+            checkpoint = dict(opened.as_saved)
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if isinstance(value, Optimizer) and key in checkpoint and opened.form == "sharded":
+                    checkpoint[key] = by_number(checkpoint[key])
+            own, self._checkpoint_io = self._checkpoint_io, _AlreadyRead(checkpoint)
+            try:
+                remainder = super().load_checkpoint(path, state, strict, weights_only)
+            finally:
+                self._checkpoint_io = own
         if isinstance(state, dict) and state:
-            for key, masters in remainder.pop(CHECKPOINT_KEY, {"masters": {}})["masters"].items():
+            for key, masters in remainder.pop(CHECKPOINT_KEY, {"masters": {}}).get("masters", {}).items():
                 engine = engine_of(_unwrapped(state[key])) if isinstance(state.get(key), nn.Module) else None
                 if engine is not None:
                     engine.load_masters(masters)
@@ -240,21 +279,29 @@ class FabricStrategy(ZeroProcesses):
     @contextmanager
     def _written_by_first(self) -> Iterator[None]:
         """Around what every rank collects for rank 0 to write; an error in seconds if not every rank comes."""
-        self._every_rank_keeps = False
+        self._every_rank_keeps, self._in_parts = False, self._saves_in_parts
         try:
             with self.engines[0].agreement.met("what fabric.save() writes") if self.engines else nullcontext():
                 yield
         finally:
-            self._every_rank_keeps = True
+            self._every_rank_keeps, self._in_parts = True, False
 
     def _masters_of(self, value: Any) -> dict[str, Tensor]:
         engine = engine_of(_unwrapped(value)) if isinstance(value, nn.Module) else None
-        return engine.masters_by_name(keep=self._keeps) if engine is not None else {}
+        if engine is None:
+            return {}
+        return engine.masters_in_parts() if self._in_parts else engine.masters_by_name(keep=self._keeps)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
         """Make the modules ordinary again, whole, where they are. Collective, but after a failure."""
+        try:
+            self._saver.close(abandon=self._is_cut_off)
+        finally:
+            self._teardown()
+
+    def _teardown(self) -> None:
         for engine in self.engines:
             engine.close(communicate=not self._is_cut_off)
         self._engines = []
@@ -273,6 +320,38 @@ class _Sharded(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
+
+
+class _AlreadyRead(CheckpointIO):
+    """In the place of what reads a checkpoint."""
+
+    def __init__(self, checkpoint: dict[str, Any]) -> None:
+        self._checkpoint = checkpoint
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        return self._checkpoint
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        raise NotImplementedError
+
+    def remove_checkpoint(self, path: Any) -> None:
+        raise NotImplementedError
+
+
+def _large(state: dict[str, Any]) -> list[str]:
+    """What may be in parts: modules and optimizers."""
+    return [key for key, value in state.items() if isinstance(value, (nn.Module, Optimizer))]
+
+
+def _names_in(optimizer: Optimizer, state: dict[str, Any]) -> list[str]:
+    """The names of an optimizer's parameters in the order of its groups; behind their module's where there are several."""
+    modules = {key: _unwrapped(value) for key, value in state.items() if isinstance(value, nn.Module)}
+    names = {
+        id(parameter): name if len(modules) == 1 else f"{key}.{name}"
+        for key, module in modules.items()
+        for name, parameter in module.named_parameters()
+    }
+    return names_in(optimizer, names)
 
 
 class _BackwardSyncControl:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
@@ -22,6 +23,9 @@ from lightning.fabric.utilities.init import _EmptyInit
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
+import lightning_zero
+from lightning_zero.checkpoint.reading import DamagedCheckpointError, OpenedCheckpoint, open_checkpoint
+from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.engine.collectives import Communicator, wire_dtype_of
 from lightning_zero.engine.placement import Placement, placements_of
 from lightning_zero.engine.promises import parameters_await_values
@@ -33,10 +37,6 @@ else:
     ParallelStrategy = object
 
 
-CHECKPOINT_KEY = "lightning_zero"
-"""Where a checkpoint keeps the fp32 masters of low-precision parameters; all else is where Lightning puts it."""
-
-
 class ZeroProcesses(ParallelStrategy):
     """What every ZeRO strategy is, beside a ``ParallelStrategy`` of the namespace whose Trainer or Fabric it is for.
 
@@ -46,7 +46,7 @@ class ZeroProcesses(ParallelStrategy):
 
     Arguments:
         base: positional arguments of the ``ParallelStrategy``.
-        offload, process_group_backend, timeout, start_method: see ``ZeroStrategy``.
+        offload, checkpoint, async_save, process_group_backend, timeout, start_method: see ``ZeroStrategy``.
         engine_options: the engine's.
 
     Attributes:
@@ -63,6 +63,8 @@ class ZeroProcesses(ParallelStrategy):
         self,
         *base: Any,
         offload: None,
+        checkpoint: str,
+        async_save: bool,
         process_group_backend: str | None,
         timeout: timedelta | None,
         start_method: str,
@@ -72,9 +74,16 @@ class ZeroProcesses(ParallelStrategy):
             raise ValueError(f"offload={offload!r} is not supported yet: leave it out, or write offload=None.")
         if start_method not in ("popen", "spawn", "fork", "forkserver"):
             raise ValueError(f"start_method={start_method!r} must be 'popen', 'spawn', 'fork' or 'forkserver'.")
+        if checkpoint not in ("full", "sharded"):
+            raise ValueError(
+                f"checkpoint={checkpoint!r} must be 'full', one ordinary file, or 'sharded', a folder of parts."
+            )
         self.stage = placements_of(engine_options["stage"]).stage
+        self._saves_in_parts, self._saves_in_background = checkpoint == "sharded", async_save
+        self._saver = Saver(async_save)
         self._engine_options = {**engine_options, "reduce_dtype": wire_dtype_of(engine_options["reduce_dtype"])}
         super().__init__(*base)
+        self._check_checkpoint_io(self._checkpoint_io)
         self._num_nodes = 1
         self._process_group_backend = process_group_backend
         self._timeout = timeout
@@ -222,6 +231,89 @@ class ZeroProcesses(ParallelStrategy):
             return tensor
         with self._blocked_in("Strategy.reduce", everyone=group in (None, dist.group.WORLD)):
             return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Every rank's picklable value, in the order of ranks."""
+        if self._is_alone:
+            return [value]
+        gathered: list[Any] = [None] * dist.get_world_size()
+        with self._blocked_in("an exchange about a checkpoint"):
+            dist.all_gather_object(gathered, value)
+        return gathered
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    @property
+    def _written_by(self) -> dict[str, Any]:
+        """What a checkpoint says of its origin."""
+        return {
+            "lightning_zero": lightning_zero.__version__,
+            "torch": str(torch.__version__),
+            "lightning": self.lightning.__version__,
+            "stage": self.stage,
+            "world_size": self.world_size,
+        }
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, checkpoint_io: CheckpointIO) -> None:
+        self._check_checkpoint_io(checkpoint_io)
+        self._checkpoint_io = checkpoint_io
+
+    def _check_checkpoint_io(self, checkpoint_io: Any) -> None:
+        own = [
+            argument
+            for argument, given in (
+                ("checkpoint='sharded'", self._saves_in_parts),
+                ("async_save=True", self._saves_in_background),
+            )
+            if given
+        ]
+        if own and checkpoint_io is not None and type(checkpoint_io) is not self._default_io:
+            raise ValueError(
+                f"{' and '.join(own)} cannot be had with {type(checkpoint_io).__name__}: the strategy writes such "
+                "checkpoints by itself. Leave the plugin out, or these arguments."
+            )
+
+    @property
+    def _default_io(self) -> type[CheckpointIO]:
+        plugins = self.lightning.plugins
+        return plugins.TorchCheckpointIO
+
+    @property
+    def _has_default_io(self) -> bool:
+        return type(self.checkpoint_io) is self._default_io
+
+    def _check_storage_options(self, storage_options: Any) -> None:
+        if storage_options is not None:
+            raise TypeError(
+                f"storage_options={storage_options!r} have no meaning for a checkpoint in parts: leave them out, or "
+                "write checkpoint='full' with a CheckpointIO that takes them."
+            )
+
+    def _opened(self, path: Any, weights_only: bool | None) -> OpenedCheckpoint:
+        """Open a checkpoint of any form, and verify it; what one rank finds wrong, all raise. Collective."""
+        opened: list[OpenedCheckpoint] = []
+        self._alike(lambda: opened.append(open_checkpoint(path, weights_only=weights_only)))
+        ranks = len(self._gather(None))
+        self._alike(lambda: opened[0].verify(share=(self.global_rank if ranks > 1 else 0, ranks)))
+        return opened[0]
+
+    def _alike(self, act: Callable[[], Any]) -> None:
+        """Do something on every rank that fails on all of them or on none."""
+        error = None
+        try:
+            act()
+        except Exception as raised:
+            error = raised
+        said = self._gather(None if error is None else (isinstance(error, DamagedCheckpointError), str(error)))
+        if error is not None:
+            raise error
+        for rank, (damaged, message) in ((rank, told) for rank, told in enumerate(said) if told is not None):
+            raise (DamagedCheckpointError if damaged else ValueError)(f"On rank {rank}: {message}")
 
     # -- failures ---------------------------------------------------------------------------------------------------
 

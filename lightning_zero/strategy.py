@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import weakref
-import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from types import ModuleType
 from typing import Any, ClassVar, Literal
 
@@ -17,6 +17,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
@@ -27,9 +28,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
+from lightning_zero.checkpoint.form import FORMAT
+from lightning_zero.checkpoint.newest import is_last, others_by_age
+from lightning_zero.checkpoint.reading import DamagedCheckpointError
+from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.engine import Engine, Report, Unit, engine_of
 from lightning_zero.engine.collectives import Communicator
 from lightning_zero.engine.promises import awaits_values, give_values, is_on_meta, taking_values, values_may_wait
@@ -39,7 +43,8 @@ from lightning_zero.engine.units import Units
 from lightning_zero.engine.watch import have_all_come, renew
 from lightning_zero.loops import attend, leave, take_turns
 from lightning_zero.precision import compute_dtype_of
-from lightning_zero.processes import CHECKPOINT_KEY, ZeroProcesses
+from lightning_zero.checkpoint.form import CHECKPOINT_KEY
+from lightning_zero.processes import ZeroProcesses
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +73,9 @@ class TrainerStrategy(ZeroProcesses):
         after_fit: ``"full"`` makes the module an ordinary one, whole on the CPU, when a run ends; ``"sharded"`` leaves
             it as it is, for who has no memory for that: then every rank must take part in what is done with it, and
             the next run with the same options goes on with it.
+        checkpoint: ``"full"`` saves one ordinary file, which rank 0 writes; ``"sharded"`` a folder in the format of
+            ``torch.distributed.checkpoint``, of which each rank writes its parts. Both are read in any case.
+        async_save: write checkpoints in the background; training waits only while what is to be written is copied.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as of every strategy.
         process_group_backend: for example ``"nccl"`` or ``"gloo"``; by default what suits the device.
         timeout: of the process group.
@@ -91,6 +99,8 @@ class TrainerStrategy(ZeroProcesses):
         activation_checkpointing: Units | None = None,
         allow_any_optimizer: bool = False,
         after_fit: Literal["full", "sharded"] = "full",
+        checkpoint: Literal["full", "sharded"] = "full",
+        async_save: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -110,6 +120,8 @@ class TrainerStrategy(ZeroProcesses):
             checkpoint_io,
             precision_plugin,
             offload=offload,
+            checkpoint=checkpoint,
+            async_save=async_save,
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
@@ -355,12 +367,14 @@ class TrainerStrategy(ZeroProcesses):
         """The whole state dict on rank 0; on the other ranks the same names and shapes on the meta device.
 
         Where the module or a callback of the project overrides ``on_save_checkpoint``, which runs on every rank, the
-        values are there on every rank.
+        values are there on every rank. For a checkpoint in parts: sharded tensors.
         """
         if self.engine is None:
             return super().lightning_module_state_dict()
         if not self._can_save():
             return {}
+        if self._saves_in_parts:
+            return self.engine.module.state_dict()
         return self.engine.full_state_dict(keep=self._keeps_checkpoint)
 
     @override
@@ -371,6 +385,8 @@ class TrainerStrategy(ZeroProcesses):
             return super().optimizer_state(optimizer)
         if not self._can_save():
             return {}
+        if self._saves_in_parts:
+            return self.engine.optimizer_state_dict_in_parts(optimizer)
         return self.engine.full_optimizer_state_dict(optimizer, keep=self._keeps_checkpoint)
 
     @override
@@ -383,27 +399,70 @@ class TrainerStrategy(ZeroProcesses):
                 filepath,
             )
             return
-        if self.engine is not None and "optimizer_states" in checkpoint:
-            masters = self.engine.masters_by_name(keep=self.is_global_zero)
+        about = self._about_checkpoint(with_masters="optimizer_states" in checkpoint)
+        checkpoint = {**checkpoint, CHECKPOINT_KEY: about}
+        if self._saves_in_parts:
+            self._check_storage_options(storage_options)
+            tree, names = {"state_dict": checkpoint.pop("state_dict", {})}, self._names_in_optimizers()
+            for number, state in enumerate(checkpoint.pop("optimizer_states", [])):
+                tree[f"optimizer_{number}"] = by_name(state, names[number] if number < len(names) else [])
+            self._saver.save_in_parts(tree, checkpoint, filepath, self._written_by, self.global_rank, self._gather)
+        elif not self._has_default_io or storage_options is not None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        elif self.is_global_zero:
+            self._saver.save_whole(checkpoint, filepath, own=("state_dict", "optimizer_states", CHECKPOINT_KEY))
+
+    def _about_checkpoint(self, *, with_masters: bool) -> dict[str, Any]:
+        """The entry that is ours: what wrote it, and what Lightning has no place for."""
+        about: dict[str, Any] = {"format": FORMAT, "written_by": self._written_by}
+        if self.engine is not None and with_masters:
+            if self._saves_in_parts:
+                masters: dict[str, Tensor] = self.engine.masters_in_parts()
+            else:
+                masters = self.engine.masters_by_name(keep=self.is_global_zero)
             if masters:
-                checkpoint[CHECKPOINT_KEY] = {"masters": masters}
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+                about["masters"] = masters
+        return about
+
+    def _names_in_optimizers(self) -> list[list[str]]:
+        """For each optimizer the parameters' names, in the order of its groups, as its state numbers them."""
+        assert self.lightning_module is not None
+        names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
+        return [names_in(optimizer, names) for optimizer in self.optimizers]
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """As Lightning's, but not before what was saved since is there."""
+        if self.is_global_zero:
+            self._saver.then(partial(self.checkpoint_io.remove_checkpoint, filepath))
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None, **options: Any) -> dict[str, Any]:
-        """As Lightning's, but weights and optimizers' state stay in a local file, from which each rank reads its share.
+        """As Lightning's, but weights and optimizers' state stay in the checkpoint, of which each rank reads its share.
 
-        All else is read at once, as the project's hooks may keep it.
+        What is damaged is found here, by checksums. Where it is what ``ckpt_path="last"`` stands for, the newest whole
+        checkpoint of the Trainer's callbacks takes its place.
+
+        Raises:
+            FileNotFoundError: if there is nothing at the path.
+            DamagedCheckpointError: if something of it is missing or altered.
+            ValueError: if it is no checkpoint, or of a newer version.
         """
-        is_default = type(self.checkpoint_io) is self.lightning.plugins.io.TorchCheckpointIO
-        if not is_default or not zipfile.is_zipfile(checkpoint_path):
+        self._saver.finish()
+        if not self._has_default_io or str(checkpoint_path).startswith("http"):
             return super().load_checkpoint(checkpoint_path, weights_only, **options)
-        checkpoint = torch.load(checkpoint_path, lambda storage, _: storage, mmap=True, weights_only=weights_only)
-        large = ("state_dict", "optimizer_states", CHECKPOINT_KEY)
-        return {
-            key: value if key in large else tree_map_only(Tensor, torch.clone, value)
-            for key, value in checkpoint.items()
-        }
+        try:
+            return self._opened(checkpoint_path, weights_only).checkpoint
+        except DamagedCheckpointError as error:
+            assert self.lightning_module is not None
+            trainer = self.lightning_module.trainer
+            lists = self._gather(others_by_age(trainer, checkpoint_path) if is_last(trainer, checkpoint_path) else [])
+            for other in lists[0]:
+                with suppress(DamagedCheckpointError):
+                    checkpoint = self._opened(other, weights_only).checkpoint
+                    rank_zero_warn(f"{error} The run goes on from {other} instead, the newest one that is whole.")
+                    return checkpoint
+            raise
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -421,6 +480,12 @@ class TrainerStrategy(ZeroProcesses):
 
     @override
     def teardown(self) -> None:
+        try:
+            self._saver.close(abandon=self._is_cut_off)
+        finally:
+            self._teardown()
+
+    def _teardown(self) -> None:
         if self.engine is not None:
             if self.lightning_module is not None:
                 leave(self.lightning_module.trainer)

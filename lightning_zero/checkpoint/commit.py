@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import shutil
 import socket
@@ -145,9 +146,12 @@ class Stream:
         pass
 
 
-def new_label(number: int) -> str:
+_saves = itertools.count()
+
+
+def new_label() -> str:
     """Of one save by this process."""
-    return f"{socket.gethostname()}-{os.getpid()}-{number}"
+    return f"{socket.gethostname()}-{os.getpid()}-{next(_saves)}"
 
 
 def _is_of_the_dead(label: str) -> bool:

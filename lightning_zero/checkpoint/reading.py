@@ -15,13 +15,20 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.files import Files
-from lightning_zero.checkpoint.form import DCP_METADATA, MANIFEST, REST, Manifest, UnknownFormatError, check_format
+from lightning_zero.checkpoint.form import (
+    CHECKPOINT_KEY,
+    DCP_METADATA,
+    MANIFEST,
+    REST,
+    Manifest,
+    UnknownFormatError,
+    check_format,
+)
 from lightning_zero.checkpoint.pieces import Box, boxes
 from lightning_zero.checkpoint.records import BufferFile, Record, read_checked, records_of, tensor_in
 from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_dcp_metadata, load_torch
 from lightning_zero.engine.sources import listed
 from lightning_zero.engine.stored import StoredTensor
-from lightning_zero.processes import CHECKPOINT_KEY
 
 _AT_ONCE = 2**22
 _ADVICE = "Take another checkpoint, or copy this one again from where it is whole."
@@ -56,7 +63,8 @@ class OpenedCheckpoint:
         written_by: versions, stage and world size, as far as it says.
         checkpoint: Lightning's dictionary: ``state_dict``, ``optimizer_states`` with parameters by number, and all
             else. Tensors are mapped from a local file; those of a sharded checkpoint are ``StoredTensor``.
-        tensors: every tensor in it by dotted name (``state_dict.0.weight``, ``optimizer_states.0.state.3.exp_avg``).
+        as_saved: the dictionary as whoever saved it had it, and with optimizers' states by name where DCP has them so.
+        tensors: every tensor of ``checkpoint`` by dotted name (``state_dict.0.weight``, ``optimizer_states.0.state.3.exp_avg``).
         names_of_optimizers: the parameters' names of each optimizer in the order of their numbers; None if unknown.
     """
 
@@ -64,6 +72,7 @@ class OpenedCheckpoint:
     form: Literal["full", "sharded"]
     written_by: dict[str, Any]
     checkpoint: dict[str, Any]
+    as_saved: dict[str, Any]
     tensors: dict[str, Tensor]
     names_of_optimizers: list[list[str]] | None
     _files: Files = field(repr=False)
@@ -145,7 +154,7 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
             ) from error
     if not isinstance(checkpoint, dict):
         raise ValueError(f"{files.path} is no checkpoint: it holds a {type(checkpoint).__name__}, and no dictionary.")
-    checkpoint = _as_lightnings(checkpoint)
+    as_saved, checkpoint = checkpoint, _as_lightnings(checkpoint)
     ours = checkpoint.get(CHECKPOINT_KEY, {})
     if "format" in ours:
         _check_format(files, ours["format"])
@@ -168,7 +177,9 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
             if record.length:
                 yield Extent("", record.start, record.length, record.crc32, holds(record))
 
-    return OpenedCheckpoint(files.path, "full", written_by, checkpoint, _tensors_in(checkpoint), None, files, extents)
+    return OpenedCheckpoint(
+        files.path, "full", written_by, checkpoint, as_saved, _tensors_in(checkpoint), None, files, extents
+    )
 
 
 def _records_of_file(files: Files, file: IO[bytes], size: int) -> list[Record]:
@@ -218,11 +229,19 @@ def _open_folder(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
     for name in metadata.state_dict_metadata:
         path = (metadata.planner_data or {}).get(name, (name,))
         _put(tree, path, folder.value_of(name))
-    names_of_optimizers = _number_parameters(files, tree)
-    tree = _as_lightnings(tree)
+    checkpoint, names_of_optimizers = _number_parameters(files, tree)
+    checkpoint = _as_lightnings(checkpoint)
     written_by = manifest.written_by if manifest is not None else {}
     return OpenedCheckpoint(
-        files.path, "sharded", written_by, tree, _tensors_in(tree), names_of_optimizers, files, folder.extents
+        files.path,
+        "sharded",
+        written_by,
+        checkpoint,
+        tree,
+        _tensors_in(checkpoint),
+        names_of_optimizers,
+        files,
+        folder.extents,
     )
 
 
@@ -535,31 +554,36 @@ def _known_key(container: Any, key: str | int) -> Any:
     return key
 
 
-def _number_parameters(files: Files, tree: dict[str, Any]) -> list[list[str]] | None:
-    """Turn optimizers' states by name, as DCP has them, to those by number, as Lightning has them."""
-    names_of_optimizers: list[list[str]] = []
-    states: list[dict[str, Any]] = []
-    while f"optimizer_{len(states)}" in tree:
-        number = len(states)
-        saved = tree.pop(f"optimizer_{number}")
-        groups: list[dict[str, Any]] = []
-        names: list[str] = []
-        for group in saved["param_groups"]:
-            groups.append({**group, "params": list(range(len(names), len(names) + len(group["params"])))})
-            names.extend(group["params"])
-        number_of = {name: position for position, name in enumerate(names)}
-        unknown = [name for name in saved.get("state", {}) if name not in number_of]
-        if unknown:
+def _number_parameters(files: Files, tree: dict[str, Any]) -> tuple[dict[str, Any], list[list[str]] | None]:
+    """Optimizers' states by number, where Lightning has them, in the place of those by name, as DCP has them."""
+    rest = dict(tree)
+    states, names = [], []
+    while f"optimizer_{len(states)}" in rest:
+        saved = rest.pop(f"optimizer_{len(states)}")
+        try:
+            states.append(by_number(saved))
+        except KeyError as error:
             raise ValueError(
-                f"{files.path}: optimizer_{number} has a state of {listed(unknown)}, which is in none of its param "
-                "groups."
-            )
-        state = {number_of[name]: value for name, value in saved.get("state", {}).items()}
-        states.append({"state": dict(sorted(state.items())), "param_groups": groups})
-        names_of_optimizers.append(names)
-    if states:
-        tree["optimizer_states"] = states
-    return names_of_optimizers if states else None
+                f"{files.path}: optimizer_{len(states)} has a state of {error}, which is in none of its param groups."
+            ) from error
+        names.append([name for group in saved["param_groups"] for name in group["params"]])
+    return ({**rest, "optimizer_states": states}, names) if states else (rest, None)
+
+
+def by_number(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state dict in torch's ordinary form, of one by name, as DCP has it; the opposite of ``by_name``.
+
+    Raises:
+        KeyError: for a state of what is in no param group.
+    """
+    groups: list[dict[str, Any]] = []
+    number_of: dict[Any, int] = {}
+    for group in saved["param_groups"]:
+        first = len(number_of)
+        number_of |= {name: first + position for position, name in enumerate(group["params"])}
+        groups.append({**group, "params": list(range(first, len(number_of)))})
+    state = {number_of[name]: value for name, value in saved.get("state", {}).items()}
+    return {**saved, "state": dict(sorted(state.items())), "param_groups": groups}
 
 
 # -- both --------------------------------------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ class Saver:
         self._in_background = in_background
         self._background, self._memory = Background(), HostMemory()
         self._abandoned = Event()
-        self._saves = 0
 
     def __reduce__(self) -> Any:
         # users copy trainers and strategies: what is under way belongs to one
@@ -55,8 +54,7 @@ class Saver:
             CheckpointNotSavedError: on every rank, if it, or one before it in the background, was not written.
         """
         self._background.finish()
-        everyone = gather((new_label(self._saves), str(path)))
-        self._saves += 1
+        everyone = gather((new_label(), str(path)))
         label, path = everyone[0]
         content, destination = content_of(tree, rest, rank), Destination(path, label)
         if not self._in_background:
@@ -78,8 +76,7 @@ class Saver:
             CheckpointNotSavedError: if it, or one before it in the background, was not written.
         """
         self._background.finish()
-        destination = Destination(path, new_label(self._saves))
-        self._saves += 1
+        destination = Destination(path, new_label())
         if not self._in_background:
             save_whole(checkpoint, destination)
             return

@@ -440,18 +440,25 @@ class Engine:
         return found
 
     def load_masters(self, masters: dict[str, Tensor]) -> None:
-        """Give low-precision parameters the digits of fp32 masters, whole tensors by name. No communication.
+        """Give parameters the digits of fp32 masters, whole tensors by name. No communication.
 
         Where a parameter is not its master rounded, somebody has changed it since they were saved: there it counts.
+        Parameters that are in fp32 now take on the digits that low-precision ones had only in their masters.
         """
         with torch.no_grad():
             for bucket in self.buckets:
                 for slot in bucket.slots:
-                    if slot.name in masters and bucket.dtype in LOW_PRECISION:
+                    if slot.name in masters and bucket.dtype in (*LOW_PRECISION, torch.float32):
                         bucket.promote()
-                        saved, shard = local_range_of(masters[slot.name], slot), bucket.shard[slot.local_range]
-                        saved = saved.to(shard)
-                        shard.copy_(torch.where(saved.to(bucket.dtype) == shard.to(bucket.dtype), saved, shard))
+                        shard = slot.local_parameter()
+                        saved = local_range_of(masters[slot.name], slot).to(shard)
+                        for dtype in (bucket.dtype,) if bucket.dtype in LOW_PRECISION else LOW_PRECISION:
+                            is_rounded = saved.to(dtype).to(shard) == shard.to(dtype).to(shard)
+                            if bucket.dtype not in LOW_PRECISION:
+                                is_rounded &= shard.to(dtype).to(shard) == shard
+                            shard.copy_(torch.where(is_rounded, saved, shard))
+                        if bucket.dtype not in LOW_PRECISION:
+                            slot.written_locally()
 
     def report(self) -> Report:
         """What it holds now and has communicated so far."""

@@ -82,7 +82,7 @@ def save(path, stage, dtype=torch.float32, model=OddModel):
     if masters := engine.masters_in_parts():
         rest["lightning_zero"] = {"masters": masters}
     content = content_of(tree, rest, rank())
-    label = engine.communicator.gather_objects(new_label(0))[0]
+    label = engine.communicator.gather_objects(new_label())[0]
     save_in_parts(content, Destination(path, label), {"stage": stage}, rank(), engine.communicator.gather_objects)
     masters = engine.masters_by_name()
     engine.close()
