@@ -126,7 +126,8 @@ class Stream:
         self.position = self._flushed = self.crc32 = 0
 
     def begin(self) -> int:
-        """Begin a piece; where it begins."""
+        """Begin a piece; where it begins: at a multiple of 64, as records within it do, so that it can be mapped."""
+        self.write(bytes(-self.position % 64))
         self.crc32 = 0
         return self.position
 

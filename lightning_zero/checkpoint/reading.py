@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,7 +24,14 @@ from lightning_zero.checkpoint.form import (
     check_format,
 )
 from lightning_zero.checkpoint.pieces import Box, boxes
-from lightning_zero.checkpoint.records import BufferFile, Record, read_checked, records_of, tensor_in
+from lightning_zero.checkpoint.records import (
+    BrokenArchiveError,
+    BufferFile,
+    Record,
+    read_checked,
+    records_of,
+    tensor_in,
+)
 from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_dcp_metadata, load_torch
 from lightning_zero.engine.sources import listed
 from lightning_zero.engine.stored import StoredTensor
@@ -189,7 +195,7 @@ def _records_of_file(files: Files, file: IO[bytes], size: int) -> list[Record]:
         for record in records:
             if "/data/" not in record.name:
                 read_checked(file, record)
-    except (zipfile.BadZipFile, OSError, EOFError) as error:
+    except BrokenArchiveError as error:
         raise DamagedCheckpointError(
             f"{files.path} ({size} bytes) is damaged: it is truncated or was altered ({error}). {_ADVICE}"
         ) from error
@@ -431,7 +437,7 @@ class _Folder:
             return self._range(name, shape, dtype, start, stop)
 
         if not shape:
-            return read(0, 1).view(())
+            return read(0, 1).clone().view(())
         return StoredTensor(name, shape, dtype, read, (os.path.basename(self._files.path), name, self._identity))
 
     def _load(self, what: str, data: bytes | memoryview) -> Any:
@@ -470,14 +476,20 @@ class _Folder:
         return tensor
 
     def _range(self, name: str, shape: torch.Size, dtype: torch.dtype, start: int, stop: int) -> Tensor:
-        """The elements ``[start, stop)`` of a flattened tensor, of the pieces that have any of them."""
+        """The elements ``[start, stop)`` of a flattened tensor, of the pieces that have any of them.
+
+        Those of a single piece are its own, mapped memory.
+        """
+        chunks = [chunk for chunk in self._chunks[name] if chunk.start < stop and start < chunk.stop]
+        if len(chunks) == 1 and chunks[0].is_range:
+            tensor = self._tensor(chunks[0], dtype)
+            if tensor.is_contiguous() and tensor.data_ptr() % dtype.itemsize == 0:
+                return tensor.view(-1)[start - chunks[0].start : stop - chunks[0].start]
         out = torch.empty(stop - start, dtype=dtype)
         wanted: list[Box] | None = None
-        for chunk in self._chunks[name]:
-            low, high = max(chunk.start, start), min(chunk.stop, stop)
-            if low >= high:
-                continue
+        for chunk in chunks:
             if chunk.is_range:
+                low, high = max(chunk.start, start), min(chunk.stop, stop)
                 flat = self._tensor(chunk, dtype).reshape(-1)
                 out[low - start : high - start].copy_(flat[low - chunk.start : high - chunk.start])
                 continue
@@ -508,7 +520,7 @@ class _Folder:
             try:
                 data = self._files.part(blob.file, blob.offset, blob.length)
                 records = records_of(BufferFile(data))  # type: ignore[arg-type]
-            except (zipfile.BadZipFile, OSError):
+            except BrokenArchiveError:
                 # another form of storage, or damaged: which it is, loading tells
                 continue
             for record in records:
@@ -545,11 +557,11 @@ def _put(tree: dict[str, Any], path: tuple[str | int, ...], value: Any) -> None:
 
 def _known_key(container: Any, key: str | int) -> Any:
     if isinstance(container, list):
-        assert isinstance(key, int)
-        container.extend([None] * (key + 1 - len(container)))
-        return key
-    if key not in container:
-        key = next((known for known in container if not isinstance(known, str) and str(known) == key), key)
+        number = int(key)
+        container.extend([None] * (number + 1 - len(container)))
+        return number
+    if key not in container and isinstance(key, str) and key.isdigit() and int(key) in container:
+        return int(key)
     container.setdefault(key, None)
     return key
 

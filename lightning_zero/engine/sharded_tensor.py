@@ -84,8 +84,8 @@ class Handle(torch.Tensor):
         """What ``detach()`` gives."""
         raise NotImplementedError
 
-    def range(self, start: int, stop: int) -> Tensor:
-        """The elements ``[start, stop)`` of the flattened value, 1-D."""
+    def shown(self, start: int, stop: int) -> Tensor:
+        """The elements ``[start, stop)`` of the flattened value, 1-D, to be read only."""
         return self.whole().reshape(-1)[start:stop]
 
     @classmethod
@@ -367,8 +367,11 @@ def local_range_of(value: Tensor, slot: Slot) -> Tensor:
 
 
 def flat_range(value: Tensor, start: int, stop: int) -> Tensor:
-    """The elements ``[start, stop)`` of a tensor as if it were flattened, 1-D; of a stored one no more is read."""
-    return value.range(start, stop) if isinstance(value, Handle) else value.reshape(-1)[start:stop]
+    """The elements ``[start, stop)`` of a tensor as if it were flattened, 1-D; of a stored one no more is read.
+
+    To be read only, and at once.
+    """
+    return value.shown(start, stop) if isinstance(value, Handle) else value.reshape(-1)[start:stop]
 
 
 def _targets(func: Any) -> list[int | str]:

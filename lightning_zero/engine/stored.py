@@ -36,7 +36,8 @@ class StoredTensor(Handle):
     Args:
         name: what it is called where it is stored, for errors.
         shape, dtype: of the tensor.
-        read: gives the elements ``[start, stop)`` of the flattened tensor: 1-D, of the dtype, in memory of its own.
+        read: gives the elements ``[start, stop)`` of the flattened tensor: 1-D, of the dtype. It may be memory that
+            others read too; nobody writes to it.
         origin: what ranks compare to know that each of them reads the same: anything that pickles. None where nobody
             else can.
     """
@@ -74,12 +75,17 @@ class StoredTensor(Handle):
         return self._held.origin if self._held.value is None else None
 
     def range(self, start: int, stop: int) -> Tensor:
+        """The elements ``[start, stop)`` of the flattened tensor, 1-D, in memory of its own."""
+        return self.shown(start, stop).clone()
+
+    def shown(self, start: int, stop: int) -> Tensor:
+        """As ``range``, but to be read only, and at once: it may be the memory where it is stored."""
         value = self._held.value
-        return self._held.read(start, stop) if value is None else value.reshape(-1)[start:stop].clone()
+        return self._held.read(start, stop) if value is None else value.reshape(-1)[start:stop]
 
     def whole(self) -> Tensor:
         value = self._held.value
-        return self.range(0, self.numel()).view(self.shape) if value is None else value
+        return self.shown(0, self.numel()).view(self.shape) if value is None else value
 
     def write_whole(self, value: Tensor) -> None:
         self._held.value = value.detach()
@@ -114,4 +120,4 @@ class StoredTensor(Handle):
 
 def in_memory(tensor: Tensor) -> Tensor:
     """The tensor as one that has memory of its own: itself, unless it is stored elsewhere."""
-    return tensor.whole() if isinstance(tensor, StoredTensor) else tensor
+    return tensor.clone() if isinstance(tensor, StoredTensor) else tensor
