@@ -394,6 +394,7 @@ class _Folder:
                     f"ends at {place.offset + place.length}",
                 )
         self._chunks: dict[str, list[_Chunk]] = {}
+        self._by_pieces: dict[Any, StoredTensor] = {}
         for name, stored in metadata.state_dict_metadata.items():
             if not hasattr(stored, "chunks"):
                 if (name, None) not in self._blob_of:
@@ -438,7 +439,10 @@ class _Folder:
 
         if not shape:
             return read(0, 1).clone().view(())
-        return StoredTensor(name, shape, dtype, read, (os.path.basename(self._files.path), name, self._identity))
+        value = StoredTensor(name, shape, dtype, read, (os.path.basename(self._files.path), name, self._identity))
+        # names of tied parameters have the same pieces, and are one tensor again
+        pieces = tuple((chunk.offsets, chunk.blob.file, chunk.blob.offset) for chunk in self._chunks[name])
+        return self._by_pieces.setdefault(pieces, value) if pieces else value
 
     def _load(self, what: str, data: bytes | memoryview) -> Any:
         try:
