@@ -320,7 +320,11 @@ def save_whole(checkpoint: Mapping[str, Any], destination: Destination) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    # where writing fails, torch.save ends with an error of its own about positions in the file
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__context__
+    return f"{type(cause or error).__name__}: {cause or error}"
 
 
 def _write(content: Content, destination: Destination, rank: int) -> _Written:
