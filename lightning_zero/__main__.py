@@ -10,7 +10,7 @@ def main() -> int:
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         print(f"usage: lightning-zero {{{','.join(COMMANDS)}}} ...")
-        print("lightning-zero train --help says what can be set.")
+        print("lightning-zero train --help says what can be set; lightning-zero checkpoint --help, what can be done.")
         return 0
     if name not in COMMANDS:
         print(f"lightning-zero: no subcommand {name!r}; there is {', '.join(COMMANDS)}", file=sys.stderr)

@@ -84,6 +84,11 @@ class OpenedCheckpoint:
     _files: Files = field(repr=False)
     _extents: Callable[[], Iterator[Extent]] = field(repr=False)
 
+    @property
+    def bytes_to_verify(self) -> int:
+        """As many as ``verify`` reads."""
+        return sum(extent.length for extent in self._extents())
+
     def verify(self, progress: Callable[[int], None] | None = None, share: tuple[int, int] = (0, 1)) -> None:
         """Hold everything, or a share of it, against its checksums. Memory for a few MiB is enough.
 

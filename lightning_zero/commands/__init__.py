@@ -1,3 +1,3 @@
 """The subcommands of `lightning-zero`, one a file, each with a `main(arguments) -> exit code`."""
 
-COMMANDS = {"train": "lightning_zero.commands.train"}
+COMMANDS = {"train": "lightning_zero.commands.train", "checkpoint": "lightning_zero.commands.checkpoint"}

@@ -1,0 +1,324 @@
+"""Weights of a checkpoint as safetensors files, tensor by tensor, so that memory does not grow with the checkpoint.
+
+The format (huggingface.co/docs/safetensors): eight bytes with the length of a header, the header in JSON with the
+dtype, shape and place of each tensor, then the values of all, little-endian and without gaps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from fsspec.core import url_to_fs
+from torch import Tensor
+
+from lightning_zero.checkpoint.commit import Destination, new_label
+from lightning_zero.checkpoint.reading import OpenedCheckpoint
+from lightning_zero.engine.sources import listed
+from lightning_zero.engine.stored import StoredTensor
+from lightning_zero.processes import CHECKPOINT_KEY
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}
+_PART = 2**20
+"""Elements of a tensor that are in memory at once."""
+
+_count = itertools.count()
+
+_CAST = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass
+class Weight:
+    """A tensor to be written: under which name, in which dtype, from which values."""
+
+    name: str
+    values: Tensor
+    dtype: torch.dtype
+    master: Tensor | None = None
+    overflows: bool = False
+    """Whether some finite value became infinite when it was written."""
+
+    @property
+    def bytes(self) -> int:
+        return self.values.numel() * self.dtype.itemsize
+
+    def converted(self, part: Tensor, start: int) -> Tensor:
+        """A part of the values in the dtype wanted, with the digits of the master."""
+        if self.master is not None:
+            master = part_of(self.master, start, start + part.numel())
+            # where the parameter is not its master rounded somebody has changed it since: there it counts
+            part = torch.where(master.to(part.dtype) == part, master, part.to(master.dtype))
+        values = part.to(self.dtype)
+        if self.dtype is torch.float16:
+            self.overflows |= bool((values.isinf() & part.isfinite()).any())
+        return values
+
+
+@dataclass
+class Export:
+    """What is to be written.
+
+    Attributes:
+        weights: each memory once.
+        tied: names that are left out, with the name under which their values are written.
+        left_out: names that do not begin with the prefix, and entries that are no tensors.
+        config: of the transformers model that the weights are of, as its ``config.json``.
+    """
+
+    weights: list[Weight]
+    tied: dict[str, str] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    config: dict[str, Any] | None = None
+
+    @property
+    def bytes(self) -> int:
+        return sum(weight.bytes for weight in self.weights)
+
+
+def export(opened: OpenedCheckpoint, dtype: torch.dtype | None = None, prefix: str | None = None) -> Export:
+    """Say what an export consists of. Reads no values.
+
+    Args:
+        opened: of any form.
+        dtype: of floating-point weights; None as they were saved. Conversions start from the fp32 masters, where the
+            checkpoint has some.
+        prefix: only names that begin with it, and without it. None: that of the one transformers model that the module
+            wrapped, if it did.
+
+    Raises:
+        ValueError: if nothing begins with the prefix, or a tensor is of a dtype that safetensors does not have.
+    """
+    ours = opened.checkpoint.get(CHECKPOINT_KEY) or {}
+    models = {name.rstrip("."): config for name, config in (ours.get("transformers") or {}).items()}
+    if prefix is None:
+        prefix = next(iter(models)) if len(models) == 1 else ""
+    prefix = prefix.rstrip(".")
+    config = json.loads(models[prefix]) if prefix in models else None
+    start = f"{prefix}." if prefix else ""
+
+    state = opened.checkpoint.get("state_dict") or {}
+    masters = {memory_of(state[name]): master for name, master in (ours.get("masters") or {}).items() if name in state}
+    found = Export([], config=config)
+    names: dict[Any, str] = {}
+    for whole_name, values in state.items():
+        name = whole_name.removeprefix(start)
+        if not whole_name.startswith(start) or not isinstance(values, Tensor):
+            found.left_out.append(whole_name)
+            continue
+        if (memory := memory_of(values)) in names:
+            found.tied[name] = names[memory]
+            continue
+        names[memory] = name
+        as_saved = dtype is None or values.dtype not in _CAST or values.dtype == dtype
+        weight = Weight(name, values, values.dtype if as_saved else dtype)
+        master = masters.get(memory)
+        if not as_saved and master is not None and master.shape == values.shape:
+            weight.master = master
+        found.weights.append(weight)
+    if not found.weights:
+        raise ValueError(
+            f"{opened.path} has no weights whose names begin with {start!r}; there are {listed(list(state))}"
+            if state
+            else f"{opened.path} has no weights: its state_dict is empty."
+        )
+    for weight in found.weights:
+        if weight.dtype not in DTYPES:
+            raise ValueError(f"{opened.path}: safetensors has no dtype for {weight.name}, which is {weight.dtype}.")
+    if config is not None:
+        _say_dtype(config, {weight.dtype for weight in found.weights if weight.dtype.is_floating_point})
+    return found
+
+
+def memory_of(tensor: Tensor) -> Any:
+    """The same for tied tensors, and for no others."""
+    if isinstance(tensor, StoredTensor):
+        return id(tensor)
+    if tensor.numel() == 0:
+        return id(tensor)  # has none
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _say_dtype(config: dict[str, Any], dtypes: set[torch.dtype]) -> None:
+    """``from_pretrained`` loads weights in the dtype that the configuration says, whatever they are saved in."""
+    if len(dtypes) == 1:
+        key = "torch_dtype" if "torch_dtype" in config else "dtype"
+        config[key] = str(dtypes.pop()).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an export goes: ``FOLDER/NAME.safetensors``, or in its stead an index and the files that it names."""
+
+    out: str
+
+    @property
+    def folder(self) -> str:
+        return os.path.dirname(self.out)
+
+    @property
+    def name(self) -> str:
+        return os.path.basename(self.out)
+
+    @property
+    def index(self) -> str:
+        return f"{self.name}.index.json"
+
+    def beside(self, name: str) -> str:
+        return os.path.join(self.folder, name)
+
+    def names(self, count: int) -> list[str]:
+        """Of the files that hold tensors."""
+        stem, suffix = os.path.splitext(self.name)
+        return [f"{stem}-{i:05}-of-{count:05}{suffix}" for i in range(1, count + 1)] if count > 1 else [self.name]
+
+    def existing(self) -> list[str]:
+        """Names of files that earlier exports have left."""
+        fs, folder = url_to_fs(self.folder or ".")
+        if not fs.exists(folder):
+            return []
+        stem, suffix = map(re.escape, os.path.splitext(self.name))
+        ours = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?{suffix}|{re.escape(self.index)}")
+        names = (os.path.basename(file.rstrip("/")) for file in fs.ls(folder, detail=False))
+        return sorted(name for name in names if ours.fullmatch(name))
+
+    def remove(self, name: str) -> None:
+        fs, file = url_to_fs(self.beside(name))
+        if fs.exists(file):
+            fs.rm(file)
+
+
+def write_safetensors(
+    content: Export, place: Place, *, most_bytes: int, advance: Callable[[int], Any] = lambda _: None
+) -> list[str]:
+    """Write an export, in the place of what an earlier one has written there.
+
+    Args:
+        content: of ``export``.
+        place: ``config.json`` goes beside.
+        most_bytes: of a file's tensors: what does not fit becomes several files with an index. A tensor that is larger
+            has a file of its own.
+        advance: called with the bytes that were written.
+
+    Returns:
+        The files that are there now.
+
+    Raises:
+        OSError: as the system gives it; then everything is as before.
+    """
+    shards = list(_shards(content.weights, most_bytes))
+    names = place.names(len(shards))
+    texts: dict[str, Any] = {} if content.config is None else {"config.json": content.config}
+    if len(shards) > 1:
+        places = {weight.name: name for name, weights in zip(names, shards) for weight in weights}
+        texts[place.index] = {"metadata": {"total_size": content.bytes}, "weight_map": places}
+    written = {name: Destination(place.beside(name), new_label(next(_count))) for name in (*names, *texts)}
+    before = place.existing()
+    try:
+        for name, weights in zip(names, shards):
+            with written[name].writing() as stream:
+                stream.write(_header(weights, content.tied))
+                for weight in weights:
+                    write_values(stream, weight.values, advance, weight.converted)
+        for name, text in texts.items():
+            with written[name].writing() as stream:
+                stream.write(f"{json.dumps(text, indent=2)}\n".encode())
+        # Whoever loads meanwhile, or after a crash, finds the old weights, the new ones or none: never some of each.
+        if len(shards) > 1:
+            for name in (place.name, place.index):
+                place.remove(name)
+        for destination in written.values():
+            destination.put_in_place()
+    except BaseException:
+        for destination in written.values():
+            destination.discard()
+        raise
+    for name in before:
+        if name not in written:
+            place.remove(name)
+    return [destination.path for destination in written.values()]
+
+
+def write_values(
+    stream: Any,
+    tensor: Tensor,
+    advance: Callable[[int], Any],
+    convert: Callable[[Tensor, int], Tensor] = lambda part, _: part,
+) -> None:
+    """Write a tensor's values, in the order of the flattened tensor and a part at a time.
+
+    Args:
+        stream: anything with ``write``.
+        tensor: in memory, mapped or a ``StoredTensor``.
+        advance: called with the bytes that were written.
+        convert: of a 1-D part, and where that begins in the flattened tensor, what is to be written instead.
+    """
+    flat = tensor if isinstance(tensor, StoredTensor) else tensor.reshape(-1)
+    for start in range(0, tensor.numel(), _PART):
+        values = convert(part_of(flat, start, min(start + _PART, tensor.numel())), start)
+        advance(stream.write(values.contiguous().view(torch.uint8).numpy()))
+
+
+def part_of(tensor: Tensor, start: int, stop: int) -> Tensor:
+    """Elements of the flattened tensor; of a stored one no others are read."""
+    if isinstance(tensor, StoredTensor):
+        return tensor.range(start, stop)
+    return tensor.detach().reshape(-1)[start:stop]
+
+
+def _shards(weights: list[Weight], most_bytes: int) -> Iterator[list[Weight]]:
+    shard: list[Weight] = []
+    size = 0
+    for weight in weights:
+        if shard and size + weight.bytes > most_bytes:
+            yield _aligned(shard)
+            shard, size = [], 0
+        shard.append(weight)
+        size += weight.bytes
+    yield _aligned(shard)
+
+
+def _aligned(weights: list[Weight]) -> list[Weight]:
+    """The widest first: then each tensor's values begin at a multiple of its elements' size, as mapping needs it."""
+    return sorted(weights, key=lambda weight: -weight.dtype.itemsize)
+
+
+def _header(weights: list[Weight], tied: Mapping[str, str]) -> bytes:
+    assert sys.byteorder == "little"
+    here = {weight.name for weight in weights}
+    # as safetensors' own save_model says which names were left out
+    entries: dict[str, Any] = {"__metadata__": {**{k: v for k, v in tied.items() if v in here}, "format": "pt"}}
+    end = 0
+    for weight in weights:
+        start, end = end, end + weight.bytes
+        shape = list(weight.values.shape)
+        entries[weight.name] = {"dtype": DTYPES[weight.dtype], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,72 @@
+"""What is in a checkpoint, without reading its values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_zero.checkpoint.exporting import memory_of
+from lightning_zero.checkpoint.files import Files
+from lightning_zero.checkpoint.form import DCP_METADATA
+from lightning_zero.checkpoint.reading import OpenedCheckpoint
+from lightning_zero.checkpoint.restricted import load_dcp_metadata
+from lightning_zero.engine.stored import StoredTensor
+from lightning_zero.processes import CHECKPOINT_KEY
+
+
+@dataclass
+class Row:
+    """A tensor of a checkpoint.
+
+    Attributes:
+        name: dotted, where it is in Lightning's dict.
+        bytes: of its values.
+        pieces: in which it is kept, in how many ``files``.
+        tied_to: the name of an earlier one that is the same memory.
+    """
+
+    name: str
+    shape: list[int]
+    dtype: str
+    bytes: int
+    pieces: int
+    files: int
+    tied_to: str | None
+
+    @property
+    def part(self) -> str:
+        """What it belongs to: ``state_dict``, ``optimizer_states.0``, ``lightning_zero.masters``, ``callbacks``, ..."""
+        first, _, rest = self.name.partition(".")
+        return f"{first}.{rest.partition('.')[0]}" if first in ("optimizer_states", CHECKPOINT_KEY) else first
+
+
+def rows_of(opened: OpenedCheckpoint) -> list[Row]:
+    """A row for each tensor, in the checkpoint's order."""
+    places = _places(opened)
+    seen: dict[Any, str] = {}
+    rows = []
+    for name, tensor in opened.tensors.items():
+        files = places.get(tensor.stored_name, [""]) if isinstance(tensor, StoredTensor) else [""]
+        tied_to = seen.setdefault(memory_of(tensor), name)
+        rows.append(
+            Row(
+                name,
+                list(tensor.shape),
+                str(tensor.dtype).removeprefix("torch."),
+                tensor.nbytes,
+                len(files),
+                len(set(files)),
+                tied_to if tied_to != name else None,
+            )
+        )
+    return rows
+
+
+def _places(opened: OpenedCheckpoint) -> dict[str, list[str]]:
+    """By DCP's name of a tensor, the file of each of its pieces."""
+    places: dict[str, list[str]] = {}
+    if opened.form == "sharded":
+        metadata = load_dcp_metadata(Files(opened.path).read(DCP_METADATA))
+        for index, place in metadata.storage_data.items():
+            places.setdefault(index.fqn, []).append(place.relative_path)
+    return places

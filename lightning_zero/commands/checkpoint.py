@@ -1,0 +1,217 @@
+"""`lightning-zero checkpoint`: looks at checkpoints, checks them, and turns them into other forms."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from fsspec.core import url_to_fs
+
+from lightning_zero.checkpoint.form import DCP_METADATA
+from lightning_zero.commands.showing import in_bytes, progress, show
+
+EPILOG = "PATH is a checkpoint of any form, by whomever: a Lightning file, or a folder of torch.distributed.checkpoint."
+
+
+def main(arguments: list[str]) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options) or 0)
+    except (OSError, ValueError) as error:
+        print(f"lightning-zero checkpoint {options.command}: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("lightning-zero checkpoint", description=__doc__, epilog=EPILOG)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="inspect|verify|export|convert|import")
+
+    def command(name: str, run: Callable[[Any], int | None], does: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=does, description=does, epilog=EPILOG if name != "import" else None)
+        added.set_defaults(run=run)
+        if name == "import":
+            added.add_argument("source", choices=("deepspeed", "fsdp"), help="what wrote it")
+        added.add_argument("path", metavar="PATH")
+        if name not in ("inspect", "verify"):
+            added.add_argument("out", metavar="OUT")
+            added.add_argument("--overwrite", action="store_true", help="replace what is there")
+        if name != "import":
+            added.add_argument(
+                "--trust",
+                action="store_true",
+                help="unpickle objects of any class in PATH, which can run any code (weights_only=False)",
+            )
+        return added
+
+    inspect = command("inspect", _inspect, "show what is in a checkpoint, without reading its values")
+    inspect.add_argument("--all", action="store_true", help="every tensor, also those of the optimizer")
+    inspect.add_argument("--json", action="store_true", help="for programs: everything")
+
+    command("verify", _verify, "read all of a checkpoint and say what is damaged; exit code 1 if something is")
+
+    export = command("export", _export, "write the weights to OUT, a .safetensors file, for any framework")
+    export.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), help="of floating-point weights; as they were saved, if not given"
+    )
+    export.add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        type=_size,
+        default="5GB",
+        help="of a file; what is larger becomes several files with an index (default: 5GB)",
+    )
+    export.add_argument(
+        "--strip-prefix",
+        metavar="PREFIX",
+        help="only weights whose names begin with it, and without it. Default: that of the one model of transformers "
+        "that the module has, if it has one; '' is everything, under the module's own names",
+    )
+
+    convert = command("convert", _convert, "write all of a checkpoint in another form, with nothing lost")
+    convert.add_argument("--to", choices=("full", "sharded"), required=True, help="one file, or a folder of pieces")
+
+    foreign = command("import", _import, "turn a checkpoint of DeepSpeed ZeRO or of FSDP into one of Lightning")
+    foreign.add_argument("--to", choices=("full", "sharded"), default="full", help="one file (default) or a folder")
+    foreign.add_argument(
+        "--prefix", default="", help="put before each parameter's name: model. if your module has it as self.model"
+    )
+    return parser
+
+
+def _size(text: str) -> int:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    size = 0
+    if found is not None:
+        size = int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: write 500MB, 5GB or 4GiB")
+    return size
+
+
+def _open(options: Any) -> Any:
+    from lightning_zero.checkpoint.reading import open_checkpoint
+
+    return open_checkpoint(options.path, weights_only=False if options.trust else None)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _export(options: Any) -> None:
+    import torch
+
+    from lightning_zero.checkpoint.exporting import Place, export, write_safetensors
+    from lightning_zero.engine.sources import listed
+    from lightning_zero.processes import CHECKPOINT_KEY
+
+    place = Place(options.out)
+    if not place.name.endswith(".safetensors"):
+        instead = Path(options.out) / "model.safetensors"
+        raise ValueError(f"OUT is the name of a file that ends in .safetensors: {instead}, for instance.")
+    _refuse_existing(map(place.beside, place.existing()), options)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}[options.dtype]
+    opened = _open(options)
+    content = export(opened, dtype, options.strip_prefix)
+    models = (opened.checkpoint.get(CHECKPOINT_KEY) or {}).get("transformers") or {}
+    if options.strip_prefix is None and len(models) > 1:
+        _say(f"several models of transformers ({', '.join(models)}): --strip-prefix exports one of them as such")
+    if content.config is not None:
+        _refuse_existing([place.beside("config.json")], options)
+    with progress("exporting", content.bytes) as advance:
+        files = write_safetensors(content, place, most_bytes=options.max_shard_size, advance=advance)
+    if content.left_out:
+        _say(f"left out: {listed(content.left_out)}")
+    if beyond := [weight.name for weight in content.weights if weight.overflows]:
+        _say(f"beyond the range of fp16, and infinite now: {listed(beyond)}; --dtype bf16 has the range of fp32")
+    tied = f", {len(content.tied)} tied" if content.tied else ""
+    print(f"{listed(files)}: {len(content.weights)} tensors{tied}, {in_bytes(content.bytes)}")
+
+
+def _refuse_existing(paths: Iterable[str], options: Any) -> None:
+    for path in paths:
+        fs, place = url_to_fs(path)
+        if not fs.exists(place):
+            continue
+        if not options.overwrite:
+            raise ValueError(f"{path} exists already: give another OUT, or --overwrite to replace it.")
+        if fs.isdir(place) and not fs.exists(f"{place}/{DCP_METADATA}"):
+            raise ValueError(f"{path} is a folder that is no checkpoint, and is not replaced: give another OUT.")
+
+
+def _inspect(options: Any) -> int:
+    from dataclasses import asdict
+
+    from lightning_zero.checkpoint.inspecting import rows_of
+    from lightning_zero.checkpoint.reading import DamagedCheckpointError
+
+    try:
+        opened = _open(options)
+    except DamagedCheckpointError as error:
+        if not options.json:
+            raise
+        print(json.dumps({"path": options.path, "whole": False, "damage": str(error)}, indent=1))
+        return 1
+    rows = rows_of(opened)
+    own = [row for row in rows if row.tied_to is None]
+    known = {key: opened.checkpoint[key] for key in ("epoch", "global_step") if key in opened.checkpoint}
+    if options.json:
+        about = {"path": opened.path, "whole": True, "form": opened.form, "written_by": opened.written_by, **known}
+        size = sum(row.bytes for row in own)
+        print(json.dumps({**about, "bytes": size, "tensors": [asdict(row) for row in rows]}, indent=1))
+        return 0
+    print(f"{opened.path}: {opened.form}, {in_bytes(sum(row.bytes for row in own))} in {len(own)} tensors")
+    by = ", ".join(f"{what} {which}" for what, which in opened.written_by.items())
+    print(f"written by: {by or 'unknown'}")
+    print(", ".join(f"{name} {value}" for name, value in known.items()) or "no epoch, no step")
+
+    shown = rows if options.all else [row for row in rows if row.part == "state_dict"]
+    table: list[tuple[str, ...]] = [("name", "shape", "dtype", "bytes", "pieces", "files")]
+    for row in shown:
+        name = row.name if options.all else row.name.removeprefix("state_dict.")
+        tied = f"= {row.tied_to if options.all else row.tied_to.removeprefix('state_dict.')}" if row.tied_to else ""
+        table.append((name, str(row.shape), row.dtype, tied or in_bytes(row.bytes), str(row.pieces), str(row.files)))
+    show(table, right=(3, 4, 5))
+    parts = list(dict.fromkeys(row.part for row in rows))
+    table = [("part", "tensors", "bytes")]
+    for part in parts:
+        of_part = [row for row in own if row.part == part]
+        table.append((part, str(len(of_part)), in_bytes(sum(row.bytes for row in of_part))))
+    show(table, right=(1, 2))
+    print("whole by names and sizes; 'lightning-zero checkpoint verify' reads all of it")
+    return 0
+
+
+def _verify(options: Any) -> None:
+    opened = _open(options)
+    with progress("verifying", opened.bytes_to_verify) as advance:
+        opened.verify(advance)
+    print(f"{opened.path}: whole")
+
+
+def _convert(options: Any) -> None:
+    _refuse_existing([options.out], options)
+    _write(_open(options), options)
+
+
+def _import(options: Any) -> None:
+    from lightning_zero.checkpoint.converting import with_prefix
+
+    _refuse_existing([options.out], options)
+    source = importlib.import_module(f"lightning_zero.checkpoint.{options.source}")
+    _write(with_prefix(getattr(source, f"open_{options.source}")(options.path), options.prefix), options)
+
+
+def _write(opened: Any, options: Any) -> None:
+    from lightning_zero.checkpoint.converting import bytes_of, write_full, write_sharded
+
+    total = bytes_of(opened.checkpoint)
+    with progress("converting", total) as advance:
+        (write_full if options.to == "full" else write_sharded)(opened, options.out, advance)
+    print(f"{options.out}: {options.to}, {in_bytes(total)}")

@@ -1,0 +1,555 @@
+"""`lightning-zero checkpoint`: what each command writes and says, of checkpoints in both forms."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import importlib.util
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, load_model, safe_open
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten_with_path
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+import lightning_zero
+from benchmarks.common import RETURN_MEMORY_AT_ONCE
+from lightning_zero.checkpoint.reading import open_checkpoint
+from lightning_zero.commands import showing
+from lightning_zero.commands.checkpoint import main
+from tests.checkpoint.test_saving import save as save_on_ranks
+from tests.examples.running import REPOSITORY
+from tests.numbers.test_host_memory import anonymous
+
+FORMS = ("full", "sharded")
+
+
+class Network(nn.Module):
+    """Two layers of which one shares its weight with an embedding, and a buffer of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 6)
+        self.layer = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 10, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def checkpoint_of(module: nn.Module, *, masters: bool = False, **ours: Any) -> dict[str, Any]:
+    """What Lightning saves after two steps, with random gradients, of Adam with two groups."""
+    parameters = dict(module.named_parameters())
+    bias = [p for name, p in parameters.items() if name.endswith("bias")]
+    others = [p for name, p in parameters.items() if not name.endswith("bias")]
+    optimizer = torch.optim.AdamW([{"params": others}, {"params": bias, "weight_decay": 0.0}], lr=1e-2)
+    for _ in range(2):
+        for p in parameters.values():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+    kept = {name: p.detach().float() for name, p in parameters.items()}
+    if masters:
+        kept = {name: p + torch.rand_like(p) * p.abs() * 2**-10 for name, p in kept.items()}
+        for name, p in parameters.items():
+            p.data = kept[name].to(p.dtype)
+        ours["masters"] = kept
+    names = [[name for p in (*others, *bias) for name, q in parameters.items() if p is q]]
+    return {
+        "epoch": 3,
+        "global_step": 120,
+        "pytorch-lightning_version": "2.6.6",
+        "state_dict": module.state_dict(),
+        "optimizer_states": [optimizer.state_dict()],
+        "lr_schedulers": [{"last_epoch": 2, "_last_lr": [1e-2]}],
+        "loops": {"fit_loop": {"state_dict": {}, "epoch_progress": {"total": {"ready": 4}}}},
+        "callbacks": {"Average{'decay': 0.9}": {"weights": {"w": torch.arange(3.0)}}},
+        "hyper_parameters": {"width": 6, "rates": [1, 2.5]},
+        "lightning_zero": {"format": 1, "written_by": {"lightning_zero": "0.1.0"}, "names": names, **ours},
+    }
+
+
+def save(checkpoint: dict[str, Any], path: Path, form: str = "full") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(checkpoint, path if form == "full" else f"{path}.full")
+    if form == "sharded":
+        assert main(["convert", f"{path}.full", str(path), "--to", "sharded"]) == 0
+        os.remove(f"{path}.full")
+    return path
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    """Equal in structure, types and values, and tensors in dtype and bits. Dictionaries may be in another order."""
+    leaves, expected_leaves = (dict(tree_flatten_with_path(tree)[0]) for tree in (found, expected))
+    assert leaves.keys() == expected_leaves.keys()
+    for path, other in expected_leaves.items():
+        leaf = leaves[path]
+        if isinstance(other, Tensor):
+            assert leaf.dtype == other.dtype and leaf.shape == other.shape, path
+            assert torch.equal(leaf.clone(), other), path
+        else:
+            assert leaf == other and type(leaf) is type(other), path
+
+
+def run(*arguments: Any) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+# -- export ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_exported_weights_are_those_of_the_checkpoint(tmp_path, form):
+    module = Network()
+    path = save(checkpoint_of(module), tmp_path / "last.ckpt", form)
+    assert run("export", path, tmp_path / "new" / "model.safetensors") == 0
+    found = load_file(tmp_path / "new" / "model.safetensors")
+    expected = module.state_dict()
+    tied = expected.pop("head.weight")
+    assert_equal(found, dict(expected))
+
+    # the tied one is named where safetensors' own save_model names it, and comes back by its load_model
+    with safe_open(tmp_path / "new" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "head.weight": "embedding.weight"}
+    other = Network()
+    load_model(other, tmp_path / "new" / "model.safetensors")
+    assert_equal(other.state_dict(), module.state_dict())
+    assert torch.equal(other.head.weight, tied)
+    other = Network()
+    lightning_zero.load_weights(other, tmp_path / "new" / "model.safetensors")
+    assert_equal(other.state_dict(), module.state_dict())
+
+
+@pytest.mark.parametrize("name, dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_floating_point_weights_are_rounded_and_others_are_not(tmp_path, name, dtype):
+    module = Network()
+    path = save(checkpoint_of(module), tmp_path / "last.ckpt")
+    assert run("export", path, tmp_path / "w.safetensors", "--dtype", name) == 0
+    found = load_file(tmp_path / "w.safetensors")
+    for key, value in found.items():
+        saved = module.state_dict()[key]
+        assert torch.equal(value, saved.to(dtype) if saved.is_floating_point() else saved), key
+        assert value.dtype == (dtype if saved.is_floating_point() else saved.dtype)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_fp32_and_fp16_weights_have_the_digits_of_the_masters(tmp_path, form):
+    module = Network().bfloat16()
+    checkpoint = checkpoint_of(module, masters=True)
+    masters = checkpoint["lightning_zero"]["masters"]
+    module.layer.weight.data[0] += 1.0  # somebody has changed it since: there the weight counts
+    expected = {**masters, "layer.weight": masters["layer.weight"].clone()}
+    expected["layer.weight"][0] = module.layer.weight.data[0].float()
+    path = save(checkpoint, tmp_path / "last.ckpt", form)
+
+    run("export", path, tmp_path / "as_saved.safetensors")
+    assert load_file(tmp_path / "as_saved.safetensors")["layer.weight"].dtype == torch.bfloat16
+    for name, dtype in (("fp32", torch.float32), ("fp16", torch.float16)):
+        run("export", path, tmp_path / f"{name}.safetensors", "--dtype", name)
+        found = load_file(tmp_path / f"{name}.safetensors")
+        for key, master in expected.items():
+            assert torch.equal(found[key], master.to(dtype)), (name, key)
+    assert not torch.equal(masters["embedding.weight"], masters["embedding.weight"].bfloat16().float())
+
+
+def test_what_fp16_cannot_hold_is_said(tmp_path, capsys):
+    path = save(
+        {"state_dict": {"big": torch.tensor([1e5, 1.0]), "mask": torch.tensor([float("-inf")])}}, tmp_path / "a"
+    )
+    assert run("export", path, tmp_path / "w.safetensors", "--dtype", "fp16") == 0
+    said = capsys.readouterr().err
+    assert "infinite now: big; --dtype bf16" in said
+
+
+def test_dtypes_and_shapes_of_every_kind(tmp_path):
+    kinds = [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8]
+    kinds += [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64, torch.float8_e4m3fn]
+    kinds += [torch.float8_e5m2]
+    state = {str(dtype): torch.arange(5).to(dtype) for dtype in kinds}
+    state |= {"scalar": torch.tensor(3.0), "empty": torch.zeros(0, 4), "turned": torch.arange(6.0).view(2, 3).T}
+    state["part"] = torch.arange(20.0).view(4, 5)[1:3]  # of a larger memory
+    path = save({"state_dict": state}, tmp_path / "a.ckpt")
+    assert run("export", path, tmp_path / "w.safetensors") == 0
+    found = load_file(tmp_path / "w.safetensors")
+    assert found.keys() == state.keys()
+    for key, value in state.items():
+        assert found[key].dtype == value.dtype and found[key].shape == value.shape
+        assert torch.equal(found[key].view(torch.uint8), value.contiguous().view(torch.uint8)) if value.dim() else True
+    assert found["scalar"] == 3.0
+
+
+def test_weights_over_a_size_are_several_files_with_an_index(tmp_path):
+    state = {f"layers.{i}": torch.full((10,), float(i)) for i in range(5)} | {"large": torch.ones(100)}
+    path = save({"state_dict": state}, tmp_path / "a.ckpt")
+    out = tmp_path / "out" / "model.safetensors"
+    assert run("export", path, out, "--max-shard-size", "80B") == 0
+    index = json.loads((out.parent / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 4 * 150}
+    names = [f"model-0000{i}-of-00004.safetensors" for i in range(1, 5)]
+    assert sorted(os.listdir(out.parent)) == [*names, "model.safetensors.index.json"]
+    assert set(index["weight_map"].values()) == set(names)
+    loaded: dict[str, Tensor] = {}
+    for name in names:
+        part = load_file(out.parent / name)
+        assert all(index["weight_map"][key] == name for key in part)
+        assert sum(value.nbytes for value in part.values()) <= 80 or list(part) == ["large"]
+        loaded |= part
+    assert_equal(loaded, state)
+
+    # what is there is replaced as a whole: no file of the old ones may be taken for one of the new
+    assert run("export", path, out, "--overwrite") == 0
+    assert os.listdir(out.parent) == ["model.safetensors"]
+    assert run("export", path, out, "--overwrite", "--max-shard-size", "400B") == 0
+    assert len(os.listdir(out.parent)) == 3
+
+
+# -- export of what wraps a model of transformers ----------------------------------------------------------------------
+
+
+class Wraps(nn.Module):
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.model = GPT2LMHeadModel(config)
+        self.probe = nn.Linear(2, 2)
+
+
+def tiny(**options: Any) -> GPT2Config:
+    return GPT2Config(vocab_size=30, n_positions=16, n_embd=8, n_layer=2, n_head=2, **options)
+
+
+@pytest.mark.parametrize("size", ["5GB", "2kB"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_from_pretrained_loads_what_was_exported(tmp_path, form, tied, size, capsys):
+    module = Wraps(tiny(tie_word_embeddings=tied)).eval()
+    config = module.model.config.to_json_string()
+    path = save(checkpoint_of(module, transformers={"model.": config}), tmp_path / "last.ckpt", form)
+    folder = tmp_path / "exported"
+    assert run("export", path, folder / "model.safetensors", "--max-shard-size", size) == 0
+    assert "left out: probe.weight, probe.bias" in capsys.readouterr().err
+
+    model, info = GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert (model.lm_head.weight is model.transformer.wte.weight) == tied
+    assert_equal(model.state_dict(), module.model.state_dict())
+    tokens = torch.arange(10)[None]
+    assert torch.equal(model.eval()(tokens).logits, module.model(tokens).logits)
+    assert type(AutoModelForCausalLM.from_pretrained(folder)) is GPT2LMHeadModel
+
+
+def test_from_pretrained_takes_the_dtype_of_the_export(tmp_path):
+    module = Wraps(tiny(dtype="bfloat16")).bfloat16()
+    checkpoint = checkpoint_of(module, masters=True, transformers={"model": module.model.config.to_json_string()})
+    path = save(checkpoint, tmp_path / "last.ckpt")
+    assert run("export", path, tmp_path / "out" / "model.safetensors", "--dtype", "fp32") == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    masters = checkpoint["lightning_zero"]["masters"]
+    assert torch.equal(model.transformer.wte.weight, masters["model.transformer.wte.weight"])
+
+
+def test_a_prefix_can_be_chosen(tmp_path, capsys):
+    config = tiny()
+    module = nn.ModuleDict({"student": GPT2LMHeadModel(config), "teacher": GPT2LMHeadModel(config)})
+    models = {"student": config.to_json_string(), "teacher": config.to_json_string()}
+    path = save({"state_dict": module.state_dict(), "lightning_zero": {"transformers": models}}, tmp_path / "a.ckpt")
+    assert run("export", path, tmp_path / "all" / "model.safetensors") == 0
+    assert {name.split(".")[0] for name in load_file(tmp_path / "all" / "model.safetensors")} == {"student", "teacher"}
+    assert not (tmp_path / "all" / "config.json").exists()
+    assert "several models of transformers (student, teacher)" in capsys.readouterr().err
+
+    assert run("export", path, tmp_path / "one" / "model.safetensors", "--strip-prefix", "teacher.") == 0
+    model = GPT2LMHeadModel.from_pretrained(tmp_path / "one")
+    assert_equal(model.state_dict(), module["teacher"].state_dict())
+
+    assert run("export", path, tmp_path / "none" / "model.safetensors", "--strip-prefix", "pupil") == 1
+    assert "no weights whose names begin with 'pupil.'" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+# -- convert -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_converted_and_back_is_the_same_in_every_tensor_and_all_else(tmp_path, masters):
+    module = Network().bfloat16() if masters else Network()
+    checkpoint = checkpoint_of(module, masters=masters)
+    expected = copy.deepcopy(checkpoint)
+    path = save(checkpoint, tmp_path / "a.ckpt")
+    assert run("convert", path, tmp_path / "b.ckpt", "--to", "sharded") == 0
+    assert (tmp_path / "b.ckpt" / ".metadata").is_file()
+    opened = open_checkpoint(tmp_path / "b.ckpt")
+    opened.verify()
+    assert_equal(opened.checkpoint, expected)
+    assert run("convert", tmp_path / "b.ckpt", tmp_path / "c.ckpt", "--to", "full") == 0
+    found = torch.load(tmp_path / "c.ckpt")
+    assert_equal(found, expected)
+    state = found["state_dict"]
+    assert list(state) == list(expected["state_dict"])
+    assert state["head.weight"].data_ptr() == state["embedding.weight"].data_ptr()
+    separate = [t.untyped_storage().data_ptr() for name, t in state.items() if name != "head.weight"]
+    assert len(set(separate)) == len(separate), "torch.save would write each with all that shares its memory"
+
+
+# -- inspect and verify ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[True, False], ids=["rich", "plain"])
+def with_rich(request, monkeypatch) -> bool:
+    if not request.param:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    return request.param
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_inspect_shows_what_there_is(tmp_path, form, with_rich, capsys):
+    path = save(checkpoint_of(Network()), tmp_path / "last.ckpt", form)
+    capsys.readouterr()
+    assert run("inspect", path) == 0
+    said = capsys.readouterr().out
+    words = [line.replace("│", " ").split() for line in said.splitlines()]
+    assert f"{path}: {form}, 1.46 kB in 24 tensors" in said.replace("\n", "")
+    assert "written by: lightning_zero 0.1.0" in said
+    assert "epoch 3, global_step 120" in said
+    assert ["layer.weight", "[6,", "6]", "float32", "144", "B", "1", "1"] in words
+    assert ["norm.num_batches_tracked", "[]", "int64", "8", "B", "1", "1"] in words
+    assert ["head.weight", "[10,", "6]", "float32", "=", "embedding.weight", "1", "1"] in words
+    elements = 10 * 6 + 6 * 6 + 3 * 6  # of parameters
+    assert ["state_dict", "8", str(4 * (elements + 2 * 6) + 8), "B"] in words
+    assert ["optimizer_states.0", "15", str(4 * (2 * elements + 5)), "B"] in words
+    assert ["callbacks", "1", "12", "B"] in words
+    assert not any("exp_avg" in line for line in said.splitlines())
+
+    assert run("inspect", path, "--all") == 0
+    words = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
+    assert ["optimizer_states.0.state.1.exp_avg", "[6,", "6]", "float32", "144", "B", "1", "1"] in words
+
+
+def test_inspect_for_programs_and_of_what_several_ranks_wrote(tmp_path, run_on, capsys):
+    path = tmp_path / "x.ckpt"
+    weights, _, masters = run_on(2, save_on_ranks, path=str(path), stage=3, dtype=torch.bfloat16)[0]
+    assert run("inspect", path, "--json") == 0
+    about = json.loads(capsys.readouterr().out)
+    assert about["whole"] and about["form"] == "sharded" and about["epoch"] == 3
+    assert about["written_by"] == {"stage": 3}
+    rows = {row["name"]: row for row in about["tensors"]}
+    for name, value in weights.items():
+        row = rows[f"state_dict.{name}"]
+        assert (row["shape"], row["bytes"]) == (list(value.shape), value.nbytes)
+        assert row["dtype"] == str(value.dtype).removeprefix("torch.")
+        assert row["pieces"] >= row["files"]
+    assert {row["files"] for row in rows.values()} == {1, 2}
+
+    # and is exported with the digits of the masters, which the ranks have in parts
+    assert run("export", path, tmp_path / "w.safetensors", "--dtype", "fp32") == 0
+    found = load_file(tmp_path / "w.safetensors")
+    assert masters
+    for name, master in masters.items():
+        assert torch.equal(found[name], master), name
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_verify_reads_all_and_names_what_is_damaged(tmp_path, form, with_rich, monkeypatch, capsys):
+    monkeypatch.setattr(showing, "INTERVAL", 0.0)
+    path = save(checkpoint_of(Network()), tmp_path / "last.ckpt", form)
+    capsys.readouterr()
+    assert run("verify", path) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{path}: whole\n"
+    assert err.splitlines()[0].startswith("verifying: ")
+    read, of = err.splitlines()[-1].removeprefix("verifying: ").split(" of ")
+    assert read == of
+
+    expected = open_checkpoint(path).checkpoint["state_dict"]["layer.weight"].clone().numpy().tobytes()
+    file = path if form == "full" else path / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[data.index(expected) + 7] ^= 1
+    file.write_bytes(data)
+    assert run("verify", path) == 1
+    said = capsys.readouterr().err
+    assert f"{path} is damaged" in said and "state_dict.layer.weight" in said and "bias" not in said
+    for out, arguments in (("w.safetensors", ["export"]), ("w.ckpt", ["convert", "--to", "full"])):
+        if form == "sharded":  # whose pieces are checked when they are read
+            assert run(*arguments, path, tmp_path / out) == 1
+            assert "layer.weight" in capsys.readouterr().err
+            assert not (tmp_path / out).exists()
+
+    if form == "sharded":
+        file.unlink()
+        assert run("verify", path) == 1
+        assert "__0_0.distcp is missing" in capsys.readouterr().err
+        assert run("inspect", path, "--json") == 1
+        assert json.loads(capsys.readouterr().out)["whole"] is False
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+SMALL, LARGE = 2**22, 12 * 2**20  # elements; 8 of the first, one of the second
+WHOLE = 6 * (8 * SMALL + LARGE)  # bytes: weights in bf16, masters in fp32
+LARGEST = 4 * LARGE
+OTHER = 24 * 2**20  # some parts of tensors in conversion, and what libraries allocate meanwhile
+
+MEASURED = {
+    "export": ["export", "{}", "{}.safetensors", "--dtype", "fp32"],
+    "verify": ["verify", "{}"],
+    "to full": ["convert", "{}", "{}.to_full", "--to", "full"],
+    "to sharded": ["convert", "{}", "{}.to_sharded", "--to", "sharded"],
+}
+
+
+def own_memory_of(folder: str) -> dict[str, int]:
+    """By command and form, the most memory of its own that this process had during it, over what it had before."""
+    ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: huge pages would count what was not asked for
+    found = {}
+    for form in FORMS:
+        for name, arguments in MEASURED.items():
+            before = most = anonymous()
+            is_done = threading.Event()
+
+            def watch() -> None:
+                nonlocal most
+                while not is_done.wait(1e-3):
+                    most = max(most, anonymous())
+
+            watcher = threading.Thread(target=watch)
+            watcher.start()
+            assert main([argument.format(f"{folder}/{form}") for argument in arguments]) == 0
+            is_done.set()
+            watcher.join()
+            found[f"{name}, {form}"] = most - before
+    return found
+
+
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
+    weights = {f"layers.{i}": torch.randn(SMALL) for i in range(8)} | {"large": torch.randn(LARGE)}
+    low = {name: value.bfloat16() for name, value in weights.items()}
+    torch.save({"state_dict": low, "lightning_zero": {"masters": weights}}, tmp_path / "full")
+    assert run("convert", tmp_path / "full", tmp_path / "sharded", "--to", "sharded") == 0
+    process = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"import json, {__name__} as tests; print(json.dumps(tests.own_memory_of('{tmp_path}')))",
+        ],
+        env={**os.environ, **RETURN_MEMORY_AT_ONCE, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert process.returncode == 0, process.stderr
+    found = json.loads(process.stdout.splitlines()[-1])
+    bound = LARGEST + OTHER
+    assert WHOLE > 3 * bound
+    assert all(peak < bound for peak in found.values()), f"{found}, of a checkpoint of {WHOLE}"
+    for form in FORMS:
+        exported = load_file(tmp_path / f"{form}.safetensors")
+        assert_equal(exported, weights)
+        for to in FORMS:
+            opened = open_checkpoint(tmp_path / f"{form}.to_{to}")
+            assert_equal(opened.checkpoint["lightning_zero"]["masters"], weights)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Writing more to a file fails, as it does where a disk is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+COMMANDS: dict[str, Callable[[Path, Path], list[Any]]] = {
+    "export": lambda path, out: ["export", path, out / "w.safetensors"],
+    "to full": lambda path, out: ["convert", path, out / "w.ckpt", "--to", "full"],
+    "to sharded": lambda path, out: ["convert", path, out / "w.ckpt", "--to", "sharded"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_is_there_is_kept_unless_it_is_to_be_overwritten(tmp_path, command, capsys):
+    path = save({"state_dict": {"w": torch.ones(3)}}, tmp_path / "a.ckpt")
+    arguments = COMMANDS[command](path, tmp_path)
+    out = Path(arguments[2])
+    out.write_text("mine")
+    assert run(*arguments) == 1
+    assert f"{out} exists already" in capsys.readouterr().err
+    assert out.read_text() == "mine"
+    assert run(*arguments, "--overwrite") == 0
+    (value,) = (
+        load_file(out).values() if command == "export" else open_checkpoint(out).checkpoint["state_dict"].values()
+    )
+    assert torch.equal(value.clone(), torch.ones(3))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("form", FORMS)
+def test_where_the_disk_is_full_nothing_is_left_and_what_was_there_stays(tmp_path, form, command, capsys):
+    path = save({"state_dict": {"w": torch.ones(2**20), "v": torch.ones(2**20)}}, tmp_path / "a.ckpt", form)
+    arguments = COMMANDS[command](path, tmp_path / "out")
+    out = Path(arguments[2])
+    out.parent.mkdir()
+    out.write_text("mine")
+    with largest_file(5 * 2**20):
+        assert run(*arguments, "--overwrite") == 1
+    assert "File too large" in capsys.readouterr().err
+    assert os.listdir(out.parent) == [out.name] and out.read_text() == "mine"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_where_one_may_not_write_it_says_so(tmp_path, command, capsys):
+    path = save({"state_dict": {"w": torch.ones(3)}}, tmp_path / "a.ckpt")
+    for folder in ("/proc/self", str(path)):  # where also root may not
+        assert run(*COMMANDS[command](path, Path(folder) / "new")) == 1
+        said = capsys.readouterr().err
+        assert said.startswith("lightning-zero checkpoint") and folder in said
+        assert len(said.splitlines()) == 1
+
+
+def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path, capsys):
+    path = save({"state_dict": {"w": torch.ones(3)}}, tmp_path / "a.ckpt")
+    for form in FORMS:
+        assert run("convert", path, tmp_path, "--to", form, "--overwrite") == 1
+        assert f"{tmp_path} is a folder that is no checkpoint" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+@pytest.mark.parametrize(
+    "arguments, code, said",
+    [
+        (["export", "PATH", "OUT"], 1, "OUT is the name of a file that ends in .safetensors: OUT/model.safetensors"),
+        (["export", "PATH", "OUT.safetensors", "--max-shard-size", "much"], 2, "'much' is no size: write 500MB"),
+        (["export", "PATH", "OUT.safetensors", "--dtype", "fp8"], 2, "'fp8'"),
+        (["convert", "PATH", "OUT"], 2, "--to"),
+        (["inspect", "nowhere.ckpt"], 1, "nowhere.ckpt does not exist"),
+        (["import", "jax", "PATH", "OUT"], 2, "'jax'"),
+        ([], 2, "inspect|verify|export|convert|import"),
+    ],
+)
+def test_wrong_arguments(tmp_path, monkeypatch, capsys, arguments, code, said):
+    monkeypatch.chdir(tmp_path)
+    save({"state_dict": {"w": torch.ones(3)}}, Path("PATH"))
+    try:
+        found = main(arguments)
+    except SystemExit as exit:
+        found = exit.code
+    assert found == code
+    assert said in capsys.readouterr().err
+    assert os.listdir() == ["PATH"]
