@@ -51,10 +51,13 @@ class SaveAfter(Callback):
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Every rank may read what rank 0 wrote."""
+    """Every rank may read what rank 0 wrote. Without the one entry that is ours, which says what wrote it."""
     if world_size() > 1:
         dist.barrier()
-    return torch.load(path, weights_only=True, map_location="cpu")
+    checkpoint = torch.load(path, weights_only=True, map_location="cpu")
+    ours = checkpoint.pop("lightning_zero", None)
+    assert ours is None or ours["format"] == 1 and ours["written_by"]["lightning_zero"]
+    return checkpoint
 
 
 def write_the_same_file(

@@ -43,6 +43,7 @@ def edit_checkpoints(strategy: str) -> Any:
     saving = LambdaCallback(on_train_epoch_end=lambda trainer, _: trainer.save_checkpoint(path))
     trainer, module = fit(strategy, Edits(), callbacks=[saving], max_epochs=1)
     checkpoint = torch.load(path, weights_only=True)
+    checkpoint.pop("lightning_zero", None)  # says what wrote it
     seen = list(module.seen)
     trainer, module = fit(strategy, Edits(), ckpt_path=path)
     loaded = Edits.load_from_checkpoint(path)
