@@ -30,7 +30,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.checkpoint.form import FORMAT
+from lightning_zero.checkpoint.form import CHECKPOINT_KEY, FORMAT, configs_of_models
 from lightning_zero.checkpoint.newest import is_last, others_by_age
 from lightning_zero.checkpoint.reading import DamagedCheckpointError
 from lightning_zero.checkpoint.saving import by_name, names_in
@@ -43,7 +43,6 @@ from lightning_zero.engine.units import Units
 from lightning_zero.engine.watch import have_all_come, renew
 from lightning_zero.loops import attend, leave, take_turns
 from lightning_zero.precision import compute_dtype_of
-from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.processes import ZeroProcesses
 
 log = logging.getLogger(__name__)
@@ -422,6 +421,8 @@ class TrainerStrategy(ZeroProcesses):
                 masters = self.engine.masters_by_name(keep=self.is_global_zero)
             if masters:
                 about["masters"] = masters
+        if configs := configs_of_models(self.lightning_module):
+            about["transformers"] = configs
         return about
 
     def _names_in_optimizers(self) -> list[list[str]]:

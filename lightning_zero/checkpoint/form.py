@@ -23,6 +23,20 @@ MANIFEST = "lightning_zero.json"
 """Written last: sizes and checksums of all else."""
 
 
+def configs_of_models(module: Any) -> dict[str, str]:
+    """By name, the ``config.json`` of each model of transformers that a module wraps, without which no one can make it.
+
+    Args:
+        module: an ``nn.Module``; one that is such a model itself has the empty name.
+    """
+    found: dict[str, str] = {}
+    for name, inner in module.named_modules():
+        is_model = hasattr(inner, "save_pretrained") and hasattr(getattr(inner, "config", None), "to_json_string")
+        if is_model and not any(name.startswith(f"{outer}.") or not outer for outer in found):
+            found[name] = inner.config.to_json_string()
+    return found
+
+
 class UnknownFormatError(ValueError):
     """A checkpoint of a version that this one does not know."""
 

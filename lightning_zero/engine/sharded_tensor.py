@@ -17,8 +17,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.hooks import RemovableHandle
+
+from lightning_zero.checkpoint.pieces import Box, boxes
 
 aten = torch.ops.aten
 
@@ -236,6 +240,32 @@ class ShardedTensor(Handle):
             f"{kind}ShardedTensor({self._slot.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, "
             f"this rank holds [{start}, {stop}) of {self.numel()} elements{grad})"
         )
+
+    # What torch.distributed.checkpoint asks for: the rectangles that this rank has. Each is a view of the local range.
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.local.dtype)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self._boxes()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        box = next(box for box in self._boxes() if box.offsets == tuple(index.offset))
+        return self.local[box.start - self._slot.offset : box.stop - self._slot.offset].view(box.sizes)
+
+    def _boxes(self) -> list[Box]:
+        if not self.numel():  # DCP wants to know it all the same
+            return [Box((0,) * self.dim(), tuple(self.shape), 0)]
+        return boxes(self.shape, self._slot.offset, self._slot.offset + self._slot.local_numel)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
@@ -601,6 +631,15 @@ def _accumulate(func: Any, args: Any, kwargs: Any) -> Any:
     return _act_locally(func, args, kwargs)
 
 
+def _copy(func: Any, args: Any, kwargs: Any) -> Any:
+    """``copy_``: of a parameter to itself, as after ``dcp.load`` into its local range, it is that range that counts."""
+    own = [tensor._slot if isinstance(tensor, ShardedTensor) and tensor.is_parameter else None for tensor in args[:2]]
+    if own[0] is not None and own[0] is own[1]:
+        own[0].written_locally()
+        return args[0]
+    return _act_locally(func, args, kwargs)
+
+
 def _cast(func: Any, args: Any, kwargs: Any) -> Any:
     """``to(dtype)``: what was gathered in that dtype is not gathered again in its own to be cast, as by autocast."""
     dtype = kwargs.get("dtype")
@@ -629,6 +668,7 @@ _HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
     aten.detach.default: _alias,
     aten.alias.default: _alias,
     aten.add_.Tensor: _accumulate,
+    aten.copy_.default: _copy,
     aten._to_copy.default: _cast,
     aten.linalg_vector_norm.default: _vector_norm,
     aten.sum.default: _sum,
@@ -642,7 +682,6 @@ _HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
 # Act on each element alone, though torch does not tag them so.
 _LOCAL = {
     aten.clone.default,
-    aten.copy_.default,
     aten.empty_like.default,
     aten.fill_.Scalar,
     aten.full_like.default,

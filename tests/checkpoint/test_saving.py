@@ -142,6 +142,31 @@ def test_an_fsdp2_job_goes_on_from_it(run_on, tmp_path):
     run_on(2, into_fsdp2, path=str(tmp_path / "x.ckpt"))
 
 
+def by_the_users_own_calls(path, stage, dtype):
+    model, optimizer, engine, weights, *_ = trained(stage, dtype)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=path)
+    if rank() == 0:
+        read = {"model": {name: torch.empty_like(value) for name, value in weights.items()}}
+        dcp.load(read, checkpoint_id=path, no_dist=True)
+        assert_same(read["model"], weights)
+    masters = engine.masters_by_name()
+    model(*batch(9)).backward()
+    optimizer.step()
+    state = model.state_dict()
+    dcp.load({"model": state}, checkpoint_id=path)
+    model.load_state_dict(state)
+    assert_same(engine.full_state_dict(), weights)
+    assert_same(engine.masters_by_name(), masters)
+    engine.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_dcp_saves_and_loads_the_modules_own_state_dict(run_on, tmp_path, stage, dtype):
+    """As DCP's documentation has it: save(state_dict), and load(state_dict) followed by load_state_dict."""
+    run_on(2, by_the_users_own_calls, path=str(tmp_path / "x"), stage=stage, dtype=dtype)
+
+
 def assert_same(found, expected):
     assert set(found) == set(expected)
     for name, value in expected.items():
