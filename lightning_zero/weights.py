@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from lightning_zero.checkpoint.form import DCP_METADATA
+from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.engine.promises import give_values, may_values_wait, taking_values
 from lightning_zero.engine.sources import listed
 
@@ -35,7 +37,8 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
     Args:
         module: on the meta device, ordinary, or sharded, in part or not at all.
         path: a ``.safetensors`` file; a file of ``torch.save`` with a state dict or a Lightning checkpoint; or a folder
-            as ``save_pretrained`` of transformers writes it. Of tied parameters one name is enough.
+            as ``save_pretrained`` of transformers, or a strategy with ``checkpoint="sharded"``, writes it. Of tied
+            parameters one name is enough.
         strict: refuse tensors that are missing in the file or unknown to the module. Otherwise one has to fit.
 
     Returns:
@@ -88,6 +91,8 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
 
 def _read(path: Path) -> dict[str, Tensor]:
     """A state dict of tensors that lie in their files."""
+    if (path / DCP_METADATA).is_file():
+        return open_checkpoint(path).checkpoint.get("state_dict", {})
     if path.is_dir():
         found = next((path / name for name in _IN_A_FOLDER if (path / name).is_file()), None)
         if found is None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_zero import ZeroStrategy
+from lightning_zero import ZeroStrategy, load_weights
 from lightning_zero.checkpoint.reading import open_checkpoint
 from tests.support import models
 from tests.support.trainer import Learner, fit
@@ -115,8 +115,19 @@ def test_any_precision_loads_what_any_other_saved(run_on, tmp_path, before, afte
 
 
 def test_a_sharded_checkpoint_says_what_wrote_it(run_on, tmp_path):
-    run_on(2, write, folder=tmp_path, savers=["zero3 sharded"], precision="bf16-true")
+    run_on(2, write, folder=tmp_path, savers=["zero3 sharded"], precision="32-true")
     opened = open_checkpoint(tmp_path / "zero3 sharded.ckpt")
     assert opened.form == "sharded"
     assert {key: opened.written_by[key] for key in ("stage", "world_size")} == {"stage": 3, "world_size": 2}
     assert opened.names_of_optimizers[0][0] == "model.temperature"
+    run_on(1, load_alone, folder=tmp_path)
+
+
+def load_alone(folder: Path) -> None:
+    """`load_weights` reads a folder too: into an ordinary module, and into one on the meta device."""
+    opened = open_checkpoint(folder / "zero3 sharded.ckpt").checkpoint["state_dict"]
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            module = learner()
+        load_weights(module, folder / "zero3 sharded.ckpt")
+        same_tensors(dict(module.state_dict()), {name: value.clone() for name, value in opened.items()}, bound=0)
