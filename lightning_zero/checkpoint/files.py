@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import mmap
 import os
-from typing import IO, Any
+import sys
+from typing import IO
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
+
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)  # Python names it from 3.12 on
+_PRIVATE = mmap.MAP_PRIVATE | _NO_RESERVE
 
 
 class Files:
@@ -57,17 +61,16 @@ class Files:
             return file.read()
 
     def part(self, name: str, offset: int, length: int) -> memoryview:
-        """Some bytes of a file of the folder: of a local one mapped memory, of others a copy."""
+        """Some bytes of a file, named as for ``open``: of a local one mapped memory, of others a copy."""
         if not self.is_local:
             return memoryview(bytearray(self._fs.cat_file(self._where(name), start=offset, end=offset + length)))
         if name not in self._mappings:
             with open(self._where(name), "rb") as file:
-                # A mapping of its own, since torch warns of memory that must not be written to. Nobody writes to it.
-                self._mappings[name] = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+                # Writable, as torch warns of memory that is not, but nobody writes to it: so none need be reserved, and
+                # a file may be larger than memory.
+                mapped = mmap.mmap(file.fileno(), 0, _PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+            self._mappings[name] = memoryview(mapped)
         return self._mappings[name][offset : offset + length]
 
     def _where(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}" if name else self._root
-
-    def __deepcopy__(self, memo: Any) -> Files:
-        return self

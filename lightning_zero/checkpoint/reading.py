@@ -5,13 +5,16 @@ from __future__ import annotations
 import io
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 from typing import IO, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.utils._pytree import tree_map_only
 
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.form import (
@@ -37,6 +40,7 @@ from lightning_zero.engine.sources import listed
 from lightning_zero.engine.stored import StoredTensor
 
 _AT_ONCE = 2**22
+_NONE = -1  # a checksum that no bytes have
 _ADVICE = "Take another checkpoint, or copy this one again from where it is whole."
 
 
@@ -140,6 +144,8 @@ def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool | None =
 
 def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
     size = files.size()
+    if not size:
+        raise DamagedCheckpointError(f"{files.path} is empty: its saving was interrupted. {_ADVICE}")
     with files.open() as file:
         head = file.read(4)
         if head[:1] == b"\x80":  # of torch before 1.6: a pickle, with nothing to tell whether it is whole
@@ -153,7 +159,7 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
             )
         try:
             if loadable:
-                checkpoint = load_torch(files.local_path, weights_only=weights_only, mmap=True)
+                checkpoint = _load_mapped(files, weights_only)
             else:
                 file.seek(0)
                 checkpoint = load_torch(file, weights_only=weights_only)
@@ -209,10 +215,34 @@ def _records_of_file(files: Files, file: IO[bytes], size: int) -> list[Record]:
     return records
 
 
+def _load_mapped(files: Files, weights_only: bool | None) -> Any:
+    try:
+        return load_torch(files.local_path, weights_only=weights_only, mmap=True)
+    except RuntimeError as error:
+        if "unable to mmap" not in str(error):
+            raise
+    # Torch maps memory that could be written to, of which the system gives no more than it has.
+    with FakeTensorMode():
+        checkpoint = load_torch(files.local_path, weights_only=weights_only)
+
+    def stored(tensor: Tensor) -> Tensor:
+        storage, dtype = tensor.untyped_storage(), tensor.dtype
+        offset, nbytes = storage._checkpoint_offset, storage.nbytes()
+        where = (tensor.size(), tensor.stride(), tensor.storage_offset())
+        assert offset is not None
+
+        def read(start: int, stop: int) -> Tensor:
+            flat = torch.frombuffer(files.part("", offset, nbytes), dtype=dtype)
+            return flat.as_strided(*where).reshape(-1)[start:stop]
+
+        origin = (os.path.basename(files.path), files.size(), offset, where)
+        return StoredTensor(f"bytes {offset} to {offset + nbytes}", tensor.shape, dtype, read, origin)
+
+    return tree_map_only(Tensor, stored, checkpoint)
+
+
 def _names_by_offset(files: Files) -> dict[int, list[str]]:
     """Which tensors each record of a file holds, by where it begins. Reads the file's pickle once more."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     names: dict[int, list[str]] = {}
     with files.open() as file:
         try:
@@ -234,8 +264,8 @@ def _open_folder(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
     sizes = files.sizes()
     _check_is_dcp(files, sizes)
     manifest = _manifest_of(files, sizes)
-    metadata = _metadata_of(files, manifest)
-    folder = _Folder(files, sizes, manifest, metadata, weights_only)
+    metadata, identity = _metadata_of(files)
+    folder = _Folder(files, sizes, manifest, metadata, identity, weights_only)
     tree = folder.rest()
     for name in metadata.state_dict_metadata:
         path = (metadata.planner_data or {}).get(name, (name,))
@@ -304,11 +334,11 @@ def _manifest_of(files: Files, sizes: dict[str, int]) -> Manifest | None:
     return manifest
 
 
-def _metadata_of(files: Files, manifest: Manifest | None) -> Any:
-    from torch.distributed.checkpoint.metadata import Metadata
-
+def _metadata_of(files: Files) -> tuple[Metadata, int]:
+    """DCP's metadata, and its checksum."""
+    data = files.read(DCP_METADATA)
     try:
-        metadata = load_dcp_metadata(files.read(DCP_METADATA))
+        metadata = load_dcp_metadata(data)
     except ForbiddenClassError as error:
         raise ValueError(
             f"{files.path}/{DCP_METADATA} names {error}, which the metadata of a sharded checkpoint does not consist "
@@ -320,7 +350,12 @@ def _metadata_of(files: Files, manifest: Manifest | None) -> Any:
         ) from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise ValueError(f"{files.path}/{DCP_METADATA} is not the metadata of a checkpoint that DCP writes to files.")
-    return metadata
+    if any(getattr(place, "transform_descriptors", None) for place in metadata.storage_data.values()):
+        raise ValueError(
+            f"{files.path} was written by DCP with extensions (compression, for one), which are not read here: read it "
+            "with torch.distributed.checkpoint, and save it without."
+        )
+    return metadata, zlib.crc32(data)
 
 
 @dataclass
@@ -366,7 +401,8 @@ class _Folder:
         files: Files,
         sizes: dict[str, int],
         manifest: Manifest | None,
-        metadata: Any,
+        metadata: Metadata,
+        identity: int,
         weights_only: bool | None,
     ) -> None:
         self._files, self._metadata, self._weights_only = files, metadata, weights_only
@@ -401,7 +437,7 @@ class _Folder:
         self._chunks: dict[str, list[_Chunk]] = {}
         self._by_pieces: dict[Any, StoredTensor] = {}
         for name, stored in metadata.state_dict_metadata.items():
-            if not hasattr(stored, "chunks"):
+            if not isinstance(stored, TensorStorageMetadata):
                 if (name, None) not in self._blob_of:
                     wrong[name] = f"{name} is missing"
                 continue
@@ -422,7 +458,7 @@ class _Folder:
                 wrong.setdefault(name, f"{name} lacks {prod(stored.size) - have} of its {prod(stored.size)} elements")
         if wrong:
             raise DamagedCheckpointError(f"{files.path} is damaged: {listed(wrong.values(), 20)}. {_ADVICE}")
-        self._identity = manifest is not None, zlib.crc32(repr(sorted(checksums.items())).encode())
+        self._identity = identity, zlib.crc32(repr(sorted(checksums.items())).encode())
 
     def rest(self) -> dict[str, Any]:
         """What is no tensor of a model or optimizer."""
@@ -435,7 +471,7 @@ class _Folder:
 
     def value_of(self, name: str) -> Any:
         stored = self._metadata.state_dict_metadata[name]
-        if not hasattr(stored, "chunks"):
+        if not isinstance(stored, TensorStorageMetadata):
             return self._load(name, self._checked(self._blob_of[name, None]))
         shape, dtype = stored.size, stored.properties.dtype
 
@@ -530,7 +566,7 @@ class _Folder:
                 data = self._files.part(blob.file, blob.offset, blob.length)
                 records = records_of(BufferFile(data))  # type: ignore[arg-type]
             except BrokenArchiveError:
-                # another form of storage, or damaged: which it is, loading tells
+                yield Extent(blob.file, blob.offset, blob.length, _NONE, blob.listed_names)
                 continue
             for record in records:
                 start = blob.offset + record.start
@@ -614,7 +650,7 @@ def _as_lightnings(tree: dict[str, Any]) -> dict[str, Any]:
     """A dictionary with the weights where Lightning has them."""
     if "state_dict" in tree:
         return tree
-    if isinstance(tree.get("model"), Mapping):  # FSDP's, and Fabric's by convention
+    if isinstance(tree.get("model"), dict):  # FSDP's, and Fabric's by convention
         return {"state_dict": tree["model"], **{key: value for key, value in tree.items() if key != "model"}}
     return {"state_dict": tree} if any(isinstance(value, Tensor) for value in tree.values()) else tree
 
@@ -626,7 +662,7 @@ def _tensors_in(tree: Any) -> dict[str, Tensor]:
     def visit(value: Any, name: str) -> None:
         if isinstance(value, Tensor):
             found[name] = value
-        elif isinstance(value, Mapping):
+        elif isinstance(value, dict):  # no other mapping: a configuration would resolve what it refers to
             for key, item in value.items():
                 visit(item, f"{name}.{key}" if name else str(key))
         elif isinstance(value, (list, tuple)):

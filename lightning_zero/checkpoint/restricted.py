@@ -127,12 +127,15 @@ class _Anything:
     """In the place of every object while it is only asked where it lies: takes whatever a pickle does, does nothing."""
 
     kind: str
+    items: list[Any]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> _Anything:
-        return object.__new__(cls)
+    def __new__(cls, *args: Any) -> _Anything:
+        self = object.__new__(cls)
+        self.items = list(args)
+        return self
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.items: list[Any] = list(args)
+    def __init__(self, *_: Any) -> None:
+        pass
 
     def __setstate__(self, state: Any) -> None:
         self.items.append(state)
@@ -177,7 +180,7 @@ def _places(file: Any, wanted: set[str]) -> dict[str, str]:
             for item in value:
                 visit(item, path)
         elif isinstance(value, _Anything):
-            for item in (*getattr(value, "items", ()), *vars(value).values()):
+            for item in value.items:
                 visit(item, path)
 
     try:

@@ -1,0 +1,520 @@
+"""Checkpoints are opened by name whatever wrote them, read as far as asked for, and what is wrong with one is told."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pickle
+import threading
+import zipfile
+import zlib
+from dataclasses import replace
+from math import prod
+
+import fsspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from omegaconf import OmegaConf
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from lightning_zero.checkpoint.commit import Destination, new_label
+from lightning_zero.checkpoint.pieces import boxes
+from lightning_zero.checkpoint.reading import DamagedCheckpointError, open_checkpoint
+from lightning_zero.checkpoint.saving import Entry, content_of, save_in_parts
+from lightning_zero.engine.sharded_tensor import flat_range
+from lightning_zero.engine.sources import MappedFiles
+from lightning_zero.engine.stored import StoredTensor
+from tests.support import rank
+
+TENSORS = {
+    "a.matrix": torch.arange(60.0).view(5, 12),
+    "a.cube": torch.arange(2 * 3 * 5, dtype=torch.bfloat16).view(2, 3, 5),
+    "b.vector": torch.arange(17, dtype=torch.int64),
+    "b.flags": torch.tensor([True, False, True]),
+    "b.complex": torch.complex(torch.arange(6.0), torch.ones(6)).view(3, 2),
+    "b.small": torch.arange(8).to(torch.uint16),  # of a dtype that torch.save writes in another way
+    "b.scalar": torch.tensor(2.5),
+    "b.empty": torch.empty(0, 4),
+}
+REST = {"epoch": 3, "loops": {"fit_loop": [1, {2: "two"}]}, "pytorch-lightning_version": "2.6.0"}
+
+
+def in_parts(path, tree=None, rest=None, ranks=3):
+    """Write a checkpoint as several ranks would, each its range of every tensor; the ranks are threads."""
+    tree = {"state_dict": TENSORS} if tree is None else tree
+    whole = content_of(tree, REST if rest is None else rest)
+    label, told, barrier = new_label(0), [None] * ranks, threading.Barrier(ranks)
+    failed = []
+
+    def work(number):
+        def gather(value):
+            told[number] = value
+            barrier.wait()
+            everyone = list(told)
+            barrier.wait()
+            return everyone
+
+        try:
+            entries = [part for entry in whole.entries if (part := cut(entry, number, ranks)).boxes]
+            content = replace(whole, entries=entries)
+            if number:
+                content = replace(content, objects={}, rest=b"", paths={})
+            save_in_parts(content, Destination(str(path), label), {"stage": 3, "world_size": ranks}, number, gather)
+        except BaseException as error:
+            failed.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed, failed
+    return str(path)
+
+
+def cut(entry, number, ranks):
+    numel = prod(entry.shape)
+    if numel < ranks:
+        return entry if number == 0 else replace(entry, boxes=[])
+    start, stop = number * numel // ranks, (number + 1) * numel // ranks
+    values = entry.values.reshape(-1)[start:stop]
+    return Entry(entry.names, entry.shape, entry.dtype, values, start, boxes(entry.shape, start, stop))
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory):
+    return in_parts(tmp_path_factory.mktemp("ours") / "x.ckpt")
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A model and its optimizer after a step; what its checkpoint holds, and DCP's tree of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    optimizer = torch.optim.AdamW([{"params": model[1].parameters()}, {"params": model[0].parameters(), "lr": 0.5}])
+    model(torch.randn(2, 5)).sum().backward()
+    optimizer.step()
+    names = ["1.weight", "1.bias", "0.weight", "0.bias"]
+    saved = optimizer.state_dict()
+    groups = [{**group, "params": [names[i] for i in group["params"]]} for group in saved["param_groups"]]
+    by_name = {"state": {names[i]: state for i, state in saved["state"].items()}, "param_groups": groups}
+    return model, optimizer, {"state_dict": model.state_dict(), "optimizer_0": by_name}, names
+
+
+# -- what is in it -----------------------------------------------------------------------------------------------------
+
+
+def test_every_range_of_every_tensor_is_what_was_saved(ours):
+    opened = open_checkpoint(ours)
+    assert (opened.form, opened.path) == ("sharded", ours)
+    assert opened.written_by == {"stage": 3, "world_size": 3}
+    assert {name.removeprefix("state_dict.") for name in opened.tensors} == set(TENSORS)
+    for name, expected in TENSORS.items():
+        found = opened.checkpoint["state_dict"][name]
+        assert found is opened.tensors[f"state_dict.{name}"]
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+        assert torch.equal(found.clone(), expected), name
+        if expected.dim():
+            for start, stop in itertools.combinations_with_replacement(range(expected.numel() + 1), 2):
+                part = found.range(start, stop)
+                assert torch.equal(part, expected.reshape(-1)[start:stop]), (name, start, stop)
+    assert {key: opened.checkpoint[key] for key in REST} == REST
+    opened.verify()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_folder_of_dcps_own_with_an_optimizer(tmp_path, trained):
+    model, optimizer, tree, names = trained
+    dcp.save(tree, checkpoint_id=tmp_path / "dcp")
+    bare = open_checkpoint(tmp_path / "dcp")
+    torch.save(REST, tmp_path / "dcp" / "meta.pt")
+    opened = open_checkpoint(tmp_path / "dcp")
+    for each in (bare, opened):
+        assert each.names_of_optimizers == [names] and each.written_by == {}
+        (state,) = each.checkpoint["optimizer_states"]
+        expected = optimizer.state_dict()
+        assert state["param_groups"] == expected["param_groups"]
+        fresh = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+        fresh.load_state_dict(each.checkpoint["state_dict"])
+        other = torch.optim.AdamW([{"params": fresh[1].parameters()}, {"params": fresh[0].parameters()}])
+        other.load_state_dict(state)
+        for one, two in ((model, fresh), (optimizer, other)):
+            same_state(one.state_dict(), two.state_dict())
+        each.verify()
+    assert {key: opened.checkpoint[key] for key in REST} == REST
+    # it trains on, as with ordinary tensors
+    for one, two in ((model, optimizer), (fresh, other)):
+        two.zero_grad()
+        one(torch.ones(2, 5)).sum().backward()
+        two.step()
+    same_state(model.state_dict(), fresh.state_dict())
+
+
+def same_state(one, two):
+    if isinstance(one, dict):
+        assert set(one) == set(two)
+        for key in one:
+            same_state(one[key], two[key])
+    elif isinstance(one, list):
+        for a, b in zip(one, two, strict=True):
+            same_state(a, b)
+    elif isinstance(one, torch.Tensor):
+        assert torch.equal(one, two)
+    else:
+        assert one == two
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("key", [None, "model", "state_dict"])
+def test_weights_are_found_where_others_put_them(tmp_path, key):
+    tree = TENSORS if key is None else {key: TENSORS}
+    dcp.save(tree, checkpoint_id=tmp_path / "dcp")
+    torch.save(tree, tmp_path / "file.pt")
+    for path in (tmp_path / "dcp", tmp_path / "file.pt"):
+        found = open_checkpoint(path).checkpoint["state_dict"]
+        assert all(torch.equal(found[name].clone(), tensor) for name, tensor in TENSORS.items())
+
+
+def save_cut_by_columns(path):
+    mesh = init_device_mesh("cpu", (2,))
+    values = torch.arange(7 * 10 * 3.0).view(7, 10, 3)
+    tree = {f"cut{d}": distribute_tensor(values, mesh, [Shard(d)]) for d in range(3)}
+    dcp.save({"state_dict": tree}, checkpoint_id=path)
+    if rank() == 0:
+        found = open_checkpoint(path).checkpoint["state_dict"]
+        for name, start, stop in itertools.product(found, range(0, 210, 11), range(0, 211, 7)):
+            expected = values.view(-1)[start:stop] if start < stop else values.new_empty(0)
+            assert torch.equal(found[name].range(start, max(start, stop)), expected)
+
+
+def test_tensors_cut_along_any_dimension(run_on, tmp_path):
+    run_on(2, save_cut_by_columns, path=str(tmp_path / "dcp"))
+
+
+def test_tensors_in_parts_come_back_to_where_they_were_in_lightnings_dictionary(tmp_path):
+    handle = StoredTensor("x", (2, 3), torch.float32, lambda start, stop: torch.arange(6.0)[start:stop])
+    rest = {"callbacks": {"EMA": {"weights": [None, {"w": handle}, 5], "decay": 0.9, 7: handle}}, "lightning_zero": {}}
+    path = in_parts(tmp_path / "x", {"state_dict": TENSORS, "lightning_zero": {"masters": {"a": handle}}}, rest)
+    found = open_checkpoint(path).checkpoint
+    state = found["callbacks"]["EMA"]
+    assert state["decay"] == 0.9 and state["weights"][0] is None and state["weights"][2] == 5
+    for tensor in (state["weights"][1]["w"], state[7], found["lightning_zero"]["masters"]["a"]):
+        assert torch.equal(tensor.clone(), torch.arange(6.0).view(2, 3))
+
+
+def test_names_of_tied_parameters_share_a_piece(tmp_path):
+    weight = torch.randn(4, 4)
+    path = in_parts(tmp_path / "x", {"state_dict": {"embed": weight, "head": weight}}, {}, ranks=1)
+    found = open_checkpoint(path).checkpoint["state_dict"]
+    assert torch.equal(found["embed"].clone(), weight) and torch.equal(found["head"].clone(), weight)
+
+
+# -- how much is read --------------------------------------------------------------------------------------------------
+
+
+def resident():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmRSS")) * 1024
+
+
+def read_a_share(path, whole):
+    before = resident()
+    opened = open_checkpoint(path)
+    tensor = opened.checkpoint["state_dict"]["large"]
+    after_opening = resident()
+    part = tensor.range(0, tensor.numel() // 4)
+    assert after_opening - before < whole / 16
+    # the mapped piece and the copy of it
+    assert resident() - before < whole * (1 / 4 + 1 / 4 + 1 / 16)
+    assert float(part[-1]) == part.numel() - 1
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="Linux tells what is resident")
+def test_a_rank_that_reads_its_share_holds_no_more(run_on, tmp_path):
+    large = torch.arange(2.0**24).view(2**12, 2**12)
+    path = in_parts(tmp_path / "x", {"state_dict": {"large": large}}, {}, ranks=4)
+    run_on(1, read_a_share, path=path, whole=large.nbytes)
+
+
+def test_only_the_pieces_that_a_range_needs_are_read(ours, copy_of):
+    path = copy_of(ours)
+    name = "a.matrix"
+    damage(path, "__2_0.distcp", find=TENSORS[name].view(-1)[40:].numpy().tobytes()[:16])
+    matrix = open_checkpoint(path).checkpoint["state_dict"][name]
+    assert torch.equal(matrix.range(0, 40), TENSORS[name].view(-1)[:40])
+    with pytest.raises(DamagedCheckpointError, match=r"a\.matrix at \(3, 4\) in __2_0\.distcp, bytes \d+ to \d+"):
+        matrix.range(39, 41)
+
+
+def test_a_file_is_mapped_and_its_values_stay_in_it(tmp_path, trained):
+    _, optimizer, tree, _ = trained
+    ours = {"masters": {"w": torch.ones(3)}, "format": 1, "written_by": {"stage": 2}}
+    whole = {**REST, "state_dict": tree["state_dict"], "optimizer_states": [optimizer.state_dict()]}
+    torch.save({**whole, "lightning_zero": ours}, tmp_path / "x.ckpt")
+    opened = open_checkpoint(tmp_path / "x.ckpt")
+    assert opened.form == "full" and opened.written_by == {"stage": 2} and opened.names_of_optimizers is None
+    same_state({key: opened.checkpoint[key] for key in whole}, whole)
+    assert set(opened.tensors) >= {
+        "state_dict.0.weight",
+        "optimizer_states.0.state.3.exp_avg",
+        "lightning_zero.masters.w",
+    }
+    assert MappedFiles().range_of(opened.tensors["state_dict.0.weight"]) is not None
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/meminfo"), reason="Linux tells how much memory there is")
+def test_a_file_larger_than_memory_is_read_range_by_range(tmp_path):
+    with open("/proc/meminfo") as file:
+        sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
+    numel = (sizes["MemTotal"] + sizes["SwapTotal"]) // 4 + 2**28
+    with torch.serialization.skip_data(materialize_fake_tensors=True), torch._subclasses.FakeTensorMode():
+        torch.save({"state_dict": {"huge": torch.empty(numel), "small": torch.empty(2, 3)}}, tmp_path / "x.ckpt")
+    opened = open_checkpoint(tmp_path / "x.ckpt")
+    huge = opened.checkpoint["state_dict"]["huge"]
+    assert huge.numel() == numel
+    assert torch.equal(flat_range(huge, numel - 3, numel), torch.zeros(3))
+    os.remove(tmp_path / "x.ckpt")
+
+
+def test_remote_checkpoints(ours, trained):
+    memory = fsspec.filesystem("memory")
+    memory.put(ours, "/remote/parts", recursive=True)
+    whole = {**REST, "state_dict": TENSORS}
+    with memory.open("/remote/x.ckpt", "wb") as file:
+        torch.save(whole, file)
+    for path in ("memory://remote/parts", "memory://remote/x.ckpt"):
+        opened = open_checkpoint(path)
+        for name, tensor in TENSORS.items():
+            assert torch.equal(opened.tensors[f"state_dict.{name}"].clone(), tensor)
+        opened.verify()
+    with pytest.raises(FileNotFoundError, match="memory://remote/y.ckpt does not exist"):
+        open_checkpoint("memory://remote/y.ckpt")
+
+
+# -- what is wrong with it ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copy_of(tmp_path):
+    def copied(path):
+        fs = fsspec.filesystem("file")
+        target = tmp_path / "copy"
+        fs.copy(str(path) + "/" if os.path.isdir(path) else str(path), str(target), recursive=os.path.isdir(path))
+        return str(target)
+
+    return copied
+
+
+def damage(path, name, find=None, at=None):
+    """Flip a bit of a file: of the first of some bytes, or of that at a place."""
+    file = os.path.join(path, name) if name else path
+    with open(file, "rb") as stream:
+        data = bytearray(stream.read())
+    position = data.index(find) if find is not None else (len(data) // 2 if at is None else at)
+    data[position] ^= 4
+    with open(file, "wb") as stream:
+        stream.write(data)
+
+
+def truncate(path, name):
+    os.truncate(os.path.join(path, name), os.path.getsize(os.path.join(path, name)) - 100)
+
+
+WRONG = {
+    "a flipped bit of the metadata": (lambda path: damage(path, ".metadata"), r"the checksum of \.metadata does not"),
+    "a flipped bit of meta.pt": (lambda path: damage(path, "meta.pt"), r"the checksum of meta\.pt does not match"),
+    "a flipped bit of the manifest": (lambda path: damage(path, "lightning_zero.json"), r"lightning_zero\.json, with"),
+    "no metadata": (lambda path: os.remove(f"{path}/.metadata"), r"\.metadata is missing"),
+    "no meta.pt": (lambda path: os.remove(f"{path}/meta.pt"), r"meta\.pt is missing"),
+    "no data of a rank": (lambda path: os.remove(f"{path}/__1_0.distcp"), r"__1_0\.distcp is missing"),
+    "truncated data": (lambda path: truncate(path, "__1_0.distcp"), r"__1_0\.distcp has \d+ bytes instead of \d+"),
+    "an empty manifest": (lambda path: open(f"{path}/lightning_zero.json", "w").close(), r"lightning_zero\.json, with"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_damage_is_found_on_opening(ours, copy_of, kind):
+    path = copy_of(ours)
+    change, words = WRONG[kind]
+    change(path)
+    with pytest.raises(DamagedCheckpointError, match=words) as caught:
+        open_checkpoint(path)
+    assert path in str(caught.value)
+
+
+def test_all_damaged_pieces_are_named_by_verify(ours, copy_of):
+    path = copy_of(ours)
+    damage(path, "__1_0.distcp", find=TENSORS["a.matrix"].view(-1)[20:40].numpy().tobytes()[:16])
+    damage(path, "__2_0.distcp", find=TENSORS["b.vector"].view(-1)[11:].numpy().tobytes()[:16])
+    opened = open_checkpoint(path)
+    seen = []
+    with pytest.raises(DamagedCheckpointError) as caught:
+        opened.verify(seen.append)
+    assert "a.matrix at (1, 8) in __1_0.distcp" in str(caught.value)
+    assert "b.vector at (11,) in __2_0.distcp" in str(caught.value)
+    with open(f"{path}/lightning_zero.json") as file:
+        pieces = json.load(file)["pieces"]
+    assert sum(seen) == sum(length for placed in pieces.values() for _, length, _ in placed)
+    found = [0, 0]
+    for number in (0, 1):
+        try:
+            opened.verify(lambda nbytes, number=number: found.__setitem__(number, found[number] + nbytes), (number, 2))
+        except DamagedCheckpointError:
+            pass
+    assert sum(found) == sum(seen) and max(found) < 0.7 * sum(seen)  # two processes halve the work
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_damage_in_a_folder_of_others(tmp_path):
+    path = str(tmp_path / "dcp")
+    dcp.save({"state_dict": TENSORS}, checkpoint_id=path)
+    damage(path, "__0_0.distcp", find=TENSORS["a.matrix"].numpy().tobytes()[:16])
+    with pytest.raises(DamagedCheckpointError, match=r"state_dict\.a\.matrix in __0_0\.distcp"):
+        open_checkpoint(path).verify()
+    truncate(path, "__0_0.distcp")
+    with pytest.raises(DamagedCheckpointError, match=r"__0_0\.distcp is truncated: it has \d+ bytes"):
+        open_checkpoint(path)
+    os.truncate(f"{path}/.metadata", 200)
+    with pytest.raises(DamagedCheckpointError, match=r"\.metadata cannot be read"):
+        open_checkpoint(path)
+
+
+def test_a_damaged_file_is_told_by_the_names_of_its_tensors(tmp_path):
+    path = str(tmp_path / "x.ckpt")
+    torch.save({**REST, "state_dict": TENSORS}, path)
+    open_checkpoint(path).verify()
+    damage(path, "", find=TENSORS["a.matrix"].numpy().tobytes()[:16])
+    with pytest.raises(DamagedCheckpointError, match=r"x\.ckpt is damaged: state_dict\.a\.matrix, bytes \d+ to \d+"):
+        open_checkpoint(path).verify()
+    damage(path, "", find=b"pytorch-lightning_version")
+    with pytest.raises(DamagedCheckpointError, match=r"the checksum of record .*data\.pkl does not match"):
+        open_checkpoint(path)
+    for size in (os.path.getsize(path) - 1, 5000, 30):
+        os.truncate(path, size)
+        with pytest.raises(DamagedCheckpointError, match=rf"x\.ckpt \({size} bytes\) is damaged: it is truncated"):
+            open_checkpoint(path)
+    os.truncate(path, 0)
+    with pytest.raises(DamagedCheckpointError, match=r"x\.ckpt is empty"):
+        open_checkpoint(path)
+
+
+def make_text(path):
+    path.write_text("epoch: 3\n")
+
+
+def make_zip(path):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a.txt", "text")
+
+
+def make_folder(path, *names):
+    path.mkdir()
+    for name in names:
+        (path / name).write_text("x")
+
+
+NO_CHECKPOINT = {
+    "nothing": (lambda path: None, FileNotFoundError, "x does not exist"),
+    "an empty folder": (make_folder, FileNotFoundError, "x is an empty folder"),
+    "a folder of something else": (lambda p: make_folder(p, "a.ckpt", "b"), ValueError, r"this one has a\.ckpt, b"),
+    "a folder of DeepSpeed's": (lambda path: make_folder(path, "latest"), ValueError, "import deepspeed"),
+    "a text": (make_text, ValueError, r"x \(9 bytes\) is no checkpoint: it is not a file of torch\.save"),
+    "another archive": (make_zip, ValueError, "a zip archive, but not one of torch.save"),
+    "a list": (lambda path: torch.save([1], path), ValueError, "it holds a list, and no dictionary"),
+    "a number": (lambda path: path.write_bytes(pickle.dumps(7, 2)), ValueError, "cannot be read as a checkpoint"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_CHECKPOINT)
+def test_what_is_no_checkpoint_is_refused(tmp_path, kind):
+    make, error, words = NO_CHECKPOINT[kind]
+    make(tmp_path / "x")
+    with pytest.raises(error, match=words) as caught:
+        open_checkpoint(tmp_path / "x")
+    assert str(tmp_path / "x") in str(caught.value)
+
+
+def test_what_a_later_version_wrote_is_refused(ours, copy_of, tmp_path):
+    torch.save({**REST, "lightning_zero": {"format": 7}}, tmp_path / "x.ckpt")
+    path = copy_of(ours)
+    with open(f"{path}/lightning_zero.json") as file:
+        manifest = {**json.load(file), "format": 7}
+    del manifest["crc32"]
+    crc32 = zlib.crc32(json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode())
+    with open(f"{path}/lightning_zero.json", "w") as file:
+        json.dump({**manifest, "crc32": crc32}, file)
+    for each in (path, tmp_path / "x.ckpt"):
+        with pytest.raises(ValueError, match="newer lightning_zero: it is of format 7, and .* pip install -U"):
+            open_checkpoint(each)
+
+
+# -- what would run code -----------------------------------------------------------------------------------------------
+
+
+class Harmful:
+    def __reduce__(self):
+        return os.mkdir, ("it ran",)
+
+
+class Own:
+    """A class of a project's own."""
+
+    def __init__(self):
+        self.number = 5
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("where", [".metadata", "meta.pt", "an entry of DCP's", "file"])
+def test_nothing_in_a_checkpoint_is_run(tmp_path, monkeypatch, where):
+    monkeypatch.chdir(tmp_path)
+    dcp.save({"state_dict": {"w": torch.ones(3), "x": Harmful() if "DCP" in where else 5}}, checkpoint_id="dcp")
+    if where == ".metadata":
+        (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Harmful()))
+    elif where == "meta.pt":
+        torch.save({"callbacks": [Harmful()]}, "dcp/meta.pt")
+    elif where == "file":
+        torch.save({"state_dict": {}, "callbacks": [Harmful()]}, "file")
+    with pytest.raises(ValueError, match=r"posix\.mkdir"):
+        open_checkpoint("file" if where == "file" else "dcp")
+    assert not os.path.exists("it ran")
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_classes_of_the_project_are_loaded_once_they_are_allowed(tmp_path, form):
+    path = write(tmp_path, form, {"hyper_parameters": {"loss": [{"kind": Own()}]}})
+    with pytest.raises(ValueError) as caught:
+        open_checkpoint(path)
+    told = str(caught.value)
+    assert path in told and "tests.checkpoint.test_reading.Own at 'hyper_parameters.loss.kind'" in told
+    assert "torch.serialization.add_safe_globals([Own])" in told and "weights_only=False" in told
+    assert open_checkpoint(path, weights_only=False).checkpoint["hyper_parameters"]["loss"][0]["kind"].number == 5
+    with torch.serialization.safe_globals([Own]):
+        assert open_checkpoint(path).checkpoint["hyper_parameters"]["loss"][0]["kind"].number == 5
+
+
+def write(folder, form, rest):
+    path = str(folder / "x.ckpt")
+    if form == "sharded":
+        return in_parts(path, rest={**REST, **rest})
+    torch.save({"state_dict": TENSORS, **REST, **rest}, path)
+    return path
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_configurations_of_omegaconf_are_loaded_as_they_are(tmp_path, form):
+    config = OmegaConf.create(
+        {"model": {"width": 8, "rates": [0.1, None], "name": "${..name}"}, "name": "gpt", "flag": True, "later": "???"}
+    )
+    config.raw, config.folder = b"1", tmp_path
+    path = write(tmp_path, form, {"hyper_parameters": config, "betas": config.model.rates})
+    before = torch.serialization.get_safe_globals()
+    found = open_checkpoint(path).checkpoint
+    assert found["hyper_parameters"] == config and type(found["hyper_parameters"]) is type(config)
+    assert found["hyper_parameters"].model.name == "gpt"
+    assert found["betas"] == [0.1, None] and type(found["betas"]) is type(config.model.rates)
+    assert torch.serialization.get_safe_globals() == before
