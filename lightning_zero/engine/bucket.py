@@ -606,4 +606,4 @@ def become(tensor: Tensor, other: Tensor) -> None:
         tensor._backward_hooks = hooks  # autograd's side of them went with the contents
 
 
-_TENSOR_ATTRIBUTES = {"_slot", "_local", "keep", "_is_param", "promised"}
+_TENSOR_ATTRIBUTES = {"_slot", "_local", "keep", "_is_param", "promised", "_held"}
