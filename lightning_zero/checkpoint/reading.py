@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import IO, Any, Literal, NamedTuple
@@ -74,7 +74,8 @@ class OpenedCheckpoint:
         checkpoint: Lightning's dictionary: ``state_dict``, ``optimizer_states`` with parameters by number, and all
             else. Tensors are mapped from a local file; those of a sharded checkpoint are ``StoredTensor``.
         as_saved: the dictionary as whoever saved it had it, and with optimizers' states by name where DCP has them so.
-        tensors: every tensor of ``checkpoint`` by dotted name (``state_dict.0.weight``, ``optimizer_states.0.state.3.exp_avg``).
+        tensors: every tensor of ``checkpoint`` by dotted name (``state_dict.0.weight``,
+            ``optimizer_states.0.state.3.exp_avg``).
         names_of_optimizers: the parameters' names of each optimizer in the order of their numbers; None if unknown.
     """
 

@@ -47,7 +47,7 @@ def in_parts(path, tree=None, rest=None, ranks=3):
     """Write a checkpoint as several ranks would, each its range of every tensor; the ranks are threads."""
     tree = {"state_dict": TENSORS} if tree is None else tree
     whole = content_of(tree, REST if rest is None else rest)
-    label, told, barrier = new_label(0), [None] * ranks, threading.Barrier(ranks)
+    label, told, barrier = new_label(), [None] * ranks, threading.Barrier(ranks)
     failed = []
 
     def work(number):
