@@ -135,10 +135,10 @@ def export(opened: OpenedCheckpoint, dtype: torch.dtype | None = None, prefix: s
             found.tied[name] = names[memory]
             continue
         names[memory] = name
-        as_saved = dtype is None or values.dtype not in _CAST or values.dtype == dtype
-        weight = Weight(name, values, values.dtype if as_saved else dtype)
+        wanted = dtype if dtype is not None and values.dtype in _CAST else values.dtype
+        weight = Weight(name, values, wanted)
         master = masters.get(memory)
-        if not as_saved and master is not None and master.shape == values.shape:
+        if wanted != values.dtype and master is not None and master.shape == values.shape:
             weight.master = master
         found.weights.append(weight)
     if not found.weights:
