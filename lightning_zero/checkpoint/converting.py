@@ -7,7 +7,8 @@ import itertools
 import mmap
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,10 +17,10 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_zero.checkpoint.commit import Destination, new_label
-from lightning_zero.checkpoint.exporting import memory_of, part_of, write_values
+from lightning_zero.checkpoint.commit import Destination, Stream, new_label
+from lightning_zero.checkpoint.exporting import write_values
 from lightning_zero.checkpoint.reading import OpenedCheckpoint
-from lightning_zero.checkpoint.saving import by_name, content_of, save_in_parts, save_whole
+from lightning_zero.checkpoint.saving import by_name, content_of, identity, save_in_parts, save_whole
 from lightning_zero.engine.stored import StoredTensor
 from lightning_zero.processes import CHECKPOINT_KEY
 
@@ -32,8 +33,7 @@ NAMES = "optimizer_names"
 
 def bytes_of(checkpoint: dict[str, Any]) -> int:
     """Of all tensors, of tied ones once."""
-    tensors = {memory_of(leaf): leaf for leaf in tree_leaves(checkpoint) if isinstance(leaf, Tensor)}
-    return sum(tensor.nbytes for tensor in tensors.values())
+    return sum({identity(leaf): leaf.nbytes for leaf in tree_leaves(checkpoint) if isinstance(leaf, Tensor)}.values())
 
 
 def write_full(opened: OpenedCheckpoint, out: str, advance: Callable[[int], Any] = lambda _: None) -> None:
@@ -45,7 +45,7 @@ def write_full(opened: OpenedCheckpoint, out: str, advance: Callable[[int], Any]
     Args:
         opened: of any form.
         out: replaced if it exists.
-        advance: called with the bytes of stored tensors that were read.
+        advance: called with the bytes that were written: of stored tensors twice.
 
     Raises:
         OSError: if it cannot be written; then everything is as before.
@@ -70,7 +70,7 @@ def write_full(opened: OpenedCheckpoint, out: str, advance: Callable[[int], Any]
     ready = tree_map_only(StoredTensor, lambda tensor: mapped[id(tensor)], checkpoint)
     if opened.names_of_optimizers and not _are_numbers(opened.names_of_optimizers):
         ready[CHECKPOINT_KEY] = {**ready.get(CHECKPOINT_KEY, {}), NAMES: opened.names_of_optimizers}
-    save_whole(ready, Destination(out, new_label(next(_count))))
+    save_whole(ready, _Told(out, advance))
 
 
 def _at(mapping: Any, place: int, like: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def write_sharded(opened: OpenedCheckpoint, out: str, advance: Callable[[int], A
     Args:
         opened: of any form.
         out: replaced if it exists.
-        advance: called with the bytes that were read.
+        advance: called with the bytes that were written.
 
     Raises:
         OSError: if it cannot be written; then everything is as before.
@@ -103,16 +103,7 @@ def write_sharded(opened: OpenedCheckpoint, out: str, advance: Callable[[int], A
         tree[CHECKPOINT_KEY] = {"masters": ours.pop("masters")}
     if ours:
         rest[CHECKPOINT_KEY] = ours
-    read = {}
-
-    def noticed(tensor: Tensor) -> Tensor:
-        key = memory_of(tensor)
-        if key not in read:
-            read[key] = _reported(tensor, advance)
-        return read[key]
-
-    content = content_of(tree_map_only(Tensor, noticed, tree), rest)
-    save_in_parts(content, Destination(out, new_label(next(_count))), opened.written_by)
+    save_in_parts(content_of(tree, rest), _Told(out, advance), opened.written_by)
 
 
 def _are_numbers(names: list[list[str]]) -> bool:
@@ -120,15 +111,25 @@ def _are_numbers(names: list[list[str]]) -> bool:
     return all(name.isdecimal() for of_one in names for name in of_one)
 
 
-def _reported(tensor: Tensor, advance: Callable[[int], Any]) -> Tensor:
-    """The same tensor, of which whatever is read is told."""
+class _Told(Destination):
+    """One that tells how many bytes are written."""
 
-    def read(start: int, stop: int) -> Tensor:
-        part = part_of(tensor, start, stop)
-        advance(part.nbytes)
-        return part
+    def __init__(self, path: str, advance: Callable[[int], Any]) -> None:
+        super().__init__(path, new_label(next(_count)))
+        self._advance = advance
 
-    return StoredTensor(getattr(tensor, "stored_name", ""), tensor.shape, tensor.dtype, read)
+    @contextmanager
+    def writing(self, name: str | None = None) -> Iterator[Stream]:
+        with super().writing(name) as stream:
+            write = stream.write
+
+            def told(data: Any) -> int:
+                written = write(data)
+                self._advance(written)
+                return written
+
+            stream.write = told  # type: ignore[method-assign]
+            yield stream
 
 
 def with_prefix(opened: OpenedCheckpoint, prefix: str) -> OpenedCheckpoint:

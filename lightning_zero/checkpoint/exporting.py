@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.commit import Destination, new_label
 from lightning_zero.checkpoint.reading import OpenedCheckpoint
+from lightning_zero.checkpoint.saving import identity
 from lightning_zero.engine.sources import listed
 from lightning_zero.engine.stored import StoredTensor
 from lightning_zero.processes import CHECKPOINT_KEY
@@ -123,7 +124,7 @@ def export(opened: OpenedCheckpoint, dtype: torch.dtype | None = None, prefix: s
     start = f"{prefix}." if prefix else ""
 
     state = opened.checkpoint.get("state_dict") or {}
-    masters = {memory_of(state[name]): master for name, master in (ours.get("masters") or {}).items() if name in state}
+    masters = {identity(state[name]): master for name, master in (ours.get("masters") or {}).items() if name in state}
     found = Export([], config=config)
     names: dict[Any, str] = {}
     for whole_name, values in state.items():
@@ -131,7 +132,7 @@ def export(opened: OpenedCheckpoint, dtype: torch.dtype | None = None, prefix: s
         if not whole_name.startswith(start) or not isinstance(values, Tensor):
             found.left_out.append(whole_name)
             continue
-        if (memory := memory_of(values)) in names:
+        if (memory := identity(values)) in names:
             found.tied[name] = names[memory]
             continue
         names[memory] = name
@@ -153,16 +154,6 @@ def export(opened: OpenedCheckpoint, dtype: torch.dtype | None = None, prefix: s
     if config is not None:
         _say_dtype(config, {weight.dtype for weight in found.weights if weight.dtype.is_floating_point})
     return found
-
-
-def memory_of(tensor: Tensor) -> Any:
-    """The same for tied tensors, and for no others."""
-    if isinstance(tensor, StoredTensor):
-        return id(tensor)
-    if tensor.numel() == 0:
-        return id(tensor)  # has none
-    storage = tensor.untyped_storage()
-    return storage.data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _say_dtype(config: dict[str, Any], dtypes: set[torch.dtype]) -> None:
@@ -241,6 +232,7 @@ def write_safetensors(
     written = {name: Destination(place.beside(name), new_label(next(_count))) for name in (*names, *texts)}
     before = place.existing()
     try:
+        written[names[0]].clear_leftovers()
         for name, weights in zip(names, shards):
             with written[name].writing() as stream:
                 stream.write(_header(weights, content.tied))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_zero.checkpoint.exporting import memory_of
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.form import DCP_METADATA
 from lightning_zero.checkpoint.reading import OpenedCheckpoint
 from lightning_zero.checkpoint.restricted import load_dcp_metadata
+from lightning_zero.checkpoint.saving import identity
 from lightning_zero.engine.stored import StoredTensor
 from lightning_zero.processes import CHECKPOINT_KEY
 
@@ -47,7 +47,7 @@ def rows_of(opened: OpenedCheckpoint) -> list[Row]:
     rows = []
     for name, tensor in opened.tensors.items():
         files = places.get(tensor.stored_name, [""]) if isinstance(tensor, StoredTensor) else [""]
-        tied_to = seen.setdefault(memory_of(tensor), name)
+        tied_to = seen.setdefault(identity(tensor), name)
         rows.append(
             Row(
                 name,

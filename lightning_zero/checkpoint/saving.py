@@ -111,7 +111,7 @@ def content_of(tree: Mapping[str, Any], rest: Mapping[str, Any], rank: int = 0) 
         if isinstance(leaf, Handle) and not isinstance(leaf, (ShardedTensor, StoredTensor)):
             leaf = leaf.whole()  # a view of a parameter, which user code has put there
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_quantized:
-            key = _identity(leaf)
+            key = identity(leaf)
             shared.setdefault(key, []).append(name)
             tensors[key] = leaf
         elif rank == 0:
@@ -172,8 +172,8 @@ def _split(rest: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return hollow, handles or {}
 
 
-def _identity(tensor: Tensor) -> Any:
-    """Equal for the names of tied parameters."""
+def identity(tensor: Tensor) -> Any:
+    """Equal for tied tensors, which are the same memory, and for no others."""
     if isinstance(tensor, ShardedTensor):
         own = None if tensor.is_parameter else tensor.local.data_ptr()
         return id(tensor.slot), own, tensor.dtype

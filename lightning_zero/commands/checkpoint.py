@@ -212,6 +212,7 @@ def _write(opened: Any, options: Any) -> None:
     from lightning_zero.checkpoint.converting import bytes_of, write_full, write_sharded
 
     total = bytes_of(opened.checkpoint)
-    with progress("converting", total) as advance:
+    is_assembled = options.to == "full" and opened.form == "sharded"  # and then written once more
+    with progress("converting", 2 * total if is_assembled else total) as advance:
         (write_full if options.to == "full" else write_sharded)(opened, options.out, advance)
     print(f"{options.out}: {options.to}, {in_bytes(total)}")
