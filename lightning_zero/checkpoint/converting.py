@@ -94,11 +94,15 @@ def write_sharded(opened: OpenedCheckpoint, out: str, advance: Callable[[int], A
         DamagedCheckpointError: if some values cannot be read; likewise.
     """
     rest = dict(opened.checkpoint)
-    tree: dict[str, Any] = {"state_dict": rest.pop("state_dict", {})}
-    states = rest.pop("optimizer_states", [])
     ours = dict(rest.pop(CHECKPOINT_KEY, None) or {})
-    names = ours.pop(NAMES, None) or opened.names_of_optimizers or [[]] * len(states)
-    tree |= {f"optimizer_{i}": by_name(state, of_one) for i, (state, of_one) in enumerate(zip(states, names))}
+    names = ours.pop(NAMES, None) or opened.names_of_optimizers or []
+    tree: dict[str, Any] = {}
+    # what is empty has no leaf that DCP could keep
+    if rest.get("state_dict"):
+        tree["state_dict"] = rest.pop("state_dict")
+    if rest.get("optimizer_states"):
+        for i, state in enumerate(rest.pop("optimizer_states")):
+            tree[f"optimizer_{i}"] = by_name(state, names[i] if i < len(names) else [])
     if "masters" in ours:
         tree[CHECKPOINT_KEY] = {"masters": ours.pop("masters")}
     if ours:
@@ -133,9 +137,10 @@ class _Told(Destination):
 
 
 def with_prefix(opened: OpenedCheckpoint, prefix: str) -> OpenedCheckpoint:
-    """The same with a prefix before the name of each parameter and buffer."""
+    """The same with a prefix (``model.``, or ``model``) before the name of each parameter and buffer."""
     if not prefix:
         return opened
+    prefix = f"{prefix.removesuffix('.')}."
 
     def renamed(values: dict[str, Any]) -> dict[str, Any]:
         return {f"{prefix}{name}": value for name, value in values.items()}

@@ -26,6 +26,9 @@ def main(arguments: list[str]) -> int:
     except (OSError, ValueError) as error:
         print(f"lightning-zero checkpoint {options.command}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"lightning-zero checkpoint {options.command}: interrupted", file=sys.stderr)
+        return 130  # as shells have it
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     foreign.add_argument(
         "--prefix", default="", help="put before each parameter's name: model. if your module has it as self.model"
     )
+    foreign.add_argument("--model", metavar="ENTRY", help="of fsdp: which entry has the weights, where several might")
     return parser
 
 
@@ -96,8 +100,14 @@ def _size(text: str) -> int:
 
 def _open(options: Any) -> Any:
     from lightning_zero.checkpoint.reading import open_checkpoint
+    from lightning_zero.checkpoint.restricted import ForbiddenClassError
 
-    return open_checkpoint(options.path, weights_only=False if options.trust else None)
+    try:
+        return open_checkpoint(options.path, weights_only=False if options.trust else None)
+    except ValueError as error:
+        if isinstance(error.__cause__, ForbiddenClassError):
+            raise ValueError(f"{error} To this command say --trust instead.") from error
+        raise
 
 
 def _say(text: str) -> None:
@@ -205,7 +215,8 @@ def _import(options: Any) -> None:
 
     _refuse_existing([options.out], options)
     source = importlib.import_module(f"lightning_zero.checkpoint.{options.source}")
-    _write(with_prefix(getattr(source, f"open_{options.source}")(options.path), options.prefix), options)
+    which = {"model": options.model} if options.source == "fsdp" else {}
+    _write(with_prefix(getattr(source, f"open_{options.source}")(options.path, **which), options.prefix), options)
 
 
 def _write(opened: Any, options: Any) -> None:

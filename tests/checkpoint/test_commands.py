@@ -16,9 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
-from safetensors.torch import load_file, load_model, safe_open
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load, load_file, load_model, safe_open
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
@@ -26,6 +28,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 import lightning_zero
 from benchmarks.common import RETURN_MEMORY_AT_ONCE
 from lightning_zero.checkpoint.reading import open_checkpoint
+from lightning_zero.checkpoint.saving import by_name
 from lightning_zero.commands import showing
 from lightning_zero.commands.checkpoint import main
 from tests.checkpoint.test_saving import save as save_on_ranks
@@ -74,7 +77,7 @@ def checkpoint_of(module: nn.Module, *, masters: bool = False, **ours: Any) -> d
         "loops": {"fit_loop": {"state_dict": {}, "epoch_progress": {"total": {"ready": 4}}}},
         "callbacks": {"Average{'decay': 0.9}": {"weights": {"w": torch.arange(3.0)}}},
         "hyper_parameters": {"width": 6, "rates": [1, 2.5]},
-        "lightning_zero": {"format": 1, "written_by": {"lightning_zero": "0.1.0"}, "names": names, **ours},
+        "lightning_zero": {"format": 1, "written_by": {"lightning_zero": "0.1.0"}, "optimizer_names": names, **ours},
     }
 
 
@@ -283,16 +286,25 @@ def test_a_prefix_can_be_chosen(tmp_path, capsys):
 # -- convert -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("masters", [False, True])
-def test_converted_and_back_is_the_same_in_every_tensor_and_all_else(tmp_path, masters):
+def test_converted_and_back_is_the_same_in_every_tensor_and_all_else(tmp_path, masters, named):
     module = Network().bfloat16() if masters else Network()
     checkpoint = checkpoint_of(module, masters=masters)
+    if not named:  # as Lightning's own strategies save it: the optimizer's state is by number
+        del checkpoint["lightning_zero"]["optimizer_names"]
     expected = copy.deepcopy(checkpoint)
     path = save(checkpoint, tmp_path / "a.ckpt")
     assert run("convert", path, tmp_path / "b.ckpt", "--to", "sharded") == 0
     assert (tmp_path / "b.ckpt" / ".metadata").is_file()
     opened = open_checkpoint(tmp_path / "b.ckpt")
     opened.verify()
+    state = dcp.FileSystemReader(tmp_path / "b.ckpt").read_metadata().state_dict_metadata
+    assert ("optimizer_0.state.layer.weight.exp_avg" if named else "optimizer_0.state.1.exp_avg") in state
+    if named:
+        names = expected["lightning_zero"]["optimizer_names"]
+        assert opened.names_of_optimizers == names
+        opened.checkpoint["lightning_zero"]["optimizer_names"] = names
     assert_equal(opened.checkpoint, expected)
     assert run("convert", tmp_path / "b.ckpt", tmp_path / "c.ckpt", "--to", "full") == 0
     found = torch.load(tmp_path / "c.ckpt")
@@ -372,6 +384,11 @@ def test_verify_reads_all_and_names_what_is_damaged(tmp_path, form, with_rich, m
     assert err.splitlines()[0].startswith("verifying: ")
     read, of = err.splitlines()[-1].removeprefix("verifying: ").split(" of ")
     assert read == of
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert run("verify", path) == 0
+    said = capsys.readouterr().err
+    assert ("\x1b[" in said) == with_rich and "verifying" in said
 
     expected = open_checkpoint(path).checkpoint["state_dict"]["layer.weight"].clone().numpy().tobytes()
     file = path if form == "full" else path / "__0_0.distcp"
@@ -462,6 +479,52 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
             assert_equal(opened.checkpoint["lightning_zero"]["masters"], weights)
 
 
+def test_what_has_no_tensors_stays_as_it_is(tmp_path):
+    checkpoint = {"epoch": 1, "state_dict": {}, "optimizer_states": [], "callbacks": {}, "loops": {"fit_loop": {}}}
+    path = save(checkpoint, tmp_path / "a.ckpt", "sharded")
+    assert run("convert", path, tmp_path / "b.ckpt", "--to", "full") == 0
+    assert torch.load(tmp_path / "b.ckpt") == checkpoint
+
+
+def test_remote_paths_are_read_and_written(tmp_path):
+    checkpoint = checkpoint_of(Network())
+    expected = copy.deepcopy(checkpoint)
+    path = save(checkpoint, tmp_path / "a.ckpt")
+    assert run("convert", path, "memory://far/b.ckpt", "--to", "sharded") == 0
+    assert run("verify", "memory://far/b.ckpt") == 0
+    assert run("convert", "memory://far/b.ckpt", "memory://far/c.ckpt", "--to", "full") == 0
+    assert_equal(open_checkpoint("memory://far/c.ckpt").checkpoint, expected)
+    assert run("export", "memory://far/c.ckpt", "memory://far/w.safetensors", "--max-shard-size", "300B") == 0
+    assert run("export", "memory://far/c.ckpt", "memory://far/w.safetensors") == 1
+    assert run("export", "memory://far/c.ckpt", "memory://far/w.safetensors", "--overwrite") == 0
+    files = fsspec.filesystem("memory")
+    assert sorted(files.ls("/far", detail=False)) == ["/far/b.ckpt", "/far/c.ckpt", "/far/w.safetensors"]
+    found = load(files.cat("/far/w.safetensors"))
+    assert torch.equal(found["layer.weight"], expected["state_dict"]["layer.weight"])
+
+
+# -- import ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_imported_checkpoint_has_the_names_of_the_module_that_wraps_the_model(tmp_path, form):
+    network = Network()
+    checkpoint = checkpoint_of(network)
+    (names,) = checkpoint["lightning_zero"]["optimizer_names"]
+    state = by_name(checkpoint["optimizer_states"][0], names)
+    dcp.save({"model": network.state_dict(), "optim": state}, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    assert run("import", "fsdp", tmp_path / "theirs", tmp_path / "ours", "--to", form, "--prefix", "model.") == 0
+
+    opened = open_checkpoint(tmp_path / "ours")
+    assert opened.form == form
+    wraps = nn.ModuleDict({"model": Network()})
+    wraps.load_state_dict({name: value.clone() for name, value in opened.checkpoint["state_dict"].items()})
+    assert_equal(wraps["model"].state_dict(), network.state_dict())
+    assert_equal(opened.checkpoint["optimizer_states"][0]["state"], checkpoint["optimizer_states"][0]["state"])
+    given = opened.names_of_optimizers or opened.checkpoint["lightning_zero"]["optimizer_names"]
+    assert given == [[f"model.{name}" for name in names]]
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -521,6 +584,30 @@ def test_where_one_may_not_write_it_says_so(tmp_path, command, capsys):
         said = capsys.readouterr().err
         assert said.startswith("lightning-zero checkpoint") and folder in said
         assert len(said.splitlines()) == 1
+
+
+class Own:
+    """What a project's hook puts into a checkpoint."""
+
+
+def test_classes_are_not_unpickled_unless_one_trusts_the_file(tmp_path, capsys):
+    path = save({"state_dict": {"w": torch.ones(3)}, "own": Own()}, tmp_path / "a.ckpt")
+    assert run("export", path, tmp_path / "w.safetensors") == 1
+    said = capsys.readouterr().err
+    assert "test_commands.Own" in said and said.endswith("To this command say --trust instead.\n")
+    assert run("export", path, tmp_path / "w.safetensors", "--trust") == 0
+
+
+def test_interrupted_it_leaves_nothing(tmp_path, monkeypatch, capsys):
+    path = save({"state_dict": {"w": torch.ones(3)}}, tmp_path / "a.ckpt")
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightning_zero.checkpoint.exporting.write_values", interrupt)
+    assert run("export", path, tmp_path / "w.safetensors") == 130
+    assert "export: interrupted" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
 def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path, capsys):
