@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import mmap
 import os
 import tempfile
@@ -19,14 +18,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zero.checkpoint.commit import Destination, Stream, new_label
 from lightning_zero.checkpoint.exporting import write_values
+from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.reading import OpenedCheckpoint
 from lightning_zero.checkpoint.saving import by_name, content_of, identity, save_in_parts, save_whole
 from lightning_zero.engine.stored import StoredTensor
-from lightning_zero.processes import CHECKPOINT_KEY
 
 _ALIGNMENT = 64  # bytes; that of torch.save
-_count = itertools.count()
-
 NAMES = "optimizer_names"
 """Under our key in a file: the names of each optimizer's parameters, by which a folder keeps its state."""
 
@@ -119,7 +116,7 @@ class _Told(Destination):
     """One that tells how many bytes are written."""
 
     def __init__(self, path: str, advance: Callable[[int], Any]) -> None:
-        super().__init__(path, new_label(next(_count)))
+        super().__init__(path, new_label())
         self._advance = advance
 
     @contextmanager

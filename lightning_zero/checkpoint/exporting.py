@@ -6,7 +6,6 @@ dtype, shape and place of each tensor, then the values of all, little-endian and
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -20,11 +19,11 @@ from fsspec.core import url_to_fs
 from torch import Tensor
 
 from lightning_zero.checkpoint.commit import Destination, new_label
+from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.reading import OpenedCheckpoint
 from lightning_zero.checkpoint.saving import identity
 from lightning_zero.engine.sources import listed
 from lightning_zero.engine.stored import StoredTensor
-from lightning_zero.processes import CHECKPOINT_KEY
 
 DTYPES = {
     torch.float64: "F64",
@@ -48,8 +47,6 @@ DTYPES = {
 }
 _PART = 2**20
 """Elements of a tensor that are in memory at once."""
-
-_count = itertools.count()
 
 _CAST = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -229,7 +226,7 @@ def write_safetensors(
     if len(shards) > 1:
         places = {weight.name: name for name, weights in zip(names, shards) for weight in weights}
         texts[place.index] = {"metadata": {"total_size": content.bytes}, "weight_map": places}
-    written = {name: Destination(place.beside(name), new_label(next(_count))) for name in (*names, *texts)}
+    written = {name: Destination(place.beside(name), new_label()) for name in (*names, *texts)}
     before = place.existing()
     try:
         written[names[0]].clear_leftovers()

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_zero.checkpoint.files import Files
-from lightning_zero.checkpoint.form import DCP_METADATA
+from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA
 from lightning_zero.checkpoint.reading import OpenedCheckpoint
 from lightning_zero.checkpoint.restricted import load_dcp_metadata
 from lightning_zero.checkpoint.saving import identity
 from lightning_zero.engine.stored import StoredTensor
-from lightning_zero.processes import CHECKPOINT_KEY
 
 
 @dataclass

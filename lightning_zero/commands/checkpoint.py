@@ -13,7 +13,7 @@ from typing import Any
 
 from fsspec.core import url_to_fs
 
-from lightning_zero.checkpoint.form import DCP_METADATA
+from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA
 from lightning_zero.commands.showing import in_bytes, progress, show
 
 EPILOG = "PATH is a checkpoint of any form, by whomever: a Lightning file, or a folder of torch.distributed.checkpoint."
@@ -119,7 +119,6 @@ def _export(options: Any) -> None:
 
     from lightning_zero.checkpoint.exporting import Place, export, write_safetensors
     from lightning_zero.engine.sources import listed
-    from lightning_zero.processes import CHECKPOINT_KEY
 
     place = Place(options.out)
     if not place.name.endswith(".safetensors"):
