@@ -27,13 +27,18 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import lightning_zero
 from benchmarks.common import RETURN_MEMORY_AT_ONCE
+from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.checkpoint.saving import by_name
 from lightning_zero.commands import showing
 from lightning_zero.commands.checkpoint import main
+from tests.checkpoint.test_matrix import SaveAtTheEnd, learner
 from tests.checkpoint.test_saving import save as save_on_ranks
 from tests.examples.running import REPOSITORY
 from tests.numbers.test_host_memory import anonymous
+from tests.support import rank
+from tests.support.trainer import fit
+from tests.support.training import same_tensors
 
 FORMS = ("full", "sharded")
 
@@ -477,6 +482,22 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
         for to in FORMS:
             opened = open_checkpoint(tmp_path / f"{form}.to_{to}")
             assert_equal(opened.checkpoint["lightning_zero"]["masters"], weights)
+
+
+def train_and_go_on(folder: Path) -> None:
+    sharded, full, again = (str(folder / name) for name in ("sharded.ckpt", "full.ckpt", "again.ckpt"))
+    fit(ZeroStrategy(3, checkpoint="sharded"), learner, callbacks=[SaveAtTheEnd(Path(sharded))])
+    if rank() == 0:
+        assert run("convert", sharded, full, "--to", "full") == 0
+        assert run("convert", full, again, "--to", "sharded") == 0
+    torch.distributed.barrier()
+    expected = fit("zero3", learner, sharded, max_epochs=2).weights
+    for system, path in (("zero3", full), ("zero3", again), ("zero1", again), ("ddp", full)):
+        same_tensors(fit(system, learner, path, max_epochs=2).weights, expected, bound=0)
+
+
+def test_training_goes_on_from_what_was_converted(run_on, tmp_path):
+    run_on(2, train_and_go_on, folder=tmp_path)
 
 
 def test_what_has_no_tensors_stays_as_it_is(tmp_path):
