@@ -398,7 +398,7 @@ class TrainerStrategy(ZeroProcesses):
                 filepath,
             )
             return
-        about = self._about_checkpoint(with_masters="optimizer_states" in checkpoint)
+        about = self._about_checkpoint(with_state="optimizer_states" in checkpoint)
         checkpoint = {**checkpoint, CHECKPOINT_KEY: about}
         if self._saves_in_parts:
             self._check_storage_options(storage_options)
@@ -411,10 +411,12 @@ class TrainerStrategy(ZeroProcesses):
         elif self.is_global_zero:
             self._saver.save_whole(checkpoint, filepath, own=("state_dict", "optimizer_states", CHECKPOINT_KEY))
 
-    def _about_checkpoint(self, *, with_masters: bool) -> dict[str, Any]:
+    def _about_checkpoint(self, *, with_state: bool) -> dict[str, Any]:
         """The entry that is ours: what wrote it, and what Lightning has no place for."""
         about: dict[str, Any] = {"format": FORMAT, "written_by": self._written_by}
-        if self.engine is not None and with_masters:
+        if with_state and not self._saves_in_parts:  # which go by name anyway
+            about["optimizer_names"] = self._names_in_optimizers()
+        if self.engine is not None and with_state:
             if self._saves_in_parts:
                 masters: dict[str, Tensor] = self.engine.masters_in_parts()
             else:

@@ -40,8 +40,13 @@ class Background:
         self._jobs.append(self._executor.submit(run))
 
     @property
-    def is_busy(self) -> bool:
-        return bool(self._jobs)
+    def is_empty(self) -> bool:
+        """Whether nothing was submitted since ``finish`` was called last."""
+        return not self._jobs
+
+    @property
+    def is_done(self) -> bool:
+        return all(job.done() for job in self._jobs)
 
     def finish(self) -> None:
         """Wait until all is done.

@@ -85,10 +85,15 @@ class Saver:
 
     def then(self, act: Callable[[], None]) -> None:
         """Do something when what was saved before is written; not at all if that fails."""
-        if self._background.is_busy:
-            self._background.submit(act)
-        else:
+        if self._background.is_empty:
             act()
+        else:
+            self._background.submit(act)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all that was saved is written, or has failed."""
+        return self._background.is_done
 
     def finish(self) -> None:
         """Wait until all that was saved is written.
