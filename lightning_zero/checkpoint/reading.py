@@ -7,6 +7,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import IO, Any, Literal, NamedTuple
 
@@ -74,8 +75,6 @@ class OpenedCheckpoint:
         checkpoint: Lightning's dictionary: ``state_dict``, ``optimizer_states`` with parameters by number, and all
             else. Tensors are mapped from a local file; those of a sharded checkpoint are ``StoredTensor``.
         as_saved: the dictionary as whoever saved it had it, and with optimizers' states by name where DCP has them so.
-        tensors: every tensor of ``checkpoint`` by dotted name (``state_dict.0.weight``,
-            ``optimizer_states.0.state.3.exp_avg``).
         names_of_optimizers: the parameters' names of each optimizer in the order of their numbers; None if unknown.
     """
 
@@ -84,10 +83,14 @@ class OpenedCheckpoint:
     written_by: dict[str, Any]
     checkpoint: dict[str, Any]
     as_saved: dict[str, Any]
-    tensors: dict[str, Tensor]
     names_of_optimizers: list[list[str]] | None
     _files: Files = field(repr=False)
     _extents: Callable[[], Iterator[Extent]] = field(repr=False)
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of ``checkpoint`` by dotted name, as ``optimizer_states.0.state.3.exp_avg``."""
+        return _tensors_in(self.checkpoint)
 
     @property
     def bytes_to_verify(self) -> int:
@@ -195,9 +198,7 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
             if record.length:
                 yield Extent("", record.start, record.length, record.crc32, holds(record))
 
-    return OpenedCheckpoint(
-        files.path, "full", written_by, checkpoint, as_saved, _tensors_in(checkpoint), None, files, extents
-    )
+    return OpenedCheckpoint(files.path, "full", written_by, checkpoint, as_saved, None, files, extents)
 
 
 def _records_of_file(files: Files, file: IO[bytes], size: int) -> list[Record]:
@@ -275,15 +276,7 @@ def _open_folder(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
     checkpoint = _as_lightnings(checkpoint)
     written_by = manifest.written_by if manifest is not None else {}
     return OpenedCheckpoint(
-        files.path,
-        "sharded",
-        written_by,
-        checkpoint,
-        tree,
-        _tensors_in(checkpoint),
-        names_of_optimizers,
-        files,
-        folder.extents,
+        files.path, "sharded", written_by, checkpoint, tree, names_of_optimizers, files, folder.extents
     )
 
 
