@@ -1,0 +1,452 @@
+"""Checkpoints that DeepSpeed and FSDP have really written are read, and training goes on from them.
+
+`data/deepspeed.tar.xz` is what `write_deepspeed.py` wrote with DeepSpeed 0.19.8 on CPU; where DeepSpeed is installed,
+the same tests also run on what it writes now. What FSDP writes is written here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_zero.checkpoint.deepspeed import open_deepspeed
+from lightning_zero.checkpoint.fsdp import open_fsdp
+from lightning_zero.checkpoint.reading import DamagedCheckpointError, OpenedCheckpoint
+from lightning_zero.commands.checkpoint import main
+from lightning_zero.engine.stored import StoredTensor, in_memory
+from tests.checkpoint.small_model import AFTER, BEFORE, SmallLearner, make_model, make_optimizer
+from tests.checkpoint.write_deepspeed import CASES
+from tests.checkpoint.write_fsdp import (
+    FORMS,
+    sharded_by_fsdp1,
+    sharded_by_fsdp2,
+    train,
+    write_by_lightning,
+    write_by_torch,
+)
+from tests.support.trainer import make_trainer
+from tests.support.workers import rank
+
+HERE = Path(__file__).parent
+WRITTEN = ["kept", *(["now"] if importlib.util.find_spec("deepspeed") else [])]
+OF_EACH_RANK = "mean"  # a buffer that FSDP leaves to each rank, and DCP saves of one of them
+IN_FP32 = ["stage1-fp32", "stage2-fp32", "stage3-fp32"]
+
+
+@pytest.fixture(scope="session", params=WRITTEN)
+def deepspeeds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a folder for each of DeepSpeed's cases."""
+    folder = tmp_path_factory.mktemp("deepspeed")
+    if request.param == "kept":
+        with tarfile.open(HERE / "data" / "deepspeed.tar.xz") as archive:
+            archive.extractall(folder, filter="data")
+    else:
+        command = [sys.executable, "-m", "tests.checkpoint.write_deepspeed", str(folder)]
+        done = subprocess.run(command, cwd=HERE.parents[1], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def same(found: Tensor, expected: Tensor, what: str) -> None:
+    found = in_memory(found)
+    assert found.dtype == expected.dtype and not found.requires_grad and torch.equal(found, expected), (
+        f"{what}: {found} is not {expected}"
+    )
+
+
+def by_name(opened: OpenedCheckpoint) -> dict[str, dict[str, Any]]:
+    """The optimizer's state by the parameters' names."""
+    assert opened.names_of_optimizers is not None
+    (names,), (saved,) = opened.names_of_optimizers, opened.checkpoint["optimizer_states"]
+    assert [number for group in saved["param_groups"] for number in group["params"]] == list(range(len(names)))
+    return {names[number]: state for number, state in saved["state"].items()}
+
+
+def in_order_of_the_optimizer(names: list[str]) -> bool:
+    model = make_model()
+    name_of = {id(p): name for name, p in model.named_parameters()}
+    groups = make_optimizer(model).param_groups
+    return names == [name_of[id(p)] for group in groups for p in group["params"]]
+
+
+# -- DeepSpeed ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(600)  # with DeepSpeed installed the first one writes all cases
+@pytest.mark.parametrize("case", CASES)
+def test_weights_and_moments_are_those_that_deepspeed_itself_finds(deepspeeds: Path, case: str) -> None:
+    expected = torch.load(deepspeeds / case / "expected.pt", weights_only=True)
+    if case == "stage2-elastic":
+        with pytest.warns(UserWarning, match="no param groups .* the weights alone"):
+            opened = open_deepspeed(deepspeeds / case / "checkpoint")
+        assert "optimizer_states" not in opened.checkpoint and opened.names_of_optimizers is None
+    else:
+        opened = open_deepspeed(deepspeeds / case / "checkpoint")
+    options = CASES[case]
+    assert opened.written_by["stage"] == options["stage"]
+    assert opened.written_by["world_size"] == options.get("ranks", 2)
+    weights = opened.checkpoint["state_dict"]
+    prefix = "model." if "lightning" in case else ""
+    fresh = make_model()
+    assert list(weights) == [prefix + name for name in fresh.state_dict()]
+    for name, value in expected["weights"].items():
+        same(weights[name], value.float() if value.is_floating_point() else value, name)
+    # DeepSpeed's tool forgets frozen weights at stage 1
+    kept = torch.bfloat16 if options.get("low") == "bf16" else torch.float16 if "low" in options else torch.float32
+    same(weights[prefix + "frozen.weight"], fresh.frozen.weight.detach().to(kept).float(), "frozen.weight")
+    assert weights[prefix + "head.weight"] is weights[prefix + "embedding.weight"]
+    if case != "stage2-elastic":
+        state = by_name(opened)
+        assert in_order_of_the_optimizer([name.removeprefix(prefix) for name in state])
+        assert all(each["step"] == BEFORE for each in state.values())
+        # DeepSpeed's API looks in the wrong places if gradients were dealt out; that case's training goes on below
+        for name, moments in ({} if case == "stage2-fp32" else expected["state"]).items():
+            for key, value in moments.items():
+                same(state[name][key], value, f"{key} of {name}")
+    masters = opened.checkpoint.get("lightning_zero", {}).get("masters", {})
+    assert set(masters) == (
+        {name for name, p in fresh.named_parameters() if p.requires_grad} if "low" in options else set()
+    )
+    assert all(masters[name] is weights[name] for name in masters)
+    if not prefix:
+        assert opened.checkpoint["note"] == "mine" and opened.checkpoint["global_step"] == BEFORE
+        same(opened.checkpoint["lr_of"], torch.tensor([1.0, 2.0]), "what was given as client_state")
+    opened.verify()
+
+
+def test_values_are_read_when_they_are_used(deepspeeds: Path) -> None:
+    opened = open_deepspeed(deepspeeds / "stage3-fp32" / "checkpoint")
+    weight = opened.checkpoint["state_dict"]["blocks.0.weight"]
+    assert isinstance(weight, StoredTensor)
+    whole = weight.whole()
+    for start, stop in [(0, 45), (3, 4), (20, 30), (22, 23), (44, 45), (7, 7)]:  # rank 1's part begins at 23
+        same(weight.range(start, stop), whole.reshape(-1)[start:stop], f"{start} to {stop}")
+    assert not {name for name in sys.modules if name.split(".")[0] == "deepspeed"}
+
+
+def go_on(folder: str, stages: list[int], cases: list[str]) -> None:
+    from lightning_zero.engine import Engine
+
+    for case, stage in zip(cases, stages):
+        expected = torch.load(Path(folder) / case / "expected.pt", weights_only=True)
+        opened = open_deepspeed(Path(folder) / case / "checkpoint")
+        model = make_model()
+        optimizer = make_optimizer(model)
+        model.load_state_dict(opened.checkpoint["state_dict"])
+        optimizer.load_state_dict(opened.checkpoint["optimizer_states"][0])
+        engine = Engine(model, [optimizer], stage=stage)
+        losses = train(model, optimizer, range(BEFORE, BEFORE + AFTER))
+        weights = engine.full_state_dict()
+        engine.close()
+        if rank() == 0:
+            assert losses == expected["losses"], case
+            for name, value in expected["later"].items():
+                same(weights[name], value, f"{name} of {case}")
+
+
+def test_training_goes_on_as_under_deepspeed_bit_for_bit(deepspeeds: Path, run_on: Callable[..., Any]) -> None:
+    run_on(2, go_on, folder=str(deepspeeds), cases=IN_FP32, stages=[3, 2, 1])
+
+
+def resume_with_a_trainer(folder: str, imported: dict[str, str]) -> None:
+    for case, strategy in [("lightning-stage2", "zero3"), ("lightning-stage3", "zero2")]:
+        expected = torch.load(Path(folder) / case / "expected.pt", weights_only=True)
+        module = fitted_from(imported[case], strategy)
+        if rank() == 0:
+            assert module.losses == expected["losses"]
+            for name, value in expected["later"].items():
+                same(module.state_dict()[name], value, f"{name} of {case}")
+
+
+def fitted_from(path: str, strategy: str) -> SmallLearner:
+    module = SmallLearner(rank())
+    make_trainer(strategy, max_steps=BEFORE + AFTER, use_distributed_sampler=False).fit(module, ckpt_path=path)
+    assert len(module.losses) == AFTER
+    return module
+
+
+def imported(source: str, path: Path, out: Path, form: str) -> str:
+    """By the command."""
+    assert main(["import", source, str(path), str(out), "--to", form]) == 0
+    return str(out)
+
+
+def test_a_trainer_goes_on_from_what_lightnings_strategy_for_deepspeed_saved(
+    deepspeeds: Path, run_on: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Loops, the scheduler and the optimizer go on, bit for bit."""
+    forms = {"lightning-stage2": "full", "lightning-stage3": "sharded"}
+    files = {
+        case: imported("deepspeed", deepspeeds / case / "checkpoint", tmp_path / f"{case}.ckpt", form)
+        for case, form in forms.items()
+    }
+    run_on(2, resume_with_a_trainer, folder=str(deepspeeds), imported=files)
+
+
+def keeps_masters(folder: str) -> None:
+    """A run in `bf16-true` begins with the digits of DeepSpeed's masters, not with its rounded weights."""
+    from lightning_zero.engine import Engine
+
+    opened = open_deepspeed(Path(folder) / "stage3-bf16" / "checkpoint")
+    model = make_model().bfloat16()
+    optimizer = make_optimizer(model)
+    model.load_state_dict(opened.checkpoint["state_dict"])
+    engine = Engine(model, [optimizer], stage=3)
+    engine.load_masters(opened.checkpoint["lightning_zero"]["masters"])
+    expected = torch.load(Path(folder) / "stage3-bf16" / "expected.pt", weights_only=True)["weights"]
+    for name, value in engine.masters_by_name().items():
+        same(value, expected[name], name)
+    engine.close()
+
+
+def test_masters_of_low_precision_keep_their_digits(deepspeeds: Path, run_on: Callable[..., Any]) -> None:
+    run_on(2, keeps_masters, folder=str(deepspeeds))
+
+
+class Dropped:
+    def __new__(cls, *_: Any) -> Dropped:
+        return object.__new__(cls)
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+
+def without(*names: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink()
+
+    return change
+
+
+def rewritten(name: str, edit: Callable[[Any], Any]) -> Callable[[Path], None]:
+    """Something in a file that DeepSpeed wrote is another; what takes DeepSpeed to be written again is dropped."""
+
+    def change(folder: Path) -> None:
+        path = folder / "global_step3" / name
+        named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        with torch.serialization.safe_globals([(Dropped, name) for name in named]):
+            saved = torch.load(path, weights_only=True)
+        for key in ("loss_scaler", "param_slice_mappings"):
+            saved.get("optimizer_state_dict", {}).pop(key, None)
+        edit(saved)
+        torch.save(saved, path)
+
+    return change
+
+
+def of_another_tag(folder: Path) -> None:
+    (folder / "latest").write_text("global_step9")
+
+
+def truncated(folder: Path) -> None:
+    path = folder / "global_step3" / "mp_rank_00_model_states.pt"
+    path.write_bytes(path.read_bytes()[:3000])
+
+
+def of_two_ranks_of_a_cut_model(folder: Path) -> None:
+    for name in ("mp_rank_01_model_states.pt", "zero_pp_rank_0_mp_rank_01_optim_states.pt"):
+        shutil.copy(folder / "global_step3" / "mp_rank_00_model_states.pt", folder / "global_step3" / name)
+
+
+class Foreign:
+    """Of a class that nobody has allowed: it would run code if it were made."""
+
+    def __reduce__(self) -> Any:
+        return exec, ("raise SystemExit('this was run')",)
+
+
+STATE = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+MODEL = "mp_rank_00_model_states.pt"
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (without("latest"), FileNotFoundError, "no file 'latest': give one of its folders, .*/global_step3"),
+        (of_another_tag, FileNotFoundError, "latest names 'global_step9', and there is no such folder"),
+        (
+            without("global_step3/zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+            FileNotFoundError,
+            r"not what 2 rank\(s\) have saved: .*those of rank\(s\) 0, and 1 is missing",
+        ),
+        (without(f"global_step3/{MODEL}"), FileNotFoundError, "not whole: it has no file '..._model_states.pt'"),
+        (truncated, DamagedCheckpointError, r"mp_rank_00_model_states.pt \(3000 bytes\) is damaged"),
+        (
+            rewritten(STATE, lambda saved: saved["optimizer_state_dict"].update(zero_stage=4)),
+            ValueError,
+            "says that it is of stage 4 of ZeRO, and stages 1, 2 and 3 are known",
+        ),
+        (
+            rewritten(MODEL, lambda saved: saved["param_shapes"][0].update({"more": torch.Size([50])})),
+            ValueError,
+            "not fit together: .*param group 0, with embedding.weight, .* has 175 elements, and the ranks hold 64, 61",
+        ),
+        (of_two_ranks_of_a_cut_model, ValueError, "cut by tensor, pipeline or expert parallelism .*mp_rank_01_model"),
+        (
+            rewritten(MODEL, lambda saved: saved["checkpoint_parallel_dimensions"].update(tp_degree=2)),
+            ValueError,
+            "cut by tensor, pipeline or expert parallelism .*tp_degree: 2",
+        ),
+        (
+            rewritten(MODEL, lambda saved: saved.update(mine=Foreign())),
+            ValueError,
+            "classes that are not loaded unless you allow them: builtins.exec|__builtin__.exec",
+        ),
+        (rewritten(MODEL, lambda saved: saved.pop("module")), ValueError, "not of DeepSpeed: it has no entry 'module'"),
+    ],
+    ids=lambda value: None,
+)
+def test_what_is_no_whole_checkpoint_of_zero_is_refused_with_one_error(
+    deepspeeds: Path, tmp_path: Path, change: Callable[[Path], None], error: type[Exception], message: str
+) -> None:
+    folder = shutil.copytree(deepspeeds / "stage2-fp32" / "checkpoint", tmp_path / "checkpoint")
+    change(folder)
+    with pytest.raises(error, match=message):
+        open_deepspeed(folder)
+
+
+def test_stage_3_needs_the_files_of_all_ranks(deepspeeds: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(deepspeeds / "stage3-fp32" / "checkpoint", tmp_path / "checkpoint")
+    (folder / "global_step3" / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(FileNotFoundError, match=r"files '..._model_states.pt' it has those of rank\(s\) 0, and 1 is"):
+        open_deepspeed(folder / "global_step3")
+
+
+def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist: a checkpoint of DeepSpeed is a local folder"):
+        open_deepspeed(tmp_path / "nowhere")
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(
+        FileNotFoundError, match="no checkpoint of DeepSpeed: it has no file 'latest'.* In it: notes.txt"
+    ):
+        open_deepspeed(tmp_path)
+
+
+def test_a_flipped_byte_is_found_by_verify(deepspeeds: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(deepspeeds / "stage2-fp32" / "checkpoint", tmp_path / "checkpoint")
+    opened = open_deepspeed(folder)
+    path = folder / "global_step3" / STATE
+    content = bytearray(path.read_bytes())
+    place = content.find(opened.checkpoint["state_dict"]["embedding.weight"].range(0, 4).numpy().tobytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match=f"is damaged: .* in {STATE}"):
+        open_deepspeed(folder).verify()
+
+
+# -- FSDP --------------------------------------------------------------------------------------------------------------
+
+
+def write_and_open(folder: str) -> None:
+    """All that FSDP and FSDP2 write is opened to the same weights and state, and FSDP2's training goes on."""
+    from lightning_zero.engine import Engine
+
+    for shard in (sharded_by_fsdp1, sharded_by_fsdp2):
+        place = Path(folder) / shard.__name__
+        place.mkdir(exist_ok=True)
+        write_by_torch(shard, place)
+        torch.distributed.barrier()
+        expected = torch.load(place / "expected.pt", weights_only=True)
+        for form in FORMS:
+            opened = open_fsdp(place / form)
+            weights = opened.checkpoint["state_dict"]
+            assert set(weights) == set(expected["model"]), form
+            for name, value in expected["model"].items():
+                if name != OF_EACH_RANK:
+                    same(weights[name], value, f"{name} in {form}")
+            assert set(opened.tensors) >= {f"state_dict.{name}" for name in weights}
+            if form == "bare-weights":
+                assert "optimizer_states" not in opened.checkpoint
+                continue
+            state = by_name(opened)
+            assert in_order_of_the_optimizer(list(state)), form
+            for name, values in expected["optimizer"]["state"].items():
+                for key, value in values.items():
+                    same(state[name][key], value, f"{key} of {name} in {form}")
+            model = make_model()
+            optimizer = make_optimizer(model)
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(opened.checkpoint["optimizer_states"][0])
+            if form in ("other-names", "flattened"):
+                engine = Engine(model, [optimizer], stage=2 if form == "flattened" else 3)
+                train(model, optimizer, range(BEFORE, BEFORE + AFTER))
+                ours = engine.full_state_dict()
+                engine.close()
+                for name, value in torch.load(place / "later.pt", weights_only=True).items():
+                    if name != OF_EACH_RANK:
+                        same(ours[name], value, f"{name} after {form}")
+        assert opened.checkpoint["pytorch-lightning_version"]
+    torch.distributed.barrier()
+
+
+@pytest.fixture(scope="session")
+def fsdps(worker_pools: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What torch alone writes with FSDP and FSDP2, each form opened and compared on the way."""
+    folder = tmp_path_factory.mktemp("fsdp")
+    worker_pools.run_on(2, write_and_open, folder=str(folder))
+    return folder
+
+
+def test_every_form_is_opened_with_the_same_weights_and_state_and_training_goes_on_bit_for_bit(fsdps: Path) -> None:
+    opened = open_fsdp(fsdps / "sharded_by_fsdp1" / "model-optim")
+    assert opened.checkpoint["step"] == BEFORE and opened.checkpoint["epoch"] == 0
+    opened = open_fsdp(fsdps / "sharded_by_fsdp2" / "deeper")
+    assert opened.checkpoint["epoch"] == 1 and "app" not in opened.checkpoint
+
+
+def test_which_entry_has_the_weights_is_asked_where_several_might(fsdps: Path, tmp_path: Path) -> None:
+    opened = open_fsdp(fsdps / "sharded_by_fsdp2" / "with-average", model="average")
+    assert isinstance(opened.checkpoint["state_dict"]["head.weight"], Tensor) and "rng" in opened.checkpoint
+    two = {"generator": {"w": torch.ones(2)}, "critic": {"w": torch.ones(3)}}
+    torch.save(two, tmp_path / "two.pt")
+    with pytest.raises(ValueError, match=r"several entries.*'generator' with 1 tensors, 'critic' with 1.*model=NAME"):
+        open_fsdp(tmp_path / "two.pt")
+    with pytest.raises(ValueError, match=r"'discriminator' is no mapping of names.*'generator' with 1"):
+        open_fsdp(tmp_path / "two.pt", model="discriminator")
+    torch.save({"epoch": 3, "settings": {"a": 1}}, tmp_path / "none.pt")
+    with pytest.raises(ValueError, match="no weights are found. There are 'epoch', 'settings'"):
+        open_fsdp(tmp_path / "none.pt")
+    torch.save({"model": {"layer._flat_param": torch.ones(2)}}, tmp_path / "flat.pt")
+    with pytest.raises(ValueError, match="flat parameters, which only the same FSDP reads"):
+        open_fsdp(tmp_path / "flat.pt")
+
+
+def resume_by_lightning(imported: list[str]) -> None:
+    straight = SmallLearner(rank())
+    make_trainer("ddp", max_steps=BEFORE + AFTER, use_distributed_sampler=False).fit(straight)
+    for path in imported:
+        module = fitted_from(path, "zero3")
+        assert module.losses == straight.losses[BEFORE:]
+        for key, value in straight.state_dict().items():
+            if not key.endswith(OF_EACH_RANK):
+                same(module.state_dict()[key], value, f"{key} from {path}")
+
+
+def test_a_trainer_goes_on_from_what_lightnings_strategies_for_fsdp_saved(
+    run_on: Callable[..., Any], tmp_path: Path
+) -> None:
+    run_on(2, write_by_lightning, folder=tmp_path)
+    forms = {"lightning-fsdp": "full", "lightning-fsdp2": "sharded"}
+    files = [imported("fsdp", tmp_path / name, tmp_path / f"{name}.ckpt", form) for name, form in forms.items()]
+    run_on(2, resume_by_lightning, imported=files)
+
+    opened = open_fsdp(tmp_path / "lightning-fsdp2")
+    with pytest.warns(UserWarning, match="numbers the optimizer's parameters as the module has them"):
+        whole = open_fsdp(tmp_path / "lightning-fsdp2-whole")
+    for key, value in opened.checkpoint["state_dict"].items():
+        if not key.endswith(OF_EACH_RANK):
+            same(whole.checkpoint["state_dict"][key], in_memory(value), key)
+    numbers = {name: number for number, (name, _) in enumerate(SmallLearner(0).named_parameters())}
+    for key, values in by_name(opened).items():
+        same(whole.checkpoint["optimizer_states"][0]["state"][numbers[key]]["exp_avg"], values["exp_avg"].whole(), key)
