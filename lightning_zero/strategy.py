@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
@@ -44,6 +44,7 @@ from lightning_zero.engine.watch import have_all_come, renew
 from lightning_zero.loops import attend, leave, take_turns
 from lightning_zero.precision import compute_dtype_of
 from lightning_zero.processes import ZeroProcesses
+from lightning_zero.resuming import Bookmark
 
 log = logging.getLogger(__name__)
 
@@ -139,6 +140,11 @@ class TrainerStrategy(ZeroProcesses):
         self._after_fit = after_fit
         self._has_come_back = self._has_tried_to_come_back = False
         self._masters: dict[str, Tensor] = {}
+        self._bookmark: Bookmark | None = None
+        self._loaded: dict[str, Any] | None = None
+        # Rank 0's, of the module that was fitted last: it may still be saved when its parameters are ordinary again.
+        self._masters_after_fit: dict[str, Tensor] = {}
+        self._fitted: Callable[[], Any] = _nobody
 
     # -- the processes ----------------------------------------------------------------------------------------------
 
@@ -150,6 +156,7 @@ class TrainerStrategy(ZeroProcesses):
     @override
     def setup_environment(self) -> None:
         self._has_come_back = self._has_tried_to_come_back = False
+        self._loaded = None
         super().setup_environment()
         reset_seed()
         if self.lightning_module is not None:
@@ -223,8 +230,10 @@ class TrainerStrategy(ZeroProcesses):
         elif not self._is_single:
             _sync_module_states(self.lightning_module)
         self._masters = {}
+        self._loaded = {} if self._loaded is None else self._loaded
         self.setup_precision_plugin()
         if fitting:
+            self._bookmark = Bookmark(trainer, self.root_device)
             _optimizers_to_device(self.optimizers, self.root_device)
 
     @property
@@ -398,7 +407,7 @@ class TrainerStrategy(ZeroProcesses):
                 filepath,
             )
             return
-        about = self._about_checkpoint(with_state="optimizer_states" in checkpoint)
+        about = self._about_checkpoint(to_resume="optimizer_states" in checkpoint)
         checkpoint = {**checkpoint, CHECKPOINT_KEY: about}
         if self._saves_in_parts:
             self._check_storage_options(storage_options)
@@ -411,21 +420,26 @@ class TrainerStrategy(ZeroProcesses):
         elif self.is_global_zero:
             self._saver.save_whole(checkpoint, filepath, own=("state_dict", "optimizer_states", CHECKPOINT_KEY))
 
-    def _about_checkpoint(self, *, with_state: bool) -> dict[str, Any]:
+    def _about_checkpoint(self, *, to_resume: bool) -> dict[str, Any]:
         """The entry that is ours: what wrote it, and what Lightning has no place for."""
         about: dict[str, Any] = {"format": FORMAT, "written_by": self._written_by}
-        if with_state and not self._saves_in_parts:  # which go by name anyway
+        if to_resume and not self._saves_in_parts:  # which go by name anyway
             about["optimizer_names"] = self._names_in_optimizers()
-        if self.engine is not None and with_state:
-            if self._saves_in_parts:
-                masters: dict[str, Tensor] = self.engine.masters_in_parts()
-            else:
-                masters = self.engine.masters_by_name(keep=self.is_global_zero)
-            if masters:
-                about["masters"] = masters
+        if to_resume and self._bookmark is not None:
+            ranks = self._gather(self._bookmark.state())
+            about |= {name: [state[name] for state in ranks] for name in ("rng", "data")}
+        if to_resume and (masters := self._masters_to_save()):
+            about["masters"] = masters
         if configs := configs_of_models(self.lightning_module):
             about["transformers"] = configs
         return about
+
+    def _masters_to_save(self) -> dict[str, Tensor]:
+        if self.engine is None:
+            return self._masters_after_fit if self.lightning_module is self._fitted() else {}
+        if self._saves_in_parts:
+            return self.engine.masters_in_parts()
+        return self.engine.masters_by_name(keep=self.is_global_zero)
 
     def _names_in_optimizers(self) -> list[list[str]]:
         """For each optimizer the parameters' names, in the order of its groups, as its state numbers them."""
@@ -473,11 +487,30 @@ class TrainerStrategy(ZeroProcesses):
         with taking_values(self.lightning_module, is_on_meta) as places:
             super().load_model_state_dict(checkpoint, strict)
         give_values(places, wait=True)
+        if self._loaded is None:  # else it is a callback that restores what it has saved in this run
+            self._loaded = checkpoint.get(CHECKPOINT_KEY)
         masters = checkpoint.get(CHECKPOINT_KEY, {}).get("masters", {})
         if self.engine is not None and engine_of(self.lightning_module) is self.engine:
             self.engine.load_masters(masters)
         else:
             self._masters = masters  # until the module is cut
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        loaded = checkpoint.get(CHECKPOINT_KEY, {})
+        if self._bookmark is not None and "rng" in loaded and loaded is self._loaded:
+            rng, data = loaded["rng"], loaded["data"]
+            self._bookmark.resume(
+                rng[self.global_rank] if self.global_rank < len(rng) else None,
+                data[self.global_rank] if len(data) == self.world_size else None,
+            )
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self._bookmark is not None:
+            self._bookmark.restore_rng()
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -489,6 +522,8 @@ class TrainerStrategy(ZeroProcesses):
             self._teardown()
 
     def _teardown(self) -> None:
+        if self._bookmark is not None:
+            self._bookmark.close()
         if self.engine is not None:
             if self.lightning_module is not None:
                 leave(self.lightning_module.trainer)
@@ -497,7 +532,10 @@ class TrainerStrategy(ZeroProcesses):
                 self._teardown_but_for_module()
                 return
             engine, self.engine = self.engine, None
+            self._masters_after_fit, self._fitted = {}, weakref.ref(engine.module)
             try:
+                if engine.optimizers and not self._is_cut_off:
+                    self._masters_after_fit = engine.masters_by_name(keep=self.is_global_zero)
                 # After a failure the other ranks may be anywhere: nothing is asked of them.
                 engine.close(communicate=not self._is_cut_off, device="cpu")
             except RuntimeError:
@@ -521,10 +559,15 @@ class TrainerStrategy(ZeroProcesses):
 
     def __getstate__(self) -> dict[str, Any]:
         # users copy trainers and strategies: the engine belongs to one
-        return {**super().__getstate__(), "engine": None}
+        of_one = {"engine": None, "_bookmark": None, "_masters_after_fit": {}, "_fitted": _nobody}
+        return {**super().__getstate__(), **of_one}
 
 
 _options_of: weakref.WeakKeyDictionary[Engine, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+
+def _nobody() -> None:
+    """What a weak reference is without a referent."""
 
 
 def _real(optimizers: list[Optimizer]) -> list[Optimizer]:

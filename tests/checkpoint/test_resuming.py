@@ -1,0 +1,178 @@
+"""A run stopped anywhere and resumed equals the run that never stopped: random numbers and place in the data."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from tests.support.trainer import make_trainer
+from tests.support.training import same_values
+from tests.support.workers import rank, world_size
+
+STAGES = ["zero1", "zero2", "zero3"]
+EPOCHS, BATCHES = 2, 4
+
+
+class Numbers(Dataset[Tensor]):
+    """Sample i is i, and noise that each reading draws anew, as augmentation does."""
+
+    def __init__(self, samples: int, noise: bool = True) -> None:
+        self.samples, self.noise = samples, noise
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Tensor:
+        noise = [torch.rand(()).item(), random.random(), np.random.rand()] if self.noise else [0, 0, 0]
+        return torch.tensor([float(index), *noise])
+
+
+class Stream(IterableDataset[Tensor]):
+    """So many numbers, each worker's and rank's own, in an order that is drawn when it begins."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Tensor]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        for index in torch.randperm(self.samples).tolist()[worker::workers]:
+            yield torch.tensor([float(index), rank(), worker, 0])
+
+
+def shuffled(batches: int = BATCHES, noise: bool = True, **options: Any) -> DataLoader[Tensor]:
+    return DataLoader(Numbers(2 * batches * world_size(), noise), batch_size=2, shuffle=True, **options)
+
+
+def streamed(**options: Any) -> DataLoader[Tensor]:
+    return DataLoader(Stream(2 * BATCHES), batch_size=2, **options)
+
+
+def several(mode: Any) -> CombinedLoader:
+    return CombinedLoader({"long": shuffled(), "short": shuffled(2), "other": shuffled(3)}, mode)
+
+
+class Drawing(LightningModule):
+    """Draws from every generator in a step, and notes what it has drawn and seen."""
+
+    def __init__(self, loader: Callable[[], Any] = shuffled) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        self.loader = loader
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = sum(self.net(part).mean() for part in torch.utils._pytree.tree_leaves(batch) if part is not None)
+        self.seen.append([self.current_epoch, batch_idx, batch, loss.item(), random.random(), np.random.rand()])
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.net(batch).mean())
+
+    def on_train_epoch_start(self) -> None:
+        random.random(), torch.rand(1)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)]
+
+    def train_dataloader(self) -> Any:
+        return self.loader()
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Numbers(4 * world_size()), batch_size=2)
+
+
+class SavesIn(Callback):
+    """Saves each time one of these hooks is called, and notes how many batches were done by then."""
+
+    def __init__(self, folder: Path, *hooks: str) -> None:
+        self.folder, self.done = folder, {}
+        for hook in hooks:
+            setattr(self, hook, partial(self.save, hook))
+
+    def save(self, hook: str, trainer: Any, module: Any, *_: Any) -> None:
+        # At an epoch's last batch Lightning goes on without what was to follow: its validation, the hooks of its end.
+        if trainer.sanity_checking or (hook == "on_train_batch_end" and trainer.is_last_batch):
+            return
+        within = hook in ("on_before_zero_grad", "on_before_optimizer_step")
+        name = f"{len(self.done):03} {hook}.ckpt"
+        trainer.save_checkpoint(self.folder / name)
+        steps = trainer.accumulate_grad_batches
+        epochs, batches = divmod(len(module.seen) - within, BATCHES)
+        self.done[name] = epochs * BATCHES + (batches // steps * steps)
+
+
+def fit(strategy: str, loader: Any, ckpt_path: Any = None, seed: int = 0, **options: Any) -> tuple[Any, Drawing]:
+    for seeding in (random.seed, np.random.seed, torch.manual_seed):
+        seeding(seed + 10 * rank())
+    torch.manual_seed(0)
+    module = Drawing(loader)
+    torch.manual_seed(seed + 10 * rank())
+    trainer = make_trainer(strategy, **{"max_epochs": EPOCHS, **options})
+    trainer.fit(module, ckpt_path=ckpt_path)
+    return trainer, module
+
+
+def whole_and_resumed(strategy: str, folder: Path, hooks: list[str], loader: Any = shuffled, **options: Any) -> None:
+    """Save at all these places in one run; go on from each file, after other random numbers."""
+    saving = SavesIn(folder, *hooks)
+    _, whole = fit(strategy, loader, callbacks=[saving], **options)
+    weights = {name: value.clone() for name, value in whole.state_dict().items()}
+    if world_size() > 1:
+        dist.barrier()
+    assert len(whole.seen) == EPOCHS * BATCHES and len(saving.done) > 1
+    for name, done in saving.done.items():
+        trainer, module = fit(strategy, loader, ckpt_path=folder / name, seed=5, **options)
+        same_values(module.seen, whole.seen[done:], name)
+        same_values(dict(module.state_dict()), weights, name)
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+def test_random_numbers_and_batches_go_on_as_if_never_stopped(run_on, tmp_path, strategy):
+    hooks = ["on_train_batch_end", "on_train_epoch_end"]
+    run_on(2, whole_and_resumed, strategy=strategy, folder=tmp_path, hooks=hooks)
+
+
+HOOKS = ["on_before_optimizer_step", "on_validation_end", "on_train_batch_end"]
+
+
+def test_a_step_that_was_not_finished_is_repeated_and_a_validation_that_was_is_not(run_on, tmp_path):
+    run_on(2, whole_and_resumed, strategy="zero3", folder=tmp_path, hooks=HOOKS)
+
+
+def test_gradients_that_were_added_up_are_computed_again(run_on, tmp_path):
+    options = {"hooks": HOOKS, "accumulate_grad_batches": 2, "val_check_interval": 3}
+    run_on(2, whole_and_resumed, strategy="zero1", folder=tmp_path, **options)
+
+
+WORKERS: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
+LOADERS = {
+    "with workers, whose random numbers go on": partial(shuffled, **WORKERS),
+    # Their random numbers go on from epoch to epoch: those are not known.
+    "with workers that stay": partial(shuffled, noise=False, persistent_workers=True, **WORKERS),
+    "a stream of unknown length": streamed,
+    "a stream with workers": partial(streamed, **WORKERS),
+    "several, the shorter ones begin again": partial(several, "max_size_cycle"),
+    "several, the shorter ones end": partial(several, "max_size"),
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("loader", LOADERS)
+def test_batches_go_on_from_any_loader(run_on, tmp_path, loader, world_size):
+    options = {"hooks": ["on_train_batch_end", "on_train_epoch_end"], "loader": LOADERS[loader]}
+    run_on(world_size, whole_and_resumed, strategy="zero2", folder=tmp_path, **options)
