@@ -68,8 +68,8 @@ class Bookmark:
 
     def __init__(self, trainer: Trainer, device: torch.device) -> None:
         self._trainer, self._device = trainer, device
-        self._loop = trainer.fit_loop
-        self._epoch_loop = trainer.fit_loop.epoch_loop
+        self._loop: Any = trainer.fit_loop
+        self._epoch_loop: Any = trainer.fit_loop.epoch_loop
         # The iterators of this epoch: its number; the random numbers when they were made; whether workers were started
         # for them; the numbers before each batch at which iterators may have drawn some; the batches that the loop
         # counts but these iterators have not handed out. None before there are any.
@@ -77,15 +77,18 @@ class Bookmark:
         # The step at work: the batches before it, its number, the random numbers before its first batch was fetched.
         self._step: tuple[int, int, Rng] | None = None
         self._saved: dict[str, Any] | None = None
-        self._loop._load_combined_loader_states = self._before_iterators  # type: ignore[method-assign]
-        self._epoch_loop.reset = self._reset  # type: ignore[method-assign]
-        self._epoch_loop.on_run_start = self._begin_epoch  # type: ignore[method-assign]
+        self._hooks = [
+            (self._loop, "_load_combined_loader_states", self._before_iterators),
+            (self._epoch_loop, "reset", self._reset),
+            (self._epoch_loop, "on_run_start", self._begin_epoch),
+        ]
+        for loop, name, hook in self._hooks:
+            setattr(loop, name, hook)
 
     def close(self) -> None:
         """Leave the loops; what is known can still be saved."""
-        vars(self._loop).pop("_load_combined_loader_states", None)
-        vars(self._epoch_loop).pop("reset", None)
-        vars(self._epoch_loop).pop("on_run_start", None)
+        for loop, name, _ in self._hooks:
+            vars(loop).pop(name, None)
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
@@ -103,7 +106,7 @@ class Bookmark:
 
     @property
     def _epoch(self) -> int:
-        return self._loop.epoch_progress.current.processed
+        return int(self._loop.epoch_progress.current.processed)
 
     @property
     def _is_within_step(self) -> bool:
@@ -111,7 +114,7 @@ class Bookmark:
         progress = self._epoch_loop.batch_progress.current
         # By hand, a batch without a step that counts may have changed weights all the same.
         is_own_batch = self._trainer.lightning_module.automatic_optimization or progress.processed < progress.ready
-        return is_own_batch and self._trainer.global_step == self._step[1]
+        return bool(is_own_batch) and self._trainer.global_step == self._step[1]
 
     # -- resuming ---------------------------------------------------------------------------------------------------
 
@@ -151,8 +154,8 @@ class Bookmark:
         place, resumed = self._place, self._saved is not None
         loader, progress = fetcher.combined_loader, self._epoch_loop.batch_progress
         self._step = self._saved = None
-        is_step_repeated = place is not None and "batches" in place
-        if is_step_repeated:
+        repeats_step = place is not None and "batches" in place
+        if place is not None and repeats_step:
             _go_back(progress, progress.current.ready - place["batches"])
             progress.is_last_batch = False
         iterator, rng = loader._iterator, rng_state(self._device)
@@ -160,7 +163,7 @@ class Bookmark:
         noted, self._position = self._position, None
         self._note_iterators(rng)
         type(self._epoch_loop).on_run_start(self._epoch_loop, fetcher)
-        if is_step_repeated:
+        if repeats_step:
             self._epoch_loop.restarting = False  # by which it would look for a validation to go on with
         if place is not None:
             self._position = {name: value for name, value in place.items() if name != "batches"}
@@ -177,7 +180,7 @@ class Bookmark:
                 self._position["before"][0] = rng_state(self._device)
         if _begins_again(fetcher) and not hasattr(fetcher, "bookmark"):
             fetcher.bookmark = self
-            fetcher.__class__ = _noting(type(fetcher))
+            fetcher.__class__ = _noting(type(fetcher))  # type: ignore[arg-type]
 
     def _go_on(self, fetcher: Any) -> None:
         assert self._position is not None

@@ -76,6 +76,8 @@ class TrainerStrategy(ZeroProcesses):
         checkpoint: ``"full"`` saves one ordinary file, which rank 0 writes; ``"sharded"`` a folder in the format of
             ``torch.distributed.checkpoint``, of which each rank writes its parts. Both are read in any case.
         async_save: write checkpoints in the background; training waits only while what is to be written is copied.
+        exclude_frozen_parameters: leave parameters with ``requires_grad=False`` out of checkpoints, as for adapters of
+            a large model that is stored elsewhere, and let those be missing where this strategy loads one.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as of every strategy.
         process_group_backend: for example ``"nccl"`` or ``"gloo"``; by default what suits the device.
         timeout: of the process group.
@@ -101,6 +103,7 @@ class TrainerStrategy(ZeroProcesses):
         after_fit: Literal["full", "sharded"] = "full",
         checkpoint: Literal["full", "sharded"] = "full",
         async_save: bool = False,
+        exclude_frozen_parameters: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -138,6 +141,7 @@ class TrainerStrategy(ZeroProcesses):
         if after_fit not in ("full", "sharded"):
             raise ValueError(f"after_fit={after_fit!r} must be 'full' or 'sharded'.")
         self._after_fit = after_fit
+        self._excludes_frozen = exclude_frozen_parameters
         self._has_come_back = self._has_tried_to_come_back = False
         self._masters: dict[str, Tensor] = {}
         self._bookmark: Bookmark | None = None
@@ -377,13 +381,21 @@ class TrainerStrategy(ZeroProcesses):
         Where the module or a callback of the project overrides ``on_save_checkpoint``, which runs on every rank, the
         values are there on every rank. For a checkpoint in parts: sharded tensors.
         """
-        if self.engine is None:
-            return super().lightning_module_state_dict()
-        if not self._can_save():
+        if self.engine is not None and not self._can_save():
             return {}
-        if self._saves_in_parts:
-            return self.engine.module.state_dict()
-        return self.engine.full_state_dict(keep=self._keeps_checkpoint)
+        if self.engine is not None and not self._saves_in_parts:
+            return self.engine.full_state_dict(keep=self._keeps_checkpoint, without=self._left_out)
+        state = super().lightning_module_state_dict()
+        for name in self._left_out & set(state):
+            del state[name]
+        return state
+
+    @property
+    def _left_out(self) -> set[str]:
+        """The names of parameters that checkpoints need not have."""
+        assert self.lightning_module is not None
+        parameters = self.lightning_module.named_parameters(remove_duplicate=False) if self._excludes_frozen else ()
+        return {name for name, parameter in parameters if not parameter.requires_grad}
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -484,7 +496,7 @@ class TrainerStrategy(ZeroProcesses):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        with taking_values(self.lightning_module, is_on_meta) as places:
+        with taking_values(self.lightning_module, is_on_meta) as places, self._letting_frozen_be_missing():
             super().load_model_state_dict(checkpoint, strict)
         give_values(places, wait=True)
         if self._loaded is None:  # else it is a callback that restores what it has saved in this run
@@ -495,10 +507,24 @@ class TrainerStrategy(ZeroProcesses):
         else:
             self._masters = masters  # until the module is cut
 
+    @contextmanager
+    def _letting_frozen_be_missing(self) -> Iterator[None]:
+        assert self.lightning_module is not None
+        left_out = self._left_out
+
+        def let_be_missing(module: Any, keys: Any) -> None:
+            keys.missing_keys[:] = [name for name in keys.missing_keys if name not in left_out]
+
+        hook = self.lightning_module.register_load_state_dict_post_hook(let_be_missing)
+        try:
+            yield
+        finally:
+            hook.remove()
+
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        loaded = checkpoint.get(CHECKPOINT_KEY, {})
+        loaded: dict[str, Any] = checkpoint.get(CHECKPOINT_KEY, {})
         if self._bookmark is not None and "rng" in loaded and loaded is self._loaded:
             rng, data = loaded["rng"], loaded["data"]
             self._bookmark.resume(
@@ -532,10 +558,11 @@ class TrainerStrategy(ZeroProcesses):
                 self._teardown_but_for_module()
                 return
             engine, self.engine = self.engine, None
-            self._masters_after_fit, self._fitted = {}, weakref.ref(engine.module)
             try:
-                if engine.optimizers and not self._is_cut_off:
-                    self._masters_after_fit = engine.masters_by_name(keep=self.is_global_zero)
+                if engine.optimizers:
+                    self._masters_after_fit, self._fitted = {}, weakref.ref(engine.module)
+                    if not self._is_cut_off:
+                        self._masters_after_fit = engine.masters_by_name(keep=self.is_global_zero)
                 # After a failure the other ranks may be anywhere: nothing is asked of them.
                 engine.close(communicate=not self._is_cut_off, device="cpu")
             except RuntimeError:
@@ -559,7 +586,7 @@ class TrainerStrategy(ZeroProcesses):
 
     def __getstate__(self) -> dict[str, Any]:
         # users copy trainers and strategies: the engine belongs to one
-        of_one = {"engine": None, "_bookmark": None, "_masters_after_fit": {}, "_fitted": _nobody}
+        of_one: dict[str, Any] = {"engine": None, "_bookmark": None, "_masters_after_fit": {}, "_fitted": _nobody}
         return {**super().__getstate__(), **of_one}
 
 

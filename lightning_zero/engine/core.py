@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -372,12 +372,15 @@ class Engine:
 
     # -- looking inside ---------------------------------------------------------------------------------------------
 
-    def full_state_dict(self, *, keep: bool = True, module: nn.Module | None = None) -> dict[str, Any]:
+    def full_state_dict(
+        self, *, keep: bool = True, module: nn.Module | None = None, without: Collection[str] = ()
+    ) -> dict[str, Any]:
         """The module's state dict with whole tensors, on the CPU. Collective.
 
         Args:
             keep: False gives tensors on the meta device, for ranks that take part but do not write.
             module: a part of the module, by default all of it.
+            without: names that are left out; nothing is gathered for them. The same on every rank.
         """
 
         tied: dict[Any, Tensor] = {}
@@ -396,6 +399,8 @@ class Engine:
 
         with torch.no_grad():
             state = (module or self.module).state_dict()
+            for name in without:
+                state.pop(name, None)
             in_parts = any(isinstance(v, ShardedTensor) and v.whole_at_hand() is None for v in state.values())
             with self.agreement.met("the module's state dict") if in_parts else nullcontext():
                 for name, value in state.items():
