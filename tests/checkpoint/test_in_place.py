@@ -54,7 +54,7 @@ def save_by_callbacks(form: str, folder: Path) -> None:
         callbacks = [
             ModelCheckpoint(place / "best", "{epoch}", monitor="val", save_top_k=1, save_last="link"),
             ModelCheckpoint(place / "steps", "{step}", every_n_train_steps=2, save_top_k=2, monitor="step", mode="max"),
-            ModelCheckpoint(f"file://{place}/remote", "w{epoch}", save_weights_only=True, save_last=True),
+            ModelCheckpoint(place / "weights", "w{epoch}", save_weights_only=True, save_last=True),
             OnExceptionCheckpoint(place / "failed", "failed"),
             ModelCheckpoint(place / "failed", "too", save_on_exception=True, every_n_epochs=5),
         ]
@@ -65,7 +65,7 @@ def save_by_callbacks(form: str, folder: Path) -> None:
         assert (place / "best" / "last.ckpt").is_symlink()
         assert all(path.is_dir() == (each == "sharded") for path in paths)
         found[each] = {str(path.relative_to(place)): contents(path) for path in paths}
-    assert len(found[form]) > 6
+    assert {name.split("/")[0] for name in found[form]} == {"best", "steps", "weights", "failed"}
     same_values(found[form], found["ddp"], form)
     path = folder / form / "failed" / "failed.ckpt"
     resumed, whole = (trained(form, ckpt_path=which) for which in (path, None))
@@ -73,8 +73,20 @@ def save_by_callbacks(form: str, folder: Path) -> None:
 
 
 @FORMS
-def test_callbacks_save_the_best_the_last_on_exceptions_and_to_urls(run_on, tmp_path, form):
+def test_callbacks_save_the_best_the_last_and_on_exceptions(run_on, tmp_path, form):
     run_on(2, save_by_callbacks, form=form, folder=tmp_path)
+
+
+def save_elsewhere(form: str) -> None:
+    saving = ModelCheckpoint("memory://there", "{epoch}", save_top_k=-1)
+    whole = observed(*trained(form, callbacks=[saving], enable_checkpointing=True))
+    resumed = trained(form, ckpt_path="memory://there/epoch=0.ckpt")
+    same_values(observed(*resumed)["weights"], whole["weights"], form)
+
+
+@FORMS
+def test_a_url_of_fsspec_is_saved_to_and_resumed_from(run_on, form):
+    run_on(1, save_elsewhere, form=form)
 
 
 class Frozen(Net):

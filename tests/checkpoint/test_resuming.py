@@ -17,11 +17,12 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+from lightning_zero import ZeroStrategy
 from tests.support.trainer import make_trainer
 from tests.support.training import same_values
 from tests.support.workers import rank, world_size
 
-STAGES = ["zero1", "zero2", "zero3"]
+STRATEGIES = ["zero1", "zero2", "zero3 sharded"]
 EPOCHS, BATCHES = 2, 4
 
 
@@ -116,13 +117,18 @@ class SavesIn(Callback):
         self.done[name] = epochs * BATCHES + (batches // steps * steps)
 
 
+def strategy_of(name: str) -> Any:
+    stage, _, form = name.partition(" ")
+    return ZeroStrategy(int(stage[-1]), checkpoint=form) if form else stage
+
+
 def fit(strategy: str, loader: Any, ckpt_path: Any = None, seed: int = 0, **options: Any) -> tuple[Any, Drawing]:
     for seeding in (random.seed, np.random.seed, torch.manual_seed):
         seeding(seed + 10 * rank())
     torch.manual_seed(0)
     module = Drawing(loader)
     torch.manual_seed(seed + 10 * rank())
-    trainer = make_trainer(strategy, **{"max_epochs": EPOCHS, **options})
+    trainer = make_trainer(strategy_of(strategy), **{"max_epochs": EPOCHS, **options})
     trainer.fit(module, ckpt_path=ckpt_path)
     return trainer, module
 
@@ -141,7 +147,7 @@ def whole_and_resumed(strategy: str, folder: Path, hooks: list[str], loader: Any
         same_values(dict(module.state_dict()), weights, name)
 
 
-@pytest.mark.parametrize("strategy", STAGES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_random_numbers_and_batches_go_on_as_if_never_stopped(run_on, tmp_path, strategy):
     hooks = ["on_train_batch_end", "on_train_epoch_end"]
     run_on(2, whole_and_resumed, strategy=strategy, folder=tmp_path, hooks=hooks)
