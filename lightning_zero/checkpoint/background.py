@@ -103,7 +103,9 @@ class StoreExchange:
                 lost_since = lost_since or time.monotonic()
                 if time.monotonic() - lost_since > _PATIENCE:
                     missing = [rank for rank in range(self._size) if rank not in found]
-                    raise RuntimeError(f"rank(s) {missing} did not write their parts: {failure() or 'the run has ended'}")
+                    raise RuntimeError(
+                        f"rank(s) {missing} did not write their parts: {failure() or 'the run has ended'}"
+                    )
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         return [found[rank] for rank in range(self._size)]

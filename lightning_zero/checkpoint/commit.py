@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import itertools
 import os
+import re
 import shutil
 import socket
+import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO, Any
 
 from fsspec.core import url_to_fs
@@ -19,6 +22,12 @@ _AT_ONCE = 2**25
 """Bytes after which the system is asked to begin writing, so that it does not begin only when they are synced."""
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+_LONGEST = 120
+"""Bytes of a name from which on that of its partial file is shortened: the system allows 255 for both."""
+
+_FORGOTTEN = 24 * 3600
+"""Seconds without a write after which what another machine had begun to write counts as left by one that died."""
 
 
 class Destination:
@@ -39,8 +48,8 @@ class Destination:
         self._place = place.rstrip("/")
         self._parent, self._name = os.path.split(self._place)
         self._is_local = isinstance(self._fs, LocalFileSystem)
-        self.partial = os.path.join(self._parent, f".{self._name}.partial-{label}")
-        self._old = os.path.join(self._parent, f".{self._name}.old-{label}")
+        self.partial = os.path.join(self._parent, f".{_short(self._name)}.partial-{label}")
+        self._old = os.path.join(self._parent, _put_aside(self._name, label))
 
     @contextmanager
     def writing(self, name: str | None = None) -> Iterator[Stream]:
@@ -77,9 +86,12 @@ class Destination:
             if os.path.isdir(self.partial):
                 _sync(self.partial)
             self._rename()
-            _sync(self._parent)
-            _remove(self.partial)  # which is what was there before, if the two were exchanged
-            _remove(self._old)
+            # It is there now. What cannot be cleared away is no reason to say that it is not.
+            with suppress(OSError):
+                _sync(self._parent)
+            for old in (self.partial, self._old):  # under its partial name, if the two were exchanged
+                with suppress(OSError):
+                    _remove(old)
             return
         had_one = self._fs.exists(self._place)
         if had_one:
@@ -93,29 +105,37 @@ class Destination:
             os.replace(self.partial, self._place)
         elif not _exchange(self.partial, self._place):
             os.rename(self._place, self._old)
-            os.rename(self.partial, self._place)
+            try:
+                os.rename(self.partial, self._place)
+            except OSError:
+                os.rename(self._old, self._place)
+                raise
 
     def discard(self) -> None:
-        """Remove what was written so far."""
-        if self._is_local:
-            _remove(self.partial)
-        elif self._fs.exists(self.partial):
-            self._fs.rm(self.partial, recursive=True)
+        """Remove what was written so far, as far as that is possible: why it is not wanted is to be told, not this."""
+        with suppress(OSError):
+            if self._is_local:
+                _remove(self.partial)
+            elif self._fs.exists(self.partial):
+                self._fs.rm(self.partial, recursive=True)
 
     def clear_leftovers(self) -> None:
-        """Remove what processes of this machine that have died had begun to write beside, and let an old one back."""
+        """Remove what processes that have died had begun to write in this folder, and let an old one back."""
         if not self._is_local or not os.path.isdir(self._parent):
             return
         for entry in os.listdir(self._parent):
-            for kind in (".partial-", ".old-"):
-                stem, found, label = entry.rpartition(kind)
-                if not found or not stem.startswith(".") or not _is_of_the_dead(label):
+            found = _PARTIAL.fullmatch(entry) or _OLD.fullmatch(entry)
+            path = os.path.join(self._parent, entry)
+            with suppress(OSError):  # another's, perhaps, that this user may not remove
+                if found is None or not _is_of_the_dead(found["label"], path):
                     continue
-                place = os.path.join(self._parent, stem[1:])
-                if kind == ".old-" and not os.path.lexists(place):
-                    os.rename(os.path.join(self._parent, entry), place)
-                else:
-                    _remove(os.path.join(self._parent, entry))
+                name = found["stem"] + (found["suffix"] or "")
+                is_own = name == _short(self._name)
+                place = self._place if is_own else os.path.join(self._parent, name)
+                if found.re is _PARTIAL or os.path.lexists(place):
+                    _remove(path)
+                elif is_own or not _SHORTENED.search(name):
+                    os.rename(path, place)
 
 
 class Stream:
@@ -147,25 +167,79 @@ class Stream:
         pass
 
 
-_saves = itertools.count()
+_saves = itertools.count(time.time_ns())  # so that labels differ where a number of a process comes again
 
 
 def new_label() -> str:
     """Of one save by this process."""
-    return f"{socket.gethostname()}-{os.getpid()}-{next(_saves)}"
+    return f"{_machine()}-{os.getpid()}-{next(_saves):x}"
 
 
-def _is_of_the_dead(label: str) -> bool:
-    host, _, rest = label.rpartition("-")[0].rpartition("-")
-    if host != socket.gethostname() or not rest.isdigit():
-        return False
+def stand_in(path: str) -> str | None:
+    """Where the checkpoint is that a path stood for before it was to be replaced; None if there is none.
+
+    The path stands for nothing if a process died in the middle of that, on a file system that cannot exchange names.
+    """
+    fs, place = url_to_fs(path)
+    parent, name = os.path.split(place.rstrip("/"))
+    if not fs.exists(parent):
+        return None
+    start, _, suffix = _put_aside(name, "\0").partition("\0")
+    found = []
+    for entry in fs.ls(parent, detail=False):
+        entry_name = os.path.basename(entry.rstrip("/"))
+        if entry_name.startswith(start) and entry_name.endswith(suffix) and _OLD.fullmatch(entry_name):
+            found.append(entry)
+    if not found:
+        return None
+    newest = max(found, key=fs.modified)
+    return fs.unstrip_protocol(newest) if "://" in path else newest
+
+
+_LABEL = r"(?P<label>.+-\d+-[0-9a-f]+)"
+_PARTIAL = re.compile(rf"\.(?P<stem>.+)\.partial-{_LABEL}(?P<suffix>)")
+_OLD = re.compile(rf"(?P<stem>.+)\.old-{_LABEL}(?P<suffix>\.[^.]*)?")
+_SHORTENED = re.compile(r"~[0-9a-f]{8}(\.|$)")
+
+
+def _short(name: str) -> str:
+    encoded = name.encode()
+    if len(encoded) <= _LONGEST:
+        return name
+    stem, suffix = os.path.splitext(name)
+    return f"{encoded[: _LONGEST - 40].decode(errors='ignore')}~{zlib.crc32(encoded):08x}{suffix[:16]}"
+
+
+def _put_aside(name: str, label: str) -> str:
+    """The name of what is to be replaced, meanwhile. It is one that Lightning finds where it looks for the last one."""
+    stem, suffix = os.path.splitext(_short(name))
+    return f"{stem}.old-{label}{suffix}"
+
+
+def _machine() -> str:
+    """Where numbers of processes mean something: containers may share a name, or a folder, and not these."""
     try:
-        os.kill(int(rest), 0)
+        return f"{socket.gethostname()}.{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _is_of_the_dead(label: str, path: str) -> bool:
+    machine, _, number = label.rpartition("-")[0].rpartition("-")
+    if machine != _machine():
+        written = max(os.stat(each).st_ctime for each in (path, *(each.path for each in _entries(path))))
+        return time.time() - written > _FORGOTTEN
+    try:
+        os.kill(int(number), 0)
     except ProcessLookupError:
         return True
     except PermissionError:
         pass
     return False
+
+
+def _entries(path: str) -> list[os.DirEntry[str]]:
+    return list(os.scandir(path)) if _is_folder(path) else []
 
 
 def _is_folder(path: str) -> bool:
@@ -192,5 +266,8 @@ def _sync(folder: str) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # of file systems that have no such thing for folders
+            raise
     finally:
         os.close(descriptor)

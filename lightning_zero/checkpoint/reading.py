@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.utils._pytree import tree_map_only
 
+from lightning_zero.checkpoint.commit import stand_in
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.form import (
     CHECKPOINT_KEY,
@@ -32,6 +33,7 @@ from lightning_zero.checkpoint.records import (
     BrokenArchiveError,
     BufferFile,
     Record,
+    ends_as_archive,
     read_checked,
     records_of,
     tensor_in,
@@ -135,6 +137,8 @@ def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool | None =
         DamagedCheckpointError: if it is not as it was written, as far as that shows without reading all of it.
     """
     files = Files(path)
+    if not files.exists and (aside := stand_in(files.path)) is not None:
+        files = Files(aside)
     if not files.exists:
         raise FileNotFoundError(
             f"{files.path} does not exist: a checkpoint is a file of Lightning's, or a folder of sharded ones with "
@@ -154,8 +158,12 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
         head = file.read(4)
         if head[:1] == b"\x80":  # of torch before 1.6: a pickle, with nothing to tell whether it is whole
             records, loadable = [], False
-        elif head == b"PK\x03\x04":
+        elif head == b"PK\x03\x04" or ends_as_archive(file):
             records, loadable = _records_of_file(files, file, size), files.is_local
+        elif not any(head):  # as a machine leaves a file that had not been synced when it lost its power
+            raise DamagedCheckpointError(
+                f"{files.path} ({size} bytes) is damaged: it {'begins with zeros' if size else 'is empty'}. {_ADVICE}"
+            )
         else:
             raise ValueError(
                 f"{files.path} ({size} bytes) is no checkpoint: it is not a file of torch.save, nor a folder of "
@@ -170,6 +178,10 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
         except ForbiddenClassError as error:
             raise ValueError(f"{files.path}: {error}.") from error
         except Exception as error:
+            if "PytorchStreamReader" in str(error):  # a record that the pickle names is not among those there are
+                raise DamagedCheckpointError(
+                    f"{files.path} ({size} bytes) is damaged: {str(error).splitlines()[0]}. {_ADVICE}"
+                ) from error
             raise ValueError(
                 f"{files.path} ({size} bytes) cannot be read as a checkpoint: {type(error).__name__}: {error}"
             ) from error

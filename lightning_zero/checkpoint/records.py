@@ -16,6 +16,9 @@ from torch import Tensor
 _LOCAL_HEADER = 30
 _ENTRY = struct.Struct("<4s6H3I5H2I")
 _END, _END_64, _LOCATOR_64 = struct.Struct("<4s4H2IH"), struct.Struct("<4sQ2H2I4Q"), struct.Struct("<4sIQI")
+_FOLDER = 0x10
+"""An attribute: torch takes such a record to have no contents."""
+
 _SEE_EXTRA = 0xFFFFFFFF
 
 
@@ -51,6 +54,13 @@ def records_of(archive: IO[bytes]) -> list[Record]:
         raise BrokenArchiveError("its directory of records is not at its end") from error
 
 
+def ends_as_archive(file: IO[bytes]) -> bool:
+    """Whether it is one, as far as its last bytes tell."""
+    file.seek(0, io.SEEK_END)
+    file.seek(-min(file.tell(), _END.size), io.SEEK_END)
+    return file.read(4) == b"PK\x05\x06"
+
+
 def _records(archive: IO[bytes]) -> list[Record]:
     end = archive.seek(-_END.size, io.SEEK_END)
     signature, _, _, _, count, nbytes, start, _ = _END.unpack(archive.read(_END.size))
@@ -62,25 +72,45 @@ def _records(archive: IO[bytes]) -> list[Record]:
         if signature == b"PK\x06\x07":
             archive.seek(end_64)
             *_, count, nbytes, start = _END_64.unpack(archive.read(_END_64.size))
+    if start + nbytes > end:
+        raise BrokenArchiveError("its directory of records is not where its end has it")
     archive.seek(start)
     directory = archive.read(nbytes)
     found, position = [], 0
     for _ in range(count):
-        (signature, _, _, _, method, _, _, crc32, packed, length, of_name, of_extra, of_comment, _, _, _, header) = (
-            _ENTRY.unpack_from(directory, position)
-        )
+        (
+            signature,
+            _,
+            _,
+            _,
+            method,
+            _,
+            _,
+            crc32,
+            packed,
+            length,
+            of_name,
+            of_extra,
+            of_comment,
+            *_,
+            attributes,
+            header,
+        ) = _ENTRY.unpack_from(directory, position)
         position += _ENTRY.size
-        name = directory[position : position + of_name].decode()
+        encoded = directory[position : position + of_name]
+        name = encoded.decode()
         extra = directory[position + of_name : position + of_name + of_extra]
         position += of_name + of_extra + of_comment
         if _SEE_EXTRA in (packed, length, header):
             length, packed, header = _large(extra, length, packed, header)
         archive.seek(header)
-        local = archive.read(_LOCAL_HEADER)
-        if signature != b"PK\x01\x02" or local[:4] != b"PK\x03\x04" or method or packed != length:
-            raise BrokenArchiveError(f"record {name} is not where the directory has it")
+        local = archive.read(_LOCAL_HEADER + of_name)
         lengths = int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
-        found.append(Record(name, header + _LOCAL_HEADER + lengths, length, crc32))
+        begin = header + _LOCAL_HEADER + lengths
+        is_record = signature == b"PK\x01\x02" and local[:4] == b"PK\x03\x04" and not method and packed == length
+        if not is_record or local[_LOCAL_HEADER:] != encoded or begin + length > start or attributes & _FOLDER:
+            raise BrokenArchiveError(f"record {name} is not where the directory has it")
+        found.append(Record(name, begin, length, crc32))
     return found
 
 

@@ -334,7 +334,9 @@ def _write(content: Content, destination: Destination, rank: int) -> _Written:
     tensors, objects = [], {}
     with destination.writing(name) as stream:
         for entry in content.entries:
-            placed = [(box, _piece(stream, lambda box=box: torch.save(entry.piece(box), stream))) for box in entry.boxes]
+            placed = [
+                (box, _piece(stream, lambda box=box: torch.save(entry.piece(box), stream))) for box in entry.boxes
+            ]
             tensors.append((entry.names, entry.shape, entry.dtype, placed))
         for key, data in content.objects.items():
             objects[key] = _piece(stream, lambda data=data: stream.write(data))
@@ -352,9 +354,7 @@ def _piece(stream: Stream, write: Callable[[], Any]) -> list[int]:
     return [offset, stream.position - offset, stream.crc32]
 
 
-def _complete(
-    content: Content, destination: Destination, written_by: dict[str, Any], everyone: list[_Written]
-) -> None:
+def _complete(content: Content, destination: Destination, written_by: dict[str, Any], everyone: list[_Written]) -> None:
     """On rank 0: what makes a checkpoint of the files of all ranks."""
     elsewhere = [rank for rank, written in enumerate(everyone) if destination.size_of(written.file) != written.nbytes]
     if elsewhere:
@@ -391,5 +391,7 @@ def _metadata(content: Content, everyone: list[_Written]) -> Metadata:
         for name, (offset, length, _) in written.objects.items():
             storage[MetadataIndex(name)] = _StorageInfo(written.file, offset, length)
     objects = {name: BytesStorageMetadata() for written in everyone for name in written.objects}
-    found: dict[str, Any] = {name: {**tensors, **objects}[name] for name in content.paths if name in tensors or name in objects}
+    found: dict[str, Any] = {
+        name: {**tensors, **objects}[name] for name in content.paths if name in tensors or name in objects
+    }
     return Metadata(found, content.paths, storage, StorageMeta(), CURRENT_DCP_VERSION)
