@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_zero.checkpoint.commit import Destination, Stream, new_label
 from lightning_zero.checkpoint.exporting import write_values
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
-from lightning_zero.checkpoint.reading import OpenedCheckpoint
+from lightning_zero.checkpoint.reading import OpenedCheckpoint, by_number
 from lightning_zero.checkpoint.saving import by_name, content_of, identity, save_in_parts, save_whole
 from lightning_zero.engine.stored import StoredTensor
 
 _ALIGNMENT = 64  # bytes; that of torch.save
 NAMES = "optimizer_names"
-"""Under our key in a file: the names of each optimizer's parameters, by which a folder keeps its state."""
+"""Under our key in a file: by the key that a folder has for an optimizer, the names by which it keeps the state."""
 
 
 def bytes_of(checkpoint: dict[str, Any]) -> int:
@@ -48,7 +48,7 @@ def write_full(opened: OpenedCheckpoint, out: str, advance: Callable[[int], Any]
         OSError: if it cannot be written; then everything is as before.
         DamagedCheckpointError: if some values cannot be read; likewise.
     """
-    checkpoint = opened.checkpoint
+    checkpoint, names = _whole(opened)
     fs, place = url_to_fs(out)
     folder = os.path.dirname(place) if isinstance(fs, LocalFileSystem) else None
     if folder:
@@ -65,8 +65,8 @@ def write_full(opened: OpenedCheckpoint, out: str, advance: Callable[[int], Any]
     # each a storage of its own, as torch.save writes whole storages; tied ones are one tensor
     mapped = {key: _at(mapping, places[key], tensor) for key, tensor in stored.items()}
     ready = tree_map_only(StoredTensor, lambda tensor: mapped[id(tensor)], checkpoint)
-    if opened.names_of_optimizers and not _are_numbers(opened.names_of_optimizers):
-        ready[CHECKPOINT_KEY] = {**ready.get(CHECKPOINT_KEY, {}), NAMES: opened.names_of_optimizers}
+    if any(not name.isdecimal() for of_one in names.values() for name in of_one):  # somebody knew them
+        ready[CHECKPOINT_KEY] = {**ready.get(CHECKPOINT_KEY, {}), NAMES: names}
     save_whole(ready, _Told(out, advance))
 
 
@@ -90,16 +90,20 @@ def write_sharded(opened: OpenedCheckpoint, out: str, advance: Callable[[int], A
         OSError: if it cannot be written; then everything is as before.
         DamagedCheckpointError: if some values cannot be read; likewise.
     """
-    rest = dict(opened.checkpoint)
-    ours = dict(rest.pop(CHECKPOINT_KEY, None) or {})
-    names = ours.pop(NAMES, None) or opened.names_of_optimizers or []
-    tree: dict[str, Any] = {}
-    # what is empty has no leaf that DCP could keep
-    if rest.get("state_dict"):
-        tree["state_dict"] = rest.pop("state_dict")
-    if rest.get("optimizer_states"):
-        for i, state in enumerate(rest.pop("optimizer_states")):
-            tree[f"optimizer_{i}"] = by_name(state, names[i] if i < len(names) else [])
+    checkpoint, names = _whole(opened)
+    ours = dict(checkpoint.pop(CHECKPOINT_KEY, None) or {})
+    names = ours.pop(NAMES, names)
+    rest, tree = {}, {}
+    for key, value in checkpoint.items():
+        if key == "optimizer_states" and _is_lightnings(opened) and value:
+            for number, state in enumerate(value):
+                tree[f"optimizer_{number}"] = by_name(state, names.get(f"optimizer_{number}", []))
+        elif _is_optimizers(value):
+            tree[key] = by_name(value, names.get(key, []))
+        elif key == "state_dict" and value or not _is_lightnings(opened) and _has_tensors(value):
+            tree[key] = value
+        else:
+            rest[key] = value
     if "masters" in ours:
         tree[CHECKPOINT_KEY] = {"masters": ours.pop("masters")}
     if ours:
@@ -107,9 +111,34 @@ def write_sharded(opened: OpenedCheckpoint, out: str, advance: Callable[[int], A
     save_in_parts(content_of(tree, rest), _Told(out, advance), opened.written_by)
 
 
-def _are_numbers(names: list[list[str]]) -> bool:
-    """Whether nobody knew the parameters' names when the checkpoint was written."""
-    return all(name.isdecimal() for of_one in names for name in of_one)
+def _whole(opened: OpenedCheckpoint) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """A checkpoint as a file has it, and the names of each optimizer's parameters by the key that a folder has for it.
+
+    One of Lightning's is in its Trainer's form, whichever of its strategies wrote it; any other, as Fabric's, under the
+    keys that its project gave it.
+    """
+    if _is_lightnings(opened):
+        of_all = opened.names_of_optimizers or []
+        return dict(opened.checkpoint), {f"optimizer_{number}": of_one for number, of_one in enumerate(of_all)}
+    checkpoint, names = dict(opened.as_saved), {}
+    for key, value in checkpoint.items():
+        if _is_optimizers(value):
+            of_one = [name for group in value["param_groups"] for name in group["params"]]
+            if all(isinstance(name, str) for name in of_one):
+                checkpoint[key], names[key] = by_number(value), of_one
+    return checkpoint, names
+
+
+def _is_lightnings(opened: OpenedCheckpoint) -> bool:
+    return not {"state_dict", "pytorch-lightning_version"}.isdisjoint(opened.as_saved)
+
+
+def _is_optimizers(value: Any) -> bool:
+    return isinstance(value, dict) and {"state", "param_groups"} <= value.keys()
+
+
+def _has_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
 
 
 class _Told(Destination):
@@ -134,10 +163,8 @@ class _Told(Destination):
 
 
 def with_prefix(opened: OpenedCheckpoint, prefix: str) -> OpenedCheckpoint:
-    """The same with a prefix (``model.``, or ``model``) before the name of each parameter and buffer."""
-    if not prefix:
-        return opened
-    prefix = f"{prefix.removesuffix('.')}."
+    """One of a Trainer's with a prefix (``model.``, or ``model``) before the name of each parameter and buffer."""
+    prefix = f"{prefix.removesuffix('.')}." if prefix else ""
 
     def renamed(values: dict[str, Any]) -> dict[str, Any]:
         return {f"{prefix}{name}": value for name, value in values.items()}
@@ -150,4 +177,4 @@ def with_prefix(opened: OpenedCheckpoint, prefix: str) -> OpenedCheckpoint:
     names = opened.names_of_optimizers
     if names is not None:
         names = [[f"{prefix}{name}" for name in of_one] for of_one in names]
-    return dataclasses.replace(opened, checkpoint=checkpoint, names_of_optimizers=names)
+    return dataclasses.replace(opened, checkpoint=checkpoint, as_saved=checkpoint, names_of_optimizers=names)

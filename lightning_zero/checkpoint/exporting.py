@@ -120,8 +120,8 @@ def export(opened: OpenedCheckpoint, dtype: torch.dtype | None = None, prefix: s
     config = json.loads(models[prefix]) if prefix in models else None
     start = f"{prefix}." if prefix else ""
 
-    state = opened.checkpoint.get("state_dict") or {}
-    masters = {identity(state[name]): master for name, master in (ours.get("masters") or {}).items() if name in state}
+    state, masters_by_name = _weights(opened.checkpoint, ours.get("masters") or {})
+    masters = {identity(state[name]): master for name, master in masters_by_name.items() if name in state}
     found = Export([], config=config)
     names: dict[Any, str] = {}
     for whole_name, values in state.items():
@@ -143,7 +143,7 @@ def export(opened: OpenedCheckpoint, dtype: torch.dtype | None = None, prefix: s
         raise ValueError(
             f"{opened.path} has no weights whose names begin with {start!r}; there are {listed(list(state))}"
             if state
-            else f"{opened.path} has no weights: its state_dict is empty."
+            else f"{opened.path} has no weights in its state_dict."
         )
     for weight in found.weights:
         if weight.dtype not in DTYPES:
@@ -151,6 +151,19 @@ def export(opened: OpenedCheckpoint, dtype: torch.dtype | None = None, prefix: s
     if config is not None:
         _say_dtype(config, {weight.dtype for weight in found.weights if weight.dtype.is_floating_point})
     return found
+
+
+def _weights(checkpoint: Mapping[str, Any], masters: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Weights and masters by name; in a checkpoint of Fabric with its project's own keys, behind these."""
+    if "state_dict" in checkpoint:
+        inner = masters.get("model")  # where Fabric has them, with weights under that key
+        return dict(checkpoint["state_dict"]), dict(inner if isinstance(inner, Mapping) else masters)
+    found: list[dict[str, Any]] = [{}, {}]
+    for target, source in zip(found, (checkpoint, masters)):
+        for key, values in source.items():
+            if isinstance(values, Mapping):
+                target.update((f"{key}.{name}", value) for name, value in values.items() if isinstance(value, Tensor))
+    return found[0], found[1]
 
 
 def _say_dtype(config: dict[str, Any], dtypes: set[torch.dtype]) -> None:

@@ -20,9 +20,11 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from lightning.pytorch import LightningModule
 from safetensors.torch import load, load_file, load_model, safe_open
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import lightning_zero
@@ -37,7 +39,7 @@ from tests.checkpoint.test_saving import save as save_on_ranks
 from tests.examples.running import REPOSITORY
 from tests.numbers.test_host_memory import anonymous
 from tests.support import rank
-from tests.support.trainer import fit
+from tests.support.trainer import fit, make_trainer
 from tests.support.training import same_tensors
 
 FORMS = ("full", "sharded")
@@ -71,7 +73,7 @@ def checkpoint_of(module: nn.Module, *, masters: bool = False, **ours: Any) -> d
         for name, p in parameters.items():
             p.data = kept[name].to(p.dtype)
         ours["masters"] = kept
-    names = [[name for p in (*others, *bias) for name, q in parameters.items() if p is q]]
+    names = {"optimizer_0": [name for p in (*others, *bias) for name, q in parameters.items() if p is q]}
     return {
         "epoch": 3,
         "global_step": 120,
@@ -106,6 +108,11 @@ def assert_equal(found: Any, expected: Any) -> None:
             assert torch.equal(leaf.clone(), other), path
         else:
             assert leaf == other and type(leaf) is type(other), path
+
+
+def names_in(folder: Path) -> set[str]:
+    """Of what a folder has, as DCP itself reads it."""
+    return set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
 
 
 def run(*arguments: Any) -> int:
@@ -259,6 +266,38 @@ def test_from_pretrained_loads_what_was_exported(tmp_path, form, tied, size, cap
     assert type(AutoModelForCausalLM.from_pretrained(folder)) is GPT2LMHeadModel
 
 
+class WritesText(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = GPT2LMHeadModel(tiny())
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.model(input_ids=batch[0], labels=batch[0]).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        return DataLoader(TensorDataset(torch.arange(8 * 6).view(8, 6) % 30), batch_size=2)
+
+
+def train_gpt2(path: Path) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    module, strategy = WritesText(), ZeroStrategy(3, checkpoint="sharded")
+    make_trainer(strategy, max_epochs=1, callbacks=[SaveAtTheEnd(path)], precision="bf16-true").fit(module)
+    return module.model.state_dict()
+
+
+def test_from_pretrained_loads_what_a_trainer_saved(run_on, tmp_path):
+    trained = run_on(2, train_gpt2, path=tmp_path / "last.ckpt")[0]
+    assert run("export", tmp_path / "last.ckpt", tmp_path / "out" / "model.safetensors", "--dtype", "fp32") == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert all(value.dtype == torch.float32 for value in model.state_dict().values())
+    assert_equal({name: value.bfloat16() for name, value in model.state_dict().items()}, dict(trained))
+    finer = [not torch.equal(value, value.bfloat16().float()) for value in model.state_dict().values()]
+    assert sum(finer) > len(finer) / 2, "the masters' digits are lost"
+
+
 def test_from_pretrained_takes_the_dtype_of_the_export(tmp_path):
     module = Wraps(tiny(dtype="bfloat16")).bfloat16()
     checkpoint = checkpoint_of(module, masters=True, transformers={"model": module.model.config.to_json_string()})
@@ -304,11 +343,11 @@ def test_converted_and_back_is_the_same_in_every_tensor_and_all_else(tmp_path, m
     assert (tmp_path / "b.ckpt" / ".metadata").is_file()
     opened = open_checkpoint(tmp_path / "b.ckpt")
     opened.verify()
-    state = dcp.FileSystemReader(tmp_path / "b.ckpt").read_metadata().state_dict_metadata
-    assert ("optimizer_0.state.layer.weight.exp_avg" if named else "optimizer_0.state.1.exp_avg") in state
+    state = "optimizer_0.state.layer.weight.exp_avg" if named else "optimizer_0.state.1.exp_avg"
+    assert state in names_in(tmp_path / "b.ckpt")
     if named:
         names = expected["lightning_zero"]["optimizer_names"]
-        assert opened.names_of_optimizers == names
+        assert opened.names_of_optimizers == [names["optimizer_0"]]
         opened.checkpoint["lightning_zero"]["optimizer_names"] = names
     assert_equal(opened.checkpoint, expected)
     assert run("convert", tmp_path / "b.ckpt", tmp_path / "c.ckpt", "--to", "full") == 0
@@ -500,6 +539,29 @@ def test_training_goes_on_from_what_was_converted(run_on, tmp_path):
     run_on(2, train_and_go_on, folder=tmp_path)
 
 
+@pytest.mark.parametrize("key", ["model", "network"])
+def test_a_checkpoint_of_fabric_keeps_its_keys(tmp_path, key):
+    module = Network().bfloat16()
+    lightnings = checkpoint_of(module, masters=True)
+    masters, names = lightnings["lightning_zero"]["masters"], lightnings["lightning_zero"]["optimizer_names"]
+    ours = {"masters": {key: masters}, "optimizer_names": {"adam": names["optimizer_0"]}}
+    checkpoint = {key: lightnings["state_dict"], "adam": lightnings["optimizer_states"][0], "step": 7}
+    expected = copy.deepcopy({**checkpoint, "lightning_zero": ours})
+    path = save({**checkpoint, "lightning_zero": ours}, tmp_path / "a.ckpt")
+    assert run("convert", path, tmp_path / "b.ckpt", "--to", "sharded") == 0
+    assert (
+        "adam.state.layer.weight.exp_avg"
+        in dcp.FileSystemReader(tmp_path / "b.ckpt").read_metadata().state_dict_metadata
+    )
+    assert run("convert", tmp_path / "b.ckpt", tmp_path / "c.ckpt", "--to", "full") == 0
+    assert_equal(torch.load(tmp_path / "c.ckpt"), expected)
+
+    options = ["--dtype", "fp32", *(["--strip-prefix", key] if key != "model" else [])]
+    assert run("export", tmp_path / "b.ckpt", tmp_path / "w.safetensors", *options) == 0
+    found = load_file(tmp_path / "w.safetensors")
+    assert all(torch.equal(found[name], master) for name, master in masters.items() if name != "head.weight")
+
+
 def test_what_has_no_tensors_stays_as_it_is(tmp_path):
     checkpoint = {"epoch": 1, "state_dict": {}, "optimizer_states": [], "callbacks": {}, "loops": {"fit_loop": {}}}
     path = save(checkpoint, tmp_path / "a.ckpt", "sharded")
@@ -531,7 +593,7 @@ def test_remote_paths_are_read_and_written(tmp_path):
 def test_an_imported_checkpoint_has_the_names_of_the_module_that_wraps_the_model(tmp_path, form):
     network = Network()
     checkpoint = checkpoint_of(network)
-    (names,) = checkpoint["lightning_zero"]["optimizer_names"]
+    names = checkpoint["lightning_zero"]["optimizer_names"]["optimizer_0"]
     state = by_name(checkpoint["optimizer_states"][0], names)
     dcp.save({"model": network.state_dict(), "optim": state}, checkpoint_id=tmp_path / "theirs", no_dist=True)
     assert run("import", "fsdp", tmp_path / "theirs", tmp_path / "ours", "--to", form, "--prefix", "model.") == 0
@@ -542,8 +604,8 @@ def test_an_imported_checkpoint_has_the_names_of_the_module_that_wraps_the_model
     wraps.load_state_dict({name: value.clone() for name, value in opened.checkpoint["state_dict"].items()})
     assert_equal(wraps["model"].state_dict(), network.state_dict())
     assert_equal(opened.checkpoint["optimizer_states"][0]["state"], checkpoint["optimizer_states"][0]["state"])
-    given = opened.names_of_optimizers or opened.checkpoint["lightning_zero"]["optimizer_names"]
-    assert given == [[f"model.{name}" for name in names]]
+    given = opened.names_of_optimizers or opened.checkpoint["lightning_zero"]["optimizer_names"].values()
+    assert list(given) == [[f"model.{name}" for name in names]]
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
