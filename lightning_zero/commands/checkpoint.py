@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("lightning-zero checkpoint", description=__doc__, epilog=EPILOG)
+    parser = argparse.ArgumentParser("lightning-zero checkpoint", epilog=EPILOG)
     commands = parser.add_subparsers(dest="command", required=True, metavar="inspect|verify|export|convert|import")
 
     def command(name: str, run: Callable[[Any], int | None], does: str) -> argparse.ArgumentParser:
@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
             added.add_argument("source", choices=("deepspeed", "fsdp"), help="what wrote it")
         added.add_argument("path", metavar="PATH")
         if name not in ("inspect", "verify"):
-            added.add_argument("out", metavar="OUT")
+            added.add_argument("out", metavar="OUT", help="FOLDER/NAME.safetensors" if name == "export" else None)
             added.add_argument("--overwrite", action="store_true", help="replace what is there")
         if name != "import":
             added.add_argument(
@@ -106,7 +106,7 @@ def _open(options: Any) -> Any:
         return open_checkpoint(options.path, weights_only=False if options.trust else None)
     except ValueError as error:
         if isinstance(error.__cause__, ForbiddenClassError):
-            raise ValueError(f"{error} To this command say --trust instead.") from error
+            raise ValueError(f"{error} With this command that is --trust.") from error
         raise
 
 
@@ -212,9 +212,11 @@ def _convert(options: Any) -> None:
 def _import(options: Any) -> None:
     from lightning_zero.checkpoint.converting import with_prefix
 
+    which = {} if options.model is None else {"model": options.model}
+    if which and options.source != "fsdp":
+        raise ValueError(f"--model {options.model} is for fsdp: a checkpoint of DeepSpeed has one model. Leave it out.")
     _refuse_existing([options.out], options)
     source = importlib.import_module(f"lightning_zero.checkpoint.{options.source}")
-    which = {"model": options.model} if options.source == "fsdp" else {}
     _write(with_prefix(getattr(source, f"open_{options.source}")(options.path, **which), options.prefix), options)
 
 

@@ -677,7 +677,7 @@ def test_classes_are_not_unpickled_unless_one_trusts_the_file(tmp_path, capsys):
     path = save({"state_dict": {"w": torch.ones(3)}, "own": Own()}, tmp_path / "a.ckpt")
     assert run("export", path, tmp_path / "w.safetensors") == 1
     said = capsys.readouterr().err
-    assert "test_commands.Own" in said and said.endswith("To this command say --trust instead.\n")
+    assert "test_commands.Own" in said and said.endswith("With this command that is --trust.\n")
     assert run("export", path, tmp_path / "w.safetensors", "--trust") == 0
 
 
@@ -710,6 +710,7 @@ def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path, capsys):
         (["convert", "PATH", "OUT"], 2, "--to"),
         (["inspect", "nowhere.ckpt"], 1, "nowhere.ckpt does not exist"),
         (["import", "jax", "PATH", "OUT"], 2, "'jax'"),
+        (["import", "deepspeed", "PATH", "OUT", "--model", "w"], 1, "--model w is for fsdp"),
         ([], 2, "inspect|verify|export|convert|import"),
     ],
 )
