@@ -99,10 +99,9 @@ def _put_together(
     checkpoint = with_lightnings_entries(checkpoint, steps=model["global_steps"])
     checkpoint["state_dict"] = {rename(name): value for name, value in state_dict.items()}
     names = None
-    dealt = stage < 3 and model["ds_config"].get("zero_optimization", {}).get("round_robin_gradients", False)
-    optimizer = _optimizer_state(
-        folder, saved, masters, layouts, "optimizer_state_dict" if stage == 3 else "base_optimizer_state", dealt
-    )
+    dealt = stage < 3 and "zero_stage" in saved[0] and _option(model, "round_robin_gradients")
+    entry = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
+    optimizer = _optimizer_state(folder, saved, masters, layouts, entry, dealt)
     if optimizer is not None:
         order, checkpoint["optimizer_states"] = optimizer[0], [optimizer[1]]
         names = [[rename(name) for name in order]]
@@ -157,11 +156,7 @@ def _rank_files(folder: Path) -> _RankFiles:
     cut_otherwise = sorted(match.string for match in (*optimizer, *model) if int(match[2]) > 0)
     cut_otherwise += sorted(name for name in names if name.startswith(("layer_", "expp_rank_")) or "_expert_" in name)
     if cut_otherwise:
-        raise ValueError(
-            f"{folder} is of a model that was cut by tensor, pipeline or expert parallelism as well as by ZeRO "
-            f"({listed(cut_otherwise)}): only what ZeRO alone has cut can be put together here. DeepSpeed's own "
-            "ds_to_universal.py puts others together."
-        )
+        raise ValueError(_cut_otherwise(folder, cut_otherwise))
     if not optimizer:
         raise FileNotFoundError(
             f"{folder} has no file '..._optim_states.pt' of ZeRO's stages 1 to 3. In it: "
@@ -173,6 +168,14 @@ def _rank_files(folder: Path) -> _RankFiles:
     return _RankFiles(
         dict(sorted((int(match[1]), file) for match, file in optimizer.items())),
         dict(sorted((int(match[1] or 0), file) for match, file in model.items())),
+    )
+
+
+def _cut_otherwise(folder: Path, told_by: list[str]) -> str:
+    return (
+        f"{folder} is of a model that was cut by tensor, pipeline or expert parallelism as well as by ZeRO "
+        f"({listed(told_by)}): only what ZeRO alone has cut can be put together here. DeepSpeed's own "
+        "ds_to_universal.py puts others together."
     )
 
 
@@ -254,6 +257,12 @@ def _stage_of(folder: Path, state: dict[str, Any]) -> int:
     return int(stage)
 
 
+def _option(model: dict[str, Any], name: str) -> bool:
+    """One of ZeRO's in DeepSpeed's configuration, which is kept with the model."""
+    config = model.get("ds_config")
+    return bool(config["zero_optimization"].get(name)) if isinstance(config, dict) else False
+
+
 def _world_size_of(state: dict[str, Any]) -> int:
     count = state["partition_count"]  # of each param group, at stages 1 and 2
     return max(count) if isinstance(count, (list, tuple)) else count
@@ -266,12 +275,7 @@ def _check_cut_by_zero_alone(folder: Path, model: dict[str, Any]) -> None:
     }
     others |= {name: "yes" for name in ("ds_autoep_layers", "autoep_layers") if model.get(name)}
     if others:
-        told = ", ".join(f"{name}: {degree}" for name, degree in others.items())
-        raise ValueError(
-            f"{folder} is of a model that was cut by tensor, pipeline or expert parallelism as well as by ZeRO "
-            f"({told}): only what ZeRO alone has cut can be put together here. DeepSpeed's own ds_to_universal.py "
-            "puts others together."
-        )
+        raise ValueError(_cut_otherwise(folder, [f"{name}: {degree}" for name, degree in others.items()]))
     if not isinstance(model["module"], dict) or not model.get("param_shapes"):
         raise ValueError(f"{folder} has no weights with names: it is of a pipeline, or written without the optimizer.")
 

@@ -422,10 +422,10 @@ def test_which_entry_has_the_weights_is_asked_where_several_might(fsdps: Path, t
         open_fsdp(tmp_path / "flat.pt")
 
 
-def resume_by_lightning(imported: list[str]) -> None:
+def resume_by_lightning(paths: list[str]) -> None:
     straight = SmallLearner(rank())
     make_trainer("ddp", max_steps=BEFORE + AFTER, use_distributed_sampler=False).fit(straight)
-    for path in imported:
+    for path in paths:
         module = fitted_from(path, "zero3")
         assert module.losses == straight.losses[BEFORE:]
         for key, value in straight.state_dict().items():
@@ -439,7 +439,8 @@ def test_a_trainer_goes_on_from_what_lightnings_strategies_for_fsdp_saved(
     run_on(2, write_by_lightning, folder=tmp_path)
     forms = {"lightning-fsdp": "full", "lightning-fsdp2": "sharded"}
     files = [imported("fsdp", tmp_path / name, tmp_path / f"{name}.ckpt", form) for name, form in forms.items()]
-    run_on(2, resume_by_lightning, imported=files)
+    folders = [str(tmp_path / name) for name in forms]  # which need not be imported
+    run_on(2, resume_by_lightning, paths=[*files, *folders])
 
     opened = open_fsdp(tmp_path / "lightning-fsdp2")
     with pytest.warns(UserWarning, match="numbers the optimizer's parameters as the module has them"):

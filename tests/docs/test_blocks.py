@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -149,7 +150,7 @@ def run_troubleshooting(folder: str) -> None:
 
 
 def move_a_folder_of_fsdp2(folder: str) -> None:
-    """By the page's own command and block; the run goes on as from the one file that FSDP2 may write as well."""
+    """By the page's own command and block; a run goes on as from the folder, and the one file, of FSDP2."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for name, is_folder in (("last.ckpt", True), ("whole.ckpt", False)):
@@ -159,24 +160,23 @@ def move_a_folder_of_fsdp2(folder: str) -> None:
             trainer.fit(ModelForFSDP2(), data())
             trainer.save_checkpoint(name)
         if rank() == 0:
-            (command,) = (block.text for block in blocks("migrating.md") if block.language == "bash")
-            command = command.replace("python", sys.executable, 1)
-            subprocess.run(command, shell=True, check=True, capture_output=True)
+            (commands,) = (block.text for block in blocks("migrating.md") if block.language == "bash")
+            (command,) = (line for line in commands.splitlines() if "import fsdp" in line)
+            arguments = shlex.split(command, comments=True)[1:]
+            subprocess.run([sys.executable, "-m", "lightning_zero", *arguments], check=True, capture_output=True)
         dist.barrier()
-        model = Model()
-        make_trainer("zero3", max_epochs=1).fit(model, data())
-        namespace = {"torch": torch, "model": model, "trainer": trainer}
-        run_page("migrating.md", folder, namespace)
-        dist.barrier()
+        runs = [(Model(), make_trainer("zero3", max_epochs=2)) for _ in range(3)]
+        model, trainer = runs[0]
+        run_page("migrating.md", folder, {"model": model, "trainer": trainer, "data": data()})
+        for (model, trainer), name in zip(runs[1:], ("last.ckpt", "whole.ckpt"), strict=True):
+            trainer.fit(model, data(), ckpt_path=name)
         found = []
-        for name in ("moved.ckpt", "whole.ckpt"):
-            model, trainer = Model(), make_trainer("zero3", max_epochs=2)
-            trainer.fit(model, data(), ckpt_path=name, weights_only=False)
+        for model, trainer in runs:
             assert trainer.global_step == 4
             state = trainer.optimizers[0].state_dict()["state"]
             assert all(each["step"] == 4 for each in state.values())
             found.append([*model.state_dict().values(), *(each["exp_avg_sq"] for each in state.values())])
-        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*found, strict=True))
 
 
 PAGES = [
