@@ -165,11 +165,11 @@ def move_a_folder_of_fsdp2(folder: str) -> None:
             arguments = shlex.split(command, comments=True)[1:]
             subprocess.run([sys.executable, "-m", "lightning_zero", *arguments], check=True, capture_output=True)
         dist.barrier()
-        runs = [(Model(), make_trainer("zero3", max_epochs=2)) for _ in range(3)]
-        model, trainer = runs[0]
-        run_page("migrating.md", folder, {"model": model, "trainer": trainer, "data": data()})
-        for (model, trainer), name in zip(runs[1:], ("last.ckpt", "whole.ckpt"), strict=True):
-            trainer.fit(model, data(), ckpt_path=name)
+        page = run_page("migrating.md", folder, {"model": Model(), "trainer": trainer, "data": data()})
+        runs = [(page["model"], page["trainer"])]
+        for name in ("last.ckpt", "whole.ckpt"):
+            runs.append((Model(), make_trainer("zero3", max_epochs=2)))
+            runs[-1][1].fit(runs[-1][0], data(), ckpt_path=name)
         found = []
         for model, trainer in runs:
             assert trainer.global_step == 4
