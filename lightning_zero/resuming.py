@@ -14,11 +14,12 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Trainer
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 Rng = dict[str, Any]
-"""The state of this process's generators, in what ``torch.load(weights_only=True)`` reads."""
+"""The state of this process's generators."""
 
 
 def rng_state(device: torch.device) -> Rng:
@@ -26,28 +27,30 @@ def rng_state(device: torch.device) -> Rng:
     state: Rng = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        # Of unsigned integers, which torch does not pickle.
-        state["numpy"] = tree_map_only(
-            numpy.ndarray,
-            lambda words: torch.from_numpy(words.view(f"i{words.itemsize}")),
-            numpy.random.get_state(legacy=False),
-        )
+        state["numpy"] = numpy.random.get_state(legacy=False)
     if device.type != "cpu":
         state[device.type] = torch.get_device_module(device).get_rng_state()
     return state
 
 
 def set_rng_state(state: Rng, device: torch.device) -> None:
-    """The inverse of ``rng_state``; generators of which nothing is known there stay as they are."""
+    """The inverse of ``rng_state``, ``in_tensors`` or not; generators that it does not know stay as they are."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
-        numpy.random.set_state(
-            tree_map_only(torch.Tensor, lambda words: words.numpy().view(f"u{words.itemsize}"), state["numpy"])
-        )
+        numpy.random.set_state(tree_map_only(Tensor, lambda t: t.numpy().view(f"u{t.itemsize}"), state["numpy"]))
     if device.type in state:
         torch.get_device_module(device).set_rng_state(state[device.type])
+
+
+def in_tensors(states: Any) -> Any:
+    """States with tensors in the place of NumPy's arrays, as ``torch.load(weights_only=True)`` reads them."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return states
+    # Of unsigned integers, which torch does not pickle.
+    return tree_map_only(numpy.ndarray, lambda words: torch.from_numpy(words.view(f"i{words.itemsize}")), states)
 
 
 class Bookmark:
@@ -95,14 +98,14 @@ class Bookmark:
     def state(self) -> dict[str, Any]:
         """This rank's ``rng`` and ``data``, to be saved."""
         if self._saved is not None:
-            return self._saved
+            return dict(in_tensors(self._saved))
         rng, position = rng_state(self._device), self._position
         if position is not None and position["epoch"] != self._epoch:
             position = None
         if position is not None and self._step is not None and self._is_within_step:
             batches, _, rng = self._step
             position = {**position, "batches": batches}
-        return {"rng": rng, "data": position}
+        return dict(in_tensors({"rng": rng, "data": position}))
 
     @property
     def _epoch(self) -> int:
