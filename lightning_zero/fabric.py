@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zero.checkpoint.fitting import check_module
 from lightning_zero.checkpoint.reading import by_number
 from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.engine import Engine, engine_of
@@ -208,6 +209,7 @@ class FabricStrategy(ZeroProcesses):
         return super().get_optimizer_state(optimizer)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        check_module(_unwrapped(module), state_dict, strict)
         _unwrapped(module).load_state_dict(state_dict, strict=strict)
 
     def save_checkpoint(
@@ -233,10 +235,10 @@ class FabricStrategy(ZeroProcesses):
                 return
             converted = self._convert_stateful_objects_in_state(state, filter=filter or {})
             if not self._saves_in_parts:
-                if self.is_global_zero:
-                    self._saver.save_whole({**converted, **about}, path, own=(CHECKPOINT_KEY, *_large(state)))
+                self._save_whole({**converted, **about}, path, own=(CHECKPOINT_KEY, *_large(state)))
                 return
             self._check_storage_options(storage_options)
+            self._alike(self._saver.finish)
             tree = {
                 key: by_name(converted[key], _names_in(state[key], state))
                 if isinstance(state[key], Optimizer)
@@ -251,7 +253,7 @@ class FabricStrategy(ZeroProcesses):
         self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """As Fabric's, of a file or a folder; each rank reads its share of weights and optimizers' state."""
-        self._saver.finish()
+        self._alike(self._saver.finish)
         if not self._has_default_io or str(path).startswith("http"):
             remainder = super().load_checkpoint(path, state, strict, weights_only)
         else:
@@ -297,7 +299,7 @@ class FabricStrategy(ZeroProcesses):
     def teardown(self) -> None:
         """Make the modules ordinary again, whole, where they are. Collective, but after a failure."""
         try:
-            self._saver.close(abandon=self._is_cut_off)
+            self._finish_saving()
         finally:
             self._teardown()
 

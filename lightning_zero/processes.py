@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,10 +27,13 @@ from torch import Tensor
 import lightning_zero
 from lightning_zero.checkpoint.reading import DamagedCheckpointError, OpenedCheckpoint, open_checkpoint
 from lightning_zero.checkpoint.saver import Saver
+from lightning_zero.checkpoint.saving import CheckpointNotSavedError
 from lightning_zero.engine.collectives import Communicator, wire_dtype_of
 from lightning_zero.engine.placement import Placement, placements_of
 from lightning_zero.engine.promises import parameters_await_values
 from lightning_zero.engine.watch import explained, fail, failure, renew
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     ParallelStrategy: Any  # of one of the namespaces: the classes that are used derive from it as well
@@ -88,7 +92,7 @@ class ZeroProcesses(ParallelStrategy):
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._start_method = start_method
-        self._failed = False
+        self._failed = self._has_failed = False
 
     def __repr__(self) -> str:
         # shown by Lightning's error where a strategy is passed to what is of another namespace
@@ -139,7 +143,7 @@ class ZeroProcesses(ParallelStrategy):
             self._launcher = launchers._MultiProcessingLauncher(self, start_method=self._start_method)
 
     def setup_environment(self) -> None:
-        self._failed = False
+        self._failed = self._has_failed = False
         super().setup_environment()
         self.set_world_ranks()
         self._process_group_backend = self._process_group_backend or _get_default_process_group_backend_for_device(
@@ -294,6 +298,15 @@ class ZeroProcesses(ParallelStrategy):
                 "write checkpoint='full' with a CheckpointIO that takes them."
             )
 
+    def _save_whole(self, checkpoint: dict[str, Any], path: Any, own: tuple[str, ...]) -> None:
+        """Write one file on rank 0; what it cannot write, or could not in the background, all raise. Collective."""
+
+        def save() -> None:
+            self._saver.finish()
+            self._saver.save_whole(checkpoint, path, own)
+
+        self._alike(save if self.is_global_zero else lambda: None)
+
     def _opened(self, path: Any, weights_only: bool | None) -> OpenedCheckpoint:
         """Open a checkpoint of any form, and verify it; what one rank finds wrong, all raise. Collective."""
         opened: list[OpenedCheckpoint] = []
@@ -309,11 +322,28 @@ class ZeroProcesses(ParallelStrategy):
             act()
         except Exception as raised:
             error = raised
-        said = self._gather(None if error is None else (isinstance(error, DamagedCheckpointError), str(error)))
+        kinds: list[type[Exception]] = [DamagedCheckpointError, CheckpointNotSavedError, FileNotFoundError, OSError]
+        kind = next((kind for kind in kinds if isinstance(error, kind)), ValueError)
+        said = self._gather(None if error is None else (kind, str(error)))
         if error is not None:
             raise error
-        for rank, (damaged, message) in ((rank, told) for rank, told in enumerate(said) if told is not None):
-            raise (DamagedCheckpointError if damaged else ValueError)(f"On rank {rank}: {message}")
+        for rank, (kind, message) in ((rank, told) for rank, told in enumerate(said) if told is not None):
+            raise kind(f"On rank {rank}: {message}")
+
+    def _finish_saving(self) -> None:
+        """At the end of a run: all that was saved is written then, or an error says that it is not.
+
+        Raises:
+            CheckpointNotSavedError: on every rank; but if an exception has ended the run, that is the one to be seen.
+        """
+        if not self._has_failed:
+            if self._saves_in_background:
+                self._alike(self._saver.close)
+            return
+        try:
+            self._saver.close(abandon=self._is_cut_off)
+        except Exception as error:
+            log.warning("After the exception, and beside it: %s", error)
 
     # -- failures ---------------------------------------------------------------------------------------------------
 
@@ -324,6 +354,7 @@ class ZeroProcesses(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks, which may wait for this one, and wake them. With one rank none waits."""
+        self._has_failed = True
         if self._failed or self._is_single:
             return
         self._failed = True

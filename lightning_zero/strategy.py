@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, FORMAT, configs_of_models
+from lightning_zero.checkpoint.fitting import check_module, check_optimizers
 from lightning_zero.checkpoint.newest import is_last, others_by_age
 from lightning_zero.checkpoint.reading import DamagedCheckpointError
 from lightning_zero.checkpoint.saving import by_name, names_in
@@ -38,7 +39,7 @@ from lightning_zero.engine import Engine, Report, Unit, engine_of
 from lightning_zero.engine.collectives import Communicator
 from lightning_zero.engine.promises import awaits_values, give_values, is_on_meta, taking_values, values_may_wait
 from lightning_zero.engine.reunion import reunite
-from lightning_zero.engine.sources import leave_in_files
+from lightning_zero.engine.sources import leave_in_files, listed
 from lightning_zero.engine.units import Units
 from lightning_zero.engine.watch import have_all_come, renew
 from lightning_zero.loops import attend, leave, take_turns
@@ -423,14 +424,15 @@ class TrainerStrategy(ZeroProcesses):
         checkpoint = {**checkpoint, CHECKPOINT_KEY: about}
         if self._saves_in_parts:
             self._check_storage_options(storage_options)
+            self._alike(self._saver.finish)
             tree, names = {"state_dict": checkpoint.pop("state_dict", {})}, self._names_in_optimizers()
             for number, state in enumerate(checkpoint.pop("optimizer_states", [])):
                 tree[f"optimizer_{number}"] = by_name(state, names[number] if number < len(names) else [])
             self._saver.save_in_parts(tree, checkpoint, filepath, self._written_by, self.global_rank, self._gather)
         elif not self._has_default_io or storage_options is not None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
-        elif self.is_global_zero:
-            self._saver.save_whole(checkpoint, filepath, own=("state_dict", "optimizer_states", CHECKPOINT_KEY))
+        else:
+            self._save_whole(checkpoint, filepath, own=("state_dict", "optimizer_states", CHECKPOINT_KEY))
 
     def _about_checkpoint(self, *, to_resume: bool) -> dict[str, Any]:
         """The entry that is ours: what wrote it, and what Lightning has no place for."""
@@ -477,25 +479,29 @@ class TrainerStrategy(ZeroProcesses):
             DamagedCheckpointError: if something of it is missing or altered.
             ValueError: if it is no checkpoint, or of a newer version.
         """
-        self._saver.finish()
+        self._alike(self._saver.finish)
         if not self._has_default_io or str(checkpoint_path).startswith("http"):
             return super().load_checkpoint(checkpoint_path, weights_only, **options)
         try:
             return self._opened(checkpoint_path, weights_only).checkpoint
-        except DamagedCheckpointError as error:
+        except (DamagedCheckpointError, FileNotFoundError) as error:  # the latter of an empty folder
             assert self.lightning_module is not None
             trainer = self.lightning_module.trainer
             lists = self._gather(others_by_age(trainer, checkpoint_path) if is_last(trainer, checkpoint_path) else [])
             for other in lists[0]:
-                with suppress(DamagedCheckpointError):
+                with suppress(OSError, ValueError):
                     checkpoint = self._opened(other, weights_only).checkpoint
                     rank_zero_warn(f"{error} The run goes on from {other} instead, the newest one that is whole.")
                     return checkpoint
+            if lists[0]:
+                raise DamagedCheckpointError(f"{error} None of the others is whole: {listed(lists[0])}.") from error
             raise
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
+        with self._letting_frozen_be_missing():
+            check_module(self.lightning_module, checkpoint["state_dict"], strict)
         with taking_values(self.lightning_module, is_on_meta) as places, self._letting_frozen_be_missing():
             super().load_model_state_dict(checkpoint, strict)
         give_values(places, wait=True)
@@ -523,6 +529,7 @@ class TrainerStrategy(ZeroProcesses):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        check_optimizers(self.optimizers, checkpoint["optimizer_states"])
         super().load_optimizer_state_dict(checkpoint)
         loaded: dict[str, Any] = checkpoint.get(CHECKPOINT_KEY, {})
         if self._bookmark is not None and "rng" in loaded and loaded is self._loaded:
@@ -543,7 +550,7 @@ class TrainerStrategy(ZeroProcesses):
     @override
     def teardown(self) -> None:
         try:
-            self._saver.close(abandon=self._is_cut_off)
+            self._finish_saving()
         finally:
             self._teardown()
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import pickle
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from threading import Event
 from typing import Any
 
 import torch.distributed as dist
 
+from lightning_zero.checkpoint.commit import is_of_the_dead
 from lightning_zero.engine.watch import failure
+
+log = logging.getLogger(__name__)
 
 _PATIENCE = 10.0
 """Seconds that a rank waits for the others to have written once one is known to have failed."""
@@ -38,6 +44,7 @@ class Background:
                 raise before.exception()  # type: ignore[misc]
 
         self._jobs.append(self._executor.submit(run))
+        _unfinished.add(self)
 
     @property
     def is_empty(self) -> bool:
@@ -55,6 +62,7 @@ class Background:
             Exception: the first that was raised by something submitted since the last call.
         """
         jobs, self._jobs = self._jobs, []
+        _unfinished.discard(self)
         for job in jobs:
             job.exception()
         for job in jobs:
@@ -70,19 +78,33 @@ class Background:
                 self._executor = None
 
 
+_unfinished: set[Background] = set()
+
+
+@atexit.register
+def _tell_at_the_end() -> None:
+    """Of what failed where nobody asks any more: a script of Fabric's has ended."""
+    for background in _unfinished:
+        for job in background._jobs:
+            if (error := job.exception()) is not None:
+                log.error("%s", error)
+
+
 class StoreExchange:
     """Ranks tell each other values through the process group's store: from a thread, beside any collectives.
 
     Args:
         name: the same on every rank, and new each time.
-        rank, size: of this rank, and of the group.
+        rank: this one.
+        labels: of the processes of all ranks; see ``commit.new_label``.
+        abandoned: is set when the others need not be waited for any longer than some seconds.
     """
 
-    def __init__(self, name: str, rank: int, size: int, abandoned: Event) -> None:
+    def __init__(self, name: str, rank: int, labels: list[str], abandoned: Event) -> None:
         store = dist.distributed_c10d._get_default_store()
         # a connection of its own: the main thread may hold the other for as long as it waits
         self._store = dist.PrefixStore(f"lightning_zero/checkpoint/{name}", store.clone())
-        self._rank, self._size, self._abandoned = rank, size, abandoned
+        self._rank, self._labels, self._abandoned = rank, labels, abandoned
         self._round = 0
 
     def __call__(self, value: Any) -> list[Any]:
@@ -93,19 +115,33 @@ class StoreExchange:
         """
         number, self._round = self._round, self._round + 1
         self._store.set(f"{number}/{self._rank}", pickle.dumps(value))
-        found: dict[int, Any] = {self._rank: value}
+        ranks = range(len(self._labels))
+        missing = self._wait(f"{number}", ranks)
+        if missing:
+            raise RuntimeError(
+                f"rank(s) {missing} did not write their parts: {failure() or 'the run, or their process, has ended'}"
+            )
+        return [value if rank == self._rank else pickle.loads(self._store.get(f"{number}/{rank}")) for rank in ranks]
+
+    def leave(self) -> None:
+        """Let the others know that this rank needs to hear no more. Rank 0, whose process may host the store, waits."""
+        with suppress(RuntimeError):  # the store is gone, and with it whoever would wait
+            self._store.set(f"left/{self._rank}", "")
+            if self._rank == 0:
+                self._wait("left", range(len(self._labels)))
+
+    def _wait(self, what: str, ranks: range) -> list[int]:
+        """Wait for all ranks to have said something; those that never will."""
+        missing = [rank for rank in ranks if rank != self._rank]
         pause, lost_since = 1e-3, None
-        while len(found) < self._size:
-            for rank in range(self._size):
-                if rank not in found and self._store.check([f"{number}/{rank}"]):
-                    found[rank] = pickle.loads(self._store.get(f"{number}/{rank}"))
+        while True:
+            dead = [rank for rank in missing if is_of_the_dead(self._labels[rank])]
+            missing = [rank for rank in missing if not self._store.check([f"{what}/{rank}"])]
+            if not missing or any(rank in missing for rank in dead):
+                return missing
             if self._abandoned.is_set() or failure() is not None:
                 lost_since = lost_since or time.monotonic()
                 if time.monotonic() - lost_since > _PATIENCE:
-                    missing = [rank for rank in range(self._size) if rank not in found]
-                    raise RuntimeError(
-                        f"rank(s) {missing} did not write their parts: {failure() or 'the run has ended'}"
-                    )
+                    return missing
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
-        return [found[rank] for rank in range(self._size)]

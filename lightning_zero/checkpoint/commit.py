@@ -127,7 +127,7 @@ class Destination:
             found = _PARTIAL.fullmatch(entry) or _OLD.fullmatch(entry)
             path = os.path.join(self._parent, entry)
             with suppress(OSError):  # another's, perhaps, that this user may not remove
-                if found is None or not _is_of_the_dead(found["label"], path):
+                if found is None or not _is_left_over(found["label"], path):
                     continue
                 name = found["stem"] + (found["suffix"] or "")
                 is_own = name == _short(self._name)
@@ -224,11 +224,11 @@ def _machine() -> str:
         return socket.gethostname()
 
 
-def _is_of_the_dead(label: str, path: str) -> bool:
+def is_of_the_dead(label: str) -> bool | None:
+    """Whether the process that a label is of has ended; None where that cannot be seen from here."""
     machine, _, number = label.rpartition("-")[0].rpartition("-")
     if machine != _machine():
-        written = max(os.stat(each).st_ctime for each in (path, *(each.path for each in _entries(path))))
-        return time.time() - written > _FORGOTTEN
+        return None
     try:
         os.kill(int(number), 0)
     except ProcessLookupError:
@@ -236,6 +236,14 @@ def _is_of_the_dead(label: str, path: str) -> bool:
     except PermissionError:
         pass
     return False
+
+
+def _is_left_over(label: str, path: str) -> bool:
+    dead = is_of_the_dead(label)
+    if dead is None:
+        written = max(os.stat(each).st_ctime for each in (path, *(each.path for each in _entries(path))))
+        return time.time() - written > _FORGOTTEN
+    return dead
 
 
 def _entries(path: str) -> list[os.DirEntry[str]]:

@@ -17,7 +17,7 @@ from lightning_zero.checkpoint.saving import Gather, HostMemory, content_of, sav
 
 
 class Saver:
-    """Saves one checkpoint after another.
+    """Saves one checkpoint after another. Call ``finish`` before each, on all ranks, to learn what became of the last.
 
     Args:
         in_background: copy what is to be saved, and let the caller go on while it is written.
@@ -51,20 +51,28 @@ class Saver:
             gather: collects a value of every rank.
 
         Raises:
-            CheckpointNotSavedError: on every rank, if it, or one before it in the background, was not written.
+            CheckpointNotSavedError: on every rank, if it was not written; in the background ``finish`` raises it.
         """
-        self._background.finish()
         everyone = gather((new_label(), str(path)))
         label, path = everyone[0]
         content, destination = content_of(tree, rest, rank), Destination(path, label)
         if not self._in_background:
             save_in_parts(content, destination, written_by, rank, gather)
             return
-        exchange: Gather = gather
-        if len(everyone) > 1:
-            exchange = StoreExchange(label, rank, len(everyone), self._abandoned)
+        self._background.finish()
         content = self._memory.copied(content)
-        self._background.submit(partial(save_in_parts, content, destination, written_by, rank, exchange))
+        if len(everyone) == 1:
+            self._background.submit(partial(save_in_parts, content, destination, written_by))
+            return
+        exchange = StoreExchange(label, rank, [each for each, _ in everyone], self._abandoned)
+
+        def save() -> None:
+            try:
+                save_in_parts(content, destination, written_by, rank, exchange)
+            finally:
+                exchange.leave()
+
+        self._background.submit(save)
 
     def save_whole(self, checkpoint: Mapping[str, Any], path: Any, own: tuple[str, ...] = ()) -> None:
         """Write one file, by one rank.
@@ -73,13 +81,13 @@ class Saver:
             own: keys of what nobody else has, which need not be copied.
 
         Raises:
-            CheckpointNotSavedError: if it, or one before it in the background, was not written.
+            CheckpointNotSavedError: if it was not written; in the background ``finish`` raises it.
         """
-        self._background.finish()
         destination = Destination(path, new_label())
         if not self._in_background:
             save_whole(checkpoint, destination)
             return
+        self._background.finish()
         kept = {key: value if key in own else _copy(value) for key, value in checkpoint.items()}
         self._background.submit(partial(save_whole, kept, destination))
 

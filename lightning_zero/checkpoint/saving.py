@@ -269,10 +269,10 @@ def save_in_parts(
         CheckpointNotSavedError: on every rank, if one could not write. Nothing of it is left then.
     """
     try:
-        told: Any = _write(content, destination, rank)
-    except Exception as error:
-        told = _reason(error)
-    try:
+        try:
+            told: Any = _write(content, destination, rank)
+        except Exception as error:
+            told = _reason(error)
         everyone = gather(told)
         failed = {number: told for number, told in enumerate(everyone) if isinstance(told, str)}
         outcome = None
@@ -284,7 +284,7 @@ def save_in_parts(
         if not failed:
             outcome = gather(outcome)[0]
             failed = {0: outcome} if outcome is not None else {}
-    except BaseException:  # another rank is gone
+    except BaseException:  # another rank is gone, or Ctrl-C
         if rank == 0:
             destination.discard()
         raise

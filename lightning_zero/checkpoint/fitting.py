@@ -1,0 +1,72 @@
+"""Whether a checkpoint fits what it is to be loaded into, before anything of that is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from lightning_zero.engine.promises import taking_values
+from lightning_zero.engine.sources import listed
+
+
+def check_module(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    """Refuse a state dict that ``load_state_dict`` would refuse after having loaded what fits.
+
+    Raises:
+        RuntimeError: torch's.
+    """
+    own = {name: value.shape for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    if own == {name: value.shape for name, value in state.items() if isinstance(value, Tensor)}:
+        return
+    with taking_values(module, lambda tensor: not is_lazy(tensor)):
+        try:
+            module.load_state_dict(dict(state), strict=strict)
+        except RuntimeError as error:
+            if str(error).startswith("Error(s) in loading state_dict"):
+                raise
+        except Exception:  # of a module that does more than torch's do: what it means, loading tells
+            pass
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse optimizers' states that belong to others.
+
+    Args:
+        optimizers: before any of them loads its state.
+        states: in torch's ordinary form.
+
+    Raises:
+        ValueError: naming the first difference.
+    """
+    if len(optimizers) != len(states):
+        raise ValueError(
+            f"The checkpoint has the state of {len(states)} optimizer(s), and configure_optimizers returns "
+            f"{len(optimizers)}. Return as many, in the same order; or take the weights alone, "
+            "lightning_zero.load_weights(self, path) in configure_model, and no ckpt_path."
+        )
+    for number, (optimizer, state) in enumerate(zip(optimizers, states)):
+        if "param_groups" not in state:
+            continue  # Lightning's stand-in for no optimizer
+        which = f"The state of optimizer {number} ({type(optimizer).__name__}) does not fit:"
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        saved = [len(group["params"]) for group in state["param_groups"]]
+        if sizes != saved:
+            raise ValueError(
+                f"{which} it was saved with {len(saved)} param group(s) of {listed(saved)} parameters, and now there "
+                f"are {len(sizes)} of {listed(sizes)}. Make the optimizer as it was made for the checkpoint."
+            )
+        if not type(optimizer).__module__.startswith("torch.optim"):
+            continue  # another's may keep what has shapes of its own
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        numbers = [index for group in state["param_groups"] for index in group["params"]]
+        for index, parameter in zip(numbers, parameters):
+            for key, value in state.get("state", {}).get(index, {}).items():
+                if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+                    raise ValueError(
+                        f"{which} {key} of its parameter number {index} has the shape {tuple(value.shape)}, and the "
+                        f"parameter {tuple(parameter.shape)}. Give the optimizer its parameters in the same order."
+                    )
