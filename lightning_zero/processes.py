@@ -313,6 +313,8 @@ class ZeroProcesses(ParallelStrategy):
         self._alike(lambda: opened.append(open_checkpoint(path, weights_only=weights_only)))
         ranks = len(self._gather(None))
         self._alike(lambda: opened[0].verify(share=(self.global_rank if ranks > 1 else 0, ranks)))
+        if self.num_nodes == 1:  # on several, each may have a copy of its own
+            opened[0].trust()
         return opened[0]
 
     def _alike(self, act: Callable[[], Any]) -> None:

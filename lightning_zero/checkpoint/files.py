@@ -54,6 +54,8 @@ class Files:
 
     def open(self, name: str = "") -> IO[bytes]:
         """A file of the folder; without a name, the file that the path itself is."""
+        if self.is_local:
+            return open(self._where(name), "rb")
         return self._fs.open(self._where(name), "rb")
 
     def read(self, name: str) -> bytes:

@@ -369,6 +369,19 @@ def test_all_damaged_pieces_are_named_by_verify(ours, copy_of):
     assert sum(found) == sum(seen) and max(found) < 0.7 * sum(seen)  # two processes halve the work
 
 
+def test_what_was_verified_is_not_verified_again(ours, copy_of):
+    path = copy_of(ours)
+    opened = open_checkpoint(path)
+    opened.verify(share=(0, 2))
+    opened.verify(share=(1, 2))
+    matrix, expected = opened.checkpoint["state_dict"]["a.matrix"], TENSORS["a.matrix"]
+    damage(path, "__2_0.distcp", find=expected.view(-1)[40:].numpy().tobytes()[:16])
+    with pytest.raises(DamagedCheckpointError):
+        matrix.clone()
+    opened.trust()
+    assert torch.equal(matrix.view(-1)[44:], expected.view(-1)[44:])
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_damage_in_a_folder_of_others(tmp_path):
     path = str(tmp_path / "dcp")
