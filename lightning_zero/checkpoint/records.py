@@ -157,7 +157,7 @@ class BufferFile(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._buffer)}[whence]
         if base + offset < 0:
-            raise OSError("a position before the begin")
+            raise OSError("negative")
         self._position = base + offset
         return self._position
 
