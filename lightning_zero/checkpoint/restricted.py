@@ -113,7 +113,8 @@ def _omegaconf_allowed() -> Iterator[None]:
         kind for kind in vars(nodes).values() if isinstance(kind, type) and issubclass(kind, nodes.ValueNode)
     ]
     kinds += [DictConfig, ListConfig, base.ContainerMetadata, base.Metadata, collections.defaultdict]
-    kinds += [bool, bytes, dict, float, int, list, str, tuple, pathlib.PosixPath, pathlib.PurePosixPath]
+    kinds += [bool, bytes, dict, float, int, list, str, tuple]
+    kinds += [(pathlib.PosixPath, f"{module}.PosixPath") for module in ("pathlib", "pathlib._local")]  # of Python 3.13
     kinds += [
         (getattr(typing, name), f"typing.{name}") for name in ("Any", "Dict", "List", "Optional", "Tuple", "Union")
     ]

@@ -23,6 +23,7 @@ from lightning_zero.engine.promises import is_on_meta
 from lightning_zero.engine.schedule import Unit
 from lightning_zero.engine.sharded_tensor import ShardedTensor
 from lightning_zero.engine.sources import Source, listed
+from lightning_zero.engine.stored import in_memory
 from lightning_zero.engine.units import UnitPlan
 
 
@@ -140,7 +141,7 @@ class Materialiser:
                 is_new = is_new or source.is_new
                 if id(buffer) not in self._placed:
                     if source.values is not None:
-                        self._placed[id(buffer)] = source.values.to(device)
+                        self._placed[id(buffer)] = in_memory(source.values).to(device)
                     else:
                         self._placed[id(buffer)] = _unset(torch.empty_like(buffer, device=device))
                 module._buffers[name] = self._placed[id(buffer)]

@@ -104,8 +104,13 @@ def leave_in_files(module: nn.Module) -> None:
     """Let parameters whose memory is a file's be converted to another dtype without being read."""
     mapped = MappedFiles()
     for parameter in module.parameters():
-        if mapped.range_of(parameter) is not None:
+        if _place_of(parameter, mapped) is not None:
             promise(parameter, parameter.detach())
+
+
+def _place_of(values: Tensor, mapped: MappedFiles) -> Any:
+    """Where values lie that every rank may read for itself, for ranks to compare; None for this rank's own memory."""
+    return values.origin if isinstance(values, StoredTensor) else mapped.range_of(values)
 
 
 def agree_on_sources(module: nn.Module, communicator: Communicator) -> dict[str, Source]:
@@ -126,8 +131,7 @@ def agree_on_sources(module: nn.Module, communicator: Communicator) -> dict[str,
         kind = (tuple(tensor.shape), str(tensor.dtype), is_parameter and tensor.requires_grad)
         origin: Any = _NOWHERE
         if values is not None:
-            file = values.origin if isinstance(values, StoredTensor) else is_parameter and mapped.range_of(values)
-            origin = file or _MEMORY
+            origin = (is_parameter and _place_of(values, mapped)) or _MEMORY
         mine[name] = (kind, origin)
     everywhere = communicator.gather_objects(mine)
     _check_alike(everywhere)

@@ -11,6 +11,21 @@ from torch import Tensor
 
 from lightning_zero.engine.sharded_tensor import Handle, _ordinary_tensors
 
+aten = torch.ops.aten
+_OF_THE_SHAPE = {
+    aten.empty_like.default,
+    aten.full_like.default,
+    aten.new_empty.default,
+    aten.new_full.default,
+    aten.new_ones.default,
+    aten.new_zeros.default,
+    aten.ones_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.zeros_like.default,
+}
+"""Operators that ask for no values."""
+
 
 @dataclass
 class _Held:
@@ -64,6 +79,15 @@ class StoredTensor(Handle):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in _OF_THE_SHAPE:
+            args = (torch.empty((), dtype=args[0].dtype).expand(args[0].shape), *args[1:])
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     @property
     def stored_name(self) -> str:

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_zero.engine import Engine
 from lightning_zero.engine.promises import give_values, is_on_meta, taking_values, values_may_wait
+from lightning_zero.engine.sources import leave_in_files
 from lightning_zero.engine.stored import StoredTensor
 from tests.support import rank, world_size
 from tests.support.models import OddModel
@@ -96,6 +97,8 @@ def test_what_is_asked_of_it_without_values_reads_none():
     parameter = nn.Parameter(tensor)
     for each in (alias, parameter, copy.deepcopy(tensor), tensor.data):
         assert isinstance(each, StoredTensor) and each.origin == ("store", "x")
+    assert torch.equal(torch.zeros_like(tensor), torch.zeros(3, 4)) and tensor.new_ones(2).tolist() == [1, 1]
+    assert torch.empty_like(parameter, device="meta").shape == (3, 4)
     assert parameter.requires_grad and store.total == 0
     assert torch.equal(tensor.range(3, 7), torch.arange(3.0, 7.0)) and store.total == 4
 
@@ -197,6 +200,29 @@ def given_to_engines(stage):
 @STAGES
 def test_an_engine_reads_each_ranks_share_when_it_cuts_the_module(run_on, stage):
     run_on(2, given_to_engines, stage=stage)
+
+
+def assigned_with_buffers():
+    torch.manual_seed(5)
+    source = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    nn.init.normal_(source[1].running_mean)
+    store = Store(source.state_dict())
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model.load_state_dict(store.tensors(), assign=True)
+    leave_in_files(model)
+    model.to(torch.float64)
+    assert store.read["0.weight"] == 0, "a conversion reads nothing"
+    engine = Engine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], stage=3)
+    assert not any(isinstance(buffer, StoredTensor) for buffer in model.buffers())
+    expected = {name: value.double() if value.dim() else value for name, value in source.state_dict().items()}
+    same_tensors(engine.full_state_dict(), expected, bound=0)
+    model.train()(torch.ones(2, 3, dtype=torch.float64))
+    engine.close()
+
+
+def test_an_assigned_module_is_converted_unread_and_has_ordinary_buffers(run_on):
+    run_on(2, assigned_with_buffers)
 
 
 def flattened(state):
