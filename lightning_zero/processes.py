@@ -25,7 +25,8 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 import lightning_zero
-from lightning_zero.checkpoint.reading import DamagedCheckpointError, OpenedCheckpoint, open_checkpoint
+from lightning_zero.checkpoint.checksums import DamagedCheckpointError
+from lightning_zero.checkpoint.reading import OpenedCheckpoint, open_checkpoint
 from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError
 from lightning_zero.engine.collectives import Communicator, wire_dtype_of

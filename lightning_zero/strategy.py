@@ -33,7 +33,7 @@ from typing_extensions import override
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, FORMAT, configs_of_models
 from lightning_zero.checkpoint.fitting import check_module, check_optimizers
 from lightning_zero.checkpoint.newest import is_last, others_by_age
-from lightning_zero.checkpoint.reading import DamagedCheckpointError
+from lightning_zero.checkpoint.checksums import DamagedCheckpointError
 from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.engine import Engine, Report, Unit, engine_of
 from lightning_zero.engine.collectives import Communicator

@@ -158,7 +158,7 @@ def _inspect(options: Any) -> int:
     from dataclasses import asdict
 
     from lightning_zero.checkpoint.inspecting import rows_of
-    from lightning_zero.checkpoint.reading import DamagedCheckpointError
+    from lightning_zero.checkpoint.checksums import DamagedCheckpointError
 
     try:
         opened = _open(options)

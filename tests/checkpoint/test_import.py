@@ -21,7 +21,8 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.deepspeed import open_deepspeed
 from lightning_zero.checkpoint.fsdp import open_fsdp
-from lightning_zero.checkpoint.reading import DamagedCheckpointError, OpenedCheckpoint
+from lightning_zero.checkpoint.checksums import DamagedCheckpointError
+from lightning_zero.checkpoint.reading import OpenedCheckpoint
 from lightning_zero.commands.checkpoint import main
 from lightning_zero.engine.stored import StoredTensor, in_memory
 from tests.checkpoint.small_model import AFTER, BEFORE, SmallLearner, make_model, make_optimizer

@@ -1,0 +1,351 @@
+"""A folder of DCP's: what its metadata says, and ranges of its tensors, read of the pieces that have any of them."""
+
+from __future__ import annotations
+
+import io
+import os
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from lightning_zero.checkpoint.checksums import ADVICE, NO_CHECKSUM, DamagedCheckpointError, Extent
+from lightning_zero.checkpoint.files import Files
+from lightning_zero.checkpoint.form import DCP_METADATA, MANIFEST, REST, Manifest, UnknownFormatError
+from lightning_zero.checkpoint.pieces import Box, boxes
+from lightning_zero.checkpoint.records import BrokenArchiveError, BufferFile, records_of, tensor_in
+from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_dcp_metadata, load_torch
+from lightning_zero.engine.sources import listed
+from lightning_zero.engine.stored import StoredTensor
+
+
+def check_is_dcp(files: Files, sizes: dict[str, int]) -> None:
+    if not sizes:
+        raise FileNotFoundError(
+            f"{files.path} is an empty folder: a sharded checkpoint has {DCP_METADATA} and .distcp files in it."
+        )
+    if DCP_METADATA in sizes:
+        return
+    if MANIFEST in sizes or any(name.endswith(".distcp") for name in sizes):
+        raise DamagedCheckpointError(
+            f"{files.path} is not whole: {DCP_METADATA} is missing, which says where each tensor lies, so its saving "
+            f"was interrupted or the file was not copied with the others. {ADVICE}"
+        )
+    if "latest" in sizes or "zero_to_fp32.py" in sizes or any(name.startswith("global_step") for name in sizes):
+        raise ValueError(
+            f"{files.path} was written by DeepSpeed: convert it, 'lightning-zero checkpoint import deepspeed "
+            f"{files.path} OUT.ckpt', and give the result."
+        )
+    raise ValueError(
+        f"{files.path} is no checkpoint: a folder of a sharded one has {DCP_METADATA} in it, this one has "
+        f"{listed(sorted(sizes))}."
+    )
+
+
+def manifest_of(files: Files, sizes: dict[str, int]) -> Manifest | None:
+    """What we have written beside; None for checkpoints of others."""
+    if MANIFEST not in sizes:
+        return None
+    try:
+        manifest = Manifest.of_bytes(files.read(MANIFEST))
+    except UnknownFormatError as error:
+        raise ValueError(f"{files.path} was written by a newer lightning_zero: {error}.") from error
+    except Exception as error:
+        raise DamagedCheckpointError(
+            f"{files.path} is damaged: {MANIFEST}, with the checksums of all else, cannot be read ({error}). {ADVICE}"
+        ) from error
+    wrong = []
+    for name, entry in manifest.files.items():
+        if name not in sizes:
+            wrong.append(f"{name} is missing")
+        elif sizes[name] != entry["bytes"]:
+            wrong.append(f"{name} has {sizes[name]} bytes instead of {entry['bytes']}")
+        elif entry["crc32"] is not None and zlib.crc32(files.read(name)) != entry["crc32"]:
+            wrong.append(f"the checksum of {name} does not match")
+    if wrong:
+        raise DamagedCheckpointError(f"{files.path} is damaged: {listed(wrong, 20)}. {ADVICE}")
+    return manifest
+
+
+def metadata_of(files: Files) -> tuple[Metadata, int]:
+    """DCP's metadata, and its checksum."""
+    data = files.read(DCP_METADATA)
+    try:
+        metadata = load_dcp_metadata(data)
+    except ForbiddenClassError as error:
+        raise ValueError(
+            f"{files.path}/{DCP_METADATA} names {error}, which the metadata of a sharded checkpoint does not consist "
+            "of. Nothing of it was run; do not load it by other means unless you trust who wrote it."
+        ) from error
+    except Exception as error:
+        raise DamagedCheckpointError(
+            f"{files.path} is damaged: {DCP_METADATA} cannot be read ({type(error).__name__}: {error}). {ADVICE}"
+        ) from error
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise ValueError(f"{files.path}/{DCP_METADATA} is not the metadata of a checkpoint that DCP writes to files.")
+    if any(getattr(place, "transform_descriptors", None) for place in metadata.storage_data.values()):
+        raise ValueError(
+            f"{files.path} was written by DCP with extensions (compression, for one), which are not read here: read it "
+            "with torch.distributed.checkpoint, and save it without."
+        )
+    return metadata, zlib.crc32(data)
+
+
+@dataclass
+class _Blob:
+    """A piece of a data file: one object of ``torch.save``."""
+
+    file: str
+    offset: int
+    length: int
+    crc32: int | None
+    names: list[str]
+    is_checked: bool = False
+
+    def listed_names(self) -> str:
+        return listed(self.names)
+
+    def told(self) -> str:
+        return f"{self.listed_names()} in {self.file}, bytes {self.offset} to {self.offset + self.length}"
+
+
+@dataclass
+class _Chunk:
+    """A rectangle of a tensor, and where it lies."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+    """Of its first element in the flattened tensor."""
+    stop: int
+    """After its last one."""
+    blob: _Blob
+
+    @property
+    def is_range(self) -> bool:
+        return self.stop - self.start == prod(self.sizes)
+
+
+class Folder:
+    """The pieces of a sharded checkpoint."""
+
+    def __init__(
+        self,
+        files: Files,
+        sizes: dict[str, int],
+        manifest: Manifest | None,
+        metadata: Metadata,
+        identity: int,
+        weights_only: bool | None,
+    ) -> None:
+        self._files, self._metadata, self._weights_only = files, metadata, weights_only
+        self._has_rest = REST in sizes
+        self._blobs: dict[tuple[str, int], _Blob] = {}
+        checksums = {
+            (file, offset): (length, crc32)
+            for file, pieces in (manifest.pieces if manifest is not None else {}).items()
+            for offset, length, crc32 in pieces
+        }
+        self._blob_of: dict[Any, _Blob] = {}
+        wrong: dict[str, str] = {}
+        for index, place in metadata.storage_data.items():
+            key = (place.relative_path, place.offset)
+            if key not in self._blobs:
+                length, crc32 = checksums.get(key, (place.length, None))
+                if manifest is not None and (crc32 is None or length != place.length):
+                    wrong[f"{place.relative_path} {place.offset}"] = (
+                        f"{MANIFEST} and {DCP_METADATA} differ on {index.fqn}"
+                    )
+                self._blobs[key] = _Blob(*key, place.length, crc32, [])
+            blob = self._blob_of[index.fqn, _ints(index.offset)] = self._blobs[key]
+            blob.names.append(_piece_name(index.fqn, index.offset))
+            if place.relative_path not in sizes:
+                wrong[place.relative_path] = f"{place.relative_path} is missing, with {index.fqn} in it"
+            elif sizes[place.relative_path] < place.offset + place.length:
+                wrong.setdefault(
+                    place.relative_path,
+                    f"{place.relative_path} is truncated: it has {sizes[place.relative_path]} bytes, and {index.fqn} "
+                    f"ends at {place.offset + place.length}",
+                )
+        self._chunks: dict[str, list[_Chunk]] = {}
+        self._by_pieces: dict[Any, StoredTensor] = {}
+        for name, stored in metadata.state_dict_metadata.items():
+            if not isinstance(stored, TensorStorageMetadata):
+                if (name, None) not in self._blob_of:
+                    wrong[name] = f"{name} is missing"
+                continue
+            chunks = self._chunks[name] = []
+            for chunk in stored.chunks:
+                offsets, shape = _ints(chunk.offsets) or (), _ints(chunk.sizes) or ()
+                found = self._blob_of.get((name, offsets))
+                if found is None:
+                    wrong[name] = f"the piece of {name} at {offsets} is missing"
+                elif prod(shape):
+                    last = [offset + size - 1 for offset, size in zip(offsets, shape)]
+                    start, stop = _flat(offsets, stored.size), _flat(last, stored.size) + 1
+                    chunks.append(_Chunk(offsets, shape, start, stop, found))
+            have = sum(prod(chunk.sizes) for chunk in chunks)
+            if have < prod(stored.size):
+                wrong.setdefault(name, f"{name} lacks {prod(stored.size) - have} of its {prod(stored.size)} elements")
+        if wrong:
+            raise DamagedCheckpointError(f"{files.path} is damaged: {listed(wrong.values(), 20)}. {ADVICE}")
+        self._identity = identity, zlib.crc32(repr(sorted(checksums.items())).encode())
+
+    def rest(self) -> dict[str, Any]:
+        """What is no tensor of a model or optimizer."""
+        if not self._has_rest:
+            return {}
+        rest = self._load(REST, self._files.read(REST))
+        if not isinstance(rest, dict):
+            raise ValueError(f"{self._files.path}/{REST} holds a {type(rest).__name__}, and no dictionary.")
+        return rest
+
+    def value_of(self, name: str) -> Any:
+        stored = self._metadata.state_dict_metadata[name]
+        if not isinstance(stored, TensorStorageMetadata):
+            return self._load(name, self._checked(self._blob_of[name, None]))
+        shape, dtype = stored.size, stored.properties.dtype
+
+        def read(start: int, stop: int) -> Tensor:
+            return self._range(name, shape, dtype, start, stop)
+
+        if not shape:
+            return read(0, 1).clone().view(())
+        value = StoredTensor(name, shape, dtype, read, (os.path.basename(self._files.path), name, self._identity))
+        # names of tied parameters have the same pieces, and are one tensor again
+        pieces = tuple((chunk.offsets, chunk.blob.file, chunk.blob.offset) for chunk in self._chunks[name])
+        return self._by_pieces.setdefault(pieces, value) if pieces else value
+
+    def _load(self, what: str, data: bytes | memoryview) -> Any:
+        try:
+            return load_torch(io.BytesIO(data), weights_only=self._weights_only)
+        except ForbiddenClassError as error:
+            raise ValueError(f"{self._files.path}: {what}: {error}.") from error
+        except Exception as error:
+            raise DamagedCheckpointError(
+                f"{self._files.path} is damaged: {what} cannot be read ({type(error).__name__}: {error}). {ADVICE}"
+            ) from error
+
+    def _checked(self, blob: _Blob) -> memoryview:
+        data = self._files.part(blob.file, blob.offset, blob.length)
+        if not blob.is_checked and blob.crc32 is not None and zlib.crc32(data) != blob.crc32:
+            raise DamagedCheckpointError(
+                f"{self._files.path} is damaged: the checksum of {blob.told()}, does not match. {ADVICE}"
+            )
+        blob.is_checked = True
+        return data
+
+    def trust(self) -> None:
+        for blob in self._blobs.values():
+            blob.is_checked = True
+
+    def _tensor(self, chunk: _Chunk, dtype: torch.dtype) -> Tensor:
+        data = self._checked(chunk.blob)
+        try:
+            tensor = tensor_in(data)
+        except Exception as error:
+            raise DamagedCheckpointError(
+                f"{self._files.path} is damaged: {chunk.blob.told()}, cannot be read ({type(error).__name__}: "
+                f"{error}). {ADVICE}"
+            ) from error
+        if tuple(tensor.shape) != chunk.sizes or tensor.dtype != dtype:
+            raise DamagedCheckpointError(
+                f"{self._files.path} is damaged: {chunk.blob.told()}, is {tuple(tensor.shape)} in {tensor.dtype}, and "
+                f"by {DCP_METADATA} {chunk.sizes} in {dtype}. {ADVICE}"
+            )
+        return tensor
+
+    def _range(self, name: str, shape: torch.Size, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+        """The elements ``[start, stop)`` of a flattened tensor, of the pieces that have any of them.
+
+        Those of a single piece are its own, mapped memory.
+        """
+        chunks = [chunk for chunk in self._chunks[name] if chunk.start < stop and start < chunk.stop]
+        if len(chunks) == 1 and chunks[0].is_range:
+            tensor = self._tensor(chunks[0], dtype)
+            if tensor.is_contiguous() and tensor.data_ptr() % dtype.itemsize == 0:
+                return tensor.view(-1)[start - chunks[0].start : stop - chunks[0].start]
+        out = torch.empty(stop - start, dtype=dtype)
+        wanted: list[Box] | None = None
+        for chunk in chunks:
+            if chunk.is_range:
+                low, high = max(chunk.start, start), min(chunk.stop, stop)
+                flat = self._tensor(chunk, dtype).reshape(-1)
+                out[low - start : high - start].copy_(flat[low - chunk.start : high - chunk.start])
+                continue
+            wanted = boxes(shape, start, stop) if wanted is None else wanted
+            for box in wanted:
+                self._copy(out, start, box, chunk, shape, dtype)
+        return out
+
+    def _copy(self, out: Tensor, start: int, box: Box, chunk: _Chunk, shape: torch.Size, dtype: torch.dtype) -> None:
+        """Copy what a rectangle and a chunk have in common."""
+        first = [max(a, b) for a, b in zip(box.offsets, chunk.offsets)]
+        after = [
+            min(a + size, b + other) for a, size, b, other in zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes)
+        ]
+        sizes = [stop - begin for begin, stop in zip(first, after)]
+        if min(sizes) <= 0:
+            return
+        source = self._tensor(chunk, dtype)[tuple(slice(a - o, b - o) for a, b, o in zip(first, after, chunk.offsets))]
+        strides = [prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
+        out.as_strided(sizes, strides, _flat(first, shape) - start).copy_(source)
+
+    def extents(self) -> Iterator[Extent]:
+        """All that has a checksum, and has not been held against it on opening."""
+        for blob in self._blobs.values():
+            if blob.crc32 is not None:
+                yield Extent(blob.file, blob.offset, blob.length, blob.crc32, blob.listed_names)
+                continue
+            try:
+                data = self._files.part(blob.file, blob.offset, blob.length)
+                records = records_of(BufferFile(data))  # type: ignore[arg-type]
+            except BrokenArchiveError:
+                yield Extent(blob.file, blob.offset, blob.length, NO_CHECKSUM, blob.listed_names)
+                continue
+            for record in records:
+                start = blob.offset + record.start
+                yield Extent(blob.file, start, record.length, record.crc32, blob.listed_names)
+
+
+def _ints(values: Any) -> tuple[int, ...] | None:
+    return None if values is None else tuple(values)
+
+
+def _flat(index: Any, shape: Any) -> int:
+    """Where an element lies in the flattened tensor."""
+    position = 0
+    for number, size in zip(index, shape):
+        position = position * size + number
+    return position
+
+
+def _piece_name(name: str, offset: Any) -> str:
+    return f"{name} at {tuple(offset)}" if offset is not None and any(offset) else name
+
+
+def put(tree: dict[str, Any], path: tuple[str | int, ...], value: Any) -> None:
+    """Put a value where DCP's path says; keys that were no strings when it was saved are found all the same."""
+    here: Any = tree
+    for key, following in zip(path, path[1:]):
+        key = _known_key(here, key)
+        if here[key] is None:
+            here[key] = [] if isinstance(following, int) else {}
+        here = here[key]
+    here[_known_key(here, path[-1])] = value
+
+
+def _known_key(container: Any, key: str | int) -> Any:
+    if isinstance(container, list):
+        number = int(key)
+        container.extend([None] * (number + 1 - len(container)))
+        return number
+    if key not in container and isinstance(key, str) and key.isdigit() and int(key) in container:
+        return int(key)
+    container.setdefault(key, None)
+    return key
