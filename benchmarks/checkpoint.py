@@ -4,8 +4,8 @@
     python benchmarks/checkpoint.py --rounds 1 --saves 2 --model tiny --systems sharded,sharded_async
 
 Two processes over Gloo, one thread each, write to one folder and sync it to the disk. Every system runs once a round in
-fresh processes, the order reversed from one round to the next. Training goes on after each save until it is written. The
-first save of a process, which also allocates what later ones use again, is given apart.
+fresh processes, the order reversed from one round to the next. Training goes on after each save until it is written.
+The first save of a process, which also allocates what later ones use again, is given apart.
 """
 
 import argparse
@@ -41,7 +41,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="how often each system is run and timed")
     parser.add_argument("--saves", type=int, default=4, help="saves a round, the first of which is given apart")
     parser.add_argument("--model", default="124m", choices=MODELS)
-    parser.add_argument("--disk", type=Path, help="a folder on the disk to write to; by default that for temporary files")
+    parser.add_argument(
+        "--disk", type=Path, help="a folder on the disk to write to; by default that for temporary files"
+    )
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # the parent starts workers with it
     arguments = parser.parse_args()
@@ -203,11 +205,11 @@ def report(arguments: argparse.Namespace, rounds: dict[str, list[dict[str, Any]]
     first = next(iter(rounds.values()))[0]
     head = ["system", "stall s", "of the same now", "first stall s", "written s", "MB/s", "x dd", "step x", "load s"]
     lines = [
-        f"A GPT of {first['parameters'] / 1e6:.1f} M parameters with AdamW in fp32, {first['bytes'] / 1e6:.0f} MB of state; "
-        f"{RANKS} processes over Gloo with one thread each, stage 3. Medians of {arguments.rounds} rounds of "
-        f"{arguments.saves - 1} saves. `stall`: seconds for which training waits; `written`: until all is synced to the disk; "
-        f"`x dd`: against {disk:.0f} MB/s, which dd reaches with conv=fsync; `step x`: a training step while it is written "
-        "against one at rest; `load`: into a model that trains, weights and optimizer.",
+        f"A GPT of {first['parameters'] / 1e6:.1f} M parameters with AdamW in fp32, {first['bytes'] / 1e6:.0f} MB of "
+        f"state; {RANKS} processes over Gloo with one thread each, stage 3. Medians of {arguments.rounds} rounds of "
+        f"{arguments.saves - 1} saves. `stall`: seconds for which training waits; `written`: until all is synced to "
+        f"the disk; `x dd`: against {disk:.0f} MB/s, which dd reaches with conv=fsync; `step x`: a training step while "
+        "it is written against one at rest; `load`: into a model that trains, weights and optimizer.",
         "",
         *markdown_table(head, rows),
     ]

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.checkpoint.fitting import check_module
+from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.reading import by_number
 from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.engine import Engine, engine_of
@@ -32,7 +33,6 @@ from lightning_zero.engine.promises import awaits_values
 from lightning_zero.engine.reunion import reunite
 from lightning_zero.engine.units import Units
 from lightning_zero.precision import compute_dtype_of
-from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.processes import ZeroProcesses
 
 
@@ -196,7 +196,9 @@ class FabricStrategy(ZeroProcesses):
         module = _unwrapped(module)
         for engine in self.engines:
             if any(inner is module for inner in engine.module.modules()):
-                return module.state_dict() if self._in_parts else engine.full_state_dict(keep=self._keeps, module=module)
+                return (
+                    module.state_dict() if self._in_parts else engine.full_state_dict(keep=self._keeps, module=module)
+                )
         return super().get_module_state_dict(module)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -219,7 +221,7 @@ class FabricStrategy(ZeroProcesses):
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Write an ordinary file on rank 0, which alone holds the values meanwhile, or a folder of parts. Collective."""
+        """Write an ordinary file on rank 0, which alone has the values meanwhile, or a folder of parts. Collective."""
         with self._written_by_first():
             masters = {}
             if any(isinstance(value, Optimizer) for value in state.values()):
@@ -346,7 +348,7 @@ def _large(state: dict[str, Any]) -> list[str]:
 
 
 def _names_in(optimizer: Optimizer, state: dict[str, Any]) -> list[str]:
-    """The names of an optimizer's parameters in the order of its groups; behind their module's where there are several."""
+    """The names of an optimizer's parameters in the order of its groups; with the module's where there are several."""
     modules = {key: _unwrapped(value) for key, value in state.items() if isinstance(value, nn.Module)}
     names = {
         id(parameter): name if len(modules) == 1 else f"{key}.{name}"

@@ -63,6 +63,8 @@ class ZeroProcesses(ParallelStrategy):
     """
 
     lightning: ClassVar[ModuleType]
+    _checkpoint_io: CheckpointIO | None
+    _launcher: Any
 
     def __init__(
         self,

@@ -30,10 +30,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.checkpoint.form import CHECKPOINT_KEY, FORMAT, configs_of_models
-from lightning_zero.checkpoint.fitting import check_module, check_optimizers
-from lightning_zero.checkpoint.newest import is_last, others_by_age
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError
+from lightning_zero.checkpoint.fitting import check_module, check_optimizers
+from lightning_zero.checkpoint.form import CHECKPOINT_KEY, FORMAT, NAMES, configs_of_models
+from lightning_zero.checkpoint.newest import is_last, others_by_age
 from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.engine import Engine, Report, Unit, engine_of
 from lightning_zero.engine.collectives import Communicator
@@ -425,7 +425,9 @@ class TrainerStrategy(ZeroProcesses):
         if self._saves_in_parts:
             self._check_storage_options(storage_options)
             self._alike(self._saver.finish)
-            tree, names = {"state_dict": checkpoint.pop("state_dict", {})}, self._names_in_optimizers()
+            tree, names = {}, self._names_in_optimizers()
+            if checkpoint.get("state_dict"):  # DCP keeps nothing of what is empty
+                tree["state_dict"] = checkpoint.pop("state_dict")
             for number, state in enumerate(checkpoint.pop("optimizer_states", [])):
                 tree[f"optimizer_{number}"] = by_name(state, names[number] if number < len(names) else [])
             self._saver.save_in_parts(tree, checkpoint, filepath, self._written_by, self.global_rank, self._gather)
@@ -438,7 +440,7 @@ class TrainerStrategy(ZeroProcesses):
         """The entry that is ours: what wrote it, and what Lightning has no place for."""
         about: dict[str, Any] = {"format": FORMAT, "written_by": self._written_by}
         if to_resume and not self._saves_in_parts:  # which go by name anyway
-            about["optimizer_names"] = self._names_in_optimizers()
+            about[NAMES] = {f"optimizer_{number}": names for number, names in enumerate(self._names_in_optimizers())}
         if to_resume and self._bookmark is not None:
             ranks = self._gather(self._bookmark.state())
             about |= {name: [state[name] for state in ranks] for name in ("rng", "data")}

@@ -103,7 +103,9 @@ class StoreExchange:
     def __init__(self, name: str, rank: int, labels: list[str], abandoned: Event) -> None:
         store = dist.distributed_c10d._get_default_store()
         # a connection of its own: the main thread may hold the other for as long as it waits
-        self._store = dist.PrefixStore(f"lightning_zero/checkpoint/{name}", store.clone())
+        self._store = dist.PrefixStore(
+            f"lightning_zero/checkpoint/{name}", store.clone() if hasattr(store, "clone") else store
+        )
         self._rank, self._labels, self._abandoned = rank, labels, abandoned
         self._round = 0
 
@@ -114,7 +116,7 @@ class StoreExchange:
             RuntimeError: if some do not come: a rank has failed.
         """
         number, self._round = self._round, self._round + 1
-        self._store.set(f"{number}/{self._rank}", pickle.dumps(value))
+        self._store.set(f"{number}/{self._rank}", pickle.dumps(value))  # type: ignore[arg-type]
         ranks = range(len(self._labels))
         missing = self._wait(f"{number}", ranks)
         if missing:

@@ -18,14 +18,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zero.checkpoint.commit import Destination, Stream, new_label
 from lightning_zero.checkpoint.exporting import write_values
-from lightning_zero.checkpoint.form import CHECKPOINT_KEY
+from lightning_zero.checkpoint.form import CHECKPOINT_KEY, NAMES
 from lightning_zero.checkpoint.reading import OpenedCheckpoint, by_number
 from lightning_zero.checkpoint.saving import by_name, content_of, identity, save_in_parts, save_whole
 from lightning_zero.engine.stored import StoredTensor
 
 _ALIGNMENT = 64  # bytes; that of torch.save
-NAMES = "optimizer_names"
-"""Under our key in a file: by the key that a folder has for an optimizer, the names by which it keeps the state."""
 
 
 def bytes_of(checkpoint: dict[str, Any]) -> int:

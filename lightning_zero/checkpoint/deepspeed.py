@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_zero.checkpoint.checksums import DamagedCheckpointError, Extent
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.foreign import with_lightnings_entries
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
-from lightning_zero.checkpoint.checksums import DamagedCheckpointError, Extent
 from lightning_zero.checkpoint.reading import OpenedCheckpoint
 from lightning_zero.checkpoint.records import BrokenArchiveError, records_of
 from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_torch

@@ -13,6 +13,9 @@ FORMAT = 1
 CHECKPOINT_KEY = "lightning_zero"
 """Where a checkpoint of Lightning's keeps what is ours."""
 
+NAMES = "optimizer_names"
+"""Under our key in a file: by the key that a folder has for an optimizer, the names by which it keeps the state."""
+
 DCP_METADATA = ".metadata"
 """Names, shapes and places of all tensors, as ``torch.distributed.checkpoint`` writes and reads it."""
 

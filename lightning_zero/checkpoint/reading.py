@@ -117,7 +117,7 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
             records, loadable = _records_of_file(files, file, size), files.is_local
         elif not any(head):  # as a machine leaves a file that had not been synced when it lost its power
             raise DamagedCheckpointError(
-                f"{files.path} ({size} bytes) is damaged: it {'begins with zeros' if size else 'is empty'}. {_ADVICE}"
+                f"{files.path} ({size} bytes) is damaged: it {'begins with zeros' if size else 'is empty'}. {ADVICE}"
             )
         else:
             raise ValueError(
@@ -135,7 +135,7 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
         except Exception as error:
             if "PytorchStreamReader" in str(error):  # a record that the pickle names is not among those there are
                 raise DamagedCheckpointError(
-                    f"{files.path} ({size} bytes) is damaged: {str(error).splitlines()[0]}. {_ADVICE}"
+                    f"{files.path} ({size} bytes) is damaged: {str(error).splitlines()[0]}. {ADVICE}"
                 ) from error
             raise ValueError(
                 f"{files.path} ({size} bytes) cannot be read as a checkpoint: {type(error).__name__}: {error}"

@@ -6,6 +6,7 @@ import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -293,8 +294,8 @@ def save_in_parts(
             destination.discard()
         number, reason = next(iter(failed.items()))
         raise CheckpointNotSavedError(
-            f"The checkpoint {destination.path} was not saved: rank {number} could not write it: {reason}. Nothing of it "
-            "is left, and what was there before is as it was."
+            f"The checkpoint {destination.path} was not saved: rank {number} could not write it: {reason}. Nothing of "
+            "it is left, and what was there before is as it was."
         )
 
 
@@ -334,17 +335,19 @@ def _write(content: Content, destination: Destination, rank: int) -> _Written:
     tensors, objects = [], {}
     with destination.writing(name) as stream:
         for entry in content.entries:
-            placed = [
-                (box, _piece(stream, lambda box=box: torch.save(entry.piece(box), stream))) for box in entry.boxes
-            ]
+            placed = [(box, _piece(stream, partial(_save_piece, entry, box, stream))) for box in entry.boxes]
             tensors.append((entry.names, entry.shape, entry.dtype, placed))
         for key, data in content.objects.items():
-            objects[key] = _piece(stream, lambda data=data: stream.write(data))
-    rest = None
+            objects[key] = _piece(stream, partial(stream.write, data))
+    rest: dict[str, int | None] | None = None
     if rank == 0:
         with destination.writing(REST) as file:
             rest = {"bytes": file.write(content.rest), "crc32": file.crc32}
     return _Written(name, stream.position, tensors, objects, rest)
+
+
+def _save_piece(entry: Entry, box: Box, stream: Stream) -> None:
+    torch.save(entry.piece(box), stream)  # type: ignore[arg-type]
 
 
 def _piece(stream: Stream, write: Callable[[], Any]) -> list[int]:
@@ -359,8 +362,8 @@ def _complete(content: Content, destination: Destination, written_by: dict[str, 
     elsewhere = [rank for rank, written in enumerate(everyone) if destination.size_of(written.file) != written.nbytes]
     if elsewhere:
         raise OSError(
-            f"what rank(s) {elsewhere} wrote is not there: a checkpoint in parts needs a folder that all machines share. "
-            "Choose another, or ZeroStrategy(checkpoint='full')"
+            f"what rank(s) {elsewhere} wrote is not there: a checkpoint in parts needs a folder that all machines "
+            "share. Choose another, or ZeroStrategy(checkpoint='full')"
         )
     metadata = _metadata(content, everyone)
     data = pickle.dumps(metadata)

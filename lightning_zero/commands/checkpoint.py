@@ -157,8 +157,8 @@ def _refuse_existing(paths: Iterable[str], options: Any) -> None:
 def _inspect(options: Any) -> int:
     from dataclasses import asdict
 
-    from lightning_zero.checkpoint.inspecting import rows_of
     from lightning_zero.checkpoint.checksums import DamagedCheckpointError
+    from lightning_zero.checkpoint.inspecting import rows_of
 
     try:
         opened = _open(options)

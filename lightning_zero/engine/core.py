@@ -430,7 +430,9 @@ class Engine:
         """The fp32 masters of low-precision parameters, by name, as sharded tensors over what this rank has."""
         finer = [bucket for bucket in self.buckets if bucket.shard.dtype != bucket.dtype]
         return {
-            slot.name: ShardedTensor(slot, slot.local_parameter(), keep=self) for bucket in finer for slot in bucket.slots
+            slot.name: ShardedTensor(slot, slot.local_parameter(), keep=self)
+            for bucket in finer
+            for slot in bucket.slots
         }
 
     def masters_by_name(self, *, keep: bool = True) -> dict[str, Tensor]:

@@ -19,9 +19,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_zero.checkpoint.checksums import DamagedCheckpointError
 from lightning_zero.checkpoint.deepspeed import open_deepspeed
 from lightning_zero.checkpoint.fsdp import open_fsdp
-from lightning_zero.checkpoint.checksums import DamagedCheckpointError
 from lightning_zero.checkpoint.reading import OpenedCheckpoint
 from lightning_zero.commands.checkpoint import main
 from lightning_zero.engine.stored import StoredTensor, in_memory

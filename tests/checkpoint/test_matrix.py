@@ -1,4 +1,4 @@
-"""Any stage, world size, form and precision saves; any other loads every bit, and training goes on as if never stopped."""
+"""Any stage, world size, form and precision saves; any other loads every bit, and goes on as if never stopped."""
 
 from __future__ import annotations
 
