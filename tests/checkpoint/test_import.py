@@ -45,17 +45,21 @@ IN_FP32 = ["stage1-fp32", "stage2-fp32", "stage3-fp32"]
 
 
 @pytest.fixture(scope="session", params=WRITTEN)
-def deepspeeds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a folder for each of DeepSpeed's cases."""
+def deepspeeds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of one of DeepSpeed's cases, by name."""
     folder = tmp_path_factory.mktemp("deepspeed")
     if request.param == "kept":
         with tarfile.open(HERE / "data" / "deepspeed.tar.xz") as archive:
             archive.extractall(folder, filter="data")
-    else:
-        command = [sys.executable, "-m", "tests.checkpoint.write_deepspeed", str(folder)]
-        done = subprocess.run(command, cwd=HERE.parents[1], capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-    return folder
+
+    def of(case: str) -> Path:
+        if not (folder / case).exists():
+            command = [sys.executable, "-m", "tests.checkpoint.write_deepspeed", str(folder), case]
+            done = subprocess.run(command, cwd=HERE.parents[1], capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
+        return folder / case
+
+    return of
 
 
 def same(found: Tensor, expected: Tensor, what: str) -> None:
@@ -83,16 +87,17 @@ def in_order_of_the_optimizer(names: list[str]) -> bool:
 # -- DeepSpeed ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(1800)  # with DeepSpeed installed the first one writes all cases
 @pytest.mark.parametrize("case", CASES)
-def test_weights_and_moments_are_those_that_deepspeed_itself_finds(deepspeeds: Path, case: str) -> None:
-    expected = torch.load(deepspeeds / case / "expected.pt", weights_only=True)
+def test_weights_and_moments_are_those_that_deepspeed_itself_finds(
+    deepspeeds: Callable[[str], Path], case: str
+) -> None:
+    expected = torch.load(deepspeeds(case) / "expected.pt", weights_only=True)
     if case == "stage2-elastic":
         with pytest.warns(UserWarning, match="no param groups .* the weights alone"):
-            opened = open_deepspeed(deepspeeds / case / "checkpoint")
+            opened = open_deepspeed(deepspeeds(case) / "checkpoint")
         assert "optimizer_states" not in opened.checkpoint and opened.names_of_optimizers is None
     else:
-        opened = open_deepspeed(deepspeeds / case / "checkpoint")
+        opened = open_deepspeed(deepspeeds(case) / "checkpoint")
     options = CASES[case]
     assert opened.written_by["stage"] == options["stage"]
     assert opened.written_by["world_size"] == options.get("ranks", 2)
@@ -125,8 +130,8 @@ def test_weights_and_moments_are_those_that_deepspeed_itself_finds(deepspeeds: P
     opened.verify()
 
 
-def test_values_are_read_when_they_are_used(deepspeeds: Path) -> None:
-    opened = open_deepspeed(deepspeeds / "stage3-fp32" / "checkpoint")
+def test_values_are_read_when_they_are_used(deepspeeds: Callable[[str], Path]) -> None:
+    opened = open_deepspeed(deepspeeds("stage3-fp32") / "checkpoint")
     weight = opened.checkpoint["state_dict"]["blocks.0.weight"]
     assert isinstance(weight, StoredTensor)
     whole = weight.whole()
@@ -155,8 +160,11 @@ def go_on(folder: str, stages: list[int], cases: list[str]) -> None:
                 same(weights[name], value, f"{name} of {case}")
 
 
-def test_training_goes_on_as_under_deepspeed_bit_for_bit(deepspeeds: Path, run_on: Callable[..., Any]) -> None:
-    run_on(2, go_on, folder=str(deepspeeds), cases=IN_FP32, stages=[3, 2, 1])
+def test_training_goes_on_as_under_deepspeed_bit_for_bit(
+    deepspeeds: Callable[[str], Path], run_on: Callable[..., Any]
+) -> None:
+    assert all(deepspeeds(case).exists() for case in IN_FP32)
+    run_on(2, go_on, folder=str(deepspeeds(IN_FP32[0]).parent), cases=IN_FP32, stages=[3, 2, 1])
 
 
 def resume_with_a_trainer(folder: str, imported: dict[str, str]) -> None:
@@ -183,15 +191,15 @@ def imported(source: str, path: Path, out: Path, form: str) -> str:
 
 
 def test_a_trainer_goes_on_from_what_lightnings_strategy_for_deepspeed_saved(
-    deepspeeds: Path, run_on: Callable[..., Any], tmp_path: Path
+    deepspeeds: Callable[[str], Path], run_on: Callable[..., Any], tmp_path: Path
 ) -> None:
     """Loops, the scheduler and the optimizer go on, bit for bit."""
     forms = {"lightning-stage2": "full", "lightning-stage3": "sharded"}
     files = {
-        case: imported("deepspeed", deepspeeds / case / "checkpoint", tmp_path / f"{case}.ckpt", form)
+        case: imported("deepspeed", deepspeeds(case) / "checkpoint", tmp_path / f"{case}.ckpt", form)
         for case, form in forms.items()
     }
-    run_on(2, resume_with_a_trainer, folder=str(deepspeeds), imported=files)
+    run_on(2, resume_with_a_trainer, folder=str(deepspeeds("lightning-stage2").parent), imported=files)
 
 
 def keeps_masters(folder: str) -> None:
@@ -210,8 +218,10 @@ def keeps_masters(folder: str) -> None:
     engine.close()
 
 
-def test_masters_of_low_precision_keep_their_digits(deepspeeds: Path, run_on: Callable[..., Any]) -> None:
-    run_on(2, keeps_masters, folder=str(deepspeeds))
+def test_masters_of_low_precision_keep_their_digits(
+    deepspeeds: Callable[[str], Path], run_on: Callable[..., Any]
+) -> None:
+    run_on(2, keeps_masters, folder=str(deepspeeds("stage3-bf16").parent))
 
 
 class Dropped:
@@ -309,16 +319,20 @@ MODEL = "mp_rank_00_model_states.pt"
     ids=lambda value: None,
 )
 def test_what_is_no_whole_checkpoint_of_zero_is_refused_with_one_error(
-    deepspeeds: Path, tmp_path: Path, change: Callable[[Path], None], error: type[Exception], message: str
+    deepspeeds: Callable[[str], Path],
+    tmp_path: Path,
+    change: Callable[[Path], None],
+    error: type[Exception],
+    message: str,
 ) -> None:
-    folder = shutil.copytree(deepspeeds / "stage2-fp32" / "checkpoint", tmp_path / "checkpoint")
+    folder = shutil.copytree(deepspeeds("stage2-fp32") / "checkpoint", tmp_path / "checkpoint")
     change(folder)
     with pytest.raises(error, match=message):
         open_deepspeed(folder)
 
 
-def test_stage_3_needs_the_files_of_all_ranks(deepspeeds: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(deepspeeds / "stage3-fp32" / "checkpoint", tmp_path / "checkpoint")
+def test_stage_3_needs_the_files_of_all_ranks(deepspeeds: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(deepspeeds("stage3-fp32") / "checkpoint", tmp_path / "checkpoint")
     (folder / "global_step3" / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
     with pytest.raises(FileNotFoundError, match=r"files '..._model_states.pt' it has those of rank\(s\) 0, and 1 is"):
         open_deepspeed(folder / "global_step3")
@@ -334,8 +348,8 @@ def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
         open_deepspeed(tmp_path)
 
 
-def test_a_flipped_byte_is_found_by_verify(deepspeeds: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(deepspeeds / "stage2-fp32" / "checkpoint", tmp_path / "checkpoint")
+def test_a_flipped_byte_is_found_by_verify(deepspeeds: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(deepspeeds("stage2-fp32") / "checkpoint", tmp_path / "checkpoint")
     opened = open_deepspeed(folder)
     path = folder / "global_step3" / STATE
     content = bytearray(path.read_bytes())
