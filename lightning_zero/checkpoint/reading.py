@@ -107,8 +107,6 @@ def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool | None =
 
 def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
     size = files.size()
-    if not size:
-        raise DamagedCheckpointError(f"{files.path} is empty: its saving was interrupted. {ADVICE}")
     with files.open() as file:
         head = file.read(4)
         if head[:1] == b"\x80":  # of torch before 1.6: a pickle, with nothing to tell whether it is whole
@@ -117,7 +115,8 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
             records, loadable = _records_of_file(files, file, size), files.is_local
         elif not any(head):  # as a machine leaves a file that had not been synced when it lost its power
             raise DamagedCheckpointError(
-                f"{files.path} ({size} bytes) is damaged: it {'begins with zeros' if size else 'is empty'}. {ADVICE}"
+                f"{files.path} ({size} bytes) is damaged: it {'begins with zeros' if size else 'is empty'}, as after a "
+                f"crash while it was written. {ADVICE}"
             )
         else:
             raise ValueError(
@@ -243,15 +242,7 @@ def _open_folder(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
     checkpoint = _as_lightnings(checkpoint)
     written_by = manifest.written_by if manifest is not None else {}
     return OpenedCheckpoint(
-        files.path,
-        "sharded",
-        written_by,
-        checkpoint,
-        tree,
-        names_of_optimizers,
-        files,
-        folder.extents,
-        folder.trust,
+        files.path, "sharded", written_by, checkpoint, tree, names_of_optimizers, files, folder.extents, folder.trust
     )
 
 

@@ -413,7 +413,7 @@ def test_a_damaged_file_is_told_by_the_names_of_its_tensors(tmp_path):
         with pytest.raises(DamagedCheckpointError, match=rf"x\.ckpt \({size} bytes\) is damaged: it is truncated"):
             open_checkpoint(path)
     os.truncate(path, 0)
-    with pytest.raises(DamagedCheckpointError, match=r"x\.ckpt is empty"):
+    with pytest.raises(DamagedCheckpointError, match=r"x\.ckpt \(0 bytes\) is damaged: it is empty"):
         open_checkpoint(path)
 
 
