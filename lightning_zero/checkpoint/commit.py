@@ -101,15 +101,25 @@ class Destination:
             self._fs.rm(self._old, recursive=True)
 
     def _rename(self) -> None:
-        if not os.path.lexists(self._place) or not (os.path.isdir(self.partial) or _is_folder(self._place)):
-            os.replace(self.partial, self._place)
-        elif not _exchange(self.partial, self._place):
+        are_files = not os.path.isdir(self.partial) and not _is_folder(self._place)
+        if (are_files or not os.path.lexists(self._place)) and self._replace():
+            return
+        if not _exchange(self.partial, self._place):
             os.rename(self._place, self._old)
             try:
                 os.rename(self.partial, self._place)
             except OSError:
                 os.rename(self._old, self._place)
                 raise
+
+    def _replace(self) -> bool:
+        try:
+            os.replace(self.partial, self._place)
+        except OSError:
+            if not _is_folder(self._place):
+                raise
+            return False  # another run has just put a folder there
+        return True
 
     def discard(self) -> None:
         """Remove what was written so far, as far as that is possible: why it is not wanted is to be told, not this."""

@@ -113,10 +113,11 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
             records, loadable = [], False
         elif head == b"PK\x03\x04" or ends_as_archive(file):
             records, loadable = _records_of_file(files, file, size), files.is_local
-        elif not any(head):  # as a machine leaves a file that had not been synced when it lost its power
+        elif not any(head) or b"PK\x03\x04".startswith(head):
+            # zeros are what a machine makes of a file that had not been synced when it lost its power
             raise DamagedCheckpointError(
-                f"{files.path} ({size} bytes) is damaged: it {'begins with zeros' if size else 'is empty'}, as after a "
-                f"crash while it was written. {ADVICE}"
+                f"{files.path} ({size} bytes) is damaged: it {_beginning(head)}, as after a crash while it was "
+                f"written. {ADVICE}"
             )
         else:
             raise ValueError(
@@ -165,6 +166,12 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
                 yield Extent("", record.start, record.length, record.crc32, holds(record))
 
     return OpenedCheckpoint(files.path, "full", written_by, checkpoint, as_saved, None, files, extents)
+
+
+def _beginning(head: bytes) -> str:
+    if any(head):
+        return "is truncated"
+    return "begins with zeros" if head else "is empty"
 
 
 def _records_of_file(files: Files, file: IO[bytes], size: int) -> list[Record]:

@@ -226,7 +226,8 @@ class HostMemory:
             targets.append(self._memory[position : position + entry.nbytes].view(entry.dtype))
             sources.append(entry.values.detach().reshape(-1))
             position += _aligned(entry.nbytes)
-        torch._foreach_copy_(targets, sources, non_blocking=True)
+        if targets:  # a rank may have nothing of a small model
+            torch._foreach_copy_(targets, sources, non_blocking=True)
         if on_device:
             torch.accelerator.synchronize()
         return replace(

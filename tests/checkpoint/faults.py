@@ -1,0 +1,201 @@
+"""Ranks that are killed, or cannot write, while they save: forked from a worker, so that each costs milliseconds."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_zero.checkpoint import commit
+from lightning_zero.checkpoint.commit import Destination, Stream, new_label
+from lightning_zero.checkpoint.reading import open_checkpoint
+from lightning_zero.checkpoint.saver import Saver
+from lightning_zero.checkpoint.saving import Content, content_of, save_in_parts, save_whole
+
+KILLED, FAILED, HUNG = -signal.SIGKILL, 3, "hung"
+SECONDS = 25
+"""After which a rank that survived another hangs."""
+
+Act = Callable[[int, Any], None]
+"""What a rank does; it is given its number, and a function by which all tell each other values."""
+
+
+def tree(value: float, numel: int = 40) -> dict[str, Any]:
+    """Weights and moments that all have the same value, by which one save is told from another."""
+    weights = {"a": torch.full((numel,), value), "b": torch.full((2, 3), value)}
+    groups = [{"lr": 0.1, "params": ["a", "b"]}]
+    return {"state_dict": weights, "optimizer_0": {"state": {"a": {"m": weights["a"] + 0}}, "param_groups": groups}}
+
+
+def part(rank: int, value: float, **options: Any) -> Content:
+    """What each of two ranks writes: of tensors that all have rank 0 writes all, so rank 1 has others of its own."""
+    if rank == 0:
+        return content_of(tree(value, **options), {"epoch": value})
+    own = content_of({"own": tree(value, **options)["state_dict"]}, {})
+    return Content(own.entries, {}, b"", {})
+
+
+def save(form: str, path: Any, value: float, rank: int = 0, gather: Any = None, **options: Any) -> None:
+    """One save, by one of two ranks or, without ``gather``, by one alone."""
+    if form == "full":
+        return save_whole({**tree(value, **options), "epoch": value}, Destination(path, new_label()))
+    gather = gather or (lambda own: [own])
+    return save_in_parts(part(rank, value, **options), Destination(path, gather(new_label())[0]), {}, rank, gather)
+
+
+def value_at(path: Any) -> float:
+    """Of which save a checkpoint is; it is whole, and all of it is of one."""
+    opened = open_checkpoint(path)
+    opened.verify()
+    found = {float(number) for tensor in opened.tensors.values() for number in (tensor + 0).flatten().tolist()}
+    found.add(float(opened.checkpoint["epoch"]))
+    assert len(found) == 1, f"{path} is made of several saves: {found}"
+    return found.pop()
+
+
+def run_ranks(act: Act, world_size: int = 2, kill: tuple[int, float] | None = None) -> list[Any]:
+    """Fork ranks that talk to each other through pipes, and end by an error when the other has gone.
+
+    Arguments:
+        act: what each does.
+        kill: which is killed by a signal, after how many seconds.
+
+    Returns:
+        Their exit codes: 0, ``FAILED`` for an exception, ``KILLED`` or ``HUNG``.
+    """
+    ends = Pipe()
+
+    def child(rank: int) -> None:
+        if world_size == 1:
+            return act(rank, lambda value: [value])
+        ends[1 - rank].close()
+
+        def gather(value: Any) -> list[Any]:
+            ends[rank].send(value)
+            values = [value, ends[rank].recv()]
+            return values if rank == 0 else values[::-1]
+
+        return act(rank, gather)
+
+    children = []
+    for rank in range(world_size):
+        process = os.fork()
+        if process == 0:
+            code = FAILED
+            try:
+                child(rank)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        children.append(process)
+    for end in ends:
+        end.close()
+    if kill is not None:
+        time.sleep(kill[1])
+        os.kill(children[kill[0]], signal.SIGKILL)
+    codes: list[Any] = [HUNG] * world_size
+    deadline = time.monotonic() + SECONDS
+    while HUNG in codes and time.monotonic() < deadline:
+        for rank, process in enumerate(children):
+            if codes[rank] == HUNG:
+                ended, status = os.waitpid(process, os.WNOHANG)
+                codes[rank] = os.waitstatus_to_exitcode(status) if ended else HUNG
+        time.sleep(0.001)
+    for process, code in zip(children, codes):
+        if code == HUNG:
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+    return codes
+
+
+def die_at_call(number: int) -> None:
+    """Let this process be killed before its next call to the disk but so many.
+
+    Of writes, of which torch.save makes a dozen for a tensor, every fourth counts; it is killed in the midst of one.
+    """
+    left = 4 * number
+
+    def counted(call: Callable[..., Any], halfway: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 4 if halfway is None else 1
+            if left < 0:
+                if halfway is not None:
+                    halfway(*args, **kwargs)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **kwargs)
+
+        return wrapper
+
+    write = Stream.write
+    Stream.write = counted(write, lambda stream, data: write(stream, memoryview(data).cast("B")[: len(data) // 2]))  # type: ignore[method-assign]
+    for name in ("fsync", "rename", "replace", "unlink", "remove", "rmdir", "mkdir"):
+        setattr(os, name, counted(getattr(os, name)))
+    commit._exchange = counted(commit._exchange)
+
+
+def without_exchange() -> None:
+    """As on a file system that cannot exchange two names."""
+    commit._exchange = lambda one, other: False
+
+
+def in_background(folder: Path, path: Path, form: str, port: int) -> Act:
+    """Save for ever in the background: 1, 2, 3, ..."""
+
+    def act(rank: int, gather: Any) -> None:
+        if form == "sharded":
+            store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timedelta(seconds=SECONDS))
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        saver, value = Saver(in_background=True), 0
+        while True:
+            value += 1
+            saver.finish()
+            if form == "full":
+                saver.save_whole({**tree(value), "epoch": value}, path)
+            else:
+                saver.save_in_parts(tree(value), {"epoch": value}, path, {}, rank, gather)
+
+    return act
+
+
+def on_a_small_disk(folder: Path, nbytes: int, act: Callable[[], None]) -> int:
+    """Do something in a process for which a folder is a disk of its own, of so many bytes; its exit code."""
+
+    def alone(rank: int, gather: Any) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        user, group = os.getuid(), os.getgid()
+        if libc.unshare(0x10000000 | 0x00020000):  # CLONE_NEWUSER | CLONE_NEWNS
+            raise OSError(ctypes.get_errno(), "unshare")
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+        Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+        if libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", 0, f"size={nbytes}".encode()):
+            raise OSError(ctypes.get_errno(), "mount")
+        act()
+
+    return run_ranks(alone, 1)[0]
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+def empty(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return folder

@@ -1,0 +1,277 @@
+"""Whatever happens while a checkpoint is saved or loaded: the last good one stays, and what is damaged is told."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_zero.checkpoint import commit
+from lightning_zero.checkpoint.reading import DamagedCheckpointError, open_checkpoint
+from lightning_zero.checkpoint.saving import CheckpointNotSavedError
+from tests.checkpoint import faults
+from tests.checkpoint.faults import FAILED, HUNG, KILLED, names_in, run_ranks, save, value_at
+
+FORMS = pytest.mark.parametrize("form", ["full", "sharded"])
+
+# ------------------------------------------------------------------------------------------------ killed while saving
+
+
+def killed_at_every_call(folder, form, name, can_exchange):
+    """Kill each rank at each call to the disk there is in a save, and look at the folder after each."""
+    last, world_size = folder / "last.ckpt", 1 if form == "full" else 2
+    if not can_exchange:
+        faults.without_exchange()
+    moments = 0
+    for victim in range(world_size):
+        for number in range(1000):
+
+            def act(rank, gather, victim=victim, number=number):
+                if rank == victim:
+                    faults.die_at_call(number)
+                save(form, folder / name, 2.0, rank, gather)
+
+            faults.empty(folder)
+            save(form, last, 1.0)
+            codes = run_ranks(act, world_size)
+            assert HUNG not in codes and codes[victim] in (0, KILLED), (victim, number, codes)
+            assert value_at(last) in ((1.0, 2.0) if name == last.name else (1.0,)), (victim, number)
+            if (folder / name).exists():
+                assert value_at(folder / name) in (1.0, 2.0), (victim, number)
+            save(form, folder / "next.ckpt", 3.0)
+            assert names_in(folder) in (["last.ckpt", "next.ckpt"], ["last.ckpt", "next.ckpt", name]), (victim, number)
+            assert value_at(last) in (1.0, 2.0) and value_at(folder / "next.ckpt") == 3
+            if codes[victim] == 0:
+                break
+            moments += 1
+    return moments
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "can_exchange"),
+    [
+        ("full", "last.ckpt", True),
+        ("full", "other.ckpt", True),
+        ("sharded", "last.ckpt", True),
+        ("sharded", "last.ckpt", False),
+        ("sharded", "other.ckpt", True),
+    ],
+)
+def test_a_rank_that_is_killed_at_any_call_to_the_disk_leaves_the_last_good_checkpoint(
+    run_on, tmp_path, form, name, can_exchange
+):
+    (moments,) = run_on(
+        1, killed_at_every_call, timeout=120, folder=tmp_path / "c", form=form, name=name, can_exchange=can_exchange
+    )
+    assert moments > (5 if form == "full" else 25)
+
+
+def killed_at_random(folder, form, is_async):
+    path, world_size = folder / "last.ckpt", 1 if form == "full" else 2
+    random.seed(7)
+    saved = set()
+    for victim in range(world_size):
+        for _ in range(20):
+            faults.empty(folder)
+            save(form, path, 0.0)
+            if is_async:
+                with socket.socket() as free:
+                    free.bind(("127.0.0.1", 0))
+                    act = faults.in_background(folder, path, form, free.getsockname()[1])
+            else:
+
+                def act(rank, gather):
+                    for value in range(1, 10**6):
+                        save(form, path, value, rank, gather)
+
+            codes = run_ranks(act, world_size, kill=(victim, random.uniform(0.005, 0.25 if is_async else 0.05)))
+            assert codes == [KILLED if rank == victim else FAILED for rank in range(world_size)]
+            saved.add(value_at(path))
+            save(form, path, -1.0)
+            assert names_in(folder) == ["last.ckpt"] and value_at(path) == -1
+    return saved
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["", "in the background"])
+@FORMS
+def test_a_rank_that_is_killed_at_a_random_moment_leaves_one_whole_checkpoint(run_on, tmp_path, form, is_async):
+    (saved,) = run_on(1, killed_at_random, timeout=240, folder=tmp_path / "c", form=form, is_async=is_async)
+    assert len(saved) > 3, saved  # the moments fell into different saves
+
+
+def killed_between_the_renames(folder):
+    """On a file system that cannot exchange names the old one has another name for a moment."""
+    faults.without_exchange()
+    rename, path = os.rename, folder / "last.ckpt"
+
+    def act(rank, gather):
+        def once(one, other):
+            rename(one, other)
+            os.kill(os.getpid(), 9)
+
+        os.rename = once
+        save("sharded", path, 2.0)
+
+    save("sharded", path, 1.0)
+    assert run_ranks(act, 1) == [KILLED]
+    (put_aside,) = [name for name in names_in(folder) if not name.startswith(".")]
+    assert put_aside != path.name and put_aside.startswith("last") and put_aside.endswith(".ckpt")
+    assert value_at(path) == 1  # by the name that it had
+    assert value_at(folder / put_aside) == 1
+    save("sharded", folder / "other.ckpt", 3.0)
+    assert names_in(folder) == ["last.ckpt", "other.ckpt"] and value_at(path) == 1
+
+
+def test_what_was_to_be_replaced_is_found_by_its_name_and_gets_it_back(run_on, tmp_path):
+    run_on(1, killed_between_the_renames, folder=tmp_path)
+
+
+def at_the_same_time(folder, form):
+    """Two runs that know nothing of each other."""
+
+    def act(rank, gather):
+        for number in range(40):
+            save(form, folder / "last.ckpt", float(rank), numel=5000)
+            save(form, folder / f"{rank}.ckpt", float(number))
+
+    assert run_ranks(act) == [0, 0]
+    assert names_in(folder) == ["0.ckpt", "1.ckpt", "last.ckpt"]
+    assert value_at(folder / "last.ckpt") in (0, 1) and value_at(folder / "0.ckpt") == value_at(folder / "1.ckpt") == 39
+
+
+@FORMS
+def test_two_runs_that_save_into_one_folder_leave_each_other_alone(run_on, tmp_path, form):
+    run_on(1, at_the_same_time, folder=tmp_path, form=form)
+
+
+def test_leftovers_of_another_machine_are_kept_until_they_are_a_day_old(tmp_path, monkeypatch):
+    left = tmp_path / ".last.ckpt.partial-elsewhere.1-4242-18a0"
+    left.mkdir()
+    (left / "__0_0.distcp").write_bytes(b"some")
+    save("sharded", tmp_path / "a.ckpt", 1.0)
+    assert left.exists()
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 25 * 3600)
+    save("sharded", tmp_path / "a.ckpt", 2.0)
+    assert names_in(tmp_path) == ["a.ckpt"] and value_at(tmp_path / "a.ckpt") == 2
+
+
+# --------------------------------------------------------------------------------------------------- cannot be written
+
+
+def fails_everywhere(path, form, why, rank, gather, numel=40):
+    with pytest.raises(CheckpointNotSavedError, match="was not saved") as raised:
+        save(form, path, 2.0, rank, gather, numel=numel)
+    assert str(path) in str(raised.value) and why in str(raised.value), raised.value
+
+
+def full_disk(folder, form):
+    """Of two ranks each is once the one for whose part there is no room."""
+
+    def on_the_disk():
+        save(form, folder / "last.ckpt", 1.0)
+        for full in (0, 1) if form == "sharded" else (0,):
+
+            def act(rank, gather, full=full):
+                large = 500_000 if rank == full else 40
+                fails_everywhere(folder / "last.ckpt", form, "No space left on device", rank, gather, numel=large)
+                save(form, folder / "last.ckpt", 3.0, rank, gather)  # one that is small enough, by the same process
+
+            assert run_ranks(act, 2 if form == "sharded" else 1) == [0] * (2 if form == "sharded" else 1)
+            assert names_in(folder) == ["last.ckpt"] and value_at(folder / "last.ckpt") == 3
+
+    assert faults.on_a_small_disk(folder, 2**20, on_the_disk) == 0
+
+
+@FORMS
+def test_a_full_disk_is_told_on_every_rank_and_leaves_what_was_there(run_on, tmp_path, form):
+    run_on(1, full_disk, folder=tmp_path, form=form)
+
+
+def no_permission(folder, form):
+    save(form, folder / "last.ckpt", 1.0)
+    os.chmod(folder, 0o555)
+
+    def act(rank, gather):
+        if os.getuid() == 0:
+            os.setuid(65534)
+        fails_everywhere(folder / "last.ckpt", form, "Permission denied", rank, gather)
+
+    for parent in folder.parents[:2]:
+        os.chmod(parent, 0o755)
+    assert run_ranks(act, 2 if form == "sharded" else 1) == [0] * (2 if form == "sharded" else 1)
+    os.chmod(folder, 0o755)
+    assert names_in(folder) == ["last.ckpt"] and value_at(folder / "last.ckpt") == 1
+
+
+@FORMS
+def test_no_permission_to_write_is_told(run_on, tmp_path, form):
+    (tmp_path / "c").mkdir()
+    run_on(1, no_permission, folder=tmp_path / "c", form=form)
+
+
+@FORMS
+def test_a_path_below_a_file_is_told(tmp_path, form):
+    (tmp_path / "file").write_text("a file")
+    fails_everywhere(tmp_path / "file" / "last.ckpt", form, "file", 0, None)
+    assert names_in(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "a file"
+
+
+@FORMS
+def test_a_name_may_be_as_long_as_the_system_allows(tmp_path, form, monkeypatch):
+    long = f"{'metric=0.123-' * 19}{'x' * 3}.ckpt"
+    assert len(long) == 255
+    for value in (1.0, 2.0):
+        save(form, tmp_path / long, value)
+        assert names_in(tmp_path) == [long] and value_at(tmp_path / long) == value
+    monkeypatch.setattr(commit, "_exchange", lambda one, other: False)
+    save(form, tmp_path / long, 3.0)
+    assert names_in(tmp_path) == [long] and value_at(tmp_path / long) == 3
+    fails_everywhere(tmp_path / f"x{long}", form, "File name too long", 0, None)
+    assert names_in(tmp_path) == [long]
+
+
+# -------------------------------------------------------------------------------------------------------------- damage
+
+
+@FORMS
+def test_an_altered_byte_a_truncated_and_a_missing_file_are_found(tmp_path, form):
+    path, found = tmp_path / "last.ckpt", 0
+    save(form, path, 1.0)
+    for file in [path] if form == "full" else sorted(path.iterdir()):
+        data = file.read_bytes()
+        for position in range(0, len(data), max(1, len(data) // 300)):
+            altered = bytearray(data)
+            altered[position] ^= 0x5A
+            file.write_bytes(altered)
+            try:
+                assert value_at(path) == 1  # it lies between records
+            except DamagedCheckpointError as error:
+                assert str(path) in str(error)
+                found += 1
+        for length in {0, 1, 3, len(data) // 2, len(data) - 1}:
+            file.write_bytes(data[:length])
+            with pytest.raises(DamagedCheckpointError, match=path.name):
+                value_at(path)
+        if form == "sharded" and file.name != "lightning_zero.json":  # without that it is another's
+            file.unlink()
+            with pytest.raises(DamagedCheckpointError, match=file.name):
+                value_at(path)
+        file.write_bytes(data)
+    assert found > 150 and value_at(path) == 1
+
+
+def test_the_error_names_the_piece(tmp_path):
+    path = tmp_path / "last.ckpt"
+    for form, file in (("full", path), ("sharded", path / "__0_0.distcp")):
+        save(form, path, 7.0, numel=3000)
+        data = bytearray(file.read_bytes())
+        data[data.index(b"\0\0\xe0\x40" * 100) + 80] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(DamagedCheckpointError, match=r"state_dict\.a.*bytes \d+ to \d+") as raised:
+            open_checkpoint(path).verify()
+        assert file.name in str(raised.value)
