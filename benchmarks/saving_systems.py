@@ -28,7 +28,7 @@ class Ours:
         self.module: nn.Module = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
         self._engine = Engine(model, [self.optimizer], stage=3)
-        self._saver, self._in_parts = Saver(in_background), in_parts
+        self._saver, self._in_parts, self._in_background = Saver(in_background), in_parts, in_background
 
     def save(self, path: Path) -> None:
         if self._in_parts:
@@ -37,13 +37,19 @@ class Ours:
             tree = {"state_dict": self.module.state_dict(), "optimizer_0": by_name(state, names)}
             self._saver.save_in_parts(tree, {}, path, {}, dist.get_rank(), self._engine.communicator.gather_objects)
             return
+        if self._in_background:
+            state = self._engine.optimizer_state_dict_in_parts(self.optimizer)
+            whole = {"state_dict": self.module.state_dict(), "optimizer_states": [state]}
+            group = self._engine.communicator.background_group()
+            self._saver.save_whole_later(whole, path, dist.get_rank(), group)
+            return
         is_first = dist.get_rank() == 0
         whole = {
             "state_dict": self._engine.full_state_dict(keep=is_first),
             "optimizer_states": [self._engine.full_optimizer_state_dict(self.optimizer, keep=is_first)],
         }
         if is_first:
-            self._saver.save_whole(whole, path, own=tuple(whole))
+            self._saver.save_whole(whole, path)
 
     def is_written(self) -> bool:
         return self._saver.is_done

@@ -222,7 +222,8 @@ class FabricStrategy(ZeroProcesses):
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         """Write an ordinary file on rank 0, which alone has the values meanwhile, or a folder of parts. Collective."""
-        with self._written_by_first():
+        # a filter is rank 0's alone in a file, and may look at values
+        with self._written_by_first(self._saves_in_parts or (self._saves_in_background and filter is None)):
             masters = {}
             if any(isinstance(value, Optimizer) for value in state.values()):
                 masters = {key: found for key, value in state.items() if (found := self._masters_of(value))}
@@ -237,7 +238,8 @@ class FabricStrategy(ZeroProcesses):
                 return
             converted = self._convert_stateful_objects_in_state(state, filter=filter or {})
             if not self._saves_in_parts:
-                self._save_whole({**converted, **about}, path, own=(CHECKPOINT_KEY, *_large(state)))
+                communicator = self._communicator if self._in_parts else None
+                self._save_whole({**converted, **about}, path, (CHECKPOINT_KEY, *_large(state)), communicator)
                 return
             self._check_storage_options(storage_options)
             self._alike(self._saver.finish)
@@ -281,9 +283,9 @@ class FabricStrategy(ZeroProcesses):
         return self._every_rank_keeps or self.is_global_zero
 
     @contextmanager
-    def _written_by_first(self) -> Iterator[None]:
+    def _written_by_first(self, in_parts: bool) -> Iterator[None]:
         """Around what every rank collects for rank 0 to write; an error in seconds if not every rank comes."""
-        self._every_rank_keeps, self._in_parts = False, self._saves_in_parts
+        self._every_rank_keeps, self._in_parts = False, in_parts
         try:
             with self.engines[0].agreement.met("what fabric.save() writes") if self.engines else nullcontext():
                 yield

@@ -301,14 +301,20 @@ class ZeroProcesses(ParallelStrategy):
                 "write checkpoint='full' with a CheckpointIO that takes them."
             )
 
-    def _save_whole(self, checkpoint: dict[str, Any], path: Any, own: tuple[str, ...]) -> None:
-        """Write one file on rank 0; what it cannot write, or could not in the background, all raise. Collective."""
+    def _save_whole(
+        self, checkpoint: dict[str, Any], path: Any, own: tuple[str, ...], communicator: Communicator | None = None
+    ) -> None:
+        """Write one file on rank 0; what it cannot write, or could not in the background, all raise. Collective.
 
-        def save() -> None:
-            self._saver.finish()
-            self._saver.save_whole(checkpoint, path, own)
-
-        self._alike(save if self.is_global_zero else lambda: None)
+        Arguments:
+            own: see ``Saver.save_whole``.
+            communicator: given, if the checkpoint has sharded tensors, which are put together in the background.
+        """
+        self._alike(self._saver.finish)
+        if communicator is not None:
+            self._saver.save_whole_later(checkpoint, path, self.global_rank, communicator.background_group())
+        else:
+            self._alike(lambda: self._saver.save_whole(checkpoint, path, own) if self.is_global_zero else None)
 
     def _opened(self, path: Any, weights_only: bool | None) -> OpenedCheckpoint:
         """Open a checkpoint of any form, and verify it; what one rank finds wrong, all raise. Collective."""

@@ -370,10 +370,24 @@ class TrainerStrategy(ZeroProcesses):
     def _keeps_checkpoint(self) -> bool:
         """Whether this rank needs a checkpoint's values: rank 0 writes them, and the project's hooks may read them."""
         assert self.lightning_module is not None
+        return self.is_global_zero or self._has_hooks
+
+    @property
+    def _has_hooks(self) -> bool:
+        """Whether the project has an ``on_save_checkpoint`` of its own, which runs on every rank."""
+        assert self.lightning_module is not None
         hooked = [self.lightning_module, *self.lightning_module.trainer.callbacks]
-        return self.is_global_zero or not all(
+        return not all(
             each.on_save_checkpoint.__module__.startswith(("lightning.", "pytorch_lightning.")) for each in hooked
         )
+
+    @property
+    def _state_is_in_parts(self) -> bool:
+        """Whether a checkpoint that is made now has sharded tensors: each rank writes its own, or rank 0 gets them later.
+
+        What hooks of the project read has to be whole by then, as far as one file is asked for.
+        """
+        return self._saves_in_parts or (self._saves_in_background and not self._has_hooks)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -384,7 +398,7 @@ class TrainerStrategy(ZeroProcesses):
         """
         if self.engine is not None and not self._can_save():
             return {}
-        if self.engine is not None and not self._saves_in_parts:
+        if self.engine is not None and not self._state_is_in_parts:
             return self.engine.full_state_dict(keep=self._keeps_checkpoint, without=self._left_out)
         state = super().lightning_module_state_dict()
         for name in self._left_out & set(state):
@@ -406,7 +420,7 @@ class TrainerStrategy(ZeroProcesses):
             return super().optimizer_state(optimizer)
         if not self._can_save():
             return {}
-        if self._saves_in_parts:
+        if self._state_is_in_parts:
             return self.engine.optimizer_state_dict_in_parts(optimizer)
         return self.engine.full_optimizer_state_dict(optimizer, keep=self._keeps_checkpoint)
 
@@ -434,7 +448,8 @@ class TrainerStrategy(ZeroProcesses):
         elif not self._has_default_io or storage_options is not None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
-            self._save_whole(checkpoint, filepath, own=("state_dict", "optimizer_states", CHECKPOINT_KEY))
+            communicator = self.engine.communicator if self.engine is not None and self._state_is_in_parts else None
+            self._save_whole(checkpoint, filepath, ("state_dict", "optimizer_states", CHECKPOINT_KEY), communicator)
 
     def _about_checkpoint(self, *, to_resume: bool) -> dict[str, Any]:
         """The entry that is ours: what wrote it, and what Lightning has no place for."""
@@ -453,7 +468,7 @@ class TrainerStrategy(ZeroProcesses):
     def _masters_to_save(self) -> dict[str, Tensor]:
         if self.engine is None:
             return self._masters_after_fit if self.lightning_module is self._fitted() else {}
-        if self._saves_in_parts:
+        if self._state_is_in_parts:
             return self.engine.masters_in_parts()
         return self.engine.masters_by_name(keep=self.is_global_zero)
 

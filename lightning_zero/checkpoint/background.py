@@ -12,9 +12,12 @@ from contextlib import suppress
 from threading import Event
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_zero.checkpoint.commit import is_of_the_dead
+from lightning_zero.checkpoint.saving import Entry
 from lightning_zero.engine.watch import failure
 
 log = logging.getLogger(__name__)
@@ -88,6 +91,31 @@ def _tell_at_the_end() -> None:
         for job in background._jobs:
             if (error := job.exception()) is not None:
                 log.error("%s", error)
+
+
+def put_together(
+    entries: list[Entry], ranges: list[list[tuple[int, int]]], rank: int, group: dist.ProcessGroup | None
+) -> list[Tensor]:
+    """Whole tensors on rank 0, of what each rank has of them; nothing on other ranks. Collective.
+
+    Args:
+        entries: this rank's parts, the same tensors in the same order on every rank.
+        ranges: of each tensor, which part of it flattened each rank has.
+        group: for this alone; None where there is one rank.
+    """
+    whole = []
+    for entry, owned in zip(entries, ranges):
+        if rank:
+            if entry.values.numel():
+                dist.send(entry.values, group=group, group_dst=0)
+            continue
+        flat = torch.empty(entry.shape.numel(), dtype=entry.dtype)
+        flat[: entry.values.numel()] = entry.values
+        for source, (start, stop) in enumerate(owned[1:], 1):
+            if stop > start:
+                dist.recv(flat[start:stop], group=group, group_src=source)
+        whole.append(flat.view(entry.shape))
+    return whole
 
 
 class StoreExchange:

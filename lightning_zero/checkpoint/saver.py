@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from threading import Event
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from lightning_zero.checkpoint.background import Background, StoreExchange
+from lightning_zero.checkpoint.background import Background, StoreExchange, put_together
 from lightning_zero.checkpoint.commit import Destination, new_label
-from lightning_zero.checkpoint.saving import Gather, HostMemory, content_of, save_in_parts, save_whole
+from lightning_zero.checkpoint.saving import (
+    CheckpointNotSavedError,
+    Gather,
+    HostMemory,
+    content_of,
+    entry_of,
+    identity,
+    is_view_of_parameter,
+    save_in_parts,
+    save_whole,
+)
+from lightning_zero.engine.sharded_tensor import ShardedTensor
+from lightning_zero.engine.watch import failure
 
 
 class Saver:
@@ -60,7 +73,7 @@ class Saver:
             save_in_parts(content, destination, written_by, rank, gather)
             return
         self._background.finish()
-        content = self._memory.copied(content)
+        content = replace(content, entries=self._memory.copied(content.entries))
         if len(everyone) == 1:
             self._background.submit(partial(save_in_parts, content, destination, written_by))
             return
@@ -90,6 +103,37 @@ class Saver:
         self._background.finish()
         kept = {key: value if key in own else _copy(value) for key, value in checkpoint.items()}
         self._background.submit(partial(save_whole, kept, destination))
+
+    def save_whole_later(self, checkpoint: Mapping[str, Any], path: Any, rank: int, group: Any) -> None:
+        """Copy this rank's parts, and let rank 0 put all parts together and write one file in the background.
+
+        Args:
+            checkpoint: with sharded tensors, the same on every rank; of all else rank 0's counts.
+            group: for the threads of all ranks alone; None where there is one rank.
+        """
+        self._background.finish()
+        leaves, spec = tree_flatten(dict(checkpoint))
+        leaves = [leaf.whole() if is_view_of_parameter(leaf) else leaf for leaf in leaves]
+        sharded = {identity(leaf): leaf for leaf in leaves if isinstance(leaf, ShardedTensor)}
+        keys = [identity(leaf) if isinstance(leaf, ShardedTensor) else None for leaf in leaves]
+        entries = self._memory.copied([entry_of(tensor, rank) for tensor in sharded.values()])
+        ranges = [tensor.slot.ranges() for tensor in sharded.values()]
+        kept = [_copy(leaf) if key is None and rank == 0 else None for key, leaf in zip(keys, leaves)]
+        destination = Destination(path, new_label())
+
+        def save() -> None:
+            try:
+                whole = dict(zip(sharded, put_together(entries, ranges, rank, group)))
+            except RuntimeError as error:
+                raise CheckpointNotSavedError(
+                    f"The checkpoint {path} was not saved: its parts did not come together: {failure() or error}. What "
+                    "was there before is as it was."
+                ) from error
+            if rank == 0:
+                found = [leaf if key is None else whole[key] for key, leaf in zip(keys, kept)]
+                save_whole(tree_unflatten(found, spec), destination)
+
+        self._background.submit(save)
 
     def then(self, act: Callable[[], None]) -> None:
         """Do something when what was saved before is written; not at all if that fails."""

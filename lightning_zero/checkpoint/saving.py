@@ -109,21 +109,26 @@ def content_of(tree: Mapping[str, Any], rest: Mapping[str, Any], rank: int = 0) 
     tensors: dict[Any, Tensor] = {}
     objects: dict[str, bytes] = {}
     for name, leaf in leaves.items():
-        if isinstance(leaf, Handle) and not isinstance(leaf, (ShardedTensor, StoredTensor)):
-            leaf = leaf.whole()  # a view of a parameter, which user code has put there
+        if is_view_of_parameter(leaf):
+            leaf = leaf.whole()
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_quantized:
             key = identity(leaf)
             shared.setdefault(key, []).append(name)
             tensors[key] = leaf
         elif rank == 0:
             objects[name] = _serialised(leaf)
-    entries = [_entry(tuple(shared[key]), tensor, rank) for key, tensor in tensors.items()]
+    entries = [entry_of(tensor, rank, tuple(shared[key])) for key, tensor in tensors.items()]
     return Content(
         [entry for entry in entries if entry.boxes],
         objects,
         _serialised(hollow) if rank == 0 else b"",
         paths if rank == 0 else {},
     )
+
+
+def is_view_of_parameter(value: Any) -> bool:
+    """Whether it is one, that user code has put into a checkpoint: it has no parts of its own."""
+    return isinstance(value, Handle) and not isinstance(value, (ShardedTensor, StoredTensor))
 
 
 def by_name(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -176,14 +181,14 @@ def _split(rest: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 def identity(tensor: Tensor) -> Any:
     """Equal for tied tensors, which are the same memory, and for no others."""
     if isinstance(tensor, ShardedTensor):
-        own = None if tensor.is_parameter else tensor.local.data_ptr()
-        return id(tensor.slot), own, tensor.dtype
+        return (id(tensor.slot), tensor.dtype) if tensor.is_parameter else id(tensor)  # alike on all ranks
     if isinstance(tensor, StoredTensor) or not tensor.numel():
         return id(tensor)
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _entry(names: tuple[str, ...], tensor: Tensor, rank: int) -> Entry:
+def entry_of(tensor: Tensor, rank: int, names: tuple[str, ...] = ()) -> Entry:
+    """What one rank has to write of a tensor."""
     shape, most = tensor.shape, max(_PIECE_BYTES // tensor.dtype.itemsize, 1)
     if not tensor.numel():
         whole = [Box((0,) * len(shape), tuple(shape), 0)] if rank == 0 else []
@@ -214,25 +219,23 @@ class HostMemory:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def copied(self, content: Content) -> Content:
-        """The same content, which training does not change."""
-        needed = sum(_aligned(entry.nbytes) for entry in content.entries)
-        on_device = any(entry.values.device.type != "cpu" for entry in content.entries)
+    def copied(self, entries: list[Entry]) -> list[Entry]:
+        """The same entries, which training does not change."""
+        needed = sum(_aligned(entry.nbytes) for entry in entries)
+        on_device = any(entry.values.device.type != "cpu" for entry in entries)
         if len(self._memory) < needed:
             self._memory = torch.empty(0, dtype=torch.uint8)  # so that the two are not there at once
             self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=on_device)
         targets, sources, position = [], [], 0
-        for entry in content.entries:
+        for entry in entries:
             targets.append(self._memory[position : position + entry.nbytes].view(entry.dtype))
-            sources.append(entry.values.detach().reshape(-1))
+            sources.append(entry.values.detach().reshape(-1)[: targets[-1].numel()])
             position += _aligned(entry.nbytes)
-        if targets:  # a rank may have nothing of a small model
+        if targets:
             torch._foreach_copy_(targets, sources, non_blocking=True)
         if on_device:
             torch.accelerator.synchronize()
-        return replace(
-            content, entries=[replace(entry, values=target) for entry, target in zip(content.entries, targets)]
-        )
+        return [replace(entry, values=target) for entry, target in zip(entries, targets)]
 
 
 def _aligned(nbytes: int) -> int:

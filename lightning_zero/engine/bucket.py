@@ -141,16 +141,17 @@ class BucketSlot:
         bucket = self.bucket
         if bucket.communicator.size == 1:
             return local.view(self.shape)
-        segment = bucket.layout.segments[self.index]
-        flat = local.new_empty(segment.numel)
+        flat = local.new_empty(self.shape.numel())
         flat[self.offset : self.offset + self.local_numel] = local
-        ranges = []
-        for rank in range(bucket.communicator.size):
-            start, stop = bucket.layout.owned_range(self.index, self.index, rank)
-            ranges.append((start - segment.start, stop - segment.start))
         bucket.agreement.meet(f"'{self.name}'")
-        bucket.communicator.broadcast_ranges(flat, ranges, f"the gather of '{self.name}'")
+        bucket.communicator.broadcast_ranges(flat, self.ranges(), f"the gather of '{self.name}'")
         return flat.view(self.shape)
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """What each rank has of the flattened parameter, in the order of ranks."""
+        layout, first = self.bucket.layout, self.bucket.layout.segments[self.index].start
+        owned = (layout.owned_range(self.index, self.index, rank) for rank in range(layout.world_size))
+        return [(start - first, stop - first) for start, stop in owned]
 
     def reduce(self, value: Tensor, op: Any) -> Tensor:
         if self.bucket.communicator.size > 1:

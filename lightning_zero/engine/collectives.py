@@ -126,6 +126,7 @@ class Communicator:
         self.absent: list[int] = []
         self.before_gather: Callable[[int], None] | None = None
         initialised = dist.is_available() and dist.is_initialized()
+        self._background_group: Any = None
         self.group = (group or dist.group.WORLD) if initialised else None
         self.size = dist.get_world_size(self.group) if initialised else 1
         self.rank = dist.get_rank(self.group) if initialised else 0
@@ -315,6 +316,12 @@ class Communicator:
             while self._own_groups:
                 with suppress(RuntimeError, ValueError):  # they may have failed, or be gone with the default group
                     dist.destroy_process_group(self._own_groups.pop())
+
+    def background_group(self) -> Any:
+        """A group for a thread that communicates beside all else, over the CPU. Collective, the first time."""
+        if self.size > 1 and self._background_group is None:
+            self._background_group = self._new_group("gloo")
+        return self._background_group
 
     def _new_group(self, backend: str) -> Any:
         self._own_groups.append(dist.new_group(self._ranks, backend=backend))

@@ -66,6 +66,9 @@ class Slot(Protocol):
     def collect(self, local: Tensor) -> Tensor:
         """The whole of a tensor that is cut as this slot. Collective."""
 
+    def ranges(self) -> list[tuple[int, int]]:
+        """What each rank has of the flattened parameter, in the order of ranks."""
+
     def reduce(self, value: Tensor, op: Any) -> Tensor:
         """Reduce a small tensor over ranks, in place. Collective."""
 

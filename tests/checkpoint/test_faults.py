@@ -6,7 +6,6 @@ import os
 import random
 import socket
 import time
-from pathlib import Path
 
 import pytest
 
