@@ -118,22 +118,33 @@ def put_together(
     return whole
 
 
+def own_connection() -> dist.Store:
+    """One to the process group's store, since the main thread may hold the other for as long as it waits.
+
+    Not for every save a new one: if the host of the store is gone, it is tried for as long as the group's timeout.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    if not _connections or _connections[0] is not store:
+        _connections[:] = [store, store.clone() if hasattr(store, "clone") else store]
+    return _connections[1]
+
+
+_connections: list[dist.Store] = []
+
+
 class StoreExchange:
     """Ranks tell each other values through the process group's store: from a thread, beside any collectives.
 
     Args:
+        store: see ``own_connection``.
         name: the same on every rank, and new each time.
         rank: this one.
         labels: of the processes of all ranks; see ``commit.new_label``.
         abandoned: is set when the others need not be waited for any longer than some seconds.
     """
 
-    def __init__(self, name: str, rank: int, labels: list[str], abandoned: Event) -> None:
-        store = dist.distributed_c10d._get_default_store()
-        # a connection of its own: the main thread may hold the other for as long as it waits
-        self._store = dist.PrefixStore(
-            f"lightning_zero/checkpoint/{name}", store.clone() if hasattr(store, "clone") else store
-        )
+    def __init__(self, store: dist.Store, name: str, rank: int, labels: list[str], abandoned: Event) -> None:
+        self._store = dist.PrefixStore(f"lightning_zero/checkpoint/{name}", store)
         self._rank, self._labels, self._abandoned = rank, labels, abandoned
         self._round = 0
 

@@ -104,13 +104,14 @@ class Destination:
         are_files = not os.path.isdir(self.partial) and not _is_folder(self._place)
         if (are_files or not os.path.lexists(self._place)) and self._replace():
             return
-        if not _exchange(self.partial, self._place):
-            os.rename(self._place, self._old)
-            try:
-                os.rename(self.partial, self._place)
-            except OSError:
-                os.rename(self._old, self._place)
-                raise
+        if _exchange(self.partial, self._place):
+            return
+        os.rename(self._place, self._old)
+        try:
+            os.rename(self.partial, self._place)
+        except OSError:
+            os.rename(self._old, self._place)
+            raise
 
     def _replace(self) -> bool:
         try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from types import FrameType
 from typing import Any
 
 from fsspec.core import url_to_fs
@@ -10,8 +12,18 @@ from lightning.pytorch import Trainer
 
 
 def is_last(trainer: Trainer, path: Any) -> bool:
-    """Whether a path is among those from which Lightning chooses for ``ckpt_path="last"``."""
-    return _plain(path) in {_plain(candidate) for candidate in _last_ones(trainer)}
+    """Whether Lightning itself has chosen a path, for ``ckpt_path="last"``, and the user has not given it.
+
+    The strategy is told of the path alone; what the user wrote is an argument of what has called it.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        arguments = frame.f_locals.get("args")
+        if frame.f_locals.get("trainer") is trainer and isinstance(arguments, tuple):
+            given = [each for each in arguments if isinstance(each, (str, os.PathLike))]
+            return given in ([], ["last"]) and _plain(path) in {_plain(candidate) for candidate in _last_ones(trainer)}
+        frame = frame.f_back
+    return False
 
 
 def others_by_age(trainer: Trainer, path: Any) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from lightning_zero.checkpoint.background import Background, StoreExchange, put_together
+from lightning_zero.checkpoint.background import Background, StoreExchange, own_connection, put_together
 from lightning_zero.checkpoint.commit import Destination, new_label
 from lightning_zero.checkpoint.saving import (
     CheckpointNotSavedError,
@@ -77,7 +77,7 @@ class Saver:
         if len(everyone) == 1:
             self._background.submit(partial(save_in_parts, content, destination, written_by))
             return
-        exchange = StoreExchange(label, rank, [each for each, _ in everyone], self._abandoned)
+        exchange = StoreExchange(own_connection(), label, rank, [each for each, _ in everyone], self._abandoned)
 
         def save() -> None:
             try:

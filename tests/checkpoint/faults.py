@@ -9,7 +9,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import Pipe
 from pathlib import Path
@@ -65,12 +66,15 @@ def value_at(path: Any) -> float:
     return found.pop()
 
 
-def run_ranks(act: Act, world_size: int = 2, kill: tuple[int, float] | None = None) -> list[Any]:
+def run_ranks(
+    act: Act, world_size: int = 2, kill: tuple[int, float] | None = None, after: Path | None = None
+) -> list[Any]:
     """Fork ranks that talk to each other through pipes, and end by an error when the other has gone.
 
     Arguments:
         act: what each does.
-        kill: which is killed by a signal, after how many seconds.
+        kill: which is killed by a signal, after how many seconds,
+        after: and not before there is this file.
 
     Returns:
         Their exit codes: 0, ``FAILED`` for an exception, ``KILLED`` or ``HUNG``.
@@ -106,6 +110,8 @@ def run_ranks(act: Act, world_size: int = 2, kill: tuple[int, float] | None = No
     for end in ends:
         end.close()
     if kill is not None:
+        while after is not None and not after.exists():
+            time.sleep(0.001)
         time.sleep(kill[1])
         os.kill(children[kill[0]], signal.SIGKILL)
     codes: list[Any] = [HUNG] * world_size
@@ -149,12 +155,19 @@ def die_at_call(number: int) -> None:
     commit._exchange = counted(commit._exchange)
 
 
-def without_exchange() -> None:
+@contextmanager
+def without_exchange(enabled: bool = True) -> Iterator[None]:
     """As on a file system that cannot exchange two names."""
-    commit._exchange = lambda one, other: False
+    exchange = commit._exchange
+    if enabled:
+        commit._exchange = lambda one, other: False
+    try:
+        yield
+    finally:
+        commit._exchange = exchange
 
 
-def in_background(folder: Path, path: Path, form: str, port: int) -> Act:
+def in_background(path: Path, form: str, ready: Path, port: int) -> Act:
     """Save for ever in the background: 1, 2, 3, ..."""
 
     def act(rank: int, gather: Any) -> None:
@@ -169,6 +182,7 @@ def in_background(folder: Path, path: Path, form: str, port: int) -> Act:
                 saver.save_whole({**tree(value), "epoch": value}, path)
             else:
                 saver.save_in_parts(tree(value), {"epoch": value}, path, {}, rank, gather)
+            ready.touch()
 
     return act
 

@@ -9,7 +9,6 @@ import time
 
 import pytest
 
-from lightning_zero.checkpoint import commit
 from lightning_zero.checkpoint.reading import DamagedCheckpointError, open_checkpoint
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError
 from tests.checkpoint import faults
@@ -23,8 +22,6 @@ FORMS = pytest.mark.parametrize("form", ["full", "sharded"])
 def killed_at_every_call(folder, form, name, can_exchange):
     """Kill each rank at each call to the disk there is in a save, and look at the folder after each."""
     last, world_size = folder / "last.ckpt", 1 if form == "full" else 2
-    if not can_exchange:
-        faults.without_exchange()
     moments = 0
     for victim in range(world_size):
         for number in range(1000):
@@ -32,7 +29,8 @@ def killed_at_every_call(folder, form, name, can_exchange):
             def act(rank, gather, victim=victim, number=number):
                 if rank == victim:
                     faults.die_at_call(number)
-                save(form, folder / name, 2.0, rank, gather)
+                with faults.without_exchange(not can_exchange):
+                    save(form, folder / name, 2.0, rank, gather)
 
             faults.empty(folder)
             save(form, last, 1.0)
@@ -70,7 +68,7 @@ def test_a_rank_that_is_killed_at_any_call_to_the_disk_leaves_the_last_good_chec
 
 
 def killed_at_random(folder, form, is_async):
-    path, world_size = folder / "last.ckpt", 1 if form == "full" else 2
+    path, world_size, ready = folder / "last.ckpt", 1 if form == "full" else 2, folder.parent / "ready"
     random.seed(7)
     saved = set()
     for victim in range(world_size):
@@ -80,14 +78,16 @@ def killed_at_random(folder, form, is_async):
             if is_async:
                 with socket.socket() as free:
                     free.bind(("127.0.0.1", 0))
-                    act = faults.in_background(folder, path, form, free.getsockname()[1])
+                    act = faults.in_background(path, form, ready, free.getsockname()[1])
             else:
 
                 def act(rank, gather):
+                    ready.touch()
                     for value in range(1, 10**6):
                         save(form, path, value, rank, gather)
 
-            codes = run_ranks(act, world_size, kill=(victim, random.uniform(0.005, 0.25 if is_async else 0.05)))
+            ready.unlink(missing_ok=True)
+            codes = run_ranks(act, world_size, kill=(victim, random.uniform(0, 0.06)), after=ready)
             assert codes == [KILLED if rank == victim else FAILED for rank in range(world_size)]
             saved.add(value_at(path))
             save(form, path, -1.0)
@@ -104,7 +104,6 @@ def test_a_rank_that_is_killed_at_a_random_moment_leaves_one_whole_checkpoint(ru
 
 def killed_between_the_renames(folder):
     """On a file system that cannot exchange names the old one has another name for a moment."""
-    faults.without_exchange()
     rename, path = os.rename, folder / "last.ckpt"
 
     def act(rank, gather):
@@ -113,7 +112,8 @@ def killed_between_the_renames(folder):
             os.kill(os.getpid(), 9)
 
         os.rename = once
-        save("sharded", path, 2.0)
+        with faults.without_exchange():
+            save("sharded", path, 2.0)
 
     save("sharded", path, 1.0)
     assert run_ranks(act, 1) == [KILLED]
@@ -221,14 +221,14 @@ def test_a_path_below_a_file_is_told(tmp_path, form):
 
 
 @FORMS
-def test_a_name_may_be_as_long_as_the_system_allows(tmp_path, form, monkeypatch):
+def test_a_name_may_be_as_long_as_the_system_allows(tmp_path, form):
     long = f"{'metric=0.123-' * 19}{'x' * 3}.ckpt"
     assert len(long) == 255
     for value in (1.0, 2.0):
         save(form, tmp_path / long, value)
         assert names_in(tmp_path) == [long] and value_at(tmp_path / long) == value
-    monkeypatch.setattr(commit, "_exchange", lambda one, other: False)
-    save(form, tmp_path / long, 3.0)
+    with faults.without_exchange():
+        save(form, tmp_path / long, 3.0)
     assert names_in(tmp_path) == [long] and value_at(tmp_path / long) == 3
     fails_everywhere(tmp_path / f"x{long}", form, "File name too long", 0, None)
     assert names_in(tmp_path) == [long]

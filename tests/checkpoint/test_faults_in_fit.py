@@ -1,0 +1,327 @@
+"""What a Trainer's user sees when a checkpoint cannot be written, is damaged, or is of another model."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import textwrap
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+from lightning_zero import ZeroStrategy
+from lightning_zero.checkpoint.commit import new_label
+from lightning_zero.checkpoint.reading import DamagedCheckpointError, open_checkpoint
+from lightning_zero.checkpoint.saving import CheckpointNotSavedError
+from tests.checkpoint.faults import names_in
+from tests.support import rank
+from tests.support.models import OddModel
+from tests.support.trainer import Learner, make_trainer
+from tests.support.training import same_tensors
+
+FORMS = pytest.mark.parametrize("form", ["full", "sharded"])
+IN_BACKGROUND = pytest.mark.parametrize("is_async", [False, True], ids=["", "in the background"])
+
+
+class NoRoom(Callback):
+    """One rank cannot write more than some bytes into a file, during some steps."""
+
+    def __init__(self, failing: int, steps: set[int]) -> None:
+        self.failing, self.steps = failing, steps
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        for job in trainer.strategy._saver._background._jobs:
+            job.exception()  # what is being written in the background is of the step before
+        if rank() == self.failing:
+            soft = 2048 if trainer.global_step + 1 in self.steps else resource.RLIM_INFINITY
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, resource.RLIM_INFINITY))
+
+    def teardown(self, *_: Any, **__: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+class Forgiving(ModelCheckpoint):
+    """Goes on where a checkpoint was not saved."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.caught: list[tuple[int, str]] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        try:
+            super().on_train_batch_end(trainer, *args)
+        except CheckpointNotSavedError as error:
+            self.caught.append((trainer.global_step, str(error)))
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        pass
+
+
+def no_room_at_one_step(folder: Path, form: str, failing: int, is_async: bool) -> None:
+    saving = Forgiving(folder, filename="{step}", every_n_train_steps=1, save_top_k=1)
+    strategy = ZeroStrategy(3, checkpoint=form, async_save=is_async)
+    trainer = make_trainer(
+        strategy, callbacks=[NoRoom(failing, {2}), saving], enable_checkpointing=True, max_epochs=1
+    )
+    trainer.fit(Learner(batches=5))
+    assert trainer.global_step == 5
+    ((step, message),) = saving.caught
+    assert step == (3 if is_async else 2)
+    assert f"{folder}/step=2.ckpt was not saved" in message and "File too large" in message, message
+    dist.barrier()
+    # the one before is not removed where the one that was to follow it is not there
+    assert names_in(folder) == ["step=1.ckpt", "step=5.ckpt"], names_in(folder)
+    for name in names_in(folder):
+        open_checkpoint(folder / name).verify()
+
+
+@IN_BACKGROUND
+@pytest.mark.parametrize(("form", "failing"), [("full", 0), ("sharded", 0), ("sharded", 1)])
+def test_a_save_that_fails_is_told_on_every_rank_and_training_may_go_on(run_on, tmp_path, form, failing, is_async):
+    run_on(2, no_room_at_one_step, folder=tmp_path / "c", form=form, failing=failing, is_async=is_async)
+
+
+def no_room_at_the_end(folder: Path, form: str, failing: int) -> None:
+    saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3)
+    trainer = make_trainer(
+        ZeroStrategy(2, checkpoint=form, async_save=True),
+        callbacks=[NoRoom(failing, {3}), saving],
+        enable_checkpointing=True,
+        max_epochs=1,
+    )
+    module = Learner(batches=3)
+    with pytest.raises(CheckpointNotSavedError, match=r"step=3.ckpt was not saved: .*File too large"):
+        trainer.fit(module)
+    NoRoom(failing, set()).teardown()
+    assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
+    assert names_in(folder) == []
+
+
+@pytest.mark.parametrize(("form", "failing"), [("full", 0), ("sharded", 1)])
+def test_a_save_that_fails_in_the_background_is_told_at_the_end_of_fit(run_on, tmp_path, form, failing):
+    run_on(2, no_room_at_the_end, folder=tmp_path / "c", form=form, failing=failing)
+
+
+class Stop(Exception):
+    pass
+
+
+class StopAfterSaving(Callback):
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            raise Stop("the user's own")
+
+
+def stop_with_a_save_under_way(folder: Path, form: str) -> None:
+    saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    trainer = make_trainer(
+        ZeroStrategy(3, checkpoint=form, async_save=True),
+        callbacks=[saving, StopAfterSaving()] if rank() == 1 else [saving],
+        enable_checkpointing=True,
+        max_epochs=1,
+    )
+    trainer.callbacks = [saving, *([StopAfterSaving()] if rank() == 1 else [])]
+    trainer.callbacks.sort(key=lambda callback: isinstance(callback, StopAfterSaving))
+    with pytest.raises(Stop if rank() == 1 else RuntimeError, match="the user's own"):
+        trainer.fit(Learner(batches=5))
+
+
+@FORMS
+def test_an_exception_ends_the_run_and_what_is_under_way_is_finished(run_on, tmp_path, form):
+    run_on(2, stop_with_a_save_under_way, folder=tmp_path / "c", form=form)
+    assert names_in(tmp_path / "c") in (["step=1.ckpt", "step=2.ckpt"], ["step=1.ckpt"])
+    for name in names_in(tmp_path / "c"):
+        open_checkpoint(tmp_path / "c" / name).verify()
+
+
+# ------------------------------------------------------------------------------------------------------------- loading
+
+
+def run(folder: Path, form: str, ckpt_path: Any = None, module: Any = None, max_epochs: int = 1) -> Any:
+    saving = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, save_last=True)
+    torch.manual_seed(rank())  # every rank begins with values of its own, which loading replaces
+    module = Learner(batches=2) if module is None else module
+    trainer = make_trainer(
+        ZeroStrategy(3, checkpoint=form), callbacks=[saving], enable_checkpointing=True, max_epochs=max_epochs
+    )
+    trainer.fit(module, ckpt_path=ckpt_path)
+    return trainer
+
+
+def spoil(path: Path) -> None:
+    """Alter one of its largest file's values."""
+    if rank() == 0:
+        file = max(path.iterdir(), key=lambda each: each.stat().st_size) if path.is_dir() else path
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2 - len(data) // 2 % 64 + 1] ^= 0xFF
+        for position in range(0, len(data), 512):
+            data[position] ^= 1
+        file.write_bytes(data)
+    dist.barrier()
+
+
+def damaged(folder: Path, form: str) -> None:
+    run(folder, form, max_epochs=3)
+    spoil(folder / "last.ckpt")
+    module = Learner(batches=2)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(DamagedCheckpointError, match=r"last.ckpt"):
+        run(folder, form, folder / "last.ckpt", module, max_epochs=4)
+    same_tensors(module.state_dict(), before, bound=0)
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer = run(folder, form, "last", max_epochs=4)
+    told = [str(each.message) for each in told if "goes on from" in str(each.message)]
+    assert trainer.current_epoch == 4 and trainer.global_step == 8
+    assert len(told) == (1 if rank() == 0 else 0), told
+    assert all("last.ckpt" in each and "epoch=2.ckpt" in each for each in told)
+
+    for path in sorted(folder.glob("*.ckpt")):
+        spoil(path)
+    with pytest.raises(DamagedCheckpointError, match=r"None of the others is whole: .*epoch=0.ckpt"):
+        run(folder, form, "last")
+
+
+@FORMS
+def test_a_damaged_checkpoint_is_refused_and_the_newest_whole_one_stands_in_for_the_last(run_on, tmp_path, form):
+    run_on(2, damaged, folder=tmp_path / "c", form=form)
+
+
+def put_aside(folder: Path) -> None:
+    run(folder, "sharded", max_epochs=2)
+    if rank() == 0:
+        for path in folder.glob("epoch=*"):
+            shutil.rmtree(path)
+        (folder / "last.ckpt").rename(folder / f"last.old-{new_label()}.ckpt")
+    dist.barrier()
+    assert run(folder, "sharded", folder / "last.ckpt", max_epochs=2).global_step == 4
+    assert run(folder, "sharded", "last", max_epochs=3).global_step == 6
+
+
+def test_one_that_was_about_to_be_replaced_when_the_process_died_is_the_last(run_on, tmp_path):
+    run_on(2, put_aside, folder=tmp_path / "c")
+
+
+class Wider(OddModel):
+    def __init__(self) -> None:
+        super().__init__()
+        name, last = [(name, each) for name, each in self.named_modules() if isinstance(each, nn.Linear)][-1]
+        parent = self.get_submodule(name.rpartition(".")[0])
+        setattr(parent, name.rpartition(".")[2], nn.Linear(last.in_features, last.out_features + 1))
+
+
+class More(OddModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(2, 2)
+
+
+def two_optimizers(module: nn.Module) -> Any:
+    first, *others = module.parameters()
+    return [torch.optim.Adam([first]), torch.optim.Adam(others)]
+
+
+def two_groups(module: nn.Module) -> Any:
+    first, *others = module.parameters()
+    return torch.optim.Adam([{"params": [first]}, {"params": others, "lr": 0.1}])
+
+
+def other_order(module: nn.Module) -> Any:
+    return torch.optim.Adam(list(module.parameters())[::-1], lr=1e-2)
+
+
+def of_another_model(folder: Path, form: str) -> None:
+    run(folder, form)
+    for make, error, what in (
+        (partial(Learner, Wider), RuntimeError, "size mismatch for model"),
+        (partial(Learner, More), RuntimeError, r"Missing key\(s\) in state_dict: \"model.more.weight\""),
+    ):
+        module = make(batches=2)
+        before = {name: value.clone() for name, value in module.state_dict().items()}
+        with pytest.raises(error, match=what):
+            run(folder, form, folder / "last.ckpt", module, max_epochs=2)
+        same_tensors(module.state_dict(), before, bound=0)
+
+    for optimizer, what in (
+        (two_optimizers, r"has the state of 1 optimizer\(s\), and configure_optimizers returns 2"),
+        (two_groups, r"saved with 1 param group\(s\) of \d+ parameters, and now there are 2 of 1, \d+"),
+        (other_order, r"exp_avg of its parameter number \d+ has the shape"),
+    ):
+        module = Learner(optimizer=optimizer, batches=2)
+        module.automatic_optimization = optimizer is not two_optimizers
+        with pytest.raises(ValueError, match=what):
+            run(folder, form, folder / "last.ckpt", module, max_epochs=2)
+        assert not any(optimizer.state for optimizer in module.trainer.optimizers)
+
+
+@FORMS
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused_before_anything_is_changed(run_on, tmp_path, form):
+    run_on(2, of_another_model, folder=tmp_path / "c", form=form)
+
+
+# -------------------------------------------------------------------------------------------------- whole processes
+
+SCRIPT = """
+    import os, signal, sys
+    import lightning_zero
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning_zero.checkpoint.commit import Stream
+    from tests.support.trainer import Learner
+    import torch
+
+    victim, folder, form = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    write, steps = Stream.write, 0
+
+    class Killed(Learner):
+        def on_train_batch_start(self, batch, batch_idx):
+            if self.trainer.global_step == 3 and self.global_rank == victim:
+                # in the midst of the next save
+                Stream.write = lambda stream, data: (write(stream, data), os.kill(os.getpid(), signal.SIGKILL))
+
+    if __name__ == "__main__":
+        torch.set_num_threads(1)
+        trainer = Trainer(
+            strategy=lightning_zero.ZeroStrategy(3, checkpoint=form, async_save=form == "sharded"), devices=2,
+            accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[ModelCheckpoint(folder, every_n_train_steps=1, save_last=True, save_top_k=0)],
+        )
+        module = Killed(batches=6)
+        trainer.fit(module, ckpt_path="last")
+        sys.stdout.write(f"TRAINED {trainer.global_rank} {trainer.global_step}\\n")
+"""
+
+
+@pytest.mark.parametrize(("form", "victim"), [("sharded", 1), ("sharded", 0), ("full", 0)])
+def test_a_run_whose_rank_was_killed_while_it_saved_ends_and_goes_on_from_the_last(tmp_path, form, victim):
+    """With processes that the Trainer has started; nothing hangs, and the next run finds what is whole."""
+    script, folder = tmp_path / "script.py", tmp_path / "c"
+    script.write_text(textwrap.dedent(SCRIPT))
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+
+    def start(victim: int) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, script, str(victim), folder, form]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+    killed = start(victim)
+    assert killed.returncode != 0 and "TRAINED" not in killed.stdout, killed.stderr
+    opened = open_checkpoint(folder / "last.ckpt")
+    opened.verify()
+    assert opened.checkpoint["global_step"] in (2, 3)
+    done = start(-1)
+    assert "TRAINED 0 6" in done.stdout and "TRAINED 1 6" in done.stdout, done.stderr
+    assert names_in(folder) == ["last.ckpt"]
+    open_checkpoint(folder / "last.ckpt").verify()
