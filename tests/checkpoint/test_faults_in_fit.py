@@ -71,9 +71,7 @@ class Forgiving(ModelCheckpoint):
 def no_room_at_one_step(folder: Path, form: str, failing: int, is_async: bool) -> None:
     saving = Forgiving(folder, filename="{step}", every_n_train_steps=1, save_top_k=1)
     strategy = ZeroStrategy(3, checkpoint=form, async_save=is_async)
-    trainer = make_trainer(
-        strategy, callbacks=[NoRoom(failing, {2}), saving], enable_checkpointing=True, max_epochs=1
-    )
+    trainer = make_trainer(strategy, callbacks=[NoRoom(failing, {2}), saving], enable_checkpointing=True, max_epochs=1)
     trainer.fit(Learner(batches=5))
     assert trainer.global_step == 5
     ((step, message),) = saving.caught
