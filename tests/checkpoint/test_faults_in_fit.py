@@ -296,13 +296,13 @@ SCRIPT = """
             accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
             callbacks=[ModelCheckpoint(folder, every_n_train_steps=1, save_last=True, save_top_k=0)],
         )
-        module = Killed(batches=6)
+        module = Killed(batches=12)  # six of each rank
         trainer.fit(module, ckpt_path="last")
         sys.stdout.write(f"TRAINED {trainer.global_rank} {trainer.global_step}\\n")
 """
 
 
-@pytest.mark.parametrize(("form", "victim"), [("sharded", 1), ("sharded", 0), ("full", 0)])
+@pytest.mark.parametrize(("form", "victim"), [("sharded", 1), ("full", 0)])
 def test_a_run_whose_rank_was_killed_while_it_saved_ends_and_goes_on_from_the_last(tmp_path, form, victim):
     """With processes that the Trainer has started; nothing hangs, and the next run finds what is whole."""
     script, folder = tmp_path / "script.py", tmp_path / "c"
