@@ -383,7 +383,7 @@ class TrainerStrategy(ZeroProcesses):
 
     @property
     def _state_is_in_parts(self) -> bool:
-        """Whether a checkpoint that is made now has sharded tensors: each rank writes its own, or rank 0 gets them later.
+        """Whether a checkpoint made now has sharded tensors: each rank writes its own, or rank 0 gets them later.
 
         What hooks of the project read has to be whole by then, as far as one file is asked for.
         """
