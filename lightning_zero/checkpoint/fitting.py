@@ -56,9 +56,9 @@ def check_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[s
         saved = [len(group["params"]) for group in state["param_groups"]]
         if sizes != saved:
             raise ValueError(
-                f"{which} it was saved with {len(saved)} param group(s) of {listed(map(str, saved))} parameters, and "
-                f"now there are {len(sizes)} of {listed(map(str, sizes))}. Make the optimizer as it was made for the "
-                "checkpoint."
+                f"{which} it was saved with {len(saved)} param group(s) of {listed(map(str, saved))} parameters, "
+                f"and now there are {len(sizes)} of {listed(map(str, sizes))}. Make the optimizer as it was made "
+                "for the checkpoint."
             )
         if not type(optimizer).__module__.startswith("torch.optim"):
             continue  # another's may keep what has shapes of its own

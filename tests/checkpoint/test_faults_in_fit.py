@@ -125,12 +125,11 @@ def stop_with_a_save_under_way(folder: Path, form: str) -> None:
     saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     trainer = make_trainer(
         ZeroStrategy(3, checkpoint=form, async_save=True),
-        callbacks=[saving, StopAfterSaving()] if rank() == 1 else [saving],
+        callbacks=[saving, *([StopAfterSaving()] if rank() == 1 else [])],
         enable_checkpointing=True,
         max_epochs=1,
     )
-    trainer.callbacks = [saving, *([StopAfterSaving()] if rank() == 1 else [])]
-    trainer.callbacks.sort(key=lambda callback: isinstance(callback, StopAfterSaving))
+    trainer.callbacks.sort(key=lambda callback: isinstance(callback, StopAfterSaving))  # Lightning has what saves last
     with pytest.raises(Stop if rank() == 1 else RuntimeError, match="the user's own"):
         trainer.fit(Learner(batches=5))
 
@@ -324,3 +323,64 @@ def test_a_run_whose_rank_was_killed_while_it_saved_ends_and_goes_on_from_the_la
     assert not [name for name in names_in(folder) if name.startswith(".") or not name.endswith(".ckpt")]
     for name in names_in(folder):
         open_checkpoint(folder / name).verify()
+
+
+ENDING = """
+    import os, signal, sys, time
+    import torch
+    from lightning_zero.checkpoint import commit
+    from lightning_zero.checkpoint.saver import Saver
+
+    write = commit.Stream.write
+
+    def slowly(stream, data):
+        time.sleep(0.01)
+        return write(stream, data)
+
+    def end(how, path):
+        commit.Stream.write = slowly
+        saver = Saver(in_background=True)
+        saver.save_whole({"state_dict": {"a": torch.ones(9)}}, path)
+        assert not os.path.exists(path)
+        if how == "exit":
+            sys.exit(3)
+        if how == "exception":
+            raise ValueError("the user's own")
+        if how == "Ctrl-C":
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+
+    if __name__ == "__main__":
+        for how, path in zip(sys.argv[1::2], sys.argv[2::2]):
+            child = os.fork()
+            if child == 0:
+                end(how, path)
+                break
+            print(how, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def test_a_process_that_ends_finishes_what_it_saves_in_the_background_or_says_what_failed(tmp_path):
+    """Without a Trainer, which would wait for it: as at the end of a script of Fabric's."""
+    (tmp_path / "script.py").write_text(textwrap.dedent(ENDING))
+    (tmp_path / "file").write_text("a file")
+    endings = ["end", "exit", "exception", "Ctrl-C"]
+    arguments = [argument for how in endings for argument in (how, str(tmp_path / how / "last.ckpt"))]
+    arguments += ["fails", str(tmp_path / "file" / "last.ckpt")]
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env=environment,
+    )
+    ends = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
+    assert list(ends) == [*endings, "fails"], done.stderr
+    assert (ends["end"], ends["exit"], ends["exception"]) == ("0", "3", "1") and ends["Ctrl-C"] != "0", ends
+    for how in endings:
+        assert names_in(tmp_path / how) == ["last.ckpt"], how
+        open_checkpoint(tmp_path / how / "last.ckpt").verify()
+    assert f"The checkpoint {tmp_path / 'file' / 'last.ckpt'} was not saved" in done.stderr
