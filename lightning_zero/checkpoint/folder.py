@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from lightning_zero.checkpoint.checksums import ADVICE, NO_CHECKSUM, DamagedCheckpointError, Extent
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.form import DCP_METADATA, MANIFEST, REST, Manifest, UnknownFormatError
-from lightning_zero.checkpoint.pieces import Box, boxes
 from lightning_zero.checkpoint.records import BrokenArchiveError, BufferFile, records_of, tensor_in
 from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_dcp_metadata, load_torch
+from lightning_zero.engine.pieces import Box, boxes
 from lightning_zero.engine.sources import listed
 from lightning_zero.engine.stored import StoredTensor
 

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.commit import Destination, Stream
 from lightning_zero.checkpoint.form import DCP_METADATA, MANIFEST, REST, Manifest
-from lightning_zero.checkpoint.pieces import Box, boxes
+from lightning_zero.engine.pieces import Box, boxes
 from lightning_zero.engine.sharded_tensor import Handle, ShardedTensor
 from lightning_zero.engine.stored import StoredTensor
 

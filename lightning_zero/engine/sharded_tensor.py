@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-from lightning_zero.checkpoint.pieces import Box, boxes
+from lightning_zero.engine.pieces import Box, boxes
 
 aten = torch.ops.aten
 
