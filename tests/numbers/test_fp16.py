@@ -13,6 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero import ZeroStrategy
 from tests.numbers.test_checkpoints import SaveAfter, read, same_values
 from tests.support import models
 from tests.support.models import OddModel
@@ -170,6 +171,11 @@ def resume(folder: Path) -> None:
         run, resumed = fit_mixed(f"zero{stage}", partial(Resumed, Lifted, batches=5), ckpt_path=file)
         assert resumed == path[5:], f"{resumed} instead of {path[5:]}"
         same_runs(run, TrainerRun(expected.losses[5:], expected.weights))
+    folder /= "parts.ckpt"
+    in_parts = ZeroStrategy(3, checkpoint="sharded")
+    fit_mixed(in_parts, learner, callbacks=[SaveAfter(5, folder, at_epoch_end=True)], max_epochs=1)
+    _, resumed = fit_mixed("zero2", partial(Resumed, Lifted, batches=5), ckpt_path=folder)
+    assert resumed == path[5:], f"{resumed} instead of {path[5:]}"
 
 
 class Resumed(Learner):

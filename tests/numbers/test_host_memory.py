@@ -1,4 +1,6 @@
-"""Host memory while a big module is made and loaded: never more than two units beside the shards.
+"""Host memory while a big module is made, loaded and saved: never more than two units beside the shards.
+
+The one exception is rank 0 while it writes one file, which it holds whole, once.
 
 Measured in processes of their own, which do nothing else and whose allocator hands memory back at once: the anonymous
 memory (what a process has for itself) and, of the file, the pages that it has read.
@@ -118,6 +120,36 @@ def measure(case: str) -> dict[str, int]:
     return report
 
 
+def measure_saving(form: str, rank: int) -> int:
+    """The peak of own memory over the shards, looked for at each write, of which a file has thousands."""
+    from lightning_zero.checkpoint.commit import Stream
+    from lightning_zero.checkpoint.saver import Saver
+    from lightning_zero.engine import Engine
+
+    module = make()
+    engine = Engine(module, stage=3)
+    before = peak = anonymous()
+    write = Stream.write
+
+    def look(self: Stream, data: Any) -> int:
+        nonlocal peak
+        peak = max(peak, anonymous())
+        return write(self, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stream, "write", look)
+        saver, gather = Saver(in_background=False), engine.communicator.gather_objects
+        if form == "sharded":
+            saver.save_in_parts({"state_dict": module.state_dict()}, {}, "saved", {}, rank, gather)
+        else:
+            state = engine.full_state_dict(keep=rank == 0)
+            peak = max(peak, anonymous())
+            if rank == 0:
+                saver.save_whole({"state_dict": state}, "saved.ckpt")
+    engine.close(communicate=False)
+    return peak - before
+
+
 def worker(rank: int, port: int) -> None:
     import torch.distributed as dist
 
@@ -128,7 +160,8 @@ def worker(rank: int, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, RANKS, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     Engine(nn.Linear(2, 2)).close()  # what is set up once
-    print(json.dumps({case: measure(case) for case in CASES}))
+    saving = {form: measure_saving(form, rank) for form in ("full", "sharded")}
+    print(json.dumps({case: measure(case) for case in CASES} | {"saving": saving}))
     dist.barrier()
 
 
@@ -184,3 +217,10 @@ def test_beside_the_shards_a_rank_never_holds_two_units_and_reads_its_share(meas
 def test_the_measurement_sees_a_module_that_is_made_whole(measured):
     for found in (of_rank["whole"] for of_rank in measured):
         assert found["peak"] >= WHOLE > SHARDS + 2 * UNIT + OTHER
+
+
+def test_one_file_is_held_once_by_the_rank_that_writes_it_and_parts_by_nobody(measured):
+    first, second = (of_rank["saving"] for of_rank in measured)
+    assert WHOLE <= first["full"] < WHOLE + UNIT + OTHER
+    assert second["full"] < UNIT + OTHER
+    assert first["sharded"] < UNIT + OTHER and second["sharded"] < UNIT + OTHER
