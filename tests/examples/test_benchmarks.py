@@ -35,3 +35,19 @@ def test_overhead_compares_trainers_that_compute_the_same_losses(tmp_path: Path)
     result = json.loads((tmp_path / "overhead.json").read_text())
     assert result["losses"]["zero3"] == result["losses"]["auto"]
     assert len(result["seconds"]["zero3"][0]) == 2
+
+
+@pytest.mark.timeout(300)  # two pairs of processes
+def test_checkpoint_compares_systems_that_load_what_they_saved(tmp_path: Path) -> None:
+    options = ["--rounds", "1", "--saves", "2", "--model", "tiny", "--systems", "sharded,fsdp2"]
+    run(
+        SCRIPT,
+        "benchmarks/checkpoint.py",
+        *options,
+        *("--disk", str(tmp_path), "--output", str(tmp_path)),
+        folder=tmp_path,
+        timeout=280,
+    )
+    result = json.loads((tmp_path / "checkpoint.json").read_text())
+    assert result["rounds"]["sharded"][0]["loss"] == result["rounds"]["fsdp2"][0]["loss"]
+    assert all(f"| {system} |" in (tmp_path / "checkpoint.md").read_text() for system in ("sharded", "fsdp2"))
