@@ -18,6 +18,8 @@ from typing import IO, Any
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from lightning_zero.checkpoint.form import DCP_METADATA, MANIFEST
+
 _AT_ONCE = 2**25
 """Bytes after which the system is asked to begin writing, so that it does not begin only when they are synced."""
 
@@ -50,6 +52,22 @@ class Destination:
         self._is_local = isinstance(self._fs, LocalFileSystem)
         self.partial = os.path.join(self._parent, f".{_short(self._name)}.partial-{label}")
         self._old = os.path.join(self._parent, _put_aside(self._name, label))
+
+    def check_replaceable(self) -> None:
+        """Refuse to replace a folder with something else than a checkpoint in it: all of that would be lost.
+
+        Raises:
+            IsADirectoryError: then.
+        """
+        if not self._fs.isdir(self._place) or (self._is_local and os.path.islink(self._place)):
+            return
+        names = [os.path.basename(entry.rstrip("/")) for entry in self._fs.ls(self._place, detail=False)]
+        is_own = {DCP_METADATA, MANIFEST} & set(names) or any(name.endswith(".distcp") for name in names)
+        if names and not is_own:
+            raise IsADirectoryError(
+                f"{self.path} is a folder that is no checkpoint, and is not replaced: write the checkpoint's own name "
+                "behind it, FOLDER/NAME.ckpt"
+            )
 
     @contextmanager
     def writing(self, name: str | None = None) -> Iterator[Stream]:

@@ -310,6 +310,7 @@ def save_whole(checkpoint: Mapping[str, Any], destination: Destination) -> None:
         CheckpointNotSavedError: if that fails. Nothing of it is left then.
     """
     try:
+        destination.check_replaceable()
         destination.clear_leftovers()
         with destination.writing() as stream:
             torch.save(checkpoint, stream)  # type: ignore[arg-type]
@@ -334,6 +335,7 @@ def _reason(error: BaseException) -> str:
 
 def _write(content: Content, destination: Destination, rank: int) -> _Written:
     if rank == 0:
+        destination.check_replaceable()
         destination.clear_leftovers()
     name = f"__{rank}_0.distcp"
     tensors, objects = [], {}

@@ -13,7 +13,8 @@ from typing import Any
 
 from fsspec.core import url_to_fs
 
-from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA
+from lightning_zero.checkpoint.commit import Destination, new_label
+from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.commands.showing import in_bytes, progress, show
 
 EPILOG = "PATH is a checkpoint of any form, by whomever: a Lightning file, or a folder of torch.distributed.checkpoint."
@@ -150,8 +151,7 @@ def _refuse_existing(paths: Iterable[str], options: Any) -> None:
             continue
         if not options.overwrite:
             raise ValueError(f"{path} exists already: give another OUT, or --overwrite to replace it.")
-        if fs.isdir(place) and not fs.exists(f"{place}/{DCP_METADATA}"):
-            raise ValueError(f"{path} is a folder that is no checkpoint, and is not replaced: give another OUT.")
+        Destination(path, new_label()).check_replaceable()
 
 
 def _inspect(options: Any) -> int:

@@ -8,8 +8,10 @@ import socket
 import time
 
 import pytest
+import torch
 
 from lightning_zero.checkpoint.reading import DamagedCheckpointError, open_checkpoint
+from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError
 from tests.checkpoint import faults
 from tests.checkpoint.faults import FAILED, HUNG, KILLED, names_in, run_ranks, save, value_at
@@ -274,3 +276,45 @@ def test_the_error_names_the_piece(tmp_path):
         with pytest.raises(DamagedCheckpointError, match=r"state_dict\.a.*bytes \d+ to \d+") as raised:
             open_checkpoint(path).verify()
         assert file.name in str(raised.value)
+
+
+# --------------------------------------------------------------------------------------- what is not to be replaced
+
+
+@pytest.mark.parametrize("name", ["out", "out/", "link"])
+@FORMS
+def test_a_folder_with_something_else_in_it_is_not_replaced(tmp_path, form, name):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "results.csv").write_text("precious")
+    (tmp_path / "link").symlink_to("out")
+    saver, values = Saver(in_background=False), {"a": torch.ones(3)}
+
+    def act():
+        if form == "full":
+            saver.save_whole({"state_dict": values}, f"{tmp_path}/{name}")
+        else:
+            saver.save_in_parts({"state_dict": values}, {}, f"{tmp_path}/{name}", {}, 0, lambda own: [own])
+
+    if name != "link":
+        with pytest.raises(CheckpointNotSavedError, match="out/? is a folder that is no checkpoint"):
+            act()
+    else:
+        act()  # no more than the link is lost
+    assert (tmp_path / "out" / "results.csv").read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "out"]
+
+
+@FORMS
+def test_a_checkpoint_of_the_other_form_an_empty_folder_and_a_broken_checkpoint_are_replaced(tmp_path, form):
+    path = tmp_path / "last.ckpt"
+    save("sharded" if form == "full" else "full", path, 1.0)
+    save(form, path, 2.0)
+    assert value_at(path) == 2
+    faults.empty(path) if path.is_dir() else path.unlink()
+    path.mkdir(exist_ok=True)
+    save(form, path, 3.0)
+    assert value_at(path) == 3
+    save("sharded", path, 4.0)
+    (path / ".metadata").unlink()
+    save(form, path, 5.0)
+    assert value_at(path) == 5 and names_in(tmp_path) == ["last.ckpt"]
