@@ -196,9 +196,9 @@ class FabricStrategy(ZeroProcesses):
         module = _unwrapped(module)
         for engine in self.engines:
             if any(inner is module for inner in engine.module.modules()):
-                return (
-                    module.state_dict() if self._in_parts else engine.full_state_dict(keep=self._keeps, module=module)
-                )
+                if self._in_parts:
+                    return module.state_dict()
+                return self._whole_weights(engine, keep=self._keeps, module=module)
         return super().get_module_state_dict(module)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -207,7 +207,7 @@ class FabricStrategy(ZeroProcesses):
             if any(own is optimizer for own in engine.optimizers):
                 if self._in_parts:
                     return engine.optimizer_state_dict_in_parts(optimizer)
-                return engine.full_optimizer_state_dict(optimizer, keep=self._keeps)
+                return self._whole_optimizer_state(engine, optimizer, keep=self._keeps)
         return super().get_optimizer_state(optimizer)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -239,7 +239,7 @@ class FabricStrategy(ZeroProcesses):
             converted = self._convert_stateful_objects_in_state(state, filter=filter or {})
             if not self._saves_in_parts:
                 communicator = self._communicator if self._in_parts else None
-                self._save_whole({**converted, **about}, path, (CHECKPOINT_KEY, *_large(state)), communicator)
+                self._save_whole({**converted, **about}, path, communicator)
                 return
             self._check_storage_options(storage_options)
             self._alike(self._saver.finish)
@@ -296,7 +296,7 @@ class FabricStrategy(ZeroProcesses):
         engine = engine_of(_unwrapped(value)) if isinstance(value, nn.Module) else None
         if engine is None:
             return {}
-        return engine.masters_in_parts() if self._in_parts else engine.masters_by_name(keep=self._keeps)
+        return engine.masters_in_parts() if self._in_parts else self._whole_masters(engine, keep=self._keeps)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 

@@ -23,12 +23,14 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor
+from torch.optim import Optimizer
 
 import lightning_zero
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError
 from lightning_zero.checkpoint.reading import OpenedCheckpoint, open_checkpoint
 from lightning_zero.checkpoint.saver import Saver
-from lightning_zero.checkpoint.saving import CheckpointNotSavedError
+from lightning_zero.checkpoint.saving import CheckpointNotSavedError, without_parts
+from lightning_zero.engine import Engine
 from lightning_zero.engine.collectives import Communicator, wire_dtype_of
 from lightning_zero.engine.placement import Placement, placements_of
 from lightning_zero.engine.promises import parameters_await_values
@@ -301,20 +303,34 @@ class ZeroProcesses(ParallelStrategy):
                 "write checkpoint='full' with a CheckpointIO that takes them."
             )
 
-    def _save_whole(
-        self, checkpoint: dict[str, Any], path: Any, own: tuple[str, ...], communicator: Communicator | None = None
-    ) -> None:
+    def _whole_weights(self, engine: Engine, **options: Any) -> dict[str, Any]:
+        state = engine.full_state_dict(**options)
+        self._saver.made(state.values())
+        return state
+
+    def _whole_optimizer_state(self, engine: Engine, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
+        state = engine.full_optimizer_state_dict(optimizer, keep=keep)
+        self._saver.made(value for of_one in state["state"].values() for value in of_one.values())
+        return state
+
+    def _whole_masters(self, engine: Engine, keep: bool) -> dict[str, Tensor]:
+        masters = engine.masters_by_name(keep=keep)
+        self._saver.made(masters.values())
+        return masters
+
+    def _save_whole(self, checkpoint: dict[str, Any], path: Any, communicator: Communicator | None = None) -> None:
         """Write one file on rank 0; what it cannot write, or could not in the background, all raise. Collective.
 
         Arguments:
-            own: see ``Saver.save_whole``.
-            communicator: given, if the checkpoint has sharded tensors, which are put together in the background.
+            communicator: given, if sharded tensors in the checkpoint are to be put together in the background.
         """
         self._alike(self._saver.finish)
         if communicator is not None:
             self._saver.save_whole_later(checkpoint, path, self.global_rank, communicator.background_group())
-        else:
-            self._alike(lambda: self._saver.save_whole(checkpoint, path, own) if self.is_global_zero else None)
+            return
+        whole: list[dict[str, Any]] = []
+        self._alike(lambda: whole.append(without_parts(checkpoint, keep=self.is_global_zero)))
+        self._alike(lambda: self._saver.save_whole(whole[0], path) if self.is_global_zero else None)
 
     def _opened(self, path: Any, weights_only: bool | None) -> OpenedCheckpoint:
         """Open a checkpoint of any form, and verify it; what one rank finds wrong, all raise. Collective."""

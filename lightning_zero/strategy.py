@@ -399,7 +399,7 @@ class TrainerStrategy(ZeroProcesses):
         if self.engine is not None and not self._can_save():
             return {}
         if self.engine is not None and not self._state_is_in_parts:
-            return self.engine.full_state_dict(keep=self._keeps_checkpoint, without=self._left_out)
+            return self._whole_weights(self.engine, keep=self._keeps_checkpoint, without=self._left_out)
         state = super().lightning_module_state_dict()
         for name in self._left_out & set(state):
             del state[name]
@@ -422,7 +422,7 @@ class TrainerStrategy(ZeroProcesses):
             return {}
         if self._state_is_in_parts:
             return self.engine.optimizer_state_dict_in_parts(optimizer)
-        return self.engine.full_optimizer_state_dict(optimizer, keep=self._keeps_checkpoint)
+        return self._whole_optimizer_state(self.engine, optimizer, keep=self._keeps_checkpoint)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -449,7 +449,7 @@ class TrainerStrategy(ZeroProcesses):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
             communicator = self.engine.communicator if self.engine is not None and self._state_is_in_parts else None
-            self._save_whole(checkpoint, filepath, ("state_dict", "optimizer_states", CHECKPOINT_KEY), communicator)
+            self._save_whole(checkpoint, filepath, communicator)
 
     def _about_checkpoint(self, *, to_resume: bool) -> dict[str, Any]:
         """The entry that is ours: what wrote it, and what Lightning has no place for."""
@@ -470,7 +470,7 @@ class TrainerStrategy(ZeroProcesses):
             return self._masters_after_fit if self.lightning_module is self._fitted() else {}
         if self._state_is_in_parts:
             return self.engine.masters_in_parts()
-        return self.engine.masters_by_name(keep=self.is_global_zero)
+        return self._whole_masters(self.engine, keep=self.is_global_zero)
 
     def _names_in_optimizers(self) -> list[list[str]]:
         """For each optimizer the parameters' names, in the order of its groups, as its state numbers them."""

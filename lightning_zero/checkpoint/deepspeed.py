@@ -239,7 +239,8 @@ def _extents(files: list[Path]) -> Callable[[], Iterator[Extent]]:
                 except BrokenArchiveError as error:
                     raise DamagedCheckpointError(f"{path} is damaged: {error}.") from error
             for record in records:
-                yield Extent(path.name, record.start, record.length, record.crc32, partial(str, record.name))
+                if record.crc32 is not None:
+                    yield Extent(path.name, record.start, record.length, record.crc32, partial(str, record.name))
 
     return extents
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -309,6 +310,8 @@ class Folder:
                 yield Extent(blob.file, blob.offset, blob.length, NO_CHECKSUM, blob.listed_names)
                 continue
             for record in records:
+                if record.crc32 is None:
+                    continue
                 start = blob.offset + record.start
                 yield Extent(blob.file, start, record.length, record.crc32, blob.listed_names)
 
@@ -329,23 +332,43 @@ def _piece_name(name: str, offset: Any) -> str:
     return f"{name} at {tuple(offset)}" if offset is not None and any(offset) else name
 
 
-def put(tree: dict[str, Any], path: tuple[str | int, ...], value: Any) -> None:
-    """Put a value where DCP's path says; keys that were no strings when it was saved are found all the same."""
+Path = tuple[str | int, ...]
+"""Where DCP's metadata says that a value lies: keys of dictionaries as strings, and positions in lists."""
+
+
+def odd_keys(tree: Any, path: Path = ()) -> dict[Path, Any]:
+    """The keys in nested dictionaries and lists that are no strings, by the path that DCP has for them."""
+    found: dict[Path, Any] = {}
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            here = (*path, str(key))
+            found |= {here: key} if not isinstance(key, str) else {}
+            found |= odd_keys(value, here)
+    elif isinstance(tree, list):
+        for number, value in enumerate(tree):
+            found |= odd_keys(value, (*path, number))
+    return found
+
+
+def put(tree: dict[str, Any], path: Path, value: Any, keys: Mapping[Path, Any] = MappingProxyType({})) -> None:
+    """Put a value where DCP's path says, into containers that are made as they are needed.
+
+    Args:
+        keys: of those there are already, see ``odd_keys``.
+    """
     here: Any = tree
-    for key, following in zip(path, path[1:]):
-        key = _known_key(here, key)
+    for length, (key, following) in enumerate(zip(path, path[1:]), 1):
+        key = _ready(here, keys.get(path[:length], key))
         if here[key] is None:
             here[key] = [] if isinstance(following, int) else {}
         here = here[key]
-    here[_known_key(here, path[-1])] = value
+    here[_ready(here, keys.get(path, path[-1]))] = value
 
 
-def _known_key(container: Any, key: str | int) -> Any:
+def _ready(container: Any, key: Any) -> Any:
     if isinstance(container, list):
         number = int(key)
         container.extend([None] * (number + 1 - len(container)))
         return number
-    if key not in container and isinstance(key, str) and key.isdigit() and int(key) in container:
-        return int(key)
     container.setdefault(key, None)
     return key

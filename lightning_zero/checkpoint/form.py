@@ -16,6 +16,10 @@ CHECKPOINT_KEY = "lightning_zero"
 NAMES = "optimizer_names"
 """Under our key in a file: by the key that a folder has for an optimizer, the names by which it keeps the state."""
 
+CONTAINERS = "containers"
+"""Under our key in a folder: dictionaries and lists of what DCP keeps that its dotted names do not tell: those with
+nothing in them, and keys that are no strings."""
+
 DCP_METADATA = ".metadata"
 """Names, shapes and places of all tensors, as ``torch.distributed.checkpoint`` writes and reads it."""
 

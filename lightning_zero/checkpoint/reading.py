@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_map_only
 from lightning_zero.checkpoint.checksums import ADVICE, DamagedCheckpointError, Extent, verify
 from lightning_zero.checkpoint.commit import stand_in
 from lightning_zero.checkpoint.files import Files
-from lightning_zero.checkpoint.folder import Folder, check_is_dcp, manifest_of, metadata_of, put
-from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA, UnknownFormatError, check_format
+from lightning_zero.checkpoint.folder import Folder, check_is_dcp, manifest_of, metadata_of, odd_keys, put
+from lightning_zero.checkpoint.form import CHECKPOINT_KEY, CONTAINERS, DCP_METADATA, UnknownFormatError, check_format
 from lightning_zero.checkpoint.records import BrokenArchiveError, Record, ends_as_archive, read_checked, records_of
 from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_torch
 from lightning_zero.engine.sources import listed
@@ -162,7 +162,7 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
             return told
 
         for record in records:
-            if record.length:
+            if record.length and record.crc32 is not None:
                 yield Extent("", record.start, record.length, record.crc32, holds(record))
 
     return OpenedCheckpoint(files.path, "full", written_by, checkpoint, as_saved, None, files, extents)
@@ -242,9 +242,15 @@ def _open_folder(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
     metadata, identity = metadata_of(files)
     folder = Folder(files, sizes, manifest, metadata, identity, weights_only)
     tree = folder.rest()
+    ours = tree.get(CHECKPOINT_KEY, {})
+    if CONTAINERS in ours:
+        tree |= ours.pop(CONTAINERS)
+        if not ours:
+            del tree[CHECKPOINT_KEY]
+    keys = odd_keys(tree)
     for name in metadata.state_dict_metadata:
         path = (metadata.planner_data or {}).get(name, (name,))
-        put(tree, path, folder.value_of(name))
+        put(tree, path, folder.value_of(name), keys)
     checkpoint, names_of_optimizers = _number_parameters(files, tree)
     checkpoint = _as_lightnings(checkpoint)
     written_by = manifest.written_by if manifest is not None else {}

@@ -31,13 +31,13 @@ class Record(NamedTuple):
 
     Attributes:
         start, length: in bytes, of the archive.
-        crc32: of these.
+        crc32: of these; None in an archive written without checksums (``torch.serialization.set_crc32_options``).
     """
 
     name: str
     start: int
     length: int
-    crc32: int
+    crc32: int | None
 
 
 def records_of(archive: IO[bytes]) -> list[Record]:
@@ -111,6 +111,8 @@ def _records(archive: IO[bytes]) -> list[Record]:
         if not is_record or local[_LOCAL_HEADER:] != encoded or begin + length > start or attributes & _FOLDER:
             raise BrokenArchiveError(f"record {name} is not where the directory has it")
         found.append(Record(name, begin, length, crc32))
+    if not any(record.crc32 for record in found):
+        return [record._replace(crc32=None) for record in found]
     return found
 
 
@@ -134,7 +136,7 @@ def read_checked(archive: IO[bytes], record: Record) -> bytes:
     """
     archive.seek(record.start)
     data = archive.read(record.length)
-    if zlib.crc32(data) != record.crc32:
+    if record.crc32 is not None and zlib.crc32(data) != record.crc32:
         raise BrokenArchiveError(f"the checksum of record {record.name} does not match")
     return data
 

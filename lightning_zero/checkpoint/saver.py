@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from threading import Event
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.checkpoint.background import Background, StoreExchange, own_connection, put_together
 from lightning_zero.checkpoint.commit import Destination, new_label
@@ -40,6 +41,7 @@ class Saver:
         self._in_background = in_background
         self._background, self._memory = Background(), HostMemory()
         self._abandoned = Event()
+        self._made = WeakIdKeyDictionary()
 
     def __reduce__(self) -> Any:
         # users copy trainers and strategies: what is under way belongs to one
@@ -87,11 +89,13 @@ class Saver:
 
         self._background.submit(save)
 
-    def save_whole(self, checkpoint: Mapping[str, Any], path: Any, own: tuple[str, ...] = ()) -> None:
-        """Write one file, by one rank.
+    def made(self, values: Iterable[Any]) -> None:
+        """Note of tensors that nobody will change them: they need not be copied to be saved."""
+        if self._in_background:
+            self._made.update((value, None) for value in values if isinstance(value, Tensor))
 
-        Args:
-            own: keys of what nobody else has, which need not be copied.
+    def save_whole(self, checkpoint: Mapping[str, Any], path: Any) -> None:
+        """Write one file, by one rank.
 
         Raises:
             CheckpointNotSavedError: if it was not written; in the background ``finish`` raises it.
@@ -101,8 +105,14 @@ class Saver:
             save_whole(checkpoint, destination)
             return
         self._background.finish()
-        kept = {key: value if key in own else _copy(value) for key, value in checkpoint.items()}
-        self._background.submit(partial(save_whole, kept, destination))
+        self._background.submit(partial(save_whole, self._copied(checkpoint), destination))
+
+    def _copied(self, checkpoint: Any) -> Any:
+        memo: dict[int, Any] = {}
+        for leaf in tree_leaves(checkpoint):
+            if isinstance(leaf, Tensor):  # one that autograd has made has no deep copy
+                memo[id(leaf)] = leaf if leaf in self._made else copy.deepcopy(leaf.detach(), memo)
+        return copy.deepcopy(checkpoint, memo)
 
     def save_whole_later(self, checkpoint: Mapping[str, Any], path: Any, rank: int, group: Any) -> None:
         """Copy this rank's parts, and let rank 0 put all parts together and write one file in the background.
@@ -118,7 +128,7 @@ class Saver:
         keys = [identity(leaf) if isinstance(leaf, ShardedTensor) else None for leaf in leaves]
         entries = self._memory.copied([entry_of(tensor, rank) for tensor in sharded.values()])
         ranges = [tensor.slot.ranges() for tensor in sharded.values()]
-        kept = [_copy(leaf) if key is None and rank == 0 else None for key, leaf in zip(keys, leaves)]
+        kept = self._copied([leaf if key is None and rank == 0 else None for key, leaf in zip(keys, leaves)])
         destination = Destination(path, new_label())
 
         def save() -> None:
@@ -167,7 +177,3 @@ class Saver:
             self._background.close()
         finally:
             self._abandoned.clear()
-
-
-def _copy(value: Any) -> Any:
-    return copy.deepcopy(tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), value))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
@@ -24,9 +25,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_zero.checkpoint.commit import Destination, Stream
-from lightning_zero.checkpoint.form import DCP_METADATA, MANIFEST, REST, Manifest
+from lightning_zero.checkpoint.form import CHECKPOINT_KEY, CONTAINERS, DCP_METADATA, MANIFEST, REST, Manifest
 from lightning_zero.engine.pieces import Box, boxes
 from lightning_zero.engine.sharded_tensor import Handle, ShardedTensor
 from lightning_zero.engine.stored import StoredTensor
@@ -104,6 +106,9 @@ def content_of(tree: Mapping[str, Any], rest: Mapping[str, Any], rank: int = 0) 
         rest: Lightning's other entries; a tensor in parts among them is kept as those of the tree are.
     """
     hollow, handles = _split(rest)
+    tree, containers = _told(tree)
+    if containers:
+        hollow[CHECKPOINT_KEY] = {**hollow.get(CHECKPOINT_KEY, {}), CONTAINERS: containers}
     leaves, paths = flatten_state_dict({**tree, **handles})
     shared: dict[Any, list[str]] = {}
     tensors: dict[Any, Tensor] = {}
@@ -176,6 +181,52 @@ def _split(rest: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
     hollow, handles = walk(dict(rest))
     return hollow, handles or {}
+
+
+def _told(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A tree as DCP can flatten it, and the containers in it that DCP would not make again, with None for leaves.
+
+    Those lie where modules keep more than tensors (``get_extra_state``), and in optimizers' groups.
+    """
+
+    def walk(value: Any) -> tuple[Any, Any, bool]:
+        if not isinstance(value, (dict, list, tuple)):
+            return value, None, False
+        parts = [walk(item) for item in (value.values() if isinstance(value, dict) else value)]
+        is_odd = not parts or any(odd for *_, odd in parts)
+        items, hollow = [item for item, *_ in parts], [item for _, item, _ in parts]
+        if isinstance(value, dict):
+            is_odd = is_odd or not all(isinstance(key, str) for key in value)
+            return dict(zip(value, items)), dict(zip(value, hollow)), is_odd
+        in_parts = any(isinstance(leaf, Handle) for leaf in tree_leaves(items))  # DCP keeps a tuple as one object
+        return items if in_parts else value, hollow, is_odd
+
+    walked = {key: {name: walk(value) for name, value in of_one.items()} for key, of_one in tree.items()}
+    containers = {key: {name: found[1] for name, found in of.items() if found[2]} for key, of in walked.items()}
+    plain = {key: {name: found[0] for name, found in of.items()} for key, of in walked.items()}
+    return plain, {key: found for key, found in containers.items() if found}
+
+
+def without_parts(value: Any, *, keep: bool = True) -> Any:
+    """The same, with whole tensors on the CPU where hooks have put values of sharded parameters. Collective.
+
+    Args:
+        keep: False for ranks that take part but do not write: None in their place.
+    """
+    if isinstance(value, Handle) and not isinstance(value, StoredTensor):
+        whole = value.detach().whole()  # type: ignore[attr-defined]
+        return whole.to("cpu", copy=True) if keep else None
+    if not isinstance(value, (dict, list, tuple)):
+        return value
+    items = list(value.values() if isinstance(value, dict) else value)
+    parts = [without_parts(item, keep=keep) for item in items]
+    if all(part is item for part, item in zip(parts, items)):
+        return value
+    if isinstance(value, dict):
+        changed = copy.copy(value)  # of its class, and with what is noted at a state dict
+        changed.update(zip(value, parts))
+        return changed
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
 
 
 def identity(tensor: Tensor) -> Any:

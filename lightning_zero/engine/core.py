@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import weakref
 from collections import defaultdict
@@ -408,13 +409,13 @@ class Engine:
             return state
 
     def full_optimizer_state_dict(self, optimizer: Optimizer, *, keep: bool = True) -> dict[str, Any]:
-        """An optimizer's state dict in torch's ordinary form, with whole tensors, on the CPU. Collective.
+        """An optimizer's state dict in torch's ordinary form, with whole tensors of its own, on the CPU. Collective.
 
         One that the engine was not given has its own, on each rank.
         """
         masters = next((masters for masters in self.masters if masters._optimizer() is optimizer), None)
         if masters is None:
-            return optimizer.state_dict()
+            return copy.deepcopy(optimizer.state_dict())
         with torch.no_grad():
             return masters.whole_state_dict(lambda t: t.to("cpu") if keep else torch.empty_like(t, device="meta"))
 

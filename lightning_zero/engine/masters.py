@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from lightning_zero.engine.bucket import Bucket, BucketSlot, Ledger
 from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
@@ -323,8 +324,10 @@ class Masters:
         with self._met(list(slots)):
             states = self._whole_state(list(slots), keep, in_parts=in_parts)
         found = {slots[slot]: state for slot, state in states.items() if state}
-        foreign = [p for p in parameters if self.slot_of(p) is None and p in self.optimizer.state]
-        return {**{p: self.optimizer.state[p] for p in foreign}, **found}
+        foreign = {p: state for p in parameters if self.slot_of(p) is None and (state := self.optimizer.state.get(p))}
+        if keep is not None:
+            foreign = tree_map_only(Tensor, lambda tensor: keep(tensor.clone()), foreign)
+        return {**foreign, **found}
 
     def _met(self, slots: list[BucketSlot]) -> AbstractContextManager[None]:
         """Around collectives for the state of some parameters, which every rank must have asked for."""

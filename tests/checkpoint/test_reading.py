@@ -533,3 +533,23 @@ def test_configurations_of_omegaconf_are_loaded_as_they_are(tmp_path, form):
     assert found["hyper_parameters"] == config and type(found["hyper_parameters"]) is type(config)
     assert found["hyper_parameters"].model.name == "gpt"
     assert found["betas"] == [0.1, None] and type(found["betas"]) is type(config.model.rates)
+
+
+# -- files without checksums -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["file", "folder"])
+def test_what_was_written_without_checksums_is_not_called_damaged(tmp_path, trained, form):
+    *_, tree, _ = trained
+    path = tmp_path / "x"
+    torch.serialization.set_crc32_options(False)
+    try:
+        if form == "file":
+            torch.save(tree, path)
+        else:
+            dcp.save(tree, checkpoint_id=str(path), no_dist=True)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    opened = open_checkpoint(path)
+    opened.verify()
+    assert torch.equal(opened.checkpoint["state_dict"]["0.weight"] + 0, tree["state_dict"]["0.weight"])

@@ -1,0 +1,140 @@
+"""Projects whose modules and hooks hold what one does not expect save and resume as they do under DDP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_zero import ZeroStrategy
+from lightning_zero.checkpoint.reading import open_checkpoint
+from tests.support.workers import world_size
+from tests.trainer.cases import Net, fit
+
+FORMS = pytest.mark.parametrize("form", ["full", "sharded"])
+
+
+def trained(form: str, module: Any, stage: int = 3, is_async: bool = False, **options: Any) -> Any:
+    torch.manual_seed(0)
+    strategy = "ddp" if form == "ddp" else ZeroStrategy(stage, checkpoint=form, async_save=is_async)
+    return fit(strategy, module(), **options)
+
+
+def saved_by(form: str, module: Any, folder: Path, **options: Any) -> Path:
+    """The checkpoint of the first epoch of a run."""
+    saving = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    trained(form, module, callbacks=[saving], enable_checkpointing=True, **options)
+    if world_size() > 1:
+        dist.barrier()
+    return folder / "epoch=0.ckpt"
+
+
+# ------------------------------------------------------------------------------- what is changed while it is written
+
+
+class Counts(Net):
+    """Large tensors, each of which is the number of steps, in all places where a checkpoint may have some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(8_000_000))
+        self.own = torch.zeros(8_000_000)
+        self.lr = torch.tensor(0.01)
+
+    def get_extra_state(self) -> Any:
+        return {"own": self.own}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps += 1
+        self.own += 1
+        return super().training_step(batch, batch_idx)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"]["put_in"] = self.own
+        checkpoint["own"] = [self.own]
+
+
+def values_of_the_time(form: str, stage: int, folder: Path) -> None:
+    saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+    trainer, module = trained(form, Counts, stage, True, callbacks=[saving], enable_checkpointing=True)
+    trainer.save_checkpoint(folder / "after.ckpt")
+    with torch.no_grad():
+        for tensor in (*module.parameters(), module.steps, module.own):
+            tensor.zero_()
+    trainer.strategy._saver.finish()
+    if world_size() > 1:
+        dist.barrier()
+    paths = list(folder.glob("*.ckpt"))
+    assert len(paths) == 1 + 12 // world_size()
+    for path in paths:
+        checkpoint = open_checkpoint(path).checkpoint
+        weights, step = checkpoint["state_dict"], checkpoint["global_step"]
+        for value in (weights["steps"], weights["put_in"], checkpoint["own"][0], weights["_extra_state"]["own"]):
+            assert (value.clone() == step).all(), path.name
+        assert all(state["step"] == step for state in checkpoint["optimizer_states"][0]["state"].values())
+        assert weights["scale"] != 0
+
+
+@FORMS
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 1), (1, 3), (2, 1), (2, 3)])
+def test_what_is_saved_in_the_background_is_of_the_time_of_saving(run_on, tmp_path, form, ranks, stage):
+    run_on(ranks, values_of_the_time, form=form, stage=stage, folder=tmp_path)
+
+
+# ----------------------------------------------------------------------------------- what modules and hooks put in
+
+
+class Shadow(Net):
+    """Keeps an average of its weights, as many do, in tensors that come of the parameters."""
+
+    def on_fit_start(self) -> None:
+        self.shadow = {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
+
+    def get_extra_state(self) -> Any:
+        scale = self.scale.detach() * 2
+        return {0: scale, 1: {"a": {}, 5: (1, 2)}, "empty": {}, "none": None, "list": [scale, []], "pair": (scale,)}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = ordinary(state)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        weight = self.shadow["head.weight"]
+        checkpoint["shadow"] = dict(self.shadow)
+        checkpoint["odd"] = {(1, 2): weight, 3: [weight, "x"], None: weight.t(), 2.5: weight, True: {"": weight[0]}}
+        checkpoint["state_dict"]["half"] = weight.half()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        del checkpoint["state_dict"]["half"]
+        self.loaded = ordinary({name: checkpoint[name] for name in ("shadow", "odd")})
+
+
+def ordinary(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: ordinary(item) for key, item in value.items()}
+    return list(map(ordinary, value)) if isinstance(value, (list, tuple)) else value
+
+
+def what_was_put_in(form: str, is_async: bool, folder: Path) -> None:
+    found = []
+    for each in ("ddp", form):
+        path = saved_by(each, Shadow, folder / each, is_async=is_async)
+        _, module = trained(each, Shadow, ckpt_path=path)
+        found.append({**module.loaded, "extra": module.extra})
+    assert found[1].keys() == found[0].keys()
+    for name, expected in found[0].items():
+        assert found[1][name] == expected, name
+
+
+@FORMS
+@pytest.mark.parametrize("is_async", [False, True], ids=["", "in the background"])
+def test_values_of_parameters_that_hooks_put_in_come_back_where_they_were(run_on, tmp_path, form, is_async):
+    run_on(2, what_was_put_in, form=form, is_async=is_async, folder=tmp_path)
