@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 from types import ModuleType
 from typing import Any, ClassVar, Literal
 
@@ -17,7 +16,6 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
@@ -25,35 +23,25 @@ from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.checkpoint.checksums import DamagedCheckpointError
-from lightning_zero.checkpoint.fitting import check_module, check_optimizers
-from lightning_zero.checkpoint.form import CHECKPOINT_KEY, FORMAT, NAMES, configs_of_models
-from lightning_zero.checkpoint.newest import is_last, others_by_age
-from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.engine import Engine, Report, Unit, engine_of
 from lightning_zero.engine.collectives import Communicator
-from lightning_zero.engine.promises import awaits_values, give_values, is_on_meta, taking_values, values_may_wait
+from lightning_zero.engine.promises import awaits_values, is_on_meta, values_may_wait
 from lightning_zero.engine.reunion import reunite
-from lightning_zero.engine.sources import leave_in_files, listed
+from lightning_zero.engine.sources import leave_in_files
 from lightning_zero.engine.units import Units
-from lightning_zero.engine.watch import have_all_come, renew
 from lightning_zero.loops import attend, leave, take_turns
 from lightning_zero.precision import compute_dtype_of
-from lightning_zero.processes import ZeroProcesses
 from lightning_zero.resuming import Bookmark
+from lightning_zero.trainer_checkpoints import TrainerCheckpoints, is_absent, nobody
 
 log = logging.getLogger(__name__)
 
-_PATIENCE = 10.0
-"""Seconds that a rank which failed, and wants to save, waits for the others."""
 
-
-class TrainerStrategy(ZeroProcesses):
+class TrainerStrategy(TrainerCheckpoints):
     """ZeRO (Rajbhandari et al., SC20) for an unmodified LightningModule.
 
     Arguments:
@@ -115,7 +103,6 @@ class TrainerStrategy(ZeroProcesses):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
         self.model: Any
-        self.engine: Engine | None = None
         self.last_report: Report | None = None
         super().__init__(
             accelerator,
@@ -138,18 +125,11 @@ class TrainerStrategy(ZeroProcesses):
             bucket_numel=bucket_numel,
             activation_checkpointing=activation_checkpointing,
             allow_any_optimizer=allow_any_optimizer,
+            exclude_frozen_parameters=exclude_frozen_parameters,
         )
         if after_fit not in ("full", "sharded"):
             raise ValueError(f"after_fit={after_fit!r} must be 'full' or 'sharded'.")
         self._after_fit = after_fit
-        self._excludes_frozen = exclude_frozen_parameters
-        self._has_come_back = self._has_tried_to_come_back = False
-        self._masters: dict[str, Tensor] = {}
-        self._bookmark: Bookmark | None = None
-        self._loaded: dict[str, Any] | None = None
-        # Rank 0's, of the module that was fitted last: it may still be saved when its parameters are ordinary again.
-        self._masters_after_fit: dict[str, Tensor] = {}
-        self._fitted: Callable[[], Any] = _nobody
 
     # -- the processes ----------------------------------------------------------------------------------------------
 
@@ -347,221 +327,6 @@ class TrainerStrategy(ZeroProcesses):
     def on_predict_start(self) -> None:
         self._take_turns()
 
-    # -- checkpoints ------------------------------------------------------------------------------------------------
-
-    def _can_save(self) -> bool:
-        """Whether the parts that ranks hold can be put together, also after a failure.
-
-        That takes all ranks: those that failed alike, or that one's failure has ended, come here within seconds of each
-        other if all want to save. Then they go on over a new process group.
-        """
-        if self.engine is None or not self._is_cut_off:
-            return True
-        if not self._has_tried_to_come_back:
-            self._has_tried_to_come_back = True
-            updates = self.engine.updates
-            if have_all_come(f"rank {self.global_rank} is updating" if updates is None else updates, _PATIENCE):
-                renew(**self._group_options)
-                self.engine.rejoin()
-                self._has_come_back = True
-        return not self._is_cut_off
-
-    @property
-    def _keeps_checkpoint(self) -> bool:
-        """Whether this rank needs a checkpoint's values: rank 0 writes them, and the project's hooks may read them."""
-        assert self.lightning_module is not None
-        return self.is_global_zero or self._has_hooks
-
-    @property
-    def _has_hooks(self) -> bool:
-        """Whether the project has an ``on_save_checkpoint`` of its own, which runs on every rank."""
-        assert self.lightning_module is not None
-        hooked = [self.lightning_module, *self.lightning_module.trainer.callbacks]
-        return not all(
-            each.on_save_checkpoint.__module__.startswith(("lightning.", "pytorch_lightning.")) for each in hooked
-        )
-
-    @property
-    def _state_is_in_parts(self) -> bool:
-        """Whether a checkpoint made now has sharded tensors: each rank writes its own, or rank 0 gets them later.
-
-        What hooks of the project read has to be whole by then, as far as one file is asked for.
-        """
-        return self._saves_in_parts or (self._saves_in_background and not self._has_hooks)
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole state dict on rank 0; on the other ranks the same names and shapes on the meta device.
-
-        Where the module or a callback of the project overrides ``on_save_checkpoint``, which runs on every rank, the
-        values are there on every rank. For a checkpoint in parts: sharded tensors.
-        """
-        if self.engine is not None and not self._can_save():
-            return {}
-        if self.engine is not None and not self._state_is_in_parts:
-            return self._whole_weights(self.engine, keep=self._keeps_checkpoint, without=self._left_out)
-        state = super().lightning_module_state_dict()
-        for name in self._left_out & set(state):
-            del state[name]
-        return state
-
-    @property
-    def _left_out(self) -> set[str]:
-        """The names of parameters that checkpoints need not have."""
-        assert self.lightning_module is not None
-        parameters = self.lightning_module.named_parameters(remove_duplicate=False) if self._excludes_frozen else ()
-        return {name for name, parameter in parameters if not parameter.requires_grad}
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if isinstance(optimizer, self.lightning.core.optimizer.LightningOptimizer):
-            optimizer = optimizer._optimizer
-        if self.engine is None or _is_absent(optimizer):
-            return super().optimizer_state(optimizer)
-        if not self._can_save():
-            return {}
-        if self._state_is_in_parts:
-            return self.engine.optimizer_state_dict_in_parts(optimizer)
-        return self._whole_optimizer_state(self.engine, optimizer, keep=self._keeps_checkpoint)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if not self._can_save():
-            log.warning(
-                "%s is not written: after the exception the other ranks, which hold parts of the model and of the "
-                "optimizer's state, did not come to save it, or stand at another step. Save at intervals "
-                "(ModelCheckpoint(every_n_train_steps=...)).",
-                filepath,
-            )
-            return
-        about = self._about_checkpoint(to_resume="optimizer_states" in checkpoint)
-        checkpoint = {**checkpoint, CHECKPOINT_KEY: about}
-        if self._saves_in_parts:
-            self._check_storage_options(storage_options)
-            self._alike(self._saver.finish)
-            tree, names = {}, self._names_in_optimizers()
-            if checkpoint.get("state_dict"):  # DCP keeps nothing of what is empty
-                tree["state_dict"] = checkpoint.pop("state_dict")
-            for number, state in enumerate(checkpoint.pop("optimizer_states", [])):
-                tree[f"optimizer_{number}"] = by_name(state, names[number] if number < len(names) else [])
-            self._saver.save_in_parts(tree, checkpoint, filepath, self._written_by, self.global_rank, self._gather)
-        elif not self._has_default_io or storage_options is not None:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-        else:
-            communicator = self.engine.communicator if self.engine is not None and self._state_is_in_parts else None
-            self._save_whole(checkpoint, filepath, communicator)
-
-    def _about_checkpoint(self, *, to_resume: bool) -> dict[str, Any]:
-        """The entry that is ours: what wrote it, and what Lightning has no place for."""
-        about: dict[str, Any] = {"format": FORMAT, "written_by": self._written_by}
-        if to_resume and not self._saves_in_parts:  # which go by name anyway
-            about[NAMES] = {f"optimizer_{number}": names for number, names in enumerate(self._names_in_optimizers())}
-        if to_resume and self._bookmark is not None:
-            ranks = self._gather(self._bookmark.state())
-            about |= {name: [state[name] for state in ranks] for name in ("rng", "data")}
-        if to_resume and (masters := self._masters_to_save()):
-            about["masters"] = masters
-        if configs := configs_of_models(self.lightning_module):
-            about["transformers"] = configs
-        return about
-
-    def _masters_to_save(self) -> dict[str, Tensor]:
-        if self.engine is None:
-            return self._masters_after_fit if self.lightning_module is self._fitted() else {}
-        if self._state_is_in_parts:
-            return self.engine.masters_in_parts()
-        return self._whole_masters(self.engine, keep=self.is_global_zero)
-
-    def _names_in_optimizers(self) -> list[list[str]]:
-        """For each optimizer the parameters' names, in the order of its groups, as its state numbers them."""
-        assert self.lightning_module is not None
-        names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
-        return [names_in(optimizer, names) for optimizer in self.optimizers]
-
-    @override
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """As Lightning's, but not before what was saved since is there."""
-        if self.is_global_zero:
-            self._saver.then(partial(self.checkpoint_io.remove_checkpoint, filepath))
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None, **options: Any) -> dict[str, Any]:
-        """As Lightning's, but weights and optimizers' state stay in the checkpoint, of which each rank reads its share.
-
-        What is damaged is found here, by checksums. Where it is what ``ckpt_path="last"`` stands for, the newest whole
-        checkpoint of the Trainer's callbacks takes its place.
-
-        Raises:
-            FileNotFoundError: if there is nothing at the path.
-            DamagedCheckpointError: if something of it is missing or altered.
-            ValueError: if it is no checkpoint, or of a newer version.
-        """
-        self._alike(self._saver.finish)
-        if not self._has_default_io or str(checkpoint_path).startswith("http"):
-            return super().load_checkpoint(checkpoint_path, weights_only, **options)
-        try:
-            return self._opened(checkpoint_path, weights_only).checkpoint
-        except (DamagedCheckpointError, FileNotFoundError) as error:  # the latter of an empty folder
-            assert self.lightning_module is not None
-            trainer = self.lightning_module.trainer
-            lists = self._gather(others_by_age(trainer, checkpoint_path) if is_last(trainer, checkpoint_path) else [])
-            for other in lists[0]:
-                with suppress(OSError, ValueError):
-                    checkpoint = self._opened(other, weights_only).checkpoint
-                    rank_zero_warn(f"{error} The run goes on from {other} instead, the newest one that is whole.")
-                    return checkpoint
-            if lists[0]:
-                raise DamagedCheckpointError(f"{error} None of the others is whole: {listed(lists[0])}.") from error
-            raise
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        with self._letting_frozen_be_missing():
-            check_module(self.lightning_module, checkpoint["state_dict"], strict)
-        with taking_values(self.lightning_module, is_on_meta) as places, self._letting_frozen_be_missing():
-            super().load_model_state_dict(checkpoint, strict)
-        give_values(places, wait=True)
-        if self._loaded is None:  # else it is a callback that restores what it has saved in this run
-            self._loaded = checkpoint.get(CHECKPOINT_KEY)
-        masters = checkpoint.get(CHECKPOINT_KEY, {}).get("masters", {})
-        if self.engine is not None and engine_of(self.lightning_module) is self.engine:
-            self.engine.load_masters(masters)
-        else:
-            self._masters = masters  # until the module is cut
-
-    @contextmanager
-    def _letting_frozen_be_missing(self) -> Iterator[None]:
-        assert self.lightning_module is not None
-        left_out = self._left_out
-
-        def let_be_missing(module: Any, keys: Any) -> None:
-            keys.missing_keys[:] = [name for name in keys.missing_keys if name not in left_out]
-
-        hook = self.lightning_module.register_load_state_dict_post_hook(let_be_missing)
-        try:
-            yield
-        finally:
-            hook.remove()
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        check_optimizers(self.optimizers, checkpoint["optimizer_states"])
-        super().load_optimizer_state_dict(checkpoint)
-        loaded: dict[str, Any] = checkpoint.get(CHECKPOINT_KEY, {})
-        if self._bookmark is not None and "rng" in loaded and loaded is self._loaded:
-            rng, data = loaded["rng"], loaded["data"]
-            self._bookmark.resume(
-                rng[self.global_rank] if self.global_rank < len(rng) else None,
-                data[self.global_rank] if len(data) == self.world_size else None,
-            )
-
-    @override
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        if self._bookmark is not None:
-            self._bookmark.restore_rng()
-
     # -- the end ----------------------------------------------------------------------------------------------------
 
     @override
@@ -610,24 +375,15 @@ class TrainerStrategy(ZeroProcesses):
 
     def __getstate__(self) -> dict[str, Any]:
         # users copy trainers and strategies: the engine belongs to one
-        of_one: dict[str, Any] = {"engine": None, "_bookmark": None, "_masters_after_fit": {}, "_fitted": _nobody}
+        of_one: dict[str, Any] = {"engine": None, "_bookmark": None, "_masters_after_fit": {}, "_fitted": nobody}
         return {**super().__getstate__(), **of_one}
 
 
 _options_of: weakref.WeakKeyDictionary[Engine, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
-def _nobody() -> None:
-    """What a weak reference is without a referent."""
-
-
 def _real(optimizers: list[Optimizer]) -> list[Optimizer]:
-    return [optimizer for optimizer in optimizers if not _is_absent(optimizer)]
-
-
-def _is_absent(optimizer: Any) -> bool:
-    """Whether it is Lightning's stand-in for a module that has none."""
-    return type(optimizer).__name__ == "_MockOptimizer"
+    return [optimizer for optimizer in optimizers if not is_absent(optimizer)]
 
 
 class ZeroStrategy(TrainerStrategy, ParallelStrategy):

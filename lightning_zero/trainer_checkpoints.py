@@ -1,0 +1,273 @@
+"""What a Trainer's strategy saves, loads, and goes on from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zero.checkpoint.checksums import DamagedCheckpointError
+from lightning_zero.checkpoint.fitting import check_module, check_optimizers
+from lightning_zero.checkpoint.form import CHECKPOINT_KEY, FORMAT, NAMES, configs_of_models
+from lightning_zero.checkpoint.newest import is_last, others_by_age
+from lightning_zero.checkpoint.saving import by_name, names_in
+from lightning_zero.engine import Engine, engine_of
+from lightning_zero.engine.promises import give_values, is_on_meta, taking_values
+from lightning_zero.engine.sources import listed
+from lightning_zero.engine.watch import have_all_come, renew
+from lightning_zero.processes import ZeroProcesses
+from lightning_zero.resuming import Bookmark
+
+log = logging.getLogger("lightning_zero.strategy")
+
+_PATIENCE = 10.0
+"""Seconds that a rank which failed, and wants to save, waits for the others."""
+
+
+class TrainerCheckpoints(ZeroProcesses):
+    """The part of a Trainer's strategy that has to do with checkpoints.
+
+    Arguments:
+        exclude_frozen_parameters: see ``ZeroStrategy``; the others are those of ``ZeroProcesses``.
+    """
+
+    def __init__(self, *base: Any, exclude_frozen_parameters: bool, **options: Any) -> None:
+        self.engine: Engine | None = None
+        super().__init__(*base, **options)
+        self._excludes_frozen = exclude_frozen_parameters
+        self._has_come_back = self._has_tried_to_come_back = False
+        self._masters: dict[str, Tensor] = {}
+        self._bookmark: Bookmark | None = None
+        self._loaded: dict[str, Any] | None = None
+        # Rank 0's, of the module that was fitted last: it may still be saved when its parameters are ordinary again.
+        self._masters_after_fit: dict[str, Tensor] = {}
+        self._fitted: Callable[[], Any] = nobody
+
+    def _can_save(self) -> bool:
+        """Whether the parts that ranks hold can be put together, also after a failure.
+
+        That takes all ranks: those that failed alike, or that one's failure has ended, come here within seconds of each
+        other if all want to save. Then they go on over a new process group.
+        """
+        if self.engine is None or not self._is_cut_off:
+            return True
+        if not self._has_tried_to_come_back:
+            self._has_tried_to_come_back = True
+            updates = self.engine.updates
+            if have_all_come(f"rank {self.global_rank} is updating" if updates is None else updates, _PATIENCE):
+                renew(**self._group_options)
+                self.engine.rejoin()
+                self._has_come_back = True
+        return not self._is_cut_off
+
+    @property
+    def _keeps_checkpoint(self) -> bool:
+        """Whether this rank needs a checkpoint's values: rank 0 writes them, and the project's hooks may read them."""
+        assert self.lightning_module is not None
+        return self.is_global_zero or self._has_hooks
+
+    @property
+    def _has_hooks(self) -> bool:
+        """Whether the project has an ``on_save_checkpoint`` of its own, which runs on every rank."""
+        assert self.lightning_module is not None
+        hooked = [self.lightning_module, *self.lightning_module.trainer.callbacks]
+        return not all(
+            each.on_save_checkpoint.__module__.startswith(("lightning.", "pytorch_lightning.")) for each in hooked
+        )
+
+    @property
+    def _state_is_in_parts(self) -> bool:
+        """Whether a checkpoint made now has sharded tensors: each rank writes its own, or rank 0 gets them later.
+
+        What hooks of the project read has to be whole by then, as far as one file is asked for.
+        """
+        return self._saves_in_parts or (self._saves_in_background and not self._has_hooks)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole state dict on rank 0; on the other ranks the same names and shapes on the meta device.
+
+        Where the module or a callback of the project overrides ``on_save_checkpoint``, which runs on every rank, the
+        values are there on every rank. For a checkpoint in parts: sharded tensors.
+        """
+        if self.engine is not None and not self._can_save():
+            return {}
+        if self.engine is not None and not self._state_is_in_parts:
+            return self._whole_weights(self.engine, keep=self._keeps_checkpoint, without=self._left_out)
+        state = super().lightning_module_state_dict()
+        for name in self._left_out & set(state):
+            del state[name]
+        return state
+
+    @property
+    def _left_out(self) -> set[str]:
+        """The names of parameters that checkpoints need not have."""
+        assert self.lightning_module is not None
+        parameters = self.lightning_module.named_parameters(remove_duplicate=False) if self._excludes_frozen else ()
+        return {name for name, parameter in parameters if not parameter.requires_grad}
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if isinstance(optimizer, self.lightning.core.optimizer.LightningOptimizer):
+            optimizer = optimizer._optimizer
+        if self.engine is None or is_absent(optimizer):
+            return super().optimizer_state(optimizer)
+        if not self._can_save():
+            return {}
+        if self._state_is_in_parts:
+            return self.engine.optimizer_state_dict_in_parts(optimizer)
+        return self._whole_optimizer_state(self.engine, optimizer, keep=self._keeps_checkpoint)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if not self._can_save():
+            log.warning(
+                "%s is not written: after the exception the other ranks, which hold parts of the model and of the "
+                "optimizer's state, did not come to save it, or stand at another step. Save at intervals "
+                "(ModelCheckpoint(every_n_train_steps=...)).",
+                filepath,
+            )
+            return
+        about = self._about_checkpoint(to_resume="optimizer_states" in checkpoint)
+        checkpoint = {**checkpoint, CHECKPOINT_KEY: about}
+        if self._saves_in_parts:
+            self._check_storage_options(storage_options)
+            self._alike(self._saver.finish)
+            tree, names = {}, self._names_in_optimizers()
+            if checkpoint.get("state_dict"):  # DCP keeps nothing of what is empty
+                tree["state_dict"] = checkpoint.pop("state_dict")
+            for number, state in enumerate(checkpoint.pop("optimizer_states", [])):
+                tree[f"optimizer_{number}"] = by_name(state, names[number] if number < len(names) else [])
+            self._saver.save_in_parts(tree, checkpoint, filepath, self._written_by, self.global_rank, self._gather)
+        elif not self._has_default_io or storage_options is not None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        else:
+            communicator = self.engine.communicator if self.engine is not None and self._state_is_in_parts else None
+            self._save_whole(checkpoint, filepath, communicator)
+
+    def _about_checkpoint(self, *, to_resume: bool) -> dict[str, Any]:
+        """The entry that is ours: what wrote it, and what Lightning has no place for."""
+        about: dict[str, Any] = {"format": FORMAT, "written_by": self._written_by}
+        if to_resume and not self._saves_in_parts:  # which go by name anyway
+            about[NAMES] = {f"optimizer_{number}": names for number, names in enumerate(self._names_in_optimizers())}
+        if to_resume and self._bookmark is not None:
+            ranks = self._gather(self._bookmark.state())
+            about |= {name: [state[name] for state in ranks] for name in ("rng", "data")}
+        if to_resume and (masters := self._masters_to_save()):
+            about["masters"] = masters
+        if configs := configs_of_models(self.lightning_module):
+            about["transformers"] = configs
+        return about
+
+    def _masters_to_save(self) -> dict[str, Tensor]:
+        if self.engine is None:
+            return self._masters_after_fit if self.lightning_module is self._fitted() else {}
+        if self._state_is_in_parts:
+            return self.engine.masters_in_parts()
+        return self._whole_masters(self.engine, keep=self.is_global_zero)
+
+    def _names_in_optimizers(self) -> list[list[str]]:
+        """For each optimizer the parameters' names, in the order of its groups, as its state numbers them."""
+        assert self.lightning_module is not None
+        names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
+        return [names_in(optimizer, names) for optimizer in self.optimizers]
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """As Lightning's, but not before what was saved since is there."""
+        if self.is_global_zero:
+            self._saver.then(partial(self.checkpoint_io.remove_checkpoint, filepath))
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None, **options: Any) -> dict[str, Any]:
+        """As Lightning's, but weights and optimizers' state stay in the checkpoint, of which each rank reads its share.
+
+        What is damaged is found here, by checksums. Where it is what ``ckpt_path="last"`` stands for, the newest whole
+        checkpoint of the Trainer's callbacks takes its place.
+
+        Raises:
+            FileNotFoundError: if there is nothing at the path.
+            DamagedCheckpointError: if something of it is missing or altered.
+            ValueError: if it is no checkpoint, or of a newer version.
+        """
+        self._alike(self._saver.finish)
+        if not self._has_default_io or str(checkpoint_path).startswith("http"):
+            return super().load_checkpoint(checkpoint_path, weights_only, **options)
+        try:
+            return self._opened(checkpoint_path, weights_only).checkpoint
+        except (DamagedCheckpointError, FileNotFoundError) as error:  # the latter of an empty folder
+            assert self.lightning_module is not None
+            trainer = self.lightning_module.trainer
+            lists = self._gather(others_by_age(trainer, checkpoint_path) if is_last(trainer, checkpoint_path) else [])
+            for other in lists[0]:
+                with suppress(OSError, ValueError):
+                    checkpoint = self._opened(other, weights_only).checkpoint
+                    rank_zero_warn(f"{error} The run goes on from {other} instead, the newest one that is whole.")
+                    return checkpoint
+            if lists[0]:
+                raise DamagedCheckpointError(f"{error} None of the others is whole: {listed(lists[0])}.") from error
+            raise
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        with self._letting_frozen_be_missing():
+            check_module(self.lightning_module, checkpoint["state_dict"], strict)
+        with taking_values(self.lightning_module, is_on_meta) as places, self._letting_frozen_be_missing():
+            super().load_model_state_dict(checkpoint, strict)
+        give_values(places, wait=True)
+        if self._loaded is None:  # else it is a callback that restores what it has saved in this run
+            self._loaded = checkpoint.get(CHECKPOINT_KEY)
+        masters = checkpoint.get(CHECKPOINT_KEY, {}).get("masters", {})
+        if self.engine is not None and engine_of(self.lightning_module) is self.engine:
+            self.engine.load_masters(masters)
+        else:
+            self._masters = masters  # until the module is cut
+
+    @contextmanager
+    def _letting_frozen_be_missing(self) -> Iterator[None]:
+        assert self.lightning_module is not None
+        left_out = self._left_out
+
+        def let_be_missing(module: Any, keys: Any) -> None:
+            keys.missing_keys[:] = [name for name in keys.missing_keys if name not in left_out]
+
+        hook = self.lightning_module.register_load_state_dict_post_hook(let_be_missing)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        check_optimizers(self.optimizers, checkpoint["optimizer_states"])
+        super().load_optimizer_state_dict(checkpoint)
+        loaded: dict[str, Any] = checkpoint.get(CHECKPOINT_KEY, {})
+        if self._bookmark is not None and "rng" in loaded and loaded is self._loaded:
+            rng, data = loaded["rng"], loaded["data"]
+            self._bookmark.resume(
+                rng[self.global_rank] if self.global_rank < len(rng) else None,
+                data[self.global_rank] if len(data) == self.world_size else None,
+            )
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self._bookmark is not None:
+            self._bookmark.restore_rng()
+
+
+def nobody() -> None:
+    """In the place of a reference to what is gone."""
+
+
+def is_absent(optimizer: Any) -> bool:
+    """Whether it is Lightning's stand-in for a module that has none."""
+    return type(optimizer).__name__ == "_MockOptimizer"
