@@ -143,8 +143,9 @@ class TrainerCheckpoints(ZeroProcesses):
             tree, names = {}, self._names_in_optimizers()
             if checkpoint.get("state_dict"):  # DCP keeps nothing of what is empty
                 tree["state_dict"] = checkpoint.pop("state_dict")
-            for number, state in enumerate(checkpoint.pop("optimizer_states", [])):
-                tree[f"optimizer_{number}"] = by_name(state, names[number] if number < len(names) else [])
+            if any(checkpoint.get("optimizer_states", ())):  # a module that has none has Lightning's empty stand-in
+                for number, state in enumerate(checkpoint.pop("optimizer_states")):
+                    tree[f"optimizer_{number}"] = by_name(state, names[number] if number < len(names) else [])
             self._saver.save_in_parts(tree, checkpoint, filepath, self._written_by, self.global_rank, self._gather)
         elif not self._has_default_io or storage_options is not None:
             super().save_checkpoint(checkpoint, filepath, storage_options)

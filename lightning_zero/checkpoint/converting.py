@@ -93,7 +93,7 @@ def write_sharded(opened: OpenedCheckpoint, out: str, advance: Callable[[int], A
     names = ours.pop(NAMES, names)
     rest, tree = {}, {}
     for key, value in checkpoint.items():
-        if key == "optimizer_states" and _is_lightnings(opened) and value:
+        if key == "optimizer_states" and _is_lightnings(opened) and any(value):
             for number, state in enumerate(value):
                 tree[f"optimizer_{number}"] = by_name(state, names.get(f"optimizer_{number}", []))
         elif _is_optimizers(value):

@@ -31,6 +31,7 @@ from lightning_zero.checkpoint.commit import Destination, Stream
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, CONTAINERS, DCP_METADATA, MANIFEST, REST, Manifest
 from lightning_zero.engine.pieces import Box, boxes
 from lightning_zero.engine.sharded_tensor import Handle, ShardedTensor
+from lightning_zero.engine.sources import listed
 from lightning_zero.engine.stored import StoredTensor
 
 Gather = Callable[[Any], list[Any]]
@@ -451,7 +452,16 @@ def _metadata(content: Content, everyone: list[_Written]) -> Metadata:
         for name, (offset, length, _) in written.objects.items():
             storage[MetadataIndex(name)] = _StorageInfo(written.file, offset, length)
     objects = {name: BytesStorageMetadata() for written in everyone for name in written.objects}
-    found: dict[str, Any] = {
-        name: {**tensors, **objects}[name] for name in content.paths if name in tensors or name in objects
-    }
+    lacking = [name for name in content.paths if name not in objects and not _is_whole(tensors.get(name))]
+    if lacking:
+        raise ValueError(
+            f"{listed(lacking)} of the checkpoint {'is' if len(lacking) == 1 else 'are'} in parts, and not every rank "
+            "has put its own there: what a hook saves of sharded parameters it must save on every rank, with no 'if "
+            "rank == 0:' around it"
+        )
+    found: dict[str, Any] = {name: objects[name] if name in objects else tensors[name] for name in content.paths}
     return Metadata(found, content.paths, storage, StorageMeta(), CURRENT_DCP_VERSION)
+
+
+def _is_whole(tensor: TensorStorageMetadata | None) -> bool:
+    return tensor is not None and sum(prod(chunk.sizes) for chunk in tensor.chunks) == tensor.size.numel()

@@ -12,8 +12,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint.reading import open_checkpoint
+from tests.support.training import same_values
 from tests.support.workers import world_size
-from tests.trainer.cases import Net, fit
+from tests.trainer.cases import Net, fit, observed
 
 FORMS = pytest.mark.parametrize("form", ["full", "sharded"])
 
@@ -138,3 +139,60 @@ def what_was_put_in(form: str, is_async: bool, folder: Path) -> None:
 @pytest.mark.parametrize("is_async", [False, True], ids=["", "in the background"])
 def test_values_of_parameters_that_hooks_put_in_come_back_where_they_were(run_on, tmp_path, form, is_async):
     run_on(2, what_was_put_in, form=form, is_async=is_async, folder=tmp_path)
+
+
+class OnRank0(Net):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.trainer.is_global_zero:
+            checkpoint["only"] = {name: value.detach().clone() for name, value in self.named_parameters()}
+
+
+def put_in_on_rank_0(form: str, folder: Path) -> None:
+    why = "are in parts, and not every rank" if form == "sharded" else "Rank 0 needs the whole of 'scale'"
+    with pytest.raises((OSError, RuntimeError, ValueError), match=why):
+        saved_by(form, OnRank0, folder)
+    assert list(folder.iterdir()) == []
+
+
+@FORMS
+def test_values_of_parameters_that_one_rank_alone_puts_in_are_refused(run_on, tmp_path, form):
+    run_on(2, put_in_on_rank_0, form=form, folder=tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------------- optimizers
+
+
+class Untrained(Net):
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+class WithGroupsOfAllKinds(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": list(self.parameters()), "tags": [], "own": {}, 1: {2: "two"}}, {"params": []}]
+        return [torch.optim.SGD(groups, lr=torch.tensor(0.01)), torch.optim.Adam(self.blocks.parameters())]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+
+def resumed_optimizers(form: str, module: Any, folder: Path) -> None:
+    found = []
+    for each in ("ddp", form):
+        path = saved_by(each, module, folder / each)
+        found.append(observed(*trained(each, module, ckpt_path=path)))
+    same_values(found[1]["weights"], found[0]["weights"], form)
+    same_values(found[1]["optimizers"], found[0]["optimizers"], form)
+
+
+@FORMS
+@pytest.mark.parametrize("module", [Untrained, WithGroupsOfAllKinds])
+def test_optimizers_resume_whatever_their_groups_hold(run_on, tmp_path, form, module):
+    run_on(2, resumed_optimizers, form=form, module=module, folder=tmp_path)
