@@ -16,6 +16,7 @@ from torch import nn
 import lightning_zero
 from lightning_zero.engine import Engine, ShardedTensor
 from tests.support import rank
+from tests.support.patience import little_patience
 
 CLOSE = {"rtol": 1e-6, "atol": 1e-7}
 
@@ -365,6 +366,7 @@ LOOKS = {
 }
 
 
+@little_patience()
 def look_on_rank_0_while_others_train_on(what):
     look, name = LOOKS[what]
     module, _, optimizer, engine = make(3)
@@ -437,11 +439,12 @@ def test_a_write_to_a_row_in_bf16_leaves_the_masters_of_the_others(run_on, stage
     run_on(2, write_a_row_of_bf16, stage=stage)
 
 
+@little_patience()
 def stall():
     """One rank is late, which the other announces; then they meet, the notice being old."""
     module, _, _, engine = make(3)
     if rank() == 0:
-        time.sleep(5)
+        time.sleep(2)
     dist_input = torch.ones(2, 7)
     module(dist_input).sum().backward()
     if rank() == 1:
@@ -473,6 +476,7 @@ def test_a_gradient_that_the_user_replaced_is_what_the_next_backward_adds_to(run
     run_on(world_size, replace_gradients, stage=stage)
 
 
+@little_patience()
 def ask_on_rank_0_then_on_all():
     module, _, optimizer, engine = make(3)
     if rank() == 0:

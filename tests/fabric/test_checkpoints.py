@@ -14,6 +14,7 @@ from torch.optim import Adam
 
 from tests.fabric.training import STRATEGIES, make_fabric, set_up, state_of, train, weights
 from tests.support.models import OddModel
+from tests.support.patience import little_patience
 from tests.support.training import same_values
 from tests.support.workers import rank
 
@@ -125,6 +126,7 @@ def test_training_in_bf16_goes_on_from_its_file_bit_for_bit(run_on):
     run_on(2, with_masters)
 
 
+@little_patience()
 def saved_on_one_rank(strategy: str) -> None:
     fabric = make_fabric(strategy)
     model, optimizer = set_up(fabric)

@@ -13,6 +13,7 @@ from torch import nn
 from lightning_zero.engine import Engine
 from lightning_zero.engine.watch import renew
 from tests.support import rank
+from tests.support.patience import little_patience
 from tests.support.trainer import Learner, make_trainer
 
 
@@ -49,6 +50,7 @@ def seconds_until_error(function, message):
     return time.monotonic() - begin
 
 
+@little_patience()
 def run_other_blocks(choose, prefetch):
     torch.manual_seed(0)
     module = Forked(choose)
@@ -88,6 +90,7 @@ class Forgetful(Learner):
             self.manual_backward(loss)
 
 
+@little_patience()
 def forget_backward():
     module = Forgetful()
     return seconds_until_error(
@@ -100,11 +103,12 @@ def test_a_rank_that_does_not_call_backward_is_named_in_seconds(run_on):
     assert max(run_on(2, forget_backward)) < 20
 
 
+@little_patience()
 def be_late():
     module = Forked(both)
     engine = Engine(module, stage=3, units=is_block)
     if rank() == 0:
-        time.sleep(8)
+        time.sleep(3)
     module(torch.ones(2, 4)).backward()
     full = module.a[0].weight.grad.norm().item()
     engine.close()
@@ -118,7 +122,7 @@ def test_a_rank_that_is_slow_is_waited_for(run_on):
 
 def miss_the_timeout():
     """Rank 1 waits for nothing that could be known, and comes too late."""
-    renew(timeout=timedelta(seconds=3))
+    renew(timeout=timedelta(seconds=2))
     module = Forked(both)
     engine = Engine(module, stage=3, units=is_block)
 
@@ -126,7 +130,7 @@ def miss_the_timeout():
         if rank() == 0:
             module(torch.ones(2, 4))
         else:
-            time.sleep(4)
+            time.sleep(3)
             with engine.communicator.waiting("something else"):
                 dist.barrier()
 
