@@ -1,10 +1,11 @@
-"""Runs `lightning-zero` in a fresh process, as a user does."""
+"""Runs `lightning-zero` in a process of its own, as a user does."""
 
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
+
+from tests.support.warm import warm_python
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -21,10 +22,10 @@ TINY = (
 )
 
 
-def start(*arguments: str, folder: Path, launcher: tuple[str, ...] = (sys.executable,)) -> subprocess.Popen[str]:
-    """Starts `lightning-zero ARGUMENTS` with `folder` as the working directory."""
+def start(*arguments: str, folder: Path, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    """Starts `lightning-zero ARGUMENTS` with `folder` as the working directory; `launcher` begins the command line."""
     return subprocess.Popen(
-        [*launcher, "-m", "lightning_zero", *arguments],
+        [*(launcher or [warm_python()]), "-m", "lightning_zero", *arguments],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
@@ -48,7 +49,7 @@ def finish(process: subprocess.Popen[str], timeout: float = 120) -> tuple[int, s
     return process.returncode, output, errors
 
 
-def succeed(*arguments: str, folder: Path, launcher: tuple[str, ...] = (sys.executable,)) -> str:
+def succeed(*arguments: str, folder: Path, launcher: tuple[str, ...] = ()) -> str:
     """Runs `lightning-zero ARGUMENTS` to its end, which must be a good one, and returns standard output."""
     code, output, errors = finish(start(*arguments, folder=folder, launcher=launcher))
     assert code == 0, f"ended with code {code}:\n{output}\n{errors}"

@@ -14,8 +14,10 @@ import pytest
 
 from lightning_zero.zoo.gpt import LanguageModel
 from tests.app.commands import TINY, finish, start, succeed
+from tests.support.warm import warm_python
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+REAL = (sys.executable,)  # a Python that is started, not forked: as slow as a user's
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """One job at stage 3: its folder, and what it printed."""
     folder = tmp_path_factory.mktemp("alone")
-    return folder / "job", succeed("train", *TINY, "hydra.run.dir=job", folder=folder)
+    return folder / "job", succeed("train", *TINY, "hydra.run.dir=job", folder=folder, launcher=REAL)
 
 
 def results(folder: Path) -> dict[str, Any]:
@@ -89,7 +91,7 @@ def test_sweep_ends_with_a_comparison(sweep: tuple[Path, str]) -> None:
 
 
 def test_torchrun_starts_the_ranks_and_no_more_are_started(tmp_path: Path, alone: tuple[Path, str]) -> None:
-    output = succeed("train", *TINY, "hydra.run.dir=job", folder=tmp_path, launcher=TORCHRUN)
+    output = succeed("train", *TINY, "hydra.run.dir=job", folder=tmp_path, launcher=(warm_python(), *TORCHRUN))
     assert output.count("validation perplexity ") == 1 + output.count("before the first step")
     assert results(tmp_path / "job")["loss_curve"] == results(alone[0])["loss_curve"]
 
@@ -113,7 +115,8 @@ def test_digits_are_learned(tmp_path: Path) -> None:
 @pytest.fixture
 def endless(tmp_path: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
     """A job that trains and would not end soon, with its ranks."""
-    process = start("train", *TINY, "stage=ddp", "trainer.max_steps=1_000_000", "hydra.run.dir=job", folder=tmp_path)
+    arguments = ["train", *TINY, "stage=ddp", "trainer.max_steps=1_000_000", "hydra.run.dir=job"]
+    process = start(*arguments, folder=tmp_path, launcher=REAL)
     assert process.stderr is not None
     said = ""
     while "Starting with 2 processes" not in said:

@@ -1,24 +1,27 @@
-"""Runs a script of this repository in a fresh process, as a user does."""
+"""Runs a script of this repository in a process of its own, as a user does."""
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
+from tests.support.warm import warm_python
+
 REPOSITORY = Path(__file__).resolve().parents[2]
-SCRIPT = [sys.executable]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+SCRIPT: list[str] = []  # after the interpreter
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-def run(launcher: list[str], script: str, *arguments: str, folder: Path, timeout: float = 90) -> str:
-    """Returns standard output; `folder` is the working directory.
+def run(
+    launcher: list[str], script: str, *arguments: str, folder: Path, timeout: float = 90, python: str | None = None
+) -> str:
+    """Returns standard output; `folder` is the working directory. Without a `python` it is the one that starts at once.
 
     Raises:
         AssertionError: the script failed or took longer than `timeout` seconds; the text holds what it printed.
     """
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [*launcher, str(REPOSITORY / script), *arguments],
+        [python or warm_python(), *launcher, str(REPOSITORY / script), *arguments],
         cwd=folder,
         env=environment,
         stdin=subprocess.DEVNULL,

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.examples.running import REPOSITORY, SCRIPT, TORCHRUN, lines_with, run
+from tests.support.warm import warm_python
 
 EXAMPLE = "examples/finetune_transformers.py"
 EOS, WORDS = 1, 3  # the ids of a byte-level tokenizer: EOS, and the first byte
@@ -94,9 +95,15 @@ class Outcome(NamedTuple):
     saved: float  # of the folder that was written
 
 
+def with_libraries() -> str:
+    return warm_python("transformers.models.llama.modeling_llama", "peft", "torchmetrics.text")
+
+
 def finetune(launcher: list[str], folder: Path, *overrides: str) -> Outcome:
     results = folder / "results"
-    output = run(launcher, EXAMPLE, *overrides, f"folder={results}", folder=folder, timeout=150)
+    output = run(
+        launcher, EXAMPLE, *overrides, f"folder={results}", folder=folder, timeout=150, python=with_libraries()
+    )
     (line,) = lines_with(output, "perplexity")
     found = re.fullmatch(r"perplexity (\S+), of the saved (\S+)", line)
     assert found, output
@@ -127,7 +134,7 @@ def at_stage_3(given: Given, tmp_path_factory: pytest.TempPathFactory) -> Outcom
 
 @pytest.mark.timeout(240)
 def test_with_no_arguments_a_tiny_network_learns_and_writes(tmp_path: Path) -> None:
-    output = run(SCRIPT, EXAMPLE, folder=tmp_path, timeout=200)
+    output = run(SCRIPT, EXAMPLE, folder=tmp_path, timeout=200, python=with_libraries())
     before, *_ = (line for line in output.splitlines() if line.startswith("step 0: validation perplexity"))
     (last,) = lines_with(output, "perplexity")
     assert float(before.split()[-1]) > 200, "as many as there are bytes"
@@ -260,5 +267,5 @@ def test_a_package_that_is_missing_is_named_with_its_extra(
 
 def test_under_torchrun_one_rank_says_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="ended with code") as ended:
-        run(TORCHRUN, EXAMPLE, "model.lora.rank=0", folder=tmp_path)
+        run(TORCHRUN, EXAMPLE, "model.lora.rank=0", folder=tmp_path, python=with_libraries())
     assert str(ended.value).count("finetune_transformers: model.lora.rank=0: expected") == 1

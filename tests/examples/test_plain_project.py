@@ -1,5 +1,6 @@
 """An existing Lightning project needs the import and the name of the strategy, and gets the figures it had before."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,8 @@ import pytest
 from tests.examples.running import SCRIPT, TORCHRUN, lines_with, run
 
 
-def figures(launcher: list[str], strategy: str, folder: Path) -> list[str]:
-    output = run(launcher, "examples/plain_project/train.py", "--strategy", strategy, folder=folder)
+def figures(launcher: list[str], strategy: str, folder: Path, python: str | None = None) -> list[str]:
+    output = run(launcher, "examples/plain_project/train.py", "--strategy", strategy, folder=folder, python=python)
     return lines_with(output, "validation loss", "test accuracy")
 
 
@@ -20,7 +21,7 @@ def figures_under_ddp(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_plain_script_prints_the_same_figures_under_zero3_as_under_ddp(
     figures_under_ddp: list[str], tmp_path: Path
 ) -> None:
-    assert figures(SCRIPT, "zero3", tmp_path) == figures_under_ddp
+    assert figures(SCRIPT, "zero3", tmp_path, python=sys.executable) == figures_under_ddp
 
 
 def test_torchrun_prints_the_same_figures_as_the_plain_script(figures_under_ddp: list[str], tmp_path: Path) -> None:

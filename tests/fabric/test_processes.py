@@ -7,7 +7,6 @@ import gc
 import os
 import pickle
 import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
@@ -29,6 +28,7 @@ from lightning_zero.engine.sharded_tensor import ShardedTensor
 from tests.fabric.training import make_fabric, same_as_under_ddp, set_up, state_of, train, weights
 from tests.support.models import OddModel
 from tests.support.training import batch, same_values
+from tests.support.warm import warm_python
 from tests.support.workers import rank
 
 SCRIPT = """
@@ -64,7 +64,7 @@ def run_script(tmp_path: Path, **options: Any) -> tuple[Any, float]:
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
     begin = time.monotonic()
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=150, env=environment)
+    done = subprocess.run([warm_python(), script], capture_output=True, text=True, timeout=150, env=environment)
     return done, time.monotonic() - begin
 
 

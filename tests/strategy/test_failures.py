@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
@@ -24,6 +23,7 @@ from tests.support import rank
 from tests.support.models import OddModel
 from tests.support.trainer import Learner, make_trainer
 from tests.support.training import same_tensors
+from tests.support.warm import warm_python
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
@@ -279,7 +279,7 @@ def run_script(tmp_path, strategy, fail, again):
     script.write_text(textwrap.dedent(SCRIPT).format(strategy=strategy, fail=fail, again=again))
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
-    return subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=150, env=environment)
+    return subprocess.run([warm_python(), script], capture_output=True, text=True, timeout=150, env=environment)
 
 
 def test_processes_that_the_trainer_started_can_fit_again(tmp_path):

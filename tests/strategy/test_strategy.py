@@ -6,7 +6,6 @@ import copy
 import os
 import pickle
 import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_zero import ZeroStrategy
 from tests.support import rank
 from tests.support.trainer import Learner, make_trainer
+from tests.support.warm import warm_python
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 CLOSE = {"rtol": 2e-6, "atol": 1e-7}
@@ -257,7 +257,7 @@ def run_script(tmp_path, strategy, failing=()):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT).format(strategy=strategy, failing=set(failing)))
     begin = time.monotonic()
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=150, env=_environment())
+    done = subprocess.run([warm_python(), script], capture_output=True, text=True, timeout=150, env=_environment())
     return done, time.monotonic() - begin
 
 
