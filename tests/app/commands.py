@@ -22,12 +22,17 @@ TINY = (
 )
 
 
-def start(*arguments: str, folder: Path, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """Starts `lightning-zero ARGUMENTS` with `folder` as the working directory; `launcher` begins the command line."""
+def start(
+    *arguments: str, folder: Path, launcher: tuple[str, ...] = (), path: tuple[Path, ...] = ()
+) -> subprocess.Popen[str]:
+    """Starts `lightning-zero ARGUMENTS` with `folder` as the working directory; `launcher` begins the command line.
+
+    `path` comes first in PYTHONPATH.
+    """
     return subprocess.Popen(
         [*(launcher or [warm_python()]), "-m", "lightning_zero", *arguments],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [*path, REPOSITORY])), "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.app.commands import REPOSITORY
+from tests.support.warm import warm_python
 
 APP = """
 {before}
@@ -24,19 +26,25 @@ app()
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("python", "before", "after"),
     [
-        ("import lightning.pytorch", "pass"),
-        ("import lightning", "pass"),
-        ("import sys", "assert 'torch' not in sys.modules, 'Hydra imported torch when it started'"),
+        (warm_python, "import lightning.pytorch", "pass"),
+        (warm_python, "import lightning", "pass"),
+        (
+            lambda: sys.executable,
+            "import sys",
+            "assert 'torch' not in sys.modules, 'Hydra imported torch at its start'",
+        ),
     ],
     ids=["lightning imported first", "lightning imported first, as a whole", "lightning imported in the app"],
 )
-def test_names_and_groups_are_there_without_an_import(before: str, after: str, tmp_path: Path) -> None:
+def test_names_and_groups_are_there_without_an_import(
+    python: Callable[[], str], before: str, after: str, tmp_path: Path
+) -> None:
     script = tmp_path / "app.py"
     script.write_text(APP.format(before=before, after=after))
     done = subprocess.run(
-        [sys.executable, str(script), "+stage='2'", "+trainer=cpu", "+precision=bf16"],
+        [python(), str(script), "+stage='2'", "+trainer=cpu", "+precision=bf16"],
         cwd=tmp_path,
         env={"PYTHONPATH": str(REPOSITORY), "PATH": ""},
         capture_output=True,

@@ -17,6 +17,7 @@ from tests.app.commands import TINY, finish, start, succeed
 from tests.support.warm import warm_python
 
 REAL = (sys.executable,)  # a Python that is started, not forked: as slow as a user's
+LEAN = (Path(__file__).parents[1] / "support" / "lean",)
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
@@ -105,10 +106,10 @@ def test_resumed_run_goes_on_where_the_other_stopped(tmp_path: Path, alone: tupl
 
 
 def test_digits_are_learned(tmp_path: Path) -> None:
-    arguments = ["experiment=digits", "stage=2", "trainer.max_steps=200", "trainer.enable_progress_bar=false"]
+    arguments = ["experiment=digits", "stage=2", "trainer.max_steps=100", "trainer.enable_progress_bar=false"]
     output = succeed("train", *arguments, "hydra.run.dir=job", folder=tmp_path)
-    assert results(tmp_path / "job")["validation"]["accuracy"] > 0.9
-    assert re.search(r"^validation accuracy 0\.9\d*$", output, flags=re.MULTILINE)
+    assert results(tmp_path / "job")["validation"]["accuracy"] > 0.8
+    assert re.search(r"^validation accuracy 0\.[89]\d*$", output, flags=re.MULTILINE)
     assert "images a second" in output
 
 
@@ -116,7 +117,7 @@ def test_digits_are_learned(tmp_path: Path) -> None:
 def endless(tmp_path: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
     """A job that trains and would not end soon, with its ranks."""
     arguments = ["train", *TINY, "stage=ddp", "trainer.max_steps=1_000_000", "hydra.run.dir=job"]
-    process = start(*arguments, folder=tmp_path, launcher=REAL)
+    process = start(*arguments, folder=tmp_path, launcher=REAL, path=LEAN)
     assert process.stderr is not None
     said = ""
     while "Starting with 2 processes" not in said:

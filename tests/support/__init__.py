@@ -27,6 +27,9 @@ group (one rank has no group at all), and what each rank returned comes back as 
   The pool is then replaced, so the tests that follow are not disturbed. An error that is expected is cheaper to catch
   inside the case, with `pytest.raises`, when it comes on every rank alike.
 - The processes are forked from one that has imported torch and Lightning, so a pool costs a fraction of a second.
+
+Tests that start a script or a command as a user does start it with `warm.warm_python()`, which costs as little; with
+`sys.executable`, which costs seconds, only where the start itself, or who is whose child, is what they are about.
 """
 
 from tests.support.workers import CaseFailed, WorkerPools, rank, world_size
