@@ -27,6 +27,7 @@ import lightning_zero.lightning_fabric
 from lightning_zero.engine.sharded_tensor import ShardedTensor
 from tests.fabric.training import make_fabric, same_as_under_ddp, set_up, state_of, train, weights
 from tests.support.models import OddModel
+from tests.support.patience import little_patience
 from tests.support.training import batch, same_values
 from tests.support.warm import warm_python
 from tests.support.workers import rank
@@ -236,6 +237,7 @@ def test_lightning_fabric_has_the_same_strategy(run_on):
     assert lightning.fabric.Fabric is not lightning_fabric.Fabric
 
 
+@little_patience()
 def diverges() -> None:
     """Each rank runs another of two modules: both wait, each for the other, until they are told."""
     fabric = make_fabric("zero3")
