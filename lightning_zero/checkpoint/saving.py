@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lightning_zero.checkpoint import archive
 from lightning_zero.checkpoint.commit import Destination, Stream
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, CONTAINERS, DCP_METADATA, MANIFEST, REST, Manifest
 from lightning_zero.engine.pieces import Box, boxes
@@ -405,7 +406,11 @@ def _write(content: Content, destination: Destination, rank: int) -> _Written:
 
 
 def _save_piece(entry: Entry, box: Box, stream: Stream) -> None:
-    torch.save(entry.piece(box), stream)  # type: ignore[arg-type]
+    piece = entry.piece(box)
+    if 0 < piece.nbytes <= archive.LARGEST:
+        stream.write(archive.archived(piece))
+    else:
+        torch.save(piece, stream)  # type: ignore[arg-type]
 
 
 def _piece(stream: Stream, write: Callable[[], Any]) -> list[int]:
