@@ -130,16 +130,13 @@ def run_ranks(
 
 
 def die_at_call(number: int) -> None:
-    """Let this process be killed before its next call to the disk but so many.
-
-    Of writes, of which torch.save makes a dozen for a tensor, every fourth counts; it is killed in the midst of one.
-    """
-    left = 4 * number
+    """Let this process be killed before its next call to the disk but so many, or in the midst of it if it writes."""
+    left = number
 
     def counted(call: Callable[..., Any], halfway: Callable[..., Any] | None = None) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             nonlocal left
-            left -= 4 if halfway is None else 1
+            left -= 1
             if left < 0:
                 if halfway is not None:
                     halfway(*args, **kwargs)
