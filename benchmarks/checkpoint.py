@@ -11,11 +11,9 @@ The first save of a process, which also allocates what later ones use again, is 
 import argparse
 import json
 import os
-import shlex
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -214,9 +212,7 @@ def report(arguments: argparse.Namespace, rounds: dict[str, list[dict[str, Any]]
         *markdown_table(head, rows),
     ]
     result = {
-        "about": describe(
-            shlex.join(["python", os.path.relpath(__file__, REPOSITORY), *sys.argv[1:]]), ("torch", "lightning")
-        ),
+        "about": describe(__file__, ("torch", "lightning")),
         "medians": medians,
         "rounds": rounds,
         "dd_seconds_per_byte": dd,

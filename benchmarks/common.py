@@ -101,8 +101,8 @@ def peak_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def describe(command: str, packages: tuple[str, ...]) -> dict[str, str]:
-    """Where, with what and how a result came about; stands beside every figure."""
+def describe(script: str, packages: tuple[str, ...]) -> dict[str, str]:
+    """Where, with what and how a result of this process's script came about; stands beside every figure."""
 
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True)
@@ -120,7 +120,7 @@ def describe(command: str, packages: tuple[str, ...]) -> dict[str, str]:
         "hardware": f"{processor_name()}, {os.cpu_count()} logical cores, {memory:.0f} GiB",
         "versions": ", ".join([f"Python {platform.python_version()}", *versions]),
         "commit": git("rev-parse", "--short=12", "HEAD") + changed,
-        "command": command,
+        "command": shlex.join(["python", os.path.relpath(script, REPOSITORY), *sys.argv[1:]]),
     }
 
 

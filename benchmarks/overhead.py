@@ -9,8 +9,6 @@ With one rank there is no communication, so what remains over plain Lightning is
 import argparse
 import json
 import os
-import shlex
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -113,9 +111,8 @@ def main() -> None:
         "",
         *markdown_table(["strategy", "s a step", "rounds", f"x {strategies[0]}", "last loss"], rows),
     ]
-    command = shlex.join(["python", os.path.relpath(__file__, REPOSITORY), *sys.argv[1:]])
     result = {
-        "about": describe(command, ("torch", "lightning")),
+        "about": describe(__file__, ("torch", "lightning")),
         "median_seconds": medians,
         "seconds": seconds,
         "losses": losses,

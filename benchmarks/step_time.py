@@ -11,9 +11,7 @@ rounds. Memory is read in runs of its own, so that reading it costs the timed ru
 import argparse
 import json
 import os
-import shlex
 import statistics
-import sys
 import time
 from importlib import import_module
 from importlib.util import find_spec
@@ -185,10 +183,7 @@ def report(
         *markdown_table(head, rows),
     ]
     result = {
-        "about": describe(
-            shlex.join(["python", os.path.relpath(__file__, REPOSITORY), *sys.argv[1:]]),
-            ("torch", "lightning", "deepspeed"),
-        ),
+        "about": describe(__file__, ("torch", "lightning", "deepspeed")),
         "parameters": parameters,
         "median_seconds": medians,
         "seconds": seconds,

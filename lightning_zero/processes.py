@@ -336,7 +336,7 @@ class ZeroProcesses(ParallelStrategy):
         """Open a checkpoint of any form, and verify it; what one rank finds wrong, all raise. Collective."""
         opened: list[OpenedCheckpoint] = []
         self._alike(lambda: opened.append(open_checkpoint(path, weights_only=weights_only)))
-        ranks = len(self._gather(None))
+        ranks = 1 if self._is_alone else dist.get_world_size()
         self._alike(lambda: opened[0].verify(share=(self.global_rank if ranks > 1 else 0, ranks)))
         if self.num_nodes == 1:  # on several, each may have a copy of its own
             opened[0].trust()

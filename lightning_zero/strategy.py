@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -37,8 +36,6 @@ from lightning_zero.loops import attend, leave, take_turns
 from lightning_zero.precision import compute_dtype_of
 from lightning_zero.resuming import Bookmark
 from lightning_zero.trainer_checkpoints import TrainerCheckpoints, is_absent, nobody
-
-log = logging.getLogger(__name__)
 
 
 class TrainerStrategy(TrainerCheckpoints):

@@ -25,7 +25,7 @@ from lightning_zero.engine.watch import have_all_come, renew
 from lightning_zero.processes import ZeroProcesses
 from lightning_zero.resuming import Bookmark
 
-log = logging.getLogger("lightning_zero.strategy")
+log = logging.getLogger("lightning_zero.strategy")  # projects may filter by the name of the class's own room
 
 _PATIENCE = 10.0
 """Seconds that a rank which failed, and wants to save, waits for the others."""
@@ -70,7 +70,6 @@ class TrainerCheckpoints(ZeroProcesses):
     @property
     def _keeps_checkpoint(self) -> bool:
         """Whether this rank needs a checkpoint's values: rank 0 writes them, and the project's hooks may read them."""
-        assert self.lightning_module is not None
         return self.is_global_zero or self._has_hooks
 
     @property
@@ -221,8 +220,8 @@ class TrainerCheckpoints(ZeroProcesses):
         assert self.lightning_module is not None
         with self._letting_frozen_be_missing():
             check_module(self.lightning_module, checkpoint["state_dict"], strict)
-        with taking_values(self.lightning_module, is_on_meta) as places, self._letting_frozen_be_missing():
-            super().load_model_state_dict(checkpoint, strict)
+            with taking_values(self.lightning_module, is_on_meta) as places:
+                super().load_model_state_dict(checkpoint, strict)
         give_values(places, wait=True)
         if self._loaded is None:  # else it is a callback that restores what it has saved in this run
             self._loaded = checkpoint.get(CHECKPOINT_KEY)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import struct
-import zipfile
 import zlib
 from functools import lru_cache
 from typing import NamedTuple
@@ -12,11 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_zero.checkpoint.records import records_of
+
 LARGEST = 2**16
 """Bytes up to which a tensor counts as small: what ``torch.save`` itself takes is more than what writing them takes."""
 
-_LOCAL_HEADER, _CENTRAL_HEADER, _DESCRIPTOR = 30, 46, b"PK\x07\x08"
-_HAS_DESCRIPTOR = 8  # the checksum stands behind the data
+_DESCRIPTOR = b"PK\x07\x08"
+"""Behind the data, before their checksum, which the directory has once more."""
 
 
 class _Template(NamedTuple):
@@ -47,18 +48,7 @@ def _template(dtype: torch.dtype, shape: tuple[int, ...]) -> _Template:
     buffer = io.BytesIO()
     torch.save(torch.zeros(shape, dtype=dtype), buffer)
     archive = buffer.getvalue()
-    with zipfile.ZipFile(buffer) as directory:
-        central = directory.start_dir
-        for record in directory.infolist():
-            name, extra, comment = struct.unpack_from("<HHH", archive, central + 28)
-            if record.filename.endswith("/data/0"):
-                break
-            central += _CENTRAL_HEADER + name + extra + comment
-    name, extra = struct.unpack_from("<HH", archive, record.header_offset + 26)
-    start = record.header_offset + _LOCAL_HEADER + name + extra
-    stop = start + record.file_size
-    own = record.header_offset + 14
-    if record.flag_bits & _HAS_DESCRIPTOR:
-        assert archive[stop : stop + 4] == _DESCRIPTOR, "torch.save writes archives of another form"
-        own = stop + 4
-    return _Template(archive, slice(start, stop), (own, central + 16))
+    data = next(record for record in records_of(buffer) if record.name.endswith("/data/0"))
+    stop = data.start + data.length
+    assert archive[stop : stop + 4] == _DESCRIPTOR, "torch.save writes archives of another form"
+    return _Template(archive, slice(data.start, stop), (stop + 4, data.entry + 16))

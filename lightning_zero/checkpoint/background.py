@@ -156,24 +156,26 @@ class StoreExchange:
         """
         number, self._round = self._round, self._round + 1
         self._store.set(f"{number}/{self._rank}", pickle.dumps(value))  # type: ignore[arg-type]
-        ranks = range(len(self._labels))
-        missing = self._wait(f"{number}", ranks)
+        missing = self._wait(f"{number}")
         if missing:
             raise RuntimeError(
                 f"rank(s) {missing} did not write their parts: {failure() or 'the run, or their process, has ended'}"
             )
-        return [value if rank == self._rank else pickle.loads(self._store.get(f"{number}/{rank}")) for rank in ranks]
+        return [
+            value if rank == self._rank else pickle.loads(self._store.get(f"{number}/{rank}"))
+            for rank in range(len(self._labels))
+        ]
 
     def leave(self) -> None:
         """Let the others know that this rank needs to hear no more. Rank 0, whose process may host the store, waits."""
         with suppress(RuntimeError):  # the store is gone, and with it whoever would wait
             self._store.set(f"left/{self._rank}", "")
             if self._rank == 0:
-                self._wait("left", range(len(self._labels)))
+                self._wait("left")
 
-    def _wait(self, what: str, ranks: range) -> list[int]:
+    def _wait(self, what: str) -> list[int]:
         """Wait for all ranks to have said something; those that never will."""
-        missing = [rank for rank in ranks if rank != self._rank]
+        missing = [rank for rank in range(len(self._labels)) if rank != self._rank]
         pause, lost_since = 1e-3, None
         while True:
             dead = [rank for rank in missing if is_of_the_dead(self._labels[rank])]

@@ -32,12 +32,14 @@ class Record(NamedTuple):
     Attributes:
         start, length: in bytes, of the archive.
         crc32: of these; None in an archive written without checksums (``torch.serialization.set_crc32_options``).
+        entry: where the archive's directory tells of it.
     """
 
     name: str
     start: int
     length: int
     crc32: int | None
+    entry: int
 
 
 def records_of(archive: IO[bytes]) -> list[Record]:
@@ -96,6 +98,7 @@ def _records(archive: IO[bytes]) -> list[Record]:
             attributes,
             header,
         ) = _ENTRY.unpack_from(directory, position)
+        entry = start + position
         position += _ENTRY.size
         encoded = directory[position : position + of_name]
         name = encoded.decode()
@@ -110,7 +113,7 @@ def _records(archive: IO[bytes]) -> list[Record]:
         is_record = signature == b"PK\x01\x02" and local[:4] == b"PK\x03\x04" and not method and packed == length
         if not is_record or local[_LOCAL_HEADER:] != encoded or begin + length > start or attributes & _FOLDER:
             raise BrokenArchiveError(f"record {name} is not where the directory has it")
-        found.append(Record(name, begin, length, crc32))
+        found.append(Record(name, begin, length, crc32, entry))
     if not any(record.crc32 for record in found):
         return [record._replace(crc32=None) for record in found]
     return found

@@ -95,10 +95,6 @@ class Content:
     rest: bytes
     paths: dict[str, tuple[Any, ...]]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in self.entries)
-
 
 def content_of(tree: Mapping[str, Any], rest: Mapping[str, Any], rank: int = 0) -> Content:
     """Split a checkpoint into what each rank writes. Every rank has the same sharded tensors in it.
