@@ -12,16 +12,14 @@ import socket
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import IO, Any
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_zero.checkpoint.form import DCP_METADATA, MANIFEST
-
-_AT_ONCE = 2**25
-"""Bytes after which the system is asked to begin writing, so that it does not begin only when they are synced."""
+from lightning_zero.disk import Appender
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
@@ -84,11 +82,11 @@ class Destination:
             target = os.path.join(self.partial, name)
         if not self._is_local:
             with self._fs.open(target, "wb") as file:
-                yield Stream(file, None)
+                yield Stream(file)
             return
-        with open(target, "wb", buffering=0) as file:
-            yield Stream(file, file.fileno())
-            os.fsync(file.fileno())
+        with closing(Appender(target)) as appender:
+            yield Stream(appender)
+            appender.finish()
 
     def size_of(self, name: str) -> int | None:
         """Bytes of a file that was written, as this rank sees it; None where it sees none."""
@@ -170,9 +168,9 @@ class Destination:
 class Stream:
     """A file being written, with the checksum of what went into it since ``begin``."""
 
-    def __init__(self, file: IO[bytes] | Any, descriptor: int | None) -> None:
-        self._file, self._descriptor = file, descriptor
-        self.position = self._flushed = self.crc32 = 0
+    def __init__(self, file: IO[bytes] | Appender) -> None:
+        self._file = file
+        self.position = self.crc32 = 0
 
     def begin(self) -> int:
         """Begin a piece; where it begins: at a multiple of 64, as records within it do, so that it can be mapped."""
@@ -184,12 +182,9 @@ class Stream:
         view = memoryview(data).cast("B")
         self.crc32 = zlib.crc32(view, self.crc32)
         written = 0
-        while written < len(view):  # the system takes at most 2 GiB at a time
+        while written < len(view):  # a file may take less at a time
             written += self._file.write(view[written:])
         self.position += written
-        if self._descriptor is not None and self.position - self._flushed >= _AT_ONCE and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._descriptor, self._flushed, self.position - self._flushed, os.POSIX_FADV_DONTNEED)
-            self._flushed = self.position
         return written
 
     def flush(self) -> None:

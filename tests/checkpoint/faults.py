@@ -19,11 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_zero import disk
 from lightning_zero.checkpoint import commit
 from lightning_zero.checkpoint.commit import Destination, Stream, new_label
 from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.saving import Content, content_of, save_in_parts, save_whole
+from lightning_zero.disk import DirectFile
 
 KILLED, FAILED, HUNG = -signal.SIGKILL, 3, "hung"
 SECONDS = 25
@@ -145,8 +147,10 @@ def die_at_call(number: int) -> None:
 
         return wrapper
 
-    write = Stream.write
-    Stream.write = counted(write, lambda stream, data: write(stream, memoryview(data).cast("B")[: len(data) // 2]))  # type: ignore[method-assign]
+    write = DirectFile.write
+    DirectFile.write = counted(write, lambda file, data, position: write(file, data[: len(data) // 2], position))  # type: ignore[method-assign]
+    Stream.write = counted(Stream.write)  # type: ignore[method-assign]
+    disk.BUFFER = disk.ALIGNMENT  # so that a file takes several
     for name in ("fsync", "rename", "replace", "unlink", "remove", "rmdir", "mkdir"):
         setattr(os, name, counted(getattr(os, name)))
     commit._exchange = counted(commit._exchange)
