@@ -9,6 +9,7 @@ from functools import partial
 from threading import Event
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
@@ -17,15 +18,18 @@ from lightning_zero.checkpoint.background import Background, StoreExchange, own_
 from lightning_zero.checkpoint.commit import Destination, new_label
 from lightning_zero.checkpoint.saving import (
     CheckpointNotSavedError,
+    Entry,
     Gather,
     HostMemory,
     content_of,
+    device_of,
     entry_of,
     identity,
     is_view_of_parameter,
     save_in_parts,
     save_whole,
 )
+from lightning_zero.engine.reads import Read
 from lightning_zero.engine.sharded_tensor import ShardedTensor
 from lightning_zero.engine.watch import failure
 
@@ -39,7 +43,7 @@ class Saver:
 
     def __init__(self, in_background: bool) -> None:
         self._in_background = in_background
-        self._background, self._memory = Background(), HostMemory()
+        self._background, self._memory, self._memory_later = Background(), HostMemory(), HostMemory()
         self._abandoned = Event()
         self._made = WeakIdKeyDictionary()
 
@@ -75,19 +79,39 @@ class Saver:
             save_in_parts(content, destination, written_by, rank, gather)
             return
         self._background.finish()
-        content = replace(content, entries=self._memory.copied(content.entries))
         if len(everyone) == 1:
-            self._background.submit(partial(save_in_parts, content, destination, written_by))
+            copied = self._copying(content.entries)
+            self._background.submit(lambda: save_in_parts(replace(content, entries=copied()), destination, written_by))
             return
         exchange = StoreExchange(own_connection(), label, rank, [each for each, _ in everyone], self._abandoned)
+        copied = self._copying(content.entries)
 
         def save() -> None:
             try:
-                save_in_parts(content, destination, written_by, rank, exchange)
+                save_in_parts(replace(content, entries=copied()), destination, written_by, rank, exchange)
             finally:
                 exchange.leave()
 
         self._background.submit(save)
+
+    def _copying(self, entries: list[Entry]) -> Callable[[], list[Entry]]:
+        """Copy what may be written to at any time, and return what copies the rest, which training waits for to do so.
+
+        It must be called, in another thread.
+        """
+        guarded = [entry for entry in entries if entry.is_guarded]
+        self._memory_later.reserve(guarded)
+        now = self._memory.copied([entry for entry in entries if not entry.is_guarded])
+        device = device_of(guarded)
+        ready = torch.accelerator.current_stream(device).record_event() if device is not None else None
+        read = Read()
+
+        def copied() -> list[Entry]:
+            with read.done():
+                found = {True: iter(self._memory_later.copied(guarded, ready)), False: iter(now)}
+            return [next(found[entry.is_guarded]) for entry in entries]
+
+        return copied
 
     def made(self, values: Iterable[Any]) -> None:
         """Note of tensors that nobody will change them: they need not be copied to be saved."""
@@ -126,14 +150,15 @@ class Saver:
         leaves = [leaf.whole() if is_view_of_parameter(leaf) else leaf for leaf in leaves]
         sharded = {identity(leaf): leaf for leaf in leaves if isinstance(leaf, ShardedTensor)}
         keys = [identity(leaf) if isinstance(leaf, ShardedTensor) else None for leaf in leaves]
-        entries = self._memory.copied([entry_of(tensor, rank) for tensor in sharded.values()])
+        entries = [entry_of(tensor, rank) for tensor in sharded.values()]
         ranges = [tensor.slot.ranges() for tensor in sharded.values()]
         kept = self._copied([leaf if key is None and rank == 0 else None for key, leaf in zip(keys, leaves)])
         destination = Destination(path, new_label())
+        copied = self._copying(entries)
 
         def save() -> None:
             try:
-                whole = dict(zip(sharded, put_together(entries, ranges, rank, group)))
+                whole = dict(zip(sharded, put_together(copied(), ranges, rank, group)))
             except RuntimeError as error:
                 raise CheckpointNotSavedError(
                     f"The checkpoint {path} was not saved: its parts did not come together: {failure() or error}. What "

@@ -7,7 +7,7 @@ import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -54,8 +54,8 @@ class Entry:
         names: of the parameter, and of those that are tied to it, which share its pieces.
         shape, dtype: of the whole.
         values: this rank's range, 1-D, in any dtype; a ``StoredTensor`` is read piece by piece.
-        start: where the range begins in the flattened tensor.
-        boxes: the rectangles that tile it.
+        start, stop: the range in the flattened tensor.
+        is_guarded: whether nobody writes to the values while they are read in the background, see ``engine.reads``.
     """
 
     names: tuple[str, ...]
@@ -63,11 +63,19 @@ class Entry:
     dtype: torch.dtype
     values: Tensor
     start: int
-    boxes: list[Box]
+    stop: int
+    is_guarded: bool = False
 
     @property
     def nbytes(self) -> int:
-        return sum(prod(box.sizes) for box in self.boxes) * self.dtype.itemsize
+        return (self.stop - self.start) * self.dtype.itemsize
+
+    @cached_property
+    def boxes(self) -> list[Box]:
+        """The rectangles that tile the range; of a tensor without elements one that has none either."""
+        if not self.shape.numel():
+            return [Box((0,) * len(self.shape), tuple(self.shape), 0)]
+        return boxes(self.shape, self.start, self.stop, max(_PIECE_BYTES // self.dtype.itemsize, 1))
 
     def piece(self, box: Box) -> Tensor:
         """One rectangle, on the CPU, in memory of its own size."""
@@ -122,7 +130,7 @@ def content_of(tree: Mapping[str, Any], rest: Mapping[str, Any], rank: int = 0) 
             objects[name] = _serialised(leaf)
     entries = [entry_of(tensor, rank, tuple(shared[key])) for key, tensor in tensors.items()]
     return Content(
-        [entry for entry in entries if entry.boxes],
+        [entry for entry in entries if entry.stop > entry.start or (rank == 0 and not entry.shape.numel())],
         objects,
         _serialised(hollow) if rank == 0 else b"",
         paths if rank == 0 else {},
@@ -238,15 +246,13 @@ def identity(tensor: Tensor) -> Any:
 
 def entry_of(tensor: Tensor, rank: int, names: tuple[str, ...] = ()) -> Entry:
     """What one rank has to write of a tensor."""
-    shape, most = tensor.shape, max(_PIECE_BYTES // tensor.dtype.itemsize, 1)
-    if not tensor.numel():
-        whole = [Box((0,) * len(shape), tuple(shape), 0)] if rank == 0 else []
-        return Entry(names, shape, tensor.dtype, torch.empty(0, dtype=tensor.dtype), 0, whole)
-    if isinstance(tensor, ShardedTensor):
+    if isinstance(tensor, ShardedTensor) and tensor.numel():
         start, stop = tensor.slot.offset, tensor.slot.offset + tensor.slot.local_numel
-        return Entry(names, shape, tensor.dtype, tensor.local.detach(), start, boxes(shape, start, stop, most))
+        is_guarded = not (tensor.is_parameter and tensor.slot.is_written_by_modules)
+        return Entry(names, tensor.shape, tensor.dtype, tensor.local.detach(), start, stop, is_guarded)
     # Other tensors are the same on every rank, or meant for rank 0 to write.
-    return Entry(names, shape, tensor.dtype, tensor, 0, boxes(shape, 0, tensor.numel() if rank == 0 else 0, most))
+    values = tensor if tensor.numel() else torch.empty(0, dtype=tensor.dtype)
+    return Entry(names, tensor.shape, tensor.dtype, values, 0, tensor.numel() if rank == 0 else 0)
 
 
 def _serialised(value: Any) -> bytes:
@@ -268,23 +274,41 @@ class HostMemory:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def copied(self, entries: list[Entry]) -> list[Entry]:
-        """The same entries, which training does not change."""
+    def reserve(self, entries: list[Entry]) -> None:
+        """Make sure that there is room."""
         needed = sum(_aligned(entry.nbytes) for entry in entries)
-        on_device = any(entry.values.device.type != "cpu" for entry in entries)
         if len(self._memory) < needed:
             self._memory = torch.empty(0, dtype=torch.uint8)  # so that the two are not there at once
-            self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=on_device)
+            self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=device_of(entries) is not None)
+
+    def copied(self, entries: list[Entry], after: torch.Event | None = None) -> list[Entry]:
+        """The same entries, which training does not change.
+
+        Args:
+            after: of their device, where it has the values; None for all that it was told to do so far.
+        """
+        self.reserve(entries)
         targets, sources, position = [], [], 0
         for entry in entries:
             targets.append(self._memory[position : position + entry.nbytes].view(entry.dtype))
             sources.append(entry.values.detach().reshape(-1)[: targets[-1].numel()])
             position += _aligned(entry.nbytes)
-        if targets:
-            torch._foreach_copy_(targets, sources, non_blocking=True)
-        if on_device:
-            torch.accelerator.synchronize()
+        device = device_of(entries)
+        if device is None:
+            if targets:
+                torch._foreach_copy_(targets, sources)
+        else:
+            stream = torch.Stream(device)
+            stream.wait_event(after or torch.accelerator.current_stream(device).record_event())
+            with stream:
+                torch._foreach_copy_(targets, sources, non_blocking=True)
+            stream.synchronize()
         return [replace(entry, values=target) for entry, target in zip(entries, targets)]
+
+
+def device_of(entries: list[Entry]) -> torch.device | None:
+    """The device that the values are on, None for the CPU's memory."""
+    return next((entry.values.device for entry in entries if entry.values.device.type != "cpu"), None)
 
 
 def _aligned(nbytes: int) -> int:

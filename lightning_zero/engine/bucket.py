@@ -24,6 +24,7 @@ from lightning_zero.engine.agreement import Agreement
 from lightning_zero.engine.collectives import Communicator, Pending
 from lightning_zero.engine.gradient_shard import GradientShard
 from lightning_zero.engine.layout import BucketLayout
+from lightning_zero.engine.reads import settle
 from lightning_zero.engine.sharded_tensor import ShardedTensor, flat_range, local_range_of
 from lightning_zero.engine.view import View
 
@@ -102,10 +103,15 @@ class BucketSlot:
         }
 
     def local_parameter(self) -> Tensor:
+        settle()  # whoever asks may write to it
         self.bucket.wait()  # in fp32 at stages 1 and 2 the shard is part of a buffer that others may be filling
         if self.bucket.views[self.index].may_be_written:
             self.bucket.take_over_writes()
         return self.bucket.shard[self.local_range]
+
+    @property
+    def is_written_by_modules(self) -> bool:
+        return self.bucket.shard_in_full
 
     def whole_parameter(self, dtype: torch.dtype) -> Tensor | None:
         bucket = self.bucket
@@ -588,6 +594,7 @@ def _settle(pending: list[Pending]) -> None:
 
 def _follow(master: Tensor, written: Tensor) -> None:
     """Give a master what was written to its parameter; one with more digits keeps them where nothing was changed."""
+    settle()
     master.copy_(torch.where(written != master.to(written.dtype), written.to(master.dtype), master))
 
 

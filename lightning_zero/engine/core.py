@@ -30,6 +30,7 @@ from lightning_zero.engine.masters import Masters, check_optimizer, masters_of
 from lightning_zero.engine.materialise import Materialiser, check_can_be_initialised
 from lightning_zero.engine.placement import Placement, placements_of
 from lightning_zero.engine.promises import values_of
+from lightning_zero.engine.reads import settle
 from lightning_zero.engine.schedule import Schedule, Unit, in_backward
 from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.sources import agree_on_sources
@@ -351,6 +352,7 @@ class Engine:
     def before_update(self) -> None:
         """The masters are about to change: nothing may still be reading them."""
         self._is_updating = True
+        settle()
         for bucket in self.buckets:
             bucket.wait()
             bucket.take_over_writes()

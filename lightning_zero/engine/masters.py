@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_zero.engine.bucket import Bucket, BucketSlot, Ledger
+from lightning_zero.engine.reads import settle
 from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
 
 ELEMENTWISE = frozenset(
@@ -525,6 +526,14 @@ class _State(defaultdict[Any, dict[str, Any]]):
     def __missing__(self, key: Any) -> Any:
         found = self._slot_of(key)
         return super().__missing__(key) if found is None else MappingProxyType(found[0].state_in_parts(found[1]))
+
+    def values(self) -> Any:
+        settle()  # whoever asks may write to them
+        return super().values()
+
+    def items(self) -> Any:
+        settle()
+        return super().items()
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._refuse(key)

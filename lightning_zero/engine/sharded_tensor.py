@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.pieces import Box, boxes
+from lightning_zero.engine.reads import settle
 
 aten = torch.ops.aten
 
@@ -50,6 +51,10 @@ class Slot(Protocol):
 
     def local_parameter(self) -> Tensor:
         """The rank's range of the parameter, 1-D, in the dtype of the masters."""
+
+    @property
+    def is_written_by_modules(self) -> bool:
+        """Whether modules compute with the memory that ``local_parameter`` is of, and may write to it themselves."""
 
     def whole_parameter(self, dtype: torch.dtype) -> Tensor | None:
         """The whole parameter, cast to a dtype, where it can be had without communication, else None.
@@ -198,7 +203,10 @@ class ShardedTensor(Handle):
     @property
     def local(self) -> Tensor:
         """This rank's range, 1-D."""
-        return self._slot.local_parameter() if self._local is None else self._local
+        if self._local is None:
+            return self._slot.local_parameter()
+        settle()  # whoever asks may write to it
+        return self._local
 
     @property
     def slot(self) -> Slot:
