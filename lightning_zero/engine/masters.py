@@ -589,6 +589,15 @@ class _Scalar:
     def __init__(self, value: Any) -> None:
         self.value = value
 
+    def __reduce__(self) -> Any:
+        if not isinstance(self.value, Tensor):
+            return _Scalar, (self.value,)
+        return _scalar_of, (self.value.tolist(), self.value.dtype, self.value.device)  # a tensor takes ten times longer
+
+
+def _scalar_of(value: Any, dtype: torch.dtype, device: torch.device) -> _Scalar:
+    return _Scalar(torch.tensor(value, dtype=dtype, device=device))
+
 
 # States that exist from the start (Adagrad's), and the option that says what they begin with.
 _INITIAL = {"sum": "initial_accumulator_value"}
