@@ -5,7 +5,8 @@
 
 Two processes over Gloo, one thread each, write to one folder and sync it to the disk. Every system runs once a round in
 fresh processes, the order reversed from one round to the next. Training goes on after each save until it is written.
-The first save of a process, which also allocates what later ones use again, is given apart.
+The first save of a process, which also allocates what later ones use again, is given apart. The last save is loaded
+twice: from the disk, of which the system remembers nothing, and out of its cache.
 """
 
 import argparse
@@ -94,15 +95,25 @@ def work(arguments: argparse.Namespace) -> None:
         dist.barrier()
         result["written"].append(time.perf_counter() - started)
         result["steps_while_writing"].append(steps)
-    dist.barrier()
-    started = time.perf_counter()
-    system.load(paths[-1])
-    dist.barrier()
-    result["load"] = time.perf_counter() - started
+    forget(paths[-1])
+    for key in ("load", "load_cached"):
+        dist.barrier()
+        started = time.perf_counter()
+        system.load(paths[-1])
+        dist.barrier()
+        result[key] = time.perf_counter() - started
     result["loss"] = float(cross_entropy(system.module(text[:, :-1]), text[:, 1:]).detach())
     arguments.worker.write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def forget(path: Path) -> None:
+    """Take files, which are on the disk, out of the system's cache."""
+    for file in [path] if path.is_file() else path.iterdir():
+        descriptor = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
 
 
 def all_are(here: bool) -> bool:
@@ -156,6 +167,7 @@ def main() -> None:
                     **found,
                     "bytes": size,
                     "load": max(rank["load"] for rank in ranks),
+                    "load_cached": max(rank["load_cached"] for rank in ranks),
                     "step": statistics.median(s for rank in ranks for s in rank["steps"]),
                     "step_while_writing": statistics.median(steps) if steps else None,
                     "loss": ranks[0]["loss"],
@@ -183,6 +195,7 @@ def report(arguments: argparse.Namespace, rounds: dict[str, list[dict[str, Any]]
             "first_stall": statistics.median(result["stalls"][0] for result in results),
             "written": median("written"),
             "load": statistics.median(result["load"] for result in results),
+            "load_cached": statistics.median(result["load_cached"] for result in results),
         }
         now = medians.get(system.removesuffix("_async"), medians[system])["stall"]
         speed = results[0]["bytes"] / medians[system]["written"] / 1e6
@@ -198,16 +211,18 @@ def report(arguments: argparse.Namespace, rounds: dict[str, list[dict[str, Any]]
                 f"{speed / disk:.2f}",
                 f"{statistics.median(slower):.2f}" if slower else "",
                 f"{medians[system]['load']:.3f}",
+                f"{medians[system]['load_cached']:.3f}",
             ]
         )
     first = next(iter(rounds.values()))[0]
-    head = ["system", "stall s", "of the same now", "first stall s", "written s", "MB/s", "x dd", "step x", "load s"]
+    head = ["system", "stall s", "of the same now", "first stall s", "written s", "MB/s", "x dd", "step x", "load s", "cached s"]
     lines = [
         f"A GPT of {first['parameters'] / 1e6:.1f} M parameters with AdamW in fp32, {first['bytes'] / 1e6:.0f} MB of "
         f"state; {RANKS} processes over Gloo with one thread each, stage 3. Medians of {arguments.rounds} rounds of "
         f"{arguments.saves - 1} saves. `stall`: seconds for which training waits; `written`: until all is synced to "
         f"the disk; `x dd`: against {disk:.0f} MB/s, which dd reaches with conv=fsync; `step x`: a training step while "
-        "it is written against one at rest; `load`: into a model that trains, weights and optimizer.",
+        "it is written against one at rest; `load`: into a model that trains, weights and optimizer, from the disk, and "
+        "again out of the system's cache.",
         "",
         *markdown_table(head, rows),
     ]
