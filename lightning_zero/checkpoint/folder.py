@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from lightning_zero.checkpoint.checksums import ADVICE, NO_CHECKSUM, DamagedCheckpointError, Extent
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.form import DCP_METADATA, MANIFEST, REST, Manifest, UnknownFormatError
-from lightning_zero.checkpoint.records import BrokenArchiveError, BufferFile, records_of, tensor_in
+from lightning_zero.checkpoint.records import BrokenArchiveError, BufferFile, Plain, records_of, tensor_in
 from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_dcp_metadata, load_torch
 from lightning_zero.engine.pieces import Box, boxes
 from lightning_zero.engine.sources import listed
@@ -175,6 +175,7 @@ class Folder:
                 )
         self._chunks: dict[str, list[_Chunk]] = {}
         self._by_pieces: dict[Any, StoredTensor] = {}
+        self._known: dict[Any, Plain] = {}
         for name, stored in metadata.state_dict_metadata.items():
             if not isinstance(stored, TensorStorageMetadata):
                 if (name, None) not in self._blob_of:
@@ -247,8 +248,9 @@ class Folder:
 
     def _tensor(self, chunk: _Chunk, dtype: torch.dtype) -> Tensor:
         data = self._checked(chunk.blob)
+        known = self._known if chunk.blob.crc32 is not None else {}  # else only all of it tells what is damaged
         try:
-            tensor = tensor_in(data)
+            tensor = tensor_in(data, known, (chunk.sizes, dtype))
         except Exception as error:
             raise DamagedCheckpointError(
                 f"{self._files.path} is damaged: {chunk.blob.told()}, cannot be read ({type(error).__name__}: "

@@ -214,25 +214,56 @@ class _TensorUnpickler(pickle.Unpickler):
 _DTYPES = {name: dtype for dtype, name in torch.storage._dtype_to_storage_type_map().items()}
 
 
-def tensor_in(buffer: memoryview) -> Tensor:
+class Plain(NamedTuple):
+    """An archive of one plain tensor; another of its length that begins with the same bytes differs in values alone.
+
+    Attributes:
+        head: all that stands before the values.
+        numel: of the storage.
+    """
+
+    head: bytes
+    dtype: torch.dtype
+    numel: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def tensor_in(buffer: memoryview, known: dict[Any, Plain], kind: Any) -> Tensor:
     """The one tensor in a piece of ``torch.save``, over the buffer's own memory where it is plain.
 
     Not to be written to. Its address is whatever the buffer's is: not aligned, as a rule.
+
+    Args:
+        known: what an archive of each kind is like, and what this one is, from now on.
+        kind: of a tensor: those with the same shape and dtype are likely to have the same archive.
     """
+    plain = known.get((kind, len(buffer)))
+    if plain is None or bytes(buffer[: len(plain.head)]) != plain.head:
+        plain = _plain_in(buffer)
+        if plain is None:
+            return torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
+        known[kind, len(buffer)] = plain
+    if plain.numel == 0:
+        return torch.empty(plain.shape, dtype=plain.dtype)
+    flat = torch.frombuffer(buffer, dtype=plain.dtype, count=plain.numel, offset=len(plain.head))
+    return flat.as_strided(plain.shape, plain.strides, plain.offset)
+
+
+def _plain_in(buffer: memoryview) -> Plain | None:
     archive = BufferFile(buffer)
     try:
         records = {record.name.split("/", 1)[-1]: record for record in records_of(archive)}  # type: ignore[arg-type]
         pickled = records["data.pkl"]
         found = _TensorUnpickler(io.BytesIO(buffer[pickled.start : pickled.start + pickled.length])).load()
         if not isinstance(found, _Description):
-            raise _NotPlain
+            return None
         data, order = records[f"data/{found.storage.key}"], records.get("byteorder")
         if order is not None and bytes(buffer[order.start : order.start + order.length]) != sys.byteorder.encode():
-            raise _NotPlain
+            return None
     except _NotPlain:
-        return torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
+        return None
     dtype = found.storage.dtype
-    if data.length == 0:
-        return torch.empty(found.shape, dtype=dtype)
-    flat = torch.frombuffer(buffer, dtype=dtype, count=data.length // dtype.itemsize, offset=data.start)
-    return flat.as_strided(found.shape, found.strides, found.offset)
+    head, numel = bytes(buffer[: data.start]), data.length // dtype.itemsize
+    return Plain(head, dtype, numel, found.offset, found.shape, found.strides)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
@@ -24,6 +25,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError
 from lightning_zero.checkpoint.commit import Destination, new_label
 from lightning_zero.checkpoint.reading import open_checkpoint
+from lightning_zero.checkpoint.records import BrokenArchiveError, tensor_in
 from lightning_zero.checkpoint.saving import Entry, content_of, save_in_parts
 from lightning_zero.engine.sharded_tensor import flat_range
 from lightning_zero.engine.sources import MappedFiles
@@ -107,6 +109,22 @@ def trained():
 
 
 # -- what is in it -----------------------------------------------------------------------------------------------------
+
+
+def test_archives_of_one_kind_and_length_are_told_apart():
+    square = torch.arange(16.0).view(4, 4)
+    part = torch.arange(32.0)[4:20].view(4, 4)
+    known = {}
+    lengths = []
+    for tensor in (square, square + 1, square.T, square, square.view(2, 8), square.view(torch.int32), part, part + 1):
+        buffer = io.BytesIO()
+        torch.save(tensor, buffer)
+        lengths.append(len(buffer.getvalue()))
+        found = tensor_in(memoryview(bytearray(buffer.getvalue())), known, "any")
+        assert torch.equal(found, tensor) and found.dtype == tensor.dtype and found.stride() == tensor.stride()
+    assert len(set(lengths[:5])) == 1
+    with pytest.raises(BrokenArchiveError):
+        tensor_in(memoryview(bytearray(buffer.getvalue()[:-1])), known, "any")
 
 
 def test_every_range_of_every_tensor_is_what_was_saved(ours):
