@@ -16,7 +16,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from math import ceil, prod
 from pathlib import Path
 from typing import Any
@@ -240,7 +239,7 @@ def _extents(files: list[Path]) -> Callable[[], Iterator[Extent]]:
                     raise DamagedCheckpointError(f"{path} is damaged: {error}.") from error
             for record in records:
                 if record.crc32 is not None:
-                    yield Extent(path.name, record.start, record.length, record.crc32, partial(str, record.name))
+                    yield Extent(path.name, record.start, record.length, record.crc32, [record.name])
 
     return extents
 

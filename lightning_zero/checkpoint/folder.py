@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import os
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -98,24 +100,6 @@ def metadata_of(files: Files) -> tuple[Metadata, int]:
 
 
 @dataclass
-class _Blob:
-    """A piece of a data file: one object of ``torch.save``."""
-
-    file: str
-    offset: int
-    length: int
-    crc32: int | None
-    names: list[str]
-    is_checked: bool = False
-
-    def listed_names(self) -> str:
-        return listed(self.names)
-
-    def told(self) -> str:
-        return f"{self.listed_names()} in {self.file}, bytes {self.offset} to {self.offset + self.length}"
-
-
-@dataclass
 class _Chunk:
     """A rectangle of a tensor, and where it lies."""
 
@@ -125,7 +109,7 @@ class _Chunk:
     """Of its first element in the flattened tensor."""
     stop: int
     """After its last one."""
-    blob: _Blob
+    extent: Extent
 
     @property
     def is_range(self) -> bool:
@@ -144,27 +128,28 @@ class Folder:
         identity: int,
         weights_only: bool | None,
     ) -> None:
-        self._files, self._metadata, self._weights_only = files, metadata, weights_only
+        self._files, self._weights_only = files, weights_only
         self._has_rest = REST in sizes
-        self._blobs: dict[tuple[str, int], _Blob] = {}
+        self._extents: dict[tuple[str, int], Extent] = {}
         checksums = {
             (file, offset): (length, crc32)
             for file, pieces in (manifest.pieces if manifest is not None else {}).items()
             for offset, length, crc32 in pieces
         }
-        self._blob_of: dict[Any, _Blob] = {}
+        extent_of: dict[Any, Extent] = {}
+        names_in: dict[Any, list[str]] = defaultdict(list)
         wrong: dict[str, str] = {}
         for index, place in metadata.storage_data.items():
             key = (place.relative_path, place.offset)
-            if key not in self._blobs:
+            if key not in self._extents:
                 length, crc32 = checksums.get(key, (place.length, None))
                 if manifest is not None and (crc32 is None or length != place.length):
                     wrong[f"{place.relative_path} {place.offset}"] = (
                         f"{MANIFEST} and {DCP_METADATA} differ on {index.fqn}"
                     )
-                self._blobs[key] = _Blob(*key, place.length, crc32, [])
-            blob = self._blob_of[index.fqn, _ints(index.offset)] = self._blobs[key]
-            blob.names.append(_piece_name(index.fqn, index.offset))
+                self._extents[key] = Extent(*key, place.length, crc32, names_in[key])
+            extent_of[index.fqn, _ints(index.offset)] = self._extents[key]
+            names_in[key].append(_piece_name(index.fqn, index.offset))
             if place.relative_path not in sizes:
                 wrong[place.relative_path] = f"{place.relative_path} is missing, with {index.fqn} in it"
             elif sizes[place.relative_path] < place.offset + place.length:
@@ -174,17 +159,19 @@ class Folder:
                     f"ends at {place.offset + place.length}",
                 )
         self._chunks: dict[str, list[_Chunk]] = {}
-        self._by_pieces: dict[Any, StoredTensor] = {}
+        self._others: dict[str, Extent] = {}
         self._known: dict[Any, Plain] = {}
         for name, stored in metadata.state_dict_metadata.items():
             if not isinstance(stored, TensorStorageMetadata):
-                if (name, None) not in self._blob_of:
+                if (name, None) in extent_of:
+                    self._others[name] = extent_of[name, None]
+                else:
                     wrong[name] = f"{name} is missing"
                 continue
             chunks = self._chunks[name] = []
             for chunk in stored.chunks:
                 offsets, shape = _ints(chunk.offsets) or (), _ints(chunk.sizes) or ()
-                found = self._blob_of.get((name, offsets))
+                found = extent_of.get((name, offsets))
                 if found is None:
                     wrong[name] = f"the piece of {name} at {offsets} is missing"
                 elif prod(shape):
@@ -207,21 +194,22 @@ class Folder:
             raise ValueError(f"{self._files.path}/{REST} holds a {type(rest).__name__}, and no dictionary.")
         return rest
 
-    def value_of(self, name: str) -> Any:
-        stored = self._metadata.state_dict_metadata[name]
-        if not isinstance(stored, TensorStorageMetadata):
-            return self._load(name, self._checked(self._blob_of[name, None]))
-        shape, dtype = stored.size, stored.properties.dtype
-
-        def read(start: int, stop: int) -> Tensor:
-            return self._range(name, shape, dtype, start, stop)
-
-        if not shape:
-            return read(0, 1).clone().view(())
-        value = StoredTensor(name, shape, dtype, read, (os.path.basename(self._files.path), name, self._identity))
-        # names of tied parameters have the same pieces, and are one tensor again
-        pieces = tuple((chunk.offsets, chunk.blob.file, chunk.blob.offset) for chunk in self._chunks[name])
-        return self._by_pieces.setdefault(pieces, value) if pieces else value
+    def values(self, metadata: Metadata) -> Iterator[tuple[str, Any]]:
+        """All else, by name. The metadata is not kept: it is as large as a checkpoint of small tensors."""
+        by_pieces: dict[Any, StoredTensor] = {}
+        for name, stored in metadata.state_dict_metadata.items():
+            if not isinstance(stored, TensorStorageMetadata):
+                yield name, self._load(name, self._checked(self._others[name]))
+                continue
+            read = partial(self._range, name, stored.size, stored.properties.dtype)
+            if not stored.size:
+                yield name, read(0, 1).clone().view(())
+                continue
+            origin = (os.path.basename(self._files.path), name, self._identity)
+            value = StoredTensor(name, stored.size, stored.properties.dtype, read, origin)
+            # names of tied parameters have the same pieces, and are one tensor again
+            pieces = tuple((chunk.offsets, chunk.extent.file, chunk.extent.start) for chunk in self._chunks[name])
+            yield name, by_pieces.setdefault(pieces, value) if pieces else value
 
     def _load(self, what: str, data: bytes | memoryview) -> Any:
         try:
@@ -233,32 +221,32 @@ class Folder:
                 f"{self._files.path} is damaged: {what} cannot be read ({type(error).__name__}: {error}). {ADVICE}"
             ) from error
 
-    def _checked(self, blob: _Blob) -> memoryview:
-        data = self._files.part(blob.file, blob.offset, blob.length)
-        if not blob.is_checked and blob.crc32 is not None and zlib.crc32(data) != blob.crc32:
+    def _checked(self, extent: Extent) -> memoryview:
+        data = self._files.part(extent.file, extent.start, extent.length)
+        if not extent.is_checked and extent.crc32 is not None and zlib.crc32(data) != extent.crc32:
             raise DamagedCheckpointError(
-                f"{self._files.path} is damaged: the checksum of {blob.told()}, does not match. {ADVICE}"
+                f"{self._files.path} is damaged: the checksum of {extent}, does not match. {ADVICE}"
             )
-        blob.is_checked = True
+        extent.is_checked = True
         return data
 
     def trust(self) -> None:
-        for blob in self._blobs.values():
-            blob.is_checked = True
+        for extent in self._extents.values():
+            extent.is_checked = True
 
     def _tensor(self, chunk: _Chunk, dtype: torch.dtype) -> Tensor:
-        data = self._checked(chunk.blob)
-        known = self._known if chunk.blob.crc32 is not None else {}  # else only all of it tells what is damaged
+        data = self._checked(chunk.extent)
+        known = self._known if chunk.extent.crc32 is not None else {}  # else only all of it tells what is damaged
         try:
             tensor = tensor_in(data, known, (chunk.sizes, dtype))
         except Exception as error:
             raise DamagedCheckpointError(
-                f"{self._files.path} is damaged: {chunk.blob.told()}, cannot be read ({type(error).__name__}: "
+                f"{self._files.path} is damaged: {chunk.extent}, cannot be read ({type(error).__name__}: "
                 f"{error}). {ADVICE}"
             ) from error
         if tuple(tensor.shape) != chunk.sizes or tensor.dtype != dtype:
             raise DamagedCheckpointError(
-                f"{self._files.path} is damaged: {chunk.blob.told()}, is {tuple(tensor.shape)} in {tensor.dtype}, and "
+                f"{self._files.path} is damaged: {chunk.extent}, is {tuple(tensor.shape)} in {tensor.dtype}, and "
                 f"by {DCP_METADATA} {chunk.sizes} in {dtype}. {ADVICE}"
             )
         return tensor
@@ -301,21 +289,20 @@ class Folder:
 
     def extents(self) -> Iterator[Extent]:
         """All that has a checksum, and has not been held against it on opening."""
-        for blob in self._blobs.values():
-            if blob.crc32 is not None:
-                yield Extent(blob.file, blob.offset, blob.length, blob.crc32, blob.listed_names)
+        for extent in self._extents.values():
+            if extent.crc32 is not None:
+                yield extent
                 continue
             try:
-                data = self._files.part(blob.file, blob.offset, blob.length)
+                data = self._files.part(extent.file, extent.start, extent.length)
                 records = records_of(BufferFile(data))  # type: ignore[arg-type]
             except BrokenArchiveError:
-                yield Extent(blob.file, blob.offset, blob.length, NO_CHECKSUM, blob.listed_names)
+                yield replace(extent, crc32=NO_CHECKSUM)
                 continue
             for record in records:
-                if record.crc32 is None:
-                    continue
-                start = blob.offset + record.start
-                yield Extent(blob.file, start, record.length, record.crc32, blob.listed_names)
+                if record.crc32 is not None:
+                    start = extent.start + record.start
+                    yield replace(extent, start=start, length=record.length, crc32=record.crc32)
 
 
 def _ints(values: Any) -> tuple[int, ...] | None:

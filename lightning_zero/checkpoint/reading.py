@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import IO, Any, Literal
 
 import torch
@@ -20,7 +20,6 @@ from lightning_zero.checkpoint.folder import Folder, check_is_dcp, manifest_of, 
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, CONTAINERS, DCP_METADATA, UnknownFormatError, check_format
 from lightning_zero.checkpoint.records import BrokenArchiveError, Record, ends_as_archive, read_checked, records_of
 from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_torch
-from lightning_zero.engine.sources import listed
 from lightning_zero.engine.stored import StoredTensor
 
 
@@ -69,8 +68,6 @@ class OpenedCheckpoint:
             DamagedCheckpointError: naming all that is damaged.
         """
         verify(self._files, self._extents(), progress, share)
-        if share == (0, 1):
-            self.trust()
 
     def trust(self) -> None:
         """Read pieces without holding each against its checksum once more: all shares have been verified."""
@@ -153,17 +150,14 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
     def extents() -> Iterator[Extent]:
         names: dict[int, list[str]] = {}
 
-        def holds(record: Record) -> Callable[[], str]:
-            def told() -> str:
-                if not names:
-                    names.update(_names_by_offset(files) or {-1: []})
-                return listed(names.get(record.start, [record.name]))
-
-            return told
+        def holds(record: Record) -> list[str]:
+            if not names:
+                names.update(_names_by_offset(files) or {-1: []})
+            return names.get(record.start, [record.name])
 
         for record in records:
             if record.length and record.crc32 is not None:
-                yield Extent("", record.start, record.length, record.crc32, holds(record))
+                yield Extent("", record.start, record.length, record.crc32, partial(holds, record))
 
     return OpenedCheckpoint(files.path, "full", written_by, checkpoint, as_saved, None, files, extents)
 
@@ -248,9 +242,8 @@ def _open_folder(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
         if not ours:
             del tree[CHECKPOINT_KEY]
     keys = odd_keys(tree)
-    for name in metadata.state_dict_metadata:
-        path = (metadata.planner_data or {}).get(name, (name,))
-        put(tree, path, folder.value_of(name), keys)
+    for name, value in folder.values(metadata):
+        put(tree, (metadata.planner_data or {}).get(name, (name,)), value, keys)
     checkpoint, names_of_optimizers = _number_parameters(files, tree)
     checkpoint = _as_lightnings(checkpoint)
     written_by = manifest.written_by if manifest is not None else {}

@@ -390,14 +390,26 @@ def test_all_damaged_pieces_are_named_by_verify(ours, copy_of):
 def test_what_was_verified_is_not_verified_again(ours, copy_of):
     path = copy_of(ours)
     opened = open_checkpoint(path)
-    opened.verify(share=(0, 2))
-    opened.verify(share=(1, 2))
-    matrix, expected = opened.checkpoint["state_dict"]["a.matrix"], TENSORS["a.matrix"]
-    damage(path, "__2_0.distcp", find=expected.view(-1)[40:].numpy().tobytes()[:16])
+    opened.verify(share=(0, 2))  # of three files: the first one, and not the last
+    matrix, expected = opened.checkpoint["state_dict"]["a.matrix"], TENSORS["a.matrix"].view(-1)
+    for name, start in (("__0_0.distcp", 0), ("__2_0.distcp", 40)):
+        damage(path, name, find=expected[start:].numpy().tobytes()[:16])
+    assert torch.equal(matrix.range(4, 8), expected[4:8])
     with pytest.raises(DamagedCheckpointError):
         matrix.clone()
     opened.trust()
-    assert torch.equal(matrix.view(-1)[44:], expected.view(-1)[44:])
+    assert torch.equal(matrix.view(-1)[44:], expected[44:])
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_each_of_as_many_processes_as_have_written_verifies_what_one_of_them_wrote(ours, copy_of, number):
+    path = copy_of(ours)
+    damage(path, f"__{number}_0.distcp", find=TENSORS["a.matrix"].view(-1)[20 * number :].numpy().tobytes()[:16])
+    opened = open_checkpoint(path)
+    for other in {0, 1, 2} - {number}:
+        opened.verify(share=(other, 3))
+    with pytest.raises(DamagedCheckpointError, match=rf"a\.matrix.* in __{number}_0"):
+        opened.verify(share=(number, 3))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
