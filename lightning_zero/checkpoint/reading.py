@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import IO, Any, Literal
@@ -74,6 +76,19 @@ class OpenedCheckpoint:
         self._trust()
 
 
+@contextmanager
+def _keeping_all() -> Iterator[None]:
+    """Collect no garbage while thousands of objects are made that stay: it would look at all of them time and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_keeping_all()
 def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool | None = None) -> OpenedCheckpoint:
     """Read what a checkpoint consists of, and of no large tensor the values.
 
