@@ -460,7 +460,7 @@ class Masters:
                 cut[key] = _copy(first)
                 continue
             dtype = torch.promote_types(first.dtype, master.tensor.dtype) if first.is_floating_point() else first.dtype
-            cut[key] = torch.zeros(master.tensor.shape, dtype=dtype, device=master.tensor.device)
+            cut[key] = torch.empty(master.tensor.shape, dtype=dtype, device=master.tensor.device)
             for value, slot in zip(whole, master.slots):
                 part = cut[key][master.part_of(slot)]
                 if value.is_meta:  # as its parameter was when the optimizer was made
