@@ -215,14 +215,15 @@ def report(arguments: argparse.Namespace, rounds: dict[str, list[dict[str, Any]]
             ]
         )
     first = next(iter(rounds.values()))[0]
-    head = ["system", "stall s", "of the same now", "first stall s", "written s", "MB/s", "x dd", "step x", "load s", "cached s"]
+    stalls = ["stall s", "of the same now", "first stall s"]
+    head = ["system", *stalls, "written s", "MB/s", "x dd", "step x", "load s", "cached s"]
     lines = [
         f"A GPT of {first['parameters'] / 1e6:.1f} M parameters with AdamW in fp32, {first['bytes'] / 1e6:.0f} MB of "
         f"state; {RANKS} processes over Gloo with one thread each, stage 3. Medians of {arguments.rounds} rounds of "
         f"{arguments.saves - 1} saves. `stall`: seconds for which training waits; `written`: until all is synced to "
         f"the disk; `x dd`: against {disk:.0f} MB/s, which dd reaches with conv=fsync; `step x`: a training step while "
-        "it is written against one at rest; `load`: into a model that trains, weights and optimizer, from the disk, and "
-        "again out of the system's cache.",
+        "it is written against one at rest; `load`: into a model that trains, weights and optimizer, from the disk; "
+        "`cached`: again, out of the system's cache.",
         "",
         *markdown_table(head, rows),
     ]
