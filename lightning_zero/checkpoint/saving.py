@@ -412,8 +412,10 @@ def _write(content: Content, destination: Destination, rank: int) -> _Written:
         destination.clear_leftovers()
     name = f"__{rank}_0.distcp"
     tensors, objects = [], {}
+    # Small ones side by side: whoever opens a checkpoint reads some of them, and of a disk many of what lies around.
+    entries = sorted(content.entries, key=lambda entry: entry.nbytes > archive.LARGEST)
     with destination.writing(name) as stream:
-        for entry in content.entries:
+        for entry in entries:
             placed = [(box, _piece(stream, partial(_save_piece, entry, box, stream))) for box in entry.boxes]
             tensors.append((entry.names, entry.shape, entry.dtype, placed))
         for key, data in content.objects.items():
