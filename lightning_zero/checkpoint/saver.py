@@ -29,7 +29,7 @@ from lightning_zero.checkpoint.saving import (
     save_in_parts,
     save_whole,
 )
-from lightning_zero.engine.reads import Read
+from lightning_zero.engine.settling import Work
 from lightning_zero.engine.sharded_tensor import ShardedTensor
 from lightning_zero.engine.watch import failure
 
@@ -104,14 +104,12 @@ class Saver:
         now = self._memory.copied([entry for entry in entries if not entry.is_guarded])
         device = device_of(guarded)
         ready = torch.accelerator.current_stream(device).record_event() if device is not None else None
-        read = Read()
 
         def copied() -> list[Entry]:
-            with read.done():
-                found = {True: iter(self._memory_later.copied(guarded, ready)), False: iter(now)}
+            found = {True: iter(self._memory_later.copied(guarded, ready)), False: iter(now)}
             return [next(found[entry.is_guarded]) for entry in entries]
 
-        return copied
+        return Work(copied, tells=False)
 
     def made(self, values: Iterable[Any]) -> None:
         """Note of tensors that nobody will change them: they need not be copied to be saved."""

@@ -55,7 +55,7 @@ class Entry:
         shape, dtype: of the whole.
         values: this rank's range, 1-D, in any dtype; a ``StoredTensor`` is read piece by piece.
         start, stop: the range in the flattened tensor.
-        is_guarded: whether nobody writes to the values while they are read in the background, see ``engine.reads``.
+        is_guarded: whether nobody writes to the values while they are read in the background, see ``engine.settling``.
     """
 
     names: tuple[str, ...]

@@ -24,7 +24,8 @@ from lightning_zero.engine.agreement import Agreement
 from lightning_zero.engine.collectives import Communicator, Pending
 from lightning_zero.engine.gradient_shard import GradientShard
 from lightning_zero.engine.layout import BucketLayout
-from lightning_zero.engine.reads import settle
+from lightning_zero.engine.offload.updates import Updates
+from lightning_zero.engine.settling import Work, settle
 from lightning_zero.engine.sharded_tensor import ShardedTensor, flat_range, local_range_of
 from lightning_zero.engine.view import View
 
@@ -116,7 +117,8 @@ class BucketSlot:
     def whole_parameter(self, dtype: torch.dtype) -> Tensor | None:
         bucket = self.bucket
         if bucket.communicator.size == 1:
-            return bucket.shard[self.local_range].view(self.shape).to(self.dtype).to(dtype)
+            settle()
+            return bucket.shard[self.local_range].view(self.shape).to(self.device, self.dtype).to(dtype)
         if bucket.full.dtype != dtype:
             return None
         if bucket.communicator.absent:
@@ -135,16 +137,18 @@ class BucketSlot:
                 bucket.segment_view(self.index).copy_(value)
             if not bucket.shard_in_full:
                 _follow(bucket.shard[self.local_range], local_range_of(value, self))
+                bucket.follow_masters(self.local_range)
 
     def written_locally(self) -> None:
         bucket = self.bucket
+        bucket.follow_masters(self.local_range)
         if bucket.is_ready and bucket.communicator.size == 1 and not bucket.shard_in_full:
             bucket.segment_view(self.index).copy_(bucket.shard[self.local_range].view(self.shape))
         elif bucket.is_ready and bucket.communicator.size > 1:
             bucket.segment_view(self.index).copy_(self.collect(bucket.shard[self.local_range]))
 
     def collect(self, local: Tensor) -> Tensor:
-        bucket = self.bucket
+        bucket, local = self.bucket, local.to(self.device)
         if bucket.communicator.size == 1:
             return local.view(self.shape)
         flat = local.new_empty(self.shape.numel())
@@ -176,6 +180,9 @@ class Bucket:
         reduce_dtype: the dtype in which gradients travel, where it is narrower than the one in which they are kept;
             None for that.
         replicated: whether all values stay here at rest (stages 1 and 2).
+        masters_on: the device on which masters are kept, and updated, if not where the module computes.
+        source_on: the device on which a rank keeps its part of the parameters at rest (stage 3), likewise.
+        updates: what updates masters that are elsewhere.
     """
 
     def __init__(
@@ -188,6 +195,9 @@ class Bucket:
         compute_dtype: torch.dtype,
         reduce_dtype: torch.dtype | None,
         replicated: bool,
+        masters_on: torch.device | None,
+        source_on: torch.device | None,
+        updates: Updates,
         communicator: Communicator,
         agreement: Agreement,
         ledger: Ledger,
@@ -207,9 +217,15 @@ class Bucket:
             compute_dtype == self._gradient_dtype or self._wire_dtype != self._gradient_dtype
         )
         self.reduces = True  # what is accumulated now, in this backward
-        # Over one rank a whole copy in the masters' dtype would be the shard a second time.
-        self.replicated = replicated or (communicator.size == 1 and self._master_dtype == compute_dtype)
-        self.shard_in_full = self.replicated and self._master_dtype == compute_dtype
+        # what is frozen has no masters of its own
+        self._masters_on, self._source_on = (masters_on if trainable else source_on), source_on
+        self.updates = updates if trainable and masters_on is not None else None
+        self.update: Work | None = None  # the last of them
+        # Over one rank a shard of what is gathered, beside it, would be all of it a second time.
+        shard_is_gathered = self._master_dtype == compute_dtype or self._masters_on is not None
+        self.replicated = replicated or (communicator.size == 1 and source_on is None and shard_is_gathered)
+        self.shard_in_full = self.replicated and self._master_dtype == compute_dtype and self._masters_on is None
+        self._source: Tensor | None = None  # what gathers begin with, where that is not the masters
         self._pending: list[Pending] = []  # the gather under way, if one is
         weakref.finalize(self, _settle, self._pending).atexit = False
         self._gathered = self.is_cut = False
@@ -276,8 +292,7 @@ class Bucket:
             self.full = flat
             self.shard = flat[self._low : self._high]
         else:
-            self.shard = flat[self._low : self._high].to(self._master_dtype, copy=True)
-            self.ledger.add("parameters", self.shard.untyped_storage().nbytes())
+            self._keep(flat[self._low : self._high])
         if self.replicated:
             self.ledger.add("parameters", self._full_nbytes)
             self._gathered = True
@@ -301,6 +316,25 @@ class Bucket:
                 parameter._post_accumulate_grad_hooks = OrderedDict()
             self.parameters.append(weakref.ref(parameter))
         self.is_cut = True
+
+    def _keep(self, own: Tensor) -> None:
+        """Keep this rank's values where they are to be at rest."""
+        here = own.device
+        self.shard = self._kept(own, self._masters_on or here, self._master_dtype)
+        if self._masters_on is None or self.replicated:
+            return
+        if self._source_on is None:
+            self._source = self._kept(own, here, self.full.dtype)
+        elif self.full.dtype != self._master_dtype:
+            self._source = self._kept(own, self._source_on, self.full.dtype)
+
+    def _kept(self, values: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+        if device == values.device:
+            kept = values.to(dtype, copy=True)
+        else:
+            kept = torch.empty(values.shape, dtype=dtype, pin_memory=True).copy_(values)
+        self.ledger.add("parameters" if device == self.full.device else "host", kept.nbytes)
+        return kept
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
@@ -335,13 +369,15 @@ class Bucket:
         if self._gathered and not refresh:
             return
         self.wait()
+        if self.update is not None:
+            self.update.wait()
         # Autograd may have saved views of this storage: they are valid again once it holds the same values.
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.full):
             if not self._gathered:
                 self.full.untyped_storage().resize_(self._full_nbytes)
                 self.ledger.add("gathered", self._full_nbytes)
             if not self.shard_in_full:
-                self.full[self._low : self._high].copy_(self.shard)
+                self.full[self._low : self._high].copy_(self.shard if self._source is None else self._source)
             self._pending.append(
                 self.communicator.all_gather(self.full, self._number, f"the gather of unit {self.unit_name!r}")
             )
@@ -372,6 +408,11 @@ class Bucket:
         self.shard, self.shard_in_full = self.shard.float(), False
         self.ledger.add("parameters", self.shard.nbytes - before)
 
+    def follow_masters(self, part: slice) -> None:
+        """Some masters have changed: let what gathers begin with have their values, where that is another tensor."""
+        if self._source is not None:
+            self._source[part].copy_(self.shard[part], non_blocking=True)
+
     def release(self) -> None:
         """Free ``full`` where it is not to stay at rest."""
         if self.replicated or not self._gathered:
@@ -387,6 +428,7 @@ class Bucket:
         self.wait()
         with torch.no_grad():
             _follow(self.shard, self.full[self._low : self._high])
+            self.follow_masters(slice(None))
         for view in self.views:
             view.look()
 
@@ -595,6 +637,7 @@ def _settle(pending: list[Pending]) -> None:
 def _follow(master: Tensor, written: Tensor) -> None:
     """Give a master what was written to its parameter; one with more digits keeps them where nothing was changed."""
     settle()
+    written = written.to(master.device)
     master.copy_(torch.where(written != master.to(written.dtype), written.to(master.dtype), master))
 
 

@@ -28,10 +28,12 @@ from lightning_zero.engine.gradients import GradientReducer
 from lightning_zero.engine.layout import BucketLayout
 from lightning_zero.engine.masters import Masters, check_optimizer, masters_of
 from lightning_zero.engine.materialise import Materialiser, check_can_be_initialised
+from lightning_zero.engine.offload.config import offload_config
+from lightning_zero.engine.offload.updates import Updates
 from lightning_zero.engine.placement import Placement, placements_of
 from lightning_zero.engine.promises import values_of
-from lightning_zero.engine.reads import settle
 from lightning_zero.engine.schedule import Schedule, Unit, in_backward
+from lightning_zero.engine.settling import settle
 from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.sources import agree_on_sources
 from lightning_zero.engine.uneven import Turns, UnevenMethod
@@ -108,6 +110,7 @@ class Engine:
         allow_any_optimizer: accept optimizer classes that are not known to be elementwise.
         device: where parameters and buffers are to be; None for where they are, which is then one device for all.
         group: the data-parallel process group, None for the default one.
+        offload: which model states are kept outside of the device's memory, see ``offload_config``; None for none.
         handshake_timeout: seconds that a rank waits for the others where user code reads a sharded tensor.
 
     Raises:
@@ -132,6 +135,7 @@ class Engine:
         allow_any_optimizer: bool = False,
         device: torch.device | str | None = None,
         group: dist.ProcessGroup | None = None,
+        offload: Any = None,
         handshake_timeout: float = 600.0,
     ) -> None:
         self.placements = placements_of(stage)
@@ -143,6 +147,12 @@ class Engine:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
         self._reduce_dtype = wire_dtype_of(reduce_dtype)
+        self._offload, self._elsewhere = offload_config(offload), Updates()
+        if self._offload is not None and self._offload.parameters is not None and self.placements.stage != 3:
+            raise ValueError(
+                f"offload: parameters={self._offload.parameters!r} needs stage 3: at stage {self.placements.stage} every "
+                "rank computes with all of them all the time."
+            )
         for optimizer in optimizers:
             check_optimizer(optimizer, allow_any_optimizer)
         _check_ordinary(module)
@@ -233,6 +243,9 @@ class Engine:
                         compute_dtype=compute,
                         reduce_dtype=self._reduce_dtype,
                         replicated=self.placements.parameters is Placement.REPLICATED,
+                        masters_on=self._place("optimizer"),
+                        source_on=self._place("parameters"),
+                        updates=self._elsewhere,
                         communicator=self.communicator,
                         agreement=self.agreement,
                         ledger=self.ledger,
@@ -240,6 +253,11 @@ class Engine:
                 )
                 self._numbers += 1
         return buckets
+
+    def _place(self, what: str) -> torch.device | None:
+        """Where some model states are to be, if not where the module computes."""
+        place = getattr(self._offload, what, None)
+        return None if place is None else torch.device("cpu")
 
     def _compute_dtype_of(self, parameter: nn.Parameter, plan: UnitPlan, name: str) -> torch.dtype:
         if self._compute_dtype is None or parameter.dtype != torch.float32:
@@ -296,6 +314,19 @@ class Engine:
             if self.schedule.windows > windows:
                 self._close_window()
 
+    @contextmanager
+    def last_backward(self, optimizer: Optimizer) -> Iterator[None]:
+        """Around the backward that is followed by the optimizer's ``step``, with nothing between that looks at gradients.
+
+        What is kept elsewhere is updated as soon as its gradient is there, while backward goes on.
+        """
+        masters = next((masters for masters in self.masters if masters._optimizer() is optimizer), None)
+        self.reducer.on_reduced = masters.begin if masters is not None else None
+        try:
+            yield
+        finally:
+            self.reducer.on_reduced = None
+
     def take_turn(self, position: int | None) -> None:
         """Before each batch of an evaluation loop, and at its end: let the loop be of another length on other ranks.
 
@@ -349,13 +380,19 @@ class Engine:
         with torch.no_grad():
             self.communicator.all_from_first(list(self.module.buffers()))
 
-    def before_update(self) -> None:
-        """The masters are about to change: nothing may still be reading them."""
+    def before_update(self, begun: Collection[Bucket] = ()) -> None:
+        """The masters are about to change: nothing may still be reading them.
+
+        Args:
+            begun: those of these have begun to.
+        """
         self._is_updating = True
-        settle()
+        if not begun:
+            settle()
         for bucket in self.buckets:
-            bucket.wait()
-            bucket.take_over_writes()
+            if bucket not in begun:
+                bucket.wait()
+                bucket.take_over_writes()
 
     def updated(self, buckets: list[Bucket]) -> None:
         """The masters of these buckets have changed: what shows their values is gathered anew.
@@ -473,6 +510,9 @@ class Engine:
     def report(self) -> Report:
         """What it holds now and has communicated so far."""
         counters = self.communicator.counters
+        settle()
+        for masters in self.masters:
+            masters.measure()
         formula = 0
         for bucket in self.buckets:
             trains = bucket.views[0].requires_grad

@@ -37,6 +37,14 @@ class GradientShard:
         """This rank's range of one parameter's gradient, 1-D."""
         return self.flat[slot.index].view(-1) if isinstance(self.flat, dict) else self.flat[slot.local_range]
 
+    def range_of(self, slots: list[BucketSlot], part: slice) -> Tensor:
+        """This rank's range of the gradients of neighbouring parameters, 1-D.
+
+        Args:
+            part: of the shard. Over one rank there is one parameter.
+        """
+        return self.flat[slots[0].index].view(-1) if isinstance(self.flat, dict) else self.flat[part]
+
     def add(self, total: Tensor | dict[int, Tensor]) -> None:
         """Add another backward's gradient."""
         if not isinstance(self.flat, dict) or not isinstance(total, dict):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.bucket import BucketSlot
+from lightning_zero.engine.bucket import Bucket, BucketSlot
 from lightning_zero.engine.collectives import Communicator, Pending
 from lightning_zero.engine.differentiation import with_hooks_of
 from lightning_zero.engine.gradient_shard import GradientShard
@@ -42,6 +43,7 @@ class _Backward:
     position: int = 0  # in the order of reduction
     seen: set[tuple[int, int]] = field(default_factory=set)  # parameters whose ordinary view has its gradient
     launched: set[int] = field(default_factory=set)
+    told: set[int] = field(default_factory=set)  # to ``on_reduced``: their gradients may have been used
     sent: set[tuple[int, int]] = field(default_factory=set)  # parameters that the launched reductions had something of
     completed: list[int] = field(default_factory=list)
     in_flight: deque[tuple[int, Pending]] = field(default_factory=deque)
@@ -80,6 +82,7 @@ class GradientReducer:
         self._expectations: dict[tuple[bool, ...], _Expectation] = {}
         self._backward: _Backward | None = None
         self._deferred = False
+        self.on_reduced: Callable[[Bucket, GradientShard], None] | None = None
         self._hooks: list[Any] = []
         number_of = {id(bucket): number for number, bucket in enumerate(self._buckets)}
         for bucket in self._buckets:
@@ -198,7 +201,11 @@ class GradientReducer:
 
     def _finish_oldest(self, backward: _Backward) -> None:
         number, pending = backward.in_flight.popleft()
-        backward.shards[number] = self._buckets[number].finish_reduction(pending)
+        bucket = self._buckets[number]
+        shard = backward.shards[number] = bucket.finish_reduction(pending)
+        if self.on_reduced is not None and backward.expectation.observed and all(backward.counts[number]):
+            backward.told.add(number)
+            self.on_reduced(bucket, shard)
 
     # -- at its end -------------------------------------------------------------------------------------------------
 
@@ -254,6 +261,12 @@ class GradientReducer:
         self._collect(backward, used)
         for number, is_late in enumerate(late):
             if is_late:
+                if number in backward.told:
+                    raise RuntimeError(
+                        f"A parameter of unit {self._units[number].name or 'root'!r} got a gradient more than in any "
+                        "backward before, after its update had begun: OffloadConfig(overlap=False) updates when all "
+                        "gradients are there."
+                    )
                 self._launch(backward, number)
         self._collect(backward, used)
         self._learn(backward, used)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -22,7 +22,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_zero.engine.bucket import Bucket, BucketSlot, Ledger
-from lightning_zero.engine.reads import settle
+from lightning_zero.engine.gradient_shard import GradientShard
+from lightning_zero.engine.offload.updates import options_of, update
+from lightning_zero.engine.settling import settle
 from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
 
 ELEMENTWISE = frozenset(
@@ -69,7 +71,10 @@ class Owner(Protocol):
 
     ledger: Ledger
 
-    def before_update(self) -> None: ...
+    @property
+    def buckets(self) -> list[Bucket]: ...
+
+    def before_update(self, begun: Collection[Bucket] = ()) -> None: ...
 
     def updated(self, buckets: list[Bucket]) -> None: ...
 
@@ -132,7 +137,8 @@ class Masters:
         self._module_parameters: list[list[Any]] | None = None
         self._active: list[Master] = []
         self._signature: Any = None
-        self._arranged: list[list[Any]] = []
+        self._arranged: list[tuple[list[Master], list[Tensor]]] = []  # by group: masters, and what is not the engine's
+        self._begun: dict[Bucket, list[Master]] = {}
         self._loaded: dict[Any, dict[str, Any]] | None = None
         self._own_state: Any = None
         self._state_bytes = self._states_measured = 0
@@ -175,7 +181,7 @@ class Masters:
     # -- the step ---------------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.recover()
+        self._put_back()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         if closure is None and "closure" not in inspect.signature(optimizer.step).parameters:
             self._swap_in()
@@ -193,33 +199,86 @@ class Masters:
 
     def _swap_in(self) -> None:
         for owner in self.owners:
-            owner.before_update()
+            owner.before_update(self._begun)
         groups = self.optimizer.param_groups
         self._arrange(groups)
         self._module_parameters = [group["params"] for group in groups]
-        for master in self._active:
-            master.tensor.grad = self._gradient(master)
-        for group, masters in zip(groups, self._arranged):
-            group["params"] = masters
+        gradients = {master: self._gradient(master) for master in self._active if master.bucket not in self._begun}
+        for bucket in dict.fromkeys(master.bucket for master in gradients if master.bucket.updates is not None):
+            self._update_elsewhere(bucket, gradients)
+        for group, (masters, foreign) in zip(groups, self._arranged):
+            here = [master for master in masters if master.bucket.updates is None]
+            for master in here:
+                master.tensor.grad = gradients[master]
+            group["params"] = [master.tensor for master in here if master.is_here] + foreign
+
+    def begin(self, bucket: Bucket, shard: GradientShard) -> None:
+        """Update the masters of a bucket before ``optimizer.step`` is called, where they are kept elsewhere.
+
+        Args:
+            shard: the gradient, of all parameters of the bucket, as it will be then.
+        """
+        held = {slot: master for masters, _ in self._arranged for master in masters for slot in master.slots}
+        if (
+            bucket.updates is None
+            or self._signature is None
+            or any(slot not in held or slot.hooks_after_reduction for slot in bucket.slots)
+        ):
+            return
+        if not self._begun:
+            for owner in self.owners:
+                owner.before_update(owner.buckets)
+            settle()
+        bucket.wait()
+        bucket.take_over_writes()
+        masters = list(dict.fromkeys(held[slot] for slot in bucket.slots))
+        self._begun[bucket] = masters
+        self._update_elsewhere(bucket, {master: shard.range_of(master.slots, master.range) for master in masters})
+
+    def _update_elsewhere(self, bucket: Bucket, gradients: dict[Master, Tensor | None]) -> None:
+        """Let the masters of a bucket be updated in a thread, with the options that their groups have now."""
+        optimizer = self.optimizer
+        wanted = [
+            (options_of(optimizer, group, bucket.full.device), master.tensor, gradients[master])
+            for group, (masters, _) in zip(optimizer.param_groups, self._arranged)
+            for master in masters
+            if master.bucket is bucket and master.is_here
+        ]
+
+        def act() -> None:
+            for options, tensor, gradient in wanted:
+                tensor.grad = gradient.to(tensor) if gradient is not None else None
+                update(optimizer, options, tensor)
+                tensor.grad = None
+            bucket.follow_masters(slice(None))
+
+        assert bucket.updates is not None
+        bucket.update = bucket.updates.submit(act)
 
     def _after_step(self) -> None:
         if self._module_parameters is None:
             return
         self.recover()
-        self._measure()
+        if not any(master.bucket.updates for master in self._active):
+            self.measure()
         buckets = list(dict.fromkeys(master.bucket for master in self._active))
         for owner in self.owners:
             owner.updated(buckets)
 
     def recover(self) -> None:
         """Put the module's parameters back, also after a step that raised."""
+        self._put_back()
+        self._begun = {}
+
+    def _put_back(self) -> None:
         if self._module_parameters is None:
             return
         for group, parameters in zip(self.optimizer.param_groups, self._module_parameters):
             group["params"] = parameters
         self._module_parameters = None
         for master in self._active:
-            master.tensor.grad = None
+            if master.bucket.updates is None:
+                master.tensor.grad = None
 
     def _arrange(self, groups: list[dict[str, Any]]) -> None:
         """Lay each group's parameters that have a gradient out as masters; the same as last time, as a rule."""
@@ -232,7 +291,7 @@ class Masters:
             foreign = [p for p in group["params"] if p.grad is not None and self.slot_of(p) is None]
             masters = self._masters_of([slot for slot in slots if slot is not None])
             self._active.extend(masters)
-            self._arranged.append([master.tensor for master in masters if master.is_here] + foreign)
+            self._arranged.append((masters, foreign))
         self._signature = signature
 
     def _masters_of(self, slots: list[BucketSlot]) -> list[Master]:
@@ -271,20 +330,20 @@ class Masters:
         shard = master.bucket.gradient_shard
         pieces = [master.bucket.parameter(slot.index).grad for slot in master.slots]
         if len(pieces) == 1 and isinstance(pieces[0], ShardedTensor):
-            return pieces[0].local.to(master.tensor.dtype)
+            return pieces[0].local.to(master.tensor)
         if (
             shard is not None
             and not isinstance(shard.flat, dict)
             and all(isinstance(g, ShardedTensor) and g.keep is shard for g in pieces)
         ):
-            return shard.flat[master.range].to(master.tensor.dtype)
+            return shard.flat[master.range].to(master.tensor)
         gathered = torch.zeros_like(master.tensor)  # the user put gradients of his own in p.grad
         for slot, gradient in zip(master.slots, pieces):
             assert gradient is not None
             gathered[master.part_of(slot)] = local_range_of(gradient, slot)
         return gathered
 
-    def _measure(self) -> None:
+    def measure(self) -> None:
         """Enter the bytes of optimizer state in the ledger, when state has come into being or gone."""
         if len(self.optimizer.state) != self._states_measured:
             self._states_measured = len(self.optimizer.state)
@@ -340,6 +399,7 @@ class Masters:
     ) -> dict[BucketSlot, dict[str, Any]]:
         if not slots:
             return {}
+        settle()
         local = {}
         for number, slot in enumerate(slots):
             master = self._master_of.get(slot)
@@ -366,7 +426,7 @@ class Masters:
                 if master is not None and slot.local_numel:
                     part = held[key][master.part_of(slot)]
                 else:
-                    part = torch.empty(0, dtype=kind, device=slot.device)
+                    part = torch.empty(0, dtype=kind, device=slot.bucket.shard.device)
                 if in_parts:
                     state[key] = ShardedTensor(slot, part, keep=self)
                 else:
@@ -416,6 +476,7 @@ class Masters:
 
     def _adopt(self, states: dict[Any, dict[str, Any]]) -> None:
         """Cut whole state by parameter into the state of masters."""
+        settle()
         optimizer = self.optimizer
         self._master_of.clear()
         self._signature, self._states_measured = None, -1
@@ -447,7 +508,7 @@ class Masters:
                 self._own(master)
                 if master.is_here:
                     optimizer.state[master.tensor] = self._cut(master, [by_slot[slot] for slot in run])
-        self._measure()
+        self.measure()
 
     def _cut(self, master: Master, states: list[dict[str, Any]]) -> dict[str, Any]:
         cut: dict[str, Any] = {}

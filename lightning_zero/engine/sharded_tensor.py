@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.pieces import Box, boxes
-from lightning_zero.engine.reads import settle
+from lightning_zero.engine.settling import settle
 
 aten = torch.ops.aten
 
@@ -190,7 +190,11 @@ class ShardedTensor(Handle):
         dtype = dtype or (local.dtype if local is not None else slot.dtype)
         with _ordinary_tensors():
             self = torch.Tensor._make_wrapper_subclass(
-                cls, slot.shape, dtype=dtype, device=slot.device, requires_grad=requires_grad
+                cls,
+                slot.shape,
+                dtype=dtype,
+                device=slot.device if local is None else local.device,
+                requires_grad=requires_grad,
             )
         self._slot, self._local, self.keep = slot, local, keep
         if keep is None:

@@ -1,0 +1,1 @@
+"""Model states and activations kept outside of the device's memory."""

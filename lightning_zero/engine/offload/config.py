@@ -1,0 +1,83 @@
+"""What is kept outside of the device's memory, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+Place = Literal["cpu", "nvme"]
+
+_PLACES = (None, "cpu", "nvme")
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """Where model states are kept, if not in the memory of the device that computes.
+
+    (Ren et al., "ZeRO-Offload", ATC 2021; Rajbhandari et al., "ZeRO-Infinity", SC 2021.)
+
+    Args:
+        optimizer: of the optimizer's states, the masters, and the gradients that they are updated with: ``"cpu"``, where
+            they are updated too; ``"nvme"``, a file on a local disk, piece by piece in the CPU's memory for an update;
+            None leaves them.
+        parameters: of each rank's part of the parameters, between their uses (stage 3), likewise.
+        activations: of the inputs of modules that ``activation_checkpointing`` computes again, likewise.
+        path: a folder on a fast local disk, for what goes to ``"nvme"``.
+        fraction: of the optimizer's states and masters that go, from the last modules to the first; the rest stays.
+        sub_group: elements of masters that are in the CPU's memory at once for an update of those on the disk, three
+            times: while one such group is updated, the next is read and the last is written.
+
+    Raises:
+        ValueError: if an argument is not one of the allowed values.
+    """
+
+    optimizer: Place | None = "cpu"
+    parameters: Place | None = None
+    activations: Place | None = None
+    path: str | Path | None = None
+    fraction: float = 1.0
+    sub_group: int = 2**24
+
+    def __post_init__(self) -> None:
+        for name in ("optimizer", "parameters", "activations"):
+            if getattr(self, name) not in _PLACES:
+                raise ValueError(f"offload: {name}={getattr(self, name)!r} must be None, 'cpu' or 'nvme'.")
+        if not 0 <= self.fraction <= 1:
+            raise ValueError(f"offload: fraction={self.fraction!r} must be between 0 and 1.")
+        if isinstance(self.sub_group, bool) or not isinstance(self.sub_group, int) or self.sub_group < 1:
+            raise ValueError(f"offload: sub_group={self.sub_group!r} must be a number of elements, 1 or more.")
+        if self.parameters is not None and self.optimizer is None:
+            raise ValueError(
+                f"offload: parameters={self.parameters!r} needs the masters there, which they are updated from: add "
+                "optimizer='cpu' or optimizer='nvme'."
+            )
+        if self.needs_disk and self.path is None:
+            raise ValueError("offload: 'nvme' needs path=, a folder on a fast local disk.")
+
+    @property
+    def needs_disk(self) -> bool:
+        return "nvme" in (self.optimizer, self.parameters, self.activations)
+
+
+def offload_config(offload: Any) -> OffloadConfig | None:
+    """What the option ``offload`` means.
+
+    Args:
+        offload: None, ``"cpu"``, ``"nvme"``, an ``OffloadConfig``, or its fields in a mapping, as from Hydra.
+
+    Raises:
+        ValueError, TypeError: if it is nothing of that.
+    """
+    if offload is None or isinstance(offload, OffloadConfig):
+        return offload
+    if isinstance(offload, str) and offload in _PLACES:
+        return OffloadConfig(optimizer=offload)  # type: ignore[arg-type]
+    if isinstance(offload, Mapping):
+        known = [field.name for field in fields(OffloadConfig)]
+        unknown = sorted(set(offload) - set(known))
+        if unknown:
+            raise ValueError(f"offload: {', '.join(map(repr, unknown))} is not among {', '.join(known)}.")
+        return OffloadConfig(**offload) if offload else None
+    raise ValueError(f"offload={offload!r} must be None, 'cpu', 'nvme' or an OffloadConfig.")
