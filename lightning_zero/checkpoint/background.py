@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.checkpoint.commit import is_of_the_dead
 from lightning_zero.checkpoint.saving import Entry
 from lightning_zero.engine.watch import failure
+from lightning_zero.labels import is_of_the_dead
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class StoreExchange:
         store: see ``own_connection``.
         name: the same on every rank, and new each time.
         rank: this one.
-        labels: of the processes of all ranks; see ``commit.new_label``.
+        labels: of the processes of all ranks; see ``labels.new_label``.
         abandoned: is set when the others need not be waited for any longer than some seconds.
     """
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import itertools
 import os
 import re
 import shutil
-import socket
-import time
 import zlib
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -20,14 +17,12 @@ from fsspec.implementations.local import LocalFileSystem
 
 from lightning_zero.checkpoint.form import DCP_METADATA, MANIFEST
 from lightning_zero.disk import Appender
+from lightning_zero.labels import LABEL, is_left_over
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 _LONGEST = 120
 """Bytes of a name from which on that of its partial file is shortened: the system allows 255 for both."""
-
-_FORGOTTEN = 24 * 3600
-"""Seconds without a write after which what another machine had begun to write counts as left by one that died."""
 
 
 class Destination:
@@ -35,7 +30,7 @@ class Destination:
 
     Args:
         path: a local one, or one of fsspec's (``s3://...``).
-        label: of this save alone, and the same on every rank; ``new_label`` makes it.
+        label: of this save alone, and the same on every rank; ``labels.new_label`` makes it.
 
     Attributes:
         path: as given.
@@ -154,7 +149,7 @@ class Destination:
             found = _PARTIAL.fullmatch(entry) or _OLD.fullmatch(entry)
             path = os.path.join(self._parent, entry)
             with suppress(OSError):  # another's, perhaps, that this user may not remove
-                if found is None or not _is_left_over(found["label"], path):
+                if found is None or not is_left_over(found["label"], path):
                     continue
                 name = found["stem"] + (found["suffix"] or "")
                 is_own = name == _short(self._name)
@@ -191,14 +186,6 @@ class Stream:
         pass
 
 
-_saves = itertools.count(time.time_ns())  # so that labels differ where a number of a process comes again
-
-
-def new_label() -> str:
-    """Of one save by this process."""
-    return f"{_machine()}-{os.getpid()}-{next(_saves):x}"
-
-
 def stand_in(path: str) -> str | None:
     """Where the checkpoint is that a path stood for before it was to be replaced; None if there is none.
 
@@ -220,9 +207,8 @@ def stand_in(path: str) -> str | None:
     return fs.unstrip_protocol(newest) if "://" in path else newest
 
 
-_LABEL = r"(?P<label>.+-\d+-[0-9a-f]+)"
-_PARTIAL = re.compile(rf"\.(?P<stem>.+)\.partial-{_LABEL}(?P<suffix>)")
-_OLD = re.compile(rf"(?P<stem>.+)\.old-{_LABEL}(?P<suffix>\.[^.]*)?")
+_PARTIAL = re.compile(rf"\.(?P<stem>.+)\.partial-{LABEL}(?P<suffix>)")
+_OLD = re.compile(rf"(?P<stem>.+)\.old-{LABEL}(?P<suffix>\.[^.]*)?")
 _SHORTENED = re.compile(r"~[0-9a-f]{8}(\.|$)")
 
 
@@ -238,40 +224,6 @@ def _put_aside(name: str, label: str) -> str:
     """The name of what is to be replaced, meanwhile. It is one that Lightning finds where it looks for the last one."""
     stem, suffix = os.path.splitext(_short(name))
     return f"{stem}.old-{label}{suffix}"
-
-
-def _machine() -> str:
-    """Where numbers of processes mean something: containers may share a name, or a folder, and not these."""
-    try:
-        return f"{socket.gethostname()}.{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return socket.gethostname()
-
-
-def is_of_the_dead(label: str) -> bool | None:
-    """Whether the process that a label is of has ended; None where that cannot be seen from here."""
-    machine, _, number = label.rpartition("-")[0].rpartition("-")
-    if machine != _machine():
-        return None
-    try:
-        os.kill(int(number), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass
-    return False
-
-
-def _is_left_over(label: str, path: str) -> bool:
-    dead = is_of_the_dead(label)
-    if dead is None:
-        written = max(os.stat(each).st_ctime for each in (path, *(each.path for each in _entries(path))))
-        return time.time() - written > _FORGOTTEN
-    return dead
-
-
-def _entries(path: str) -> list[os.DirEntry[str]]:
-    return list(os.scandir(path)) if _is_folder(path) else []
 
 
 def _is_folder(path: str) -> bool:

@@ -16,12 +16,13 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_zero.checkpoint.commit import Destination, Stream, new_label
+from lightning_zero.checkpoint.commit import Destination, Stream
 from lightning_zero.checkpoint.exporting import write_values
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, NAMES
 from lightning_zero.checkpoint.reading import OpenedCheckpoint, by_number
 from lightning_zero.checkpoint.saving import by_name, content_of, identity, save_in_parts, save_whole
 from lightning_zero.engine.stored import StoredTensor
+from lightning_zero.labels import new_label
 
 _ALIGNMENT = 64  # bytes; that of torch.save
 

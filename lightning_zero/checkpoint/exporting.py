@@ -18,12 +18,13 @@ import torch
 from fsspec.core import url_to_fs
 from torch import Tensor
 
-from lightning_zero.checkpoint.commit import Destination, new_label
+from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.reading import OpenedCheckpoint
 from lightning_zero.checkpoint.saving import identity
 from lightning_zero.engine.sources import listed
 from lightning_zero.engine.stored import StoredTensor
+from lightning_zero.labels import new_label
 
 DTYPES = {
     torch.float64: "F64",

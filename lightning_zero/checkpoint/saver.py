@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.checkpoint.background import Background, StoreExchange, own_connection, put_together
-from lightning_zero.checkpoint.commit import Destination, new_label
+from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.saving import (
     CheckpointNotSavedError,
     Entry,
@@ -32,6 +32,7 @@ from lightning_zero.checkpoint.saving import (
 from lightning_zero.engine.settling import Work
 from lightning_zero.engine.sharded_tensor import ShardedTensor
 from lightning_zero.engine.watch import failure
+from lightning_zero.labels import new_label
 
 
 class Saver:

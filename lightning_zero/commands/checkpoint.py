@@ -13,9 +13,10 @@ from typing import Any
 
 from fsspec.core import url_to_fs
 
-from lightning_zero.checkpoint.commit import Destination, new_label
+from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.commands.showing import in_bytes, progress, show
+from lightning_zero.labels import new_label
 
 EPILOG = "PATH is a checkpoint of any form, by whomever: a Lightning file, or a folder of torch.distributed.checkpoint."
 

@@ -21,11 +21,12 @@ import torch.distributed as dist
 
 from lightning_zero import disk
 from lightning_zero.checkpoint import commit
-from lightning_zero.checkpoint.commit import Destination, Stream, new_label
+from lightning_zero.checkpoint.commit import Destination, Stream
 from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.saving import Content, content_of, save_in_parts, save_whole
 from lightning_zero.disk import DirectFile
+from lightning_zero.labels import new_label
 
 KILLED, FAILED, HUNG = -signal.SIGKILL, 3, "hung"
 SECONDS = 25

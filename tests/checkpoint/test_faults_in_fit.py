@@ -21,9 +21,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.checkpoint.commit import new_label
 from lightning_zero.checkpoint.reading import DamagedCheckpointError, open_checkpoint
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError
+from lightning_zero.labels import new_label
 from tests.checkpoint.faults import names_in
 from tests.support import rank
 from tests.support.models import OddModel

@@ -23,13 +23,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError
-from lightning_zero.checkpoint.commit import Destination, new_label
+from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.checkpoint.records import BrokenArchiveError, tensor_in
 from lightning_zero.checkpoint.saving import Entry, content_of, save_in_parts
 from lightning_zero.engine.sharded_tensor import flat_range
 from lightning_zero.engine.sources import MappedFiles
 from lightning_zero.engine.stored import StoredTensor
+from lightning_zero.labels import new_label
 from tests.support import rank
 
 TENSORS = {

@@ -22,10 +22,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 from lightning_zero.checkpoint.archive import archived
-from lightning_zero.checkpoint.commit import Destination, new_label
+from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.saving import by_name, content_of, save_in_parts
 from lightning_zero.engine import Engine
 from lightning_zero.engine.pieces import boxes
+from lightning_zero.labels import new_label
 from tests.support import rank
 from tests.support.models import CLASSES, VOCABULARY, OddModel
 from tests.support.training import Recipe, batch, prepare
