@@ -13,7 +13,8 @@ LABEL = r"(?P<label>.+-\d+-[0-9a-f]+)"
 _FORGOTTEN = 24 * 3600
 """Seconds without a write after which what another machine had begun to write counts as left by one that died."""
 
-_numbers = itertools.count(time.time_ns())  # so that labels differ where a number of a process comes again
+_FIRST = time.time_ns()  # so that labels differ where a number of a process comes again
+_numbers = itertools.count(_FIRST)
 
 
 def new_label() -> str:
@@ -23,11 +24,14 @@ def new_label() -> str:
 
 def is_of_the_dead(label: str) -> bool | None:
     """Whether the process that a label is of has ended; None where that cannot be seen from here."""
-    machine, _, number = label.rpartition("-")[0].rpartition("-")
+    process, _, number = label.rpartition("-")
+    machine, _, pid = process.rpartition("-")
     if machine != _machine():
         return None
+    if int(pid) == os.getpid():  # in a container that is started again each process may get the number it had before
+        return int(number, 16) < _FIRST
     try:
-        os.kill(int(number), 0)
+        os.kill(int(pid), 0)
     except ProcessLookupError:
         return True
     except PermissionError:
