@@ -1,10 +1,11 @@
-"""Files that are written past the system's cache, so that neither memory nor a processor's time goes into copies."""
+"""Files that are written and read past the system's cache: neither memory nor a processor's time goes into copies."""
 
 from __future__ import annotations
 
 import errno
 import mmap
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from threading import Thread
 
@@ -16,23 +17,40 @@ BUFFER = 2**24
 
 
 def aligned_memory(nbytes: int) -> memoryview:
-    """Memory that begins at a multiple of ``ALIGNMENT``; it costs nothing before it is used."""
+    """Memory that begins at a multiple of ``ALIGNMENT``; it costs nothing before it is used.
+
+    It is shared with processes that are forked, as what ``O_DIRECT`` reads into must be: of private memory the child
+    might get the page that the disk is just writing to (see open(2)).
+    """
     return memoryview(mmap.mmap(-1, nbytes))
 
 
+def free_bytes(place: str | int) -> int:
+    """Bytes that this user may still write on the disk of a path or of an open file."""
+    status = os.statvfs(place)
+    return status.f_bavail * status.f_frsize
+
+
 class DirectFile:
-    """A new file for writing, past the system's cache (``O_DIRECT``) where the system, disk and values allow.
+    """A new file, which goes past the system's cache (``O_DIRECT``) where the system, disk and values allow.
+
+    ``read`` and ``write`` may be called by several threads at once, for different positions. What is in
+    ``aligned_memory``, from a multiple of ``ALIGNMENT`` on and at a position that is one, goes past the cache up to its
+    last whole ``ALIGNMENT`` of bytes; all else goes through it.
 
     Args:
         path: replaced if it exists.
+        readable: whether it is read as well. Some file systems over a network take only files that are not.
     """
 
-    def __init__(self, path: str) -> None:
-        self._cached = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    def __init__(self, path: str, *, readable: bool = False) -> None:
+        access = os.O_RDWR if readable else os.O_WRONLY
+        self.path = path
+        self._cached = os.open(path, access | os.O_CREAT | os.O_TRUNC, 0o666)
         self._open = [self._cached]
         self._direct: int | None = None
         with suppress(OSError, AttributeError):  # file systems in memory refuse, and other systems do not know it
-            self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT)
+            self._direct = os.open(path, access | os.O_DIRECT)
             self._open.append(self._direct)
 
     @property
@@ -40,28 +58,63 @@ class DirectFile:
         """Whether what is aligned goes past the cache."""
         return self._direct is not None
 
-    def write(self, data: memoryview, position: int) -> None:
-        """Write bytes at a position. From several threads at once, for different positions.
+    def reserve(self, nbytes: int) -> None:
+        """Give a new file its size, and room on the disk for all of it: no later write there finds the disk full.
 
-        Args:
-            data: in ``aligned_memory``, if it is to go past the cache.
-            position: a multiple of ``ALIGNMENT``, likewise; what is behind the last whole one of ``data`` does not.
+        Where the file system promises no room, there is at least enough at this moment.
+
+        Raises:
+            OSError: if there is not enough; nothing is taken of it then.
         """
+        free = free_bytes(self._cached)
+        try:
+            if nbytes > free:  # it is not tried: the disk would be full for a moment, for everybody
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            _allocate(self._cached, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            os.ftruncate(self._cached, 0)
+            raise OSError(
+                error.errno,
+                f"{error.strerror}: {nbytes} bytes are wanted, and {free} are free; make room, or write the path of a "
+                "folder on a larger disk",
+                self.path,
+            ) from None
+
+    def write(self, data: memoryview, position: int) -> None:
+        """Write bytes at a position."""
         while data:
-            whole = len(data) // ALIGNMENT * ALIGNMENT
-            if self._direct is not None and whole and position % ALIGNMENT == 0:
-                try:
-                    written = os.pwrite(self._direct, data[:whole], position)
-                except OSError as error:
-                    if error.errno != errno.EINVAL:
-                        raise
-                    self._direct = None
-                    continue
-            else:
-                written = os.pwrite(self._cached, data, position)
-                if written >= BUFFER and hasattr(os, "posix_fadvise"):  # begin to write it, not only when it is synced
-                    os.posix_fadvise(self._cached, position, written, os.POSIX_FADV_DONTNEED)
+            written = self._move(os.pwrite, data, position)
+            if self._direct is None and written >= BUFFER and hasattr(os, "posix_fadvise"):
+                # begin to write it, not only when it is synced
+                os.posix_fadvise(self._cached, position, written, os.POSIX_FADV_DONTNEED)
             data, position = data[written:], position + written
+
+    def read(self, into: memoryview, position: int) -> None:
+        """Fill memory with what is at a position of a ``readable`` file.
+
+        Raises:
+            OSError: also if the file ends before; what is in the memory then is of no use.
+        """
+        while into:
+            count = self._move(_read_into, into, position)
+            if count == 0:
+                raise OSError(errno.EIO, f"the file ends at byte {position}, {len(into)} bytes too early", self.path)
+            into, position = into[count:], position + count
+
+    def _move(self, call: Callable[[int, memoryview, int], int], memory: memoryview, position: int) -> int:
+        """One call of the system; how many bytes it has moved, from the first on."""
+        whole = len(memory) // ALIGNMENT * ALIGNMENT
+        direct = self._direct  # another thread may find out that it is refused
+        if direct is not None and whole and position % ALIGNMENT == 0:
+            try:
+                return call(direct, memory[:whole], position)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._direct = None
+        return call(self._cached, memory, position)
 
     def sync(self) -> None:
         """Wait until all of it is on the disk."""
@@ -70,6 +123,21 @@ class DirectFile:
     def close(self) -> None:
         while self._open:
             os.close(self._open.pop())
+        self._cached, self._direct = -1, None  # the system gives the numbers to other files
+
+
+def _read_into(descriptor: int, memory: memoryview, position: int) -> int:
+    return os.preadv(descriptor, [memory], position)
+
+
+def _allocate(descriptor: int, nbytes: int) -> None:
+    if nbytes and hasattr(os, "posix_fallocate"):
+        try:
+            return os.posix_fallocate(descriptor, 0, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+    os.ftruncate(descriptor, nbytes)
 
 
 class Appender:

@@ -1,19 +1,21 @@
-"""Files written past the system's cache are what was written, wherever they lie; what goes wrong is told."""
+"""Files beside the system's cache hold and give what was written, wherever they lie; what goes wrong is told."""
 
 from __future__ import annotations
 
 import errno
 import os
+import random
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from lightning_zero import disk
-from lightning_zero.disk import ALIGNMENT, Appender, DirectFile, aligned_memory
+from lightning_zero.disk import ALIGNMENT, Appender, DirectFile, aligned_memory, free_bytes
 from tests.checkpoint import faults
 
 IN_MEMORY = Path("/dev/shm")
-"""A file system that refuses to be written past its cache."""
+"""A file system whose cache is all there is: Linux before 6.6 refuses to go past it."""
 
 FOLDERS = pytest.mark.parametrize("in_memory", [False, True], ids=["disk", "memory"])
 
@@ -68,6 +70,148 @@ def test_it_goes_past_the_cache_where_the_disk_allows(tmp_path):
     file.sync()
     file.close()
     assert (tmp_path / "file").read_bytes() == bytes(memory[1 : 1 + ALIGNMENT]) + bytes(memory[: ALIGNMENT + 3])
+
+    with closing(DirectFile(str(tmp_path / "file"), readable=True)) as file:
+        data = bytes(memory)
+        file.write(memory, 0)
+        memory[:] = bytes(len(memory))
+        file.read(memory, 0)
+        assert file.is_direct and memory == data
+        file.read(memory[1 : 1 + ALIGNMENT], 0)  # likewise
+        assert not file.is_direct and memory[1 : 1 + ALIGNMENT] == data[:ALIGNMENT]
+
+
+def refuse_direct(monkeypatch):
+    """As file systems do that have no O_DIRECT."""
+    real = os.open
+
+    def call(path, flags, *mode, **options):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
+        return real(path, flags, *mode, **options)
+
+    monkeypatch.setattr(os, "open", call)
+
+
+@FOLDERS
+@pytest.mark.parametrize("is_refused", [False, True])
+@pytest.mark.parametrize("at_once", [None, ALIGNMENT, 3 * ALIGNMENT])
+def test_what_is_read_is_what_was_written_at_any_place_and_of_any_size(
+    tmp_path, monkeypatch, in_memory, is_refused, at_once
+):
+    """Past the cache, through it and mixed; also if the system moves fewer bytes at once than it was asked to."""
+    if is_refused:
+        refuse_direct(monkeypatch)
+    preadv, pwrite = os.preadv, os.pwrite
+    if at_once is not None:
+        monkeypatch.setattr(os, "preadv", lambda file, memory, position: preadv(file, [memory[0][:at_once]], position))
+        monkeypatch.setattr(os, "pwrite", lambda file, data, position: pwrite(file, data[:at_once], position))
+    size = 10 * ALIGNMENT + 7
+    expected, memory, choice = bytearray(size), aligned_memory(size), random.Random(0)
+    path = folder_for(in_memory, tmp_path) / f"lightning_zero-test-{os.getpid()}"
+    try:
+        with closing(DirectFile(str(path), readable=True)) as file:
+            file.reserve(size)
+            for number in range(100):
+                unit = ALIGNMENT if number % 2 else 1
+                start = choice.randrange(size // unit) * unit
+                stop = choice.randrange(start, size) + 1
+                # memory that lies as the file does, so that what is between goes past the cache
+                part = memory[start % ALIGNMENT :][: stop - start]
+                data = part[:] = choice.randbytes(len(part))
+                expected[start : start + len(data)] = data
+                file.write(part, start)
+                part[:] = bytes(len(part))
+                file.read(part, start)
+                assert part == data
+            file.read(memory, 0)
+            assert memory == expected == path.read_bytes()
+            assert in_memory or file.is_direct != is_refused
+    finally:
+        path.unlink()
+
+
+@FOLDERS
+def test_a_file_that_ends_before_what_is_to_be_read_is_told(tmp_path, in_memory):
+    path = str(folder_for(in_memory, tmp_path) / f"lightning_zero-test-{os.getpid()}")
+    try:
+        with closing(DirectFile(path, readable=True)) as file:
+            file.write(memoryview(b"x" * (ALIGNMENT + 10)), 0)
+            with pytest.raises(OSError, match=f"ends at byte {ALIGNMENT + 10}, {ALIGNMENT - 10} bytes too") as told:
+                file.read(aligned_memory(2 * ALIGNMENT), 0)
+            assert told.value.filename == path
+    finally:
+        os.unlink(path)
+
+
+def without(monkeypatch, fallocate):
+    def refuse(*_):
+        raise OSError(getattr(errno, fallocate), "by the file system")
+
+    if fallocate == "no such call":
+        monkeypatch.delattr(os, "posix_fallocate")
+    elif fallocate is not None:
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
+
+
+@FOLDERS
+@pytest.mark.parametrize("fallocate", [None, "no such call", "EOPNOTSUPP", "EINVAL"])
+def test_room_is_reserved_where_there_is_room(tmp_path, monkeypatch, in_memory, fallocate):
+    without(monkeypatch, fallocate)
+    path = str(folder_for(in_memory, tmp_path) / f"lightning_zero-test-{os.getpid()}")
+    nbytes = 2**20 + 1
+    try:
+        with closing(DirectFile(path, readable=True)) as file:
+            with pytest.raises(OSError, match=rf"{2**60} bytes are wanted, and \d+ are free; make room") as told:
+                file.reserve(2**60)
+            assert told.value.errno == errno.ENOSPC and told.value.filename == path
+            assert os.path.getsize(path) == 0 and os.stat(path).st_blocks == 0
+            file.reserve(0)
+            file.reserve(nbytes)
+            assert os.path.getsize(path) == nbytes
+            assert os.stat(path).st_blocks * 512 >= (nbytes if fallocate is None else 0)
+            found = memoryview(bytearray(b"x" * nbytes))
+            file.read(found, 0)
+            assert found == bytes(nbytes)
+    finally:
+        os.unlink(path)
+
+
+def another_takes_it(folder):
+    """Between the question how much is free and the reservation."""
+
+    def on_the_disk():
+        free = free_bytes(str(folder))
+        disk.free_bytes = lambda _: 2 * free
+        with closing(DirectFile(str(folder / "file"))) as file:
+            with pytest.raises(OSError, match=f"No space left on device: {free + 1} bytes are wanted") as told:
+                file.reserve(free + 1)
+            assert told.value.errno == errno.ENOSPC and free_bytes(str(folder)) == free
+            file.reserve(free)
+
+    assert faults.on_a_small_disk(folder, 2**20, on_the_disk) == 0
+
+
+def test_what_was_reserved_of_too_much_is_given_back(run_on, tmp_path):
+    run_on(1, another_takes_it, folder=tmp_path)
+
+
+def test_an_error_of_reserving_that_is_not_about_room_is_raised_as_it_is(tmp_path, monkeypatch):
+    without(monkeypatch, "EIO")
+    with closing(DirectFile(str(tmp_path / "file"))) as file, pytest.raises(OSError) as told:
+        file.reserve(1)
+    assert told.value.errno == errno.EIO
+
+
+def test_a_closed_file_does_not_touch_the_next_one_with_its_number(tmp_path):
+    file = DirectFile(str(tmp_path / "file"), readable=True)
+    file.close()
+    with closing(DirectFile(str(tmp_path / "next"), readable=True)):
+        for call in (file.read, file.write):
+            with pytest.raises(OSError) as told:
+                call(aligned_memory(ALIGNMENT), 0)
+            assert told.value.errno == errno.EBADF
+    assert (tmp_path / "next").read_bytes() == b""
 
 
 def fills_up(folder):
