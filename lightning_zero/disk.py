@@ -41,6 +41,9 @@ class DirectFile:
     Args:
         path: replaced if it exists.
         readable: whether it is read as well. Some file systems over a network take only files that are not.
+
+    Attributes:
+        is_direct: whether all that was aligned has gone past the cache so far.
     """
 
     def __init__(self, path: str, *, readable: bool = False) -> None:
@@ -52,11 +55,7 @@ class DirectFile:
         with suppress(OSError, AttributeError):  # file systems in memory refuse, and other systems do not know it
             self._direct = os.open(path, access | os.O_DIRECT)
             self._open.append(self._direct)
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether what is aligned goes past the cache."""
-        return self._direct is not None
+        self.is_direct = self._direct is not None
 
     def reserve(self, nbytes: int) -> None:
         """Give a new file its size, and room on the disk for all of it: no later write there finds the disk full.
@@ -86,7 +85,7 @@ class DirectFile:
         """Write bytes at a position."""
         while data:
             written = self._move(os.pwrite, data, position)
-            if self._direct is None and written >= BUFFER and hasattr(os, "posix_fadvise"):
+            if not self.is_direct and written >= BUFFER and hasattr(os, "posix_fadvise"):
                 # begin to write it, not only when it is synced
                 os.posix_fadvise(self._cached, position, written, os.POSIX_FADV_DONTNEED)
             data, position = data[written:], position + written
@@ -106,14 +105,13 @@ class DirectFile:
     def _move(self, call: Callable[[int, memoryview, int], int], memory: memoryview, position: int) -> int:
         """One call of the system; how many bytes it has moved, from the first on."""
         whole = len(memory) // ALIGNMENT * ALIGNMENT
-        direct = self._direct  # another thread may find out that it is refused
-        if direct is not None and whole and position % ALIGNMENT == 0:
+        if self._direct is not None and whole and position % ALIGNMENT == 0:
             try:
-                return call(direct, memory[:whole], position)
+                return call(self._direct, memory[:whole], position)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                self._direct = None
+                self.is_direct = False  # because of this memory, or of the file system: it is tried again the next time
         return call(self._cached, memory, position)
 
     def sync(self) -> None:

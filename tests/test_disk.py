@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 from contextlib import closing
@@ -51,7 +52,11 @@ def test_a_file_is_what_was_appended(tmp_path, monkeypatch, in_memory, size, at_
         path.unlink()
 
 
-def test_it_goes_past_the_cache_where_the_disk_allows(tmp_path):
+def flags_of(descriptor):
+    return fcntl.fcntl(descriptor, fcntl.F_GETFL)
+
+
+def test_it_goes_past_the_cache_where_the_disk_allows(tmp_path, monkeypatch):
     """Else the wrong memory and position would be no error, and none is remembered."""
     descriptor = os.open(tmp_path / "probe", os.O_CREAT | os.O_WRONLY | os.O_DIRECT)
     memory = aligned_memory(2 * ALIGNMENT)
@@ -79,6 +84,13 @@ def test_it_goes_past_the_cache_where_the_disk_allows(tmp_path):
         assert file.is_direct and memory == data
         file.read(memory[1 : 1 + ALIGNMENT], 0)  # likewise
         assert not file.is_direct and memory[1 : 1 + ALIGNMENT] == data[:ALIGNMENT]
+
+        used, preadv = [], os.preadv
+        monkeypatch.setattr(os, "preadv", lambda file, *where: used.append(flags_of(file)) or preadv(file, *where))
+        file.read(memory[1 : 1 + ALIGNMENT], 0)
+        assert [flags & os.O_DIRECT for flags in used] == [os.O_DIRECT, 0]
+        file.read(memory, 0)
+        assert used[2] & os.O_DIRECT and len(used) == 3, "one such call says nothing of the others"
 
 
 def refuse_direct(monkeypatch):

@@ -117,7 +117,7 @@ def test_on_a_disk_all_that_is_aligned_goes_past_the_cache(tmp_path):
     folder = SwapFolder(tmp_path)
     file = folder.open("file", 2**23)
     stream(pieces_of(file, 2**21), plus_one, Ring(2**21))
-    assert file._file.is_direct
+    assert file.is_direct
     assert contents(file) == b"\1" * 2**23
 
 

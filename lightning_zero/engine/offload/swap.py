@@ -7,9 +7,9 @@
 
 While ``act`` changes one piece in the calling thread, threads write the ones before and read those after:
 
-    buffer 0   | read 0 | act 0   | write 0 |  read 3 | act 3 | ...
-    buffer 1   |   read 1   |       act 1   | write 1 |  read 4 | ...
-    buffer 2   |     read 2      |        wait  | act 2 | write 2 | ...
+    buffer 0 | read 0 | act 0 | write 0       | read 3 | act 3 | ...
+    buffer 1 | read 1         | act 1 | write 1        | read 4 | ...
+    buffer 2 | read 2                 | act 2 | write 2         | ...
 """
 
 from __future__ import annotations
@@ -132,6 +132,11 @@ class SwapFile:
         self._file = file
         self._kept: dict[tuple[int, int], memoryview] = {}  # by (start, stop); those that overlap agree
         self._lock = Lock()  # of what is kept, and held while it is written
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether all that was aligned has gone past the system's cache so far."""
+        return self._file.is_direct
 
     def read(self, into: memoryview, position: int) -> None:
         """Fill memory with what is at a position.
