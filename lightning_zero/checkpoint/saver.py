@@ -105,12 +105,14 @@ class Saver:
         now = self._memory.copied([entry for entry in entries if not entry.is_guarded])
         device = device_of(guarded)
         ready = torch.accelerator.current_stream(device).record_event() if device is not None else None
+        work = Work(tells=False)
 
         def copied() -> list[Entry]:
-            found = {True: iter(self._memory_later.copied(guarded, ready)), False: iter(now)}
+            with work:
+                found = {True: iter(self._memory_later.copied(guarded, ready)), False: iter(now)}
             return [next(found[entry.is_guarded]) for entry in entries]
 
-        return Work(copied, tells=False)
+        return copied
 
     def made(self, values: Iterable[Any]) -> None:
         """Note of tensors that nobody will change them: they need not be copied to be saved."""

@@ -24,6 +24,7 @@ from lightning_zero.engine.agreement import Agreement
 from lightning_zero.engine.collectives import Communicator, Pending
 from lightning_zero.engine.gradient_shard import GradientShard
 from lightning_zero.engine.layout import BucketLayout
+from lightning_zero.engine.offload.states import MASTERS, DiskStates, Swap
 from lightning_zero.engine.offload.updates import Updates
 from lightning_zero.engine.settling import Work, settle
 from lightning_zero.engine.sharded_tensor import ShardedTensor, flat_range, local_range_of
@@ -108,7 +109,7 @@ class BucketSlot:
         self.bucket.wait()  # in fp32 at stages 1 and 2 the shard is part of a buffer that others may be filling
         if self.bucket.views[self.index].may_be_written:
             self.bucket.take_over_writes()
-        return self.bucket.shard[self.local_range]
+        return self.bucket.part(self.local_range)
 
     @property
     def is_written_by_modules(self) -> bool:
@@ -118,7 +119,7 @@ class BucketSlot:
         bucket = self.bucket
         if bucket.communicator.size == 1:
             settle()
-            return bucket.shard[self.local_range].view(self.shape).to(self.device, self.dtype).to(dtype)
+            return bucket.part(self.local_range).view(self.shape).to(self.device, self.dtype).to(dtype)
         if bucket.full.dtype != dtype:
             return None
         if bucket.communicator.absent:
@@ -136,16 +137,15 @@ class BucketSlot:
             if bucket.is_ready:
                 bucket.segment_view(self.index).copy_(value)
             if not bucket.shard_in_full:
-                _follow(bucket.shard[self.local_range], local_range_of(value, self))
-                bucket.follow_masters(self.local_range)
+                bucket.follow(self.local_range, local_range_of(value, self))
 
-    def written_locally(self) -> None:
+    def written_locally(self, values: Tensor) -> None:
         bucket = self.bucket
-        bucket.follow_masters(self.local_range)
+        bucket.written(self.local_range, values)
         if bucket.is_ready and bucket.communicator.size == 1 and not bucket.shard_in_full:
-            bucket.segment_view(self.index).copy_(bucket.shard[self.local_range].view(self.shape))
+            bucket.segment_view(self.index).copy_(values.view(self.shape))
         elif bucket.is_ready and bucket.communicator.size > 1:
-            bucket.segment_view(self.index).copy_(self.collect(bucket.shard[self.local_range]))
+            bucket.segment_view(self.index).copy_(self.collect(values))
 
     def collect(self, local: Tensor) -> Tensor:
         bucket, local = self.bucket, local.to(self.device)
@@ -180,7 +180,7 @@ class Bucket:
         reduce_dtype: the dtype in which gradients travel, where it is narrower than the one in which they are kept;
             None for that.
         replicated: whether all values stay here at rest (stages 1 and 2).
-        masters_on: the device on which masters are kept, and updated, if not where the module computes.
+        masters_on: the device on which masters are kept, and updated, if not where the module computes; or the disk.
         source_on: the device on which a rank keeps its part of the parameters at rest (stage 3), likewise.
         updates: what updates masters that are elsewhere.
     """
@@ -195,7 +195,7 @@ class Bucket:
         compute_dtype: torch.dtype,
         reduce_dtype: torch.dtype | None,
         replicated: bool,
-        masters_on: torch.device | None,
+        masters_on: torch.device | Swap | None,
         source_on: torch.device | None,
         updates: Updates,
         communicator: Communicator,
@@ -207,7 +207,7 @@ class Bucket:
         dtype, device = parameters[0].dtype, communicator.device
         self.dtype = dtype
         trainable = parameters[0].requires_grad
-        self._master_dtype = torch.float32 if trainable and dtype in LOW_PRECISION else dtype
+        self.master_dtype = torch.float32 if trainable and dtype in LOW_PRECISION else dtype
         self._gradient_dtype = self._wire_dtype = torch.float32 if dtype in LOW_PRECISION else dtype
         if reduce_dtype is not None and dtype.is_floating_point:
             self._wire_dtype = min(reduce_dtype, self._gradient_dtype, key=lambda kind: kind.itemsize)
@@ -222,9 +222,10 @@ class Bucket:
         self.updates = updates if trainable and masters_on is not None else None
         self.update: Work | None = None  # the last of them
         # Over one rank a shard of what is gathered, beside it, would be all of it a second time.
-        shard_is_gathered = self._master_dtype == compute_dtype or self._masters_on is not None
+        shard_is_gathered = self.master_dtype == compute_dtype or self._masters_on is not None
         self.replicated = replicated or (communicator.size == 1 and source_on is None and shard_is_gathered)
-        self.shard_in_full = self.replicated and self._master_dtype == compute_dtype and self._masters_on is None
+        self.shard_in_full = self.replicated and self.master_dtype == compute_dtype and self._masters_on is None
+        self.states: DiskStates | None = None  # in the place of ``shard``
         self._source: Tensor | None = None  # what gathers begin with, where that is not the masters
         self._pending: list[Pending] = []  # the gather under way, if one is
         weakref.finalize(self, _settle, self._pending).atexit = False
@@ -320,12 +321,17 @@ class Bucket:
     def _keep(self, own: Tensor) -> None:
         """Keep this rank's values where they are to be at rest."""
         here = own.device
-        self.shard = self._kept(own, self._masters_on or here, self._master_dtype)
+        if isinstance(self._masters_on, Swap):
+            name = f"{self.unit_name} {self._number}"
+            self.states = DiskStates(self._masters_on, name, own.to("cpu", self.master_dtype))
+            self.ledger.add("disk", self.states.nbytes)
+        else:
+            self.shard = self._kept(own, self._masters_on or here, self.master_dtype)
         if self._masters_on is None or self.replicated:
             return
         if self._source_on is None:
             self._source = self._kept(own, here, self.full.dtype)
-        elif self.full.dtype != self._master_dtype:
+        elif self.full.dtype != self.master_dtype or self.states is not None:
             self._source = self._kept(own, self._source_on, self.full.dtype)
 
     def _kept(self, values: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -377,7 +383,10 @@ class Bucket:
                 self.full.untyped_storage().resize_(self._full_nbytes)
                 self.ledger.add("gathered", self._full_nbytes)
             if not self.shard_in_full:
-                self.full[self._low : self._high].copy_(self.shard if self._source is None else self._source)
+                if self._source is None and self.states is not None:
+                    settle()  # the values have to be on the disk, to be read there
+                source = self.part(slice(0, self._high - self._low)) if self._source is None else self._source
+                self.full[self._low : self._high].copy_(source)
             self._pending.append(
                 self.communicator.all_gather(self.full, self._number, f"the gather of unit {self.unit_name!r}")
             )
@@ -401,17 +410,35 @@ class Bucket:
 
     def promote(self) -> None:
         """Keep masters in fp32 from here on: parameters that were frozen in low precision begin to train."""
-        if self.shard.dtype not in LOW_PRECISION:
+        if self.master_dtype not in LOW_PRECISION:
             return
         self.wait()
         before = 0 if self.shard_in_full else self.shard.nbytes
-        self.shard, self.shard_in_full = self.shard.float(), False
+        self.shard, self.shard_in_full, self.master_dtype = self.shard.float(), False, torch.float32
         self.ledger.add("parameters", self.shard.nbytes - before)
 
-    def follow_masters(self, part: slice) -> None:
-        """Some masters have changed: let what gathers begin with have their values, where that is another tensor."""
+    def part(self, part: slice) -> Tensor:
+        """Some of this rank's masters, 1-D: a copy of those on a disk, and else what they are."""
+        return self.shard[part] if self.states is None else self.states.read(MASTERS, part.start, part.stop)
+
+    def written(self, part: slice, values: Tensor) -> None:
+        """Something was written to what ``part`` gave: let all that has these values have them now."""
+        if self.states is not None:
+            self.states.write(MASTERS, part.start, values)
+        self.show(part, values)
+
+    def show(self, part: slice, values: Tensor) -> None:
+        """Some masters have new values: let gathers begin with these, where they do with another tensor."""
         if self._source is not None:
-            self._source[part].copy_(self.shard[part], non_blocking=True)
+            self._source[part].copy_(values, non_blocking=True)
+
+    def follow(self, part: slice, written: Tensor) -> None:
+        """Give masters what was written to their parameters; those with more digits keep them where nothing changed."""
+        settle()
+        master = self.part(part)
+        written = written.to(master.device)
+        master.copy_(torch.where(written != master.to(written.dtype), written.to(master.dtype), master))
+        self.written(part, master)
 
     def release(self) -> None:
         """Free ``full`` where it is not to stay at rest."""
@@ -427,8 +454,7 @@ class Bucket:
             return
         self.wait()
         with torch.no_grad():
-            _follow(self.shard, self.full[self._low : self._high])
-            self.follow_masters(slice(None))
+            self.follow(slice(0, self._high - self._low), self.full[self._low : self._high])
         for view in self.views:
             view.look()
 
@@ -632,13 +658,6 @@ def _settle(pending: list[Pending]) -> None:
     """A bucket is deleted: the peers of what it still exchanges need it to end."""
     for exchange in pending:
         exchange.wait()
-
-
-def _follow(master: Tensor, written: Tensor) -> None:
-    """Give a master what was written to its parameter; one with more digits keeps them where nothing was changed."""
-    settle()
-    written = written.to(master.device)
-    master.copy_(torch.where(written != master.to(written.dtype), written.to(master.dtype), master))
 
 
 def become(tensor: Tensor, other: Tensor) -> None:

@@ -29,6 +29,8 @@ from lightning_zero.engine.layout import BucketLayout
 from lightning_zero.engine.masters import Masters, check_optimizer, masters_of
 from lightning_zero.engine.materialise import Materialiser, check_can_be_initialised
 from lightning_zero.engine.offload.config import offload_config
+from lightning_zero.engine.offload.states import Swap
+from lightning_zero.engine.offload.swap import SwapFolder
 from lightning_zero.engine.offload.updates import Updates
 from lightning_zero.engine.placement import Placement, placements_of
 from lightning_zero.engine.promises import values_of
@@ -148,10 +150,14 @@ class Engine:
                 raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
         self._reduce_dtype = wire_dtype_of(reduce_dtype)
         self._offload, self._elsewhere = offload_config(offload), Updates()
+        self._swap = None
+        if self._offload is not None and self._offload.optimizer == "nvme":
+            assert self._offload.path is not None
+            self._swap = Swap(SwapFolder(self._offload.path), self._offload.sub_group)
         if self._offload is not None and self._offload.parameters is not None and self.placements.stage != 3:
             raise ValueError(
-                f"offload: parameters={self._offload.parameters!r} needs stage 3: at stage {self.placements.stage} every "
-                "rank computes with all of them all the time."
+                f"offload: parameters={self._offload.parameters!r} needs stage 3: at stage {self.placements.stage} "
+                "every rank computes with all of them all the time."
             )
         for optimizer in optimizers:
             check_optimizer(optimizer, allow_any_optimizer)
@@ -254,9 +260,11 @@ class Engine:
                 self._numbers += 1
         return buckets
 
-    def _place(self, what: str) -> torch.device | None:
+    def _place(self, what: str) -> Any:
         """Where some model states are to be, if not where the module computes."""
         place = getattr(self._offload, what, None)
+        if place == "nvme" and what == "optimizer":
+            return self._swap
         return None if place is None else torch.device("cpu")
 
     def _compute_dtype_of(self, parameter: nn.Parameter, plan: UnitPlan, name: str) -> torch.dtype:
@@ -316,7 +324,7 @@ class Engine:
 
     @contextmanager
     def last_backward(self, optimizer: Optimizer) -> Iterator[None]:
-        """Around the backward that is followed by the optimizer's ``step``, with nothing between that looks at gradients.
+        """Around the backward before the optimizer's ``step``, if nothing between them is to see or change gradients.
 
         What is kept elsewhere is updated as soon as its gradient is there, while backward goes on.
         """
@@ -468,7 +476,7 @@ class Engine:
 
     def masters_in_parts(self) -> dict[str, Tensor]:
         """The fp32 masters of low-precision parameters, by name, as sharded tensors over what this rank has."""
-        finer = [bucket for bucket in self.buckets if bucket.shard.dtype != bucket.dtype]
+        finer = [bucket for bucket in self.buckets if bucket.master_dtype != bucket.dtype]
         return {
             slot.name: ShardedTensor(slot, slot.local_parameter(), keep=self)
             for bucket in finer
@@ -478,7 +486,7 @@ class Engine:
     def masters_by_name(self, *, keep: bool = True) -> dict[str, Tensor]:
         """The fp32 masters of low-precision parameters, whole, on the CPU. Collective."""
         found = {}
-        finer = [bucket for bucket in self.buckets if bucket.shard.dtype != bucket.dtype]
+        finer = [bucket for bucket in self.buckets if bucket.master_dtype != bucket.dtype]
         with torch.no_grad(), self.agreement.met("the fp32 masters") if finer else nullcontext():
             for bucket in finer:
                 for slot in bucket.slots:
@@ -504,8 +512,8 @@ class Engine:
                             if bucket.dtype not in LOW_PRECISION:
                                 is_rounded &= shard.to(dtype).to(shard) == shard
                             shard.copy_(torch.where(is_rounded, saved, shard))
-                        if bucket.dtype not in LOW_PRECISION:
-                            slot.written_locally()
+                        if bucket.dtype not in LOW_PRECISION or bucket.states is not None:
+                            slot.written_locally(shard)
 
     def report(self) -> Report:
         """What it holds now and has communicated so far."""
@@ -520,7 +528,7 @@ class Engine:
                 bucket.layout.numel,
                 self.communicator.size,
                 parameter_bytes=bucket.full.element_size(),
-                master_bytes=bucket.shard.element_size(),
+                master_bytes=bucket.master_dtype.itemsize,
             )
         return Report(
             stage=self.placements.stage,
@@ -622,6 +630,9 @@ class Engine:
         self.agreement.close()
         self.communicator.close()
         self.units = []
+        self._elsewhere.close()
+        if self._swap is not None:
+            self._swap.folder.close()
 
     def _derived(self, communicate: bool) -> dict[BucketSlot, list[ShardedTensor]]:
         """What user code made of parameters and keeps: all aliases, and other tensors that every rank keeps.

@@ -82,7 +82,7 @@ class GradientReducer:
         self._expectations: dict[tuple[bool, ...], _Expectation] = {}
         self._backward: _Backward | None = None
         self._deferred = False
-        self.on_reduced: Callable[[Bucket, GradientShard], None] | None = None
+        self.on_reduced: Callable[[Bucket, GradientShard, list[Bucket]], None] | None = None
         self._hooks: list[Any] = []
         number_of = {id(bucket): number for number, bucket in enumerate(self._buckets)}
         for bucket in self._buckets:
@@ -205,7 +205,7 @@ class GradientReducer:
         shard = backward.shards[number] = bucket.finish_reduction(pending)
         if self.on_reduced is not None and backward.expectation.observed and all(backward.counts[number]):
             backward.told.add(number)
-            self.on_reduced(bucket, shard)
+            self.on_reduced(bucket, shard, [self._buckets[each] for each in backward.expectation.order])
 
     # -- at its end -------------------------------------------------------------------------------------------------
 

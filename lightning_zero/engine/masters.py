@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -23,9 +24,11 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_zero.engine.bucket import Bucket, BucketSlot, Ledger
 from lightning_zero.engine.gradient_shard import GradientShard
-from lightning_zero.engine.offload.updates import options_of, update
+from lightning_zero.engine.offload.states import MASTERS
+from lightning_zero.engine.offload.updates import DiskUpdate, fields_of, options_of, update
 from lightning_zero.engine.settling import settle
 from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
+from lightning_zero.engine.stored import StoredTensor
 
 ELEMENTWISE = frozenset(
     {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"}
@@ -93,7 +96,11 @@ class Master:
         start, stop = bucket.layout.owned_range(first, last, bucket.communicator.rank)
         low, _ = bucket.layout.shard_range(bucket.communicator.rank)
         self.range = slice(start - low, stop - low) if stop > start else slice(0, 0)
-        self.tensor = nn.Parameter(bucket.shard[self.range])
+        if bucket.states is None:
+            self.tensor = nn.Parameter(bucket.shard[self.range])
+        else:  # of its shape, and what its state is found by
+            numel = self.range.stop - self.range.start
+            self.tensor = nn.Parameter(torch.empty(numel, dtype=bucket.master_dtype, device="meta"))
 
     @property
     def slots(self) -> list[BucketSlot]:
@@ -103,6 +110,16 @@ class Master:
     def is_here(self) -> bool:
         """Whether this rank updates it: it owns some of it, or there is nothing to own, as DDP's optimizer does."""
         return self.tensor.numel() > 0 or all(slot.shape.numel() == 0 for slot in self.slots)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is updated."""
+        return self.bucket.shard.device if self.bucket.states is None else torch.device("cpu")
+
+    def stored(self, key: str) -> Tensor:
+        """A state of it that is on a disk."""
+        assert self.bucket.states is not None
+        return self.bucket.states.tensor(key, self.range.start, self.range.stop)
 
     def part_of(self, slot: BucketSlot) -> slice:
         """The range of one segment within this master's tensor."""
@@ -138,10 +155,12 @@ class Masters:
         self._active: list[Master] = []
         self._signature: Any = None
         self._arranged: list[tuple[list[Master], list[Tensor]]] = []  # by group: masters, and what is not the engine's
-        self._begun: dict[Bucket, list[Master]] = {}
+        self._begun: set[Bucket] = set()
+        self._streams: dict[Bucket, DiskUpdate] = {}
         self._loaded: dict[Any, dict[str, Any]] | None = None
         self._own_state: Any = None
-        self._state_bytes = self._states_measured = 0
+        self._states_measured = 0
+        self._state_bytes: Counter[str] = Counter()
         self._keep: Callable[[Tensor], Tensor] = _unchanged
         self._in_parts = False
         self._handles = [
@@ -154,12 +173,13 @@ class Masters:
         ]
         # before the users' own, so that these see the module's parameters
         optimizer._optimizer_step_post_hooks.move_to_end(self._handles[1].id, last=False)  # type: ignore[attr-defined]
+        self._reserve()
         self._adopt(dict(optimizer.state))  # Adagrad's accumulators exist from the start
 
     def join(self, owner: Owner) -> None:
         """Update the parameters of one more engine as well: the optimizer holds some of its module's. Collective."""
         if not self.owners:  # those of deleted modules
-            self._ledger, self._state_bytes = owner.ledger, 0
+            self._ledger, self._state_bytes = owner.ledger, Counter()
         self._owners = [weakref.ref(each) for each in (*self.owners, owner)]
         self._signature = None
         state: dict[Any, dict[str, Any]] = self.optimizer.state
@@ -204,19 +224,23 @@ class Masters:
         self._arrange(groups)
         self._module_parameters = [group["params"] for group in groups]
         gradients = {master: self._gradient(master) for master in self._active if master.bucket not in self._begun}
-        for bucket in dict.fromkeys(master.bucket for master in gradients if master.bucket.updates is not None):
+        buckets = list(dict.fromkeys(master.bucket for master in gradients if master.bucket.updates is not None))
+        self._stream(buckets)
+        for bucket in buckets:
             self._update_elsewhere(bucket, gradients)
+        self._drop_streams()
         for group, (masters, foreign) in zip(groups, self._arranged):
             here = [master for master in masters if master.bucket.updates is None]
             for master in here:
                 master.tensor.grad = gradients[master]
             group["params"] = [master.tensor for master in here if master.is_here] + foreign
 
-    def begin(self, bucket: Bucket, shard: GradientShard) -> None:
+    def begin(self, bucket: Bucket, shard: GradientShard, order: Sequence[Bucket]) -> None:
         """Update the masters of a bucket before ``optimizer.step`` is called, where they are kept elsewhere.
 
         Args:
             shard: the gradient, of all parameters of the bucket, as it will be then.
+            order: in which buckets come, as far as that is known.
         """
         held = {slot: master for masters, _ in self._arranged for master in masters for slot in master.slots}
         if (
@@ -231,29 +255,55 @@ class Masters:
             settle()
         bucket.wait()
         bucket.take_over_writes()
-        masters = list(dict.fromkeys(held[slot] for slot in bucket.slots))
-        self._begun[bucket] = masters
+        masters = dict.fromkeys(held[slot] for slot in bucket.slots)
+        if not self._begun:
+            mine = {slot.bucket for slot in held}
+            self._stream([each for each in order if each in mine])
+        self._stream([bucket])
+        self._begun.add(bucket)
         self._update_elsewhere(bucket, {master: shard.range_of(master.slots, master.range) for master in masters})
 
-    def _update_elsewhere(self, bucket: Bucket, gradients: dict[Master, Tensor | None]) -> None:
+    def _update_elsewhere(self, bucket: Bucket, gradients: Mapping[Master, Tensor | None]) -> None:
         """Let the masters of a bucket be updated in a thread, with the options that their groups have now."""
         optimizer = self.optimizer
         wanted = [
-            (options_of(optimizer, group, bucket.full.device), master.tensor, gradients[master])
+            (options_of(optimizer, group, bucket.full.device), master, gradients[master])
             for group, (masters, _) in zip(optimizer.param_groups, self._arranged)
             for master in masters
             if master.bucket is bucket and master.is_here
         ]
 
-        def act() -> None:
-            for options, tensor, gradient in wanted:
-                tensor.grad = gradient.to(tensor) if gradient is not None else None
-                update(optimizer, options, tensor)
-                tensor.grad = None
-            bucket.follow_masters(slice(None))
+        def in_memory() -> None:
+            for options, master, gradient in wanted:
+                values = master.tensor.detach()
+                state = update(optimizer, options, values, gradient, optimizer.state.get(master.tensor, {}))
+                optimizer.state[master.tensor] = state
+                bucket.show(master.range, values)
+
+        def on_disk(start: int, stop: int, fields: dict[str, Tensor]) -> None:
+            for options, master, gradient in wanted:
+                low, high = max(start, master.range.start), min(stop, master.range.stop)
+                if low >= high:
+                    continue
+                inside, first = slice(low - start, high - start), master.range.start
+                values = fields[MASTERS][inside]
+                before = optimizer.state.get(master.tensor, {})
+                known = {key: fields[key][inside] if key in fields else _copy(value) for key, value in before.items()}
+                part = gradient[low - first : high - first] if gradient is not None else None
+                after = update(optimizer, options, values, part, known)
+                for key in (key for key in after if key in fields and key not in known):
+                    fields[key][inside] = after[key]
+                bucket.show(slice(low, high), values)
+                if high == master.range.stop:  # only now, as all pieces have the same count of steps before
+                    optimizer.state[master.tensor] = {
+                        key: master.stored(key) if key in fields else value for key, value in after.items()
+                    }
 
         assert bucket.updates is not None
-        bucket.update = bucket.updates.submit(act)
+        if bucket.states is None:
+            bucket.update = bucket.updates.submit(in_memory)
+            return
+        bucket.update = self._streams[bucket].give(bucket.states, on_disk)
 
     def _after_step(self) -> None:
         if self._module_parameters is None:
@@ -268,7 +318,21 @@ class Masters:
     def recover(self) -> None:
         """Put the module's parameters back, also after a step that raised."""
         self._put_back()
-        self._begun = {}
+        self._begun = set()
+        self._drop_streams()
+
+    def _stream(self, buckets: Iterable[Bucket]) -> None:
+        """Begin to read what of these buckets lies on a disk."""
+        on_disk = {each: each.states for each in buckets if each.states is not None and each not in self._streams}
+        for bucket in on_disk:
+            assert bucket.updates is not None
+            self._streams |= dict.fromkeys(on_disk, bucket.updates.stream(list(on_disk.values())))
+            break
+
+    def _drop_streams(self) -> None:
+        for update in self._streams.values():
+            update.drop()
+        self._streams = {}
 
     def _put_back(self) -> None:
         if self._module_parameters is None:
@@ -292,6 +356,7 @@ class Masters:
             masters = self._masters_of([slot for slot in slots if slot is not None])
             self._active.extend(masters)
             self._arranged.append((masters, foreign))
+        self._reserve()
         self._signature = signature
 
     def _masters_of(self, slots: list[BucketSlot]) -> list[Master]:
@@ -320,7 +385,11 @@ class Masters:
                     offset = part.range.start - master.range.start
                     kept = slice(offset, offset + part.tensor.numel())
                     self.optimizer.state[part.tensor] = {
-                        key: value[kept].clone() if _is_elementwise(value, master.tensor.shape) else _copy(value)
+                        key: part.stored(key)
+                        if isinstance(value, StoredTensor)
+                        else value[kept].clone()
+                        if _is_elementwise(value, master.tensor.shape)
+                        else _copy(value)
                         for key, value in state.items()
                     }
 
@@ -330,14 +399,14 @@ class Masters:
         shard = master.bucket.gradient_shard
         pieces = [master.bucket.parameter(slot.index).grad for slot in master.slots]
         if len(pieces) == 1 and isinstance(pieces[0], ShardedTensor):
-            return pieces[0].local.to(master.tensor)
+            return pieces[0].local.to(master.device, master.tensor.dtype)
         if (
             shard is not None
             and not isinstance(shard.flat, dict)
             and all(isinstance(g, ShardedTensor) and g.keep is shard for g in pieces)
         ):
-            return shard.flat[master.range].to(master.tensor)
-        gathered = torch.zeros_like(master.tensor)  # the user put gradients of his own in p.grad
+            return shard.flat[master.range].to(master.device, master.tensor.dtype)
+        gathered = torch.zeros_like(master.tensor, device=master.device)  # the user put gradients of his own in p.grad
         for slot, gradient in zip(master.slots, pieces):
             assert gradient is not None
             gathered[master.part_of(slot)] = local_range_of(gradient, slot)
@@ -347,9 +416,25 @@ class Masters:
         """Enter the bytes of optimizer state in the ledger, when state has come into being or gone."""
         if len(self.optimizer.state) != self._states_measured:
             self._states_measured = len(self.optimizer.state)
-            held = sum(_nbytes(state) for state in self.optimizer.state.values())
-            self._ledger.add("optimizer", held - self._state_bytes)
+            away = {id(master.tensor) for master in self._master_of.values() if master.bucket.updates is not None}
+            held = Counter[str]()
+            for tensor, state in self.optimizer.state.items():
+                held["host" if id(tensor) in away else "optimizer"] += _nbytes(state)
+            for category in held.keys() | self._state_bytes.keys():
+                self._ledger.add(category, held[category] - self._state_bytes[category])
             self._state_bytes = held
+
+    def _reserve(self) -> None:
+        """Make room on the disk for all that an update will ask for.
+
+        Raises:
+            OSError: if there is not enough.
+        """
+        for group in self.optimizer.param_groups:
+            slots = [slot for p in group["params"] if (slot := self.slot_of(p)) is not None]
+            for states, dtype in {slot.bucket.states: slot.bucket.master_dtype for slot in slots}.items():
+                if states is not None:
+                    states.add_fields(fields_of(self.optimizer, group, dtype))
 
     # -- state in the terms of the module's parameters --------------------------------------------------------------
 
@@ -423,12 +508,16 @@ class Masters:
                 if isinstance(kind, _Scalar):
                     state[key] = _copy(kind.value)  # each parameter's own, also after pickling
                     continue
-                if master is not None and slot.local_numel:
+                write_back = None
+                if master is None or not slot.local_numel:
+                    part = torch.empty(0, dtype=kind, device=slot.device)
+                elif (on_disk := slot.bucket.states) is None:
                     part = held[key][master.part_of(slot)]
                 else:
-                    part = torch.empty(0, dtype=kind, device=slot.bucket.shard.device)
+                    start, stop = slot.local_range.start, slot.local_range.stop
+                    part, write_back = on_disk.tensor(key, start, stop), partial(on_disk.write, key, start)
                 if in_parts:
-                    state[key] = ShardedTensor(slot, part, keep=self)
+                    state[key] = ShardedTensor(slot, part, keep=self, write_back=write_back)
                 else:
                     state[key] = (keep or _unchanged)(slot.collect(part).clone())
         return states
@@ -521,6 +610,14 @@ class Masters:
                 cut[key] = _copy(first)
                 continue
             dtype = torch.promote_types(first.dtype, master.tensor.dtype) if first.is_floating_point() else first.dtype
+            if (on_disk := master.bucket.states) is not None:
+                on_disk.add_fields({key: dtype})
+                for value, slot in zip(whole, master.slots):
+                    if slot.local_numel:
+                        shown = torch.full(slot.shape, self._initial(key, slot)) if value.is_meta else value
+                        on_disk.write(key, slot.local_range.start, local_range_of(shown.detach(), slot))
+                cut[key] = master.stored(key)
+                continue
             cut[key] = torch.empty(master.tensor.shape, dtype=dtype, device=master.tensor.device)
             for value, slot in zip(whole, master.slots):
                 part = cut[key][master.part_of(slot)]
@@ -551,7 +648,8 @@ class Masters:
         """
         optimizer = self._optimizer()
         self.is_closed = True
-        self._ledger.add("optimizer", -self._state_bytes)
+        for category, nbytes in self._state_bytes.items():
+            self._ledger.add(category, -nbytes)
         if optimizer is None:
             return None
         self.recover()
@@ -707,4 +805,5 @@ def _copy(value: Any) -> Any:
 
 
 def _nbytes(state: dict[str, Any]) -> int:
-    return sum(v.numel() * v.element_size() for v in state.values() if isinstance(v, Tensor) and v.dim())
+    tensors = [v for v in state.values() if isinstance(v, Tensor) and not isinstance(v, StoredTensor)]
+    return sum(v.numel() * v.element_size() for v in tensors if v.dim())

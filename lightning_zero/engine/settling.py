@@ -6,36 +6,37 @@ engine, each of which calls ``settle`` first. The forward and the backward of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from threading import Event
-from typing import Any
 
 _under_way: list[Work] = []
 
 
 class Work:
-    """Something that another thread will do; until it is done, nobody else reads or writes what it works on.
+    """Something that another thread does, or will do; until it ends, nobody else reads or writes what it works on.
+
+    As a context it ends when the context does.
 
     Args:
-        act: what is to be done. It must be called, through the object.
         tells: whether its error is raised where somebody waits for it.
+        settles: whether ``settle`` waits for it.
     """
 
-    def __init__(self, act: Callable[[], Any], *, tells: bool) -> None:
-        self._act: Callable[[], Any] | None = act
+    def __init__(self, *, tells: bool, settles: bool = True) -> None:
         self._tells, self._ended = tells, Event()
         self._error: BaseException | None = None
-        _under_way.append(self)
+        if settles:
+            _under_way.append(self)
 
-    def __call__(self) -> Any:
-        act, self._act = self._act, None
-        assert act is not None, "it was done"
-        try:
-            return act()
-        except BaseException as error:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        self.end(error)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """It is done, or has failed. Only the first call counts."""
+        if not self._ended.is_set():
             self._error = error
-            raise
-        finally:
             self._ended.set()
 
     def wait(self) -> None:
@@ -54,7 +55,11 @@ class Work:
 
 
 def settle() -> None:
-    """Wait until nothing works on the engine's values any more."""
+    """Wait until nothing works on the engine's values any more.
+
+    Raises:
+        Exception: what ended an update.
+    """
     if _under_way:
         works = list(_under_way)
         for work in works:

@@ -65,8 +65,8 @@ class Slot(Protocol):
     def write_parameter(self, value: Tensor) -> None:
         """Give the parameter a new whole value."""
 
-    def written_locally(self) -> None:
-        """The local range of the parameter was written: copies of it are to follow."""
+    def written_locally(self, values: Tensor) -> None:
+        """The local range of the parameter was written: all copies of it are to have these values."""
 
     def collect(self, local: Tensor) -> Tensor:
         """The whole of a tensor that is cut as this slot. Collective."""
@@ -171,11 +171,13 @@ class ShardedTensor(Handle):
             than the tensor's own (an fp32 master of a bf16 parameter).
         dtype: the dtype that user code sees.
         keep: whatever has to live as long as this tensor.
+        write_back: is told of ``local`` when it was written to, where it is a copy.
     """
 
     _slot: Slot
     _local: Tensor | None
     keep: Any
+    _write_back: Callable[[Tensor], None] | None
 
     @staticmethod
     def __new__(
@@ -186,6 +188,7 @@ class ShardedTensor(Handle):
         *,
         requires_grad: bool = False,
         keep: Any = None,
+        write_back: Callable[[Tensor], None] | None = None,
     ) -> ShardedTensor:
         dtype = dtype or (local.dtype if local is not None else slot.dtype)
         with _ordinary_tensors():
@@ -196,7 +199,7 @@ class ShardedTensor(Handle):
                 device=slot.device if local is None else local.device,
                 requires_grad=requires_grad,
             )
-        self._slot, self._local, self.keep = slot, local, keep
+        self._slot, self._local, self.keep, self._write_back = slot, local, keep, write_back
         if keep is None:
             slot.remember(self)
         return self
@@ -231,13 +234,22 @@ class ShardedTensor(Handle):
         return self._slot.collect(self.local).to(self.dtype) if value is None else value
 
     def alias(self) -> Tensor:
-        return ShardedTensor(self._slot, self._local, self.dtype, keep=self.keep)
+        return ShardedTensor(self._slot, self._local, self.dtype, keep=self.keep, write_back=self._write_back)
 
     def write_whole(self, value: Tensor) -> None:
         if self.is_parameter:
             self._slot.write_parameter(value)
         else:
-            self.local.copy_(local_range_of(value, self._slot))
+            local = self.local
+            local.copy_(local_range_of(value, self._slot))
+            self.written(local)
+
+    def written(self, local: Tensor) -> None:
+        """What ``local`` has given was written to."""
+        if self.is_parameter:
+            self._slot.written_locally(local)
+        elif self._write_back is not None:
+            self._write_back(local)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], Any]) -> Any:
         """As of every tensor; it is called once ``grad`` is the reduced gradient, at the end of backward."""
@@ -516,8 +528,7 @@ def _act_locally(func: Any, args: Any, kwargs: Any) -> Any:
     local_kwargs.pop("memory_format", None)
     out = func(*local_args, **local_kwargs)
     if in_place:
-        if sharded[0].is_parameter:
-            slot.written_locally()
+        sharded[0].written(local_args[0])
         return args[0]
     return ShardedTensor(slot, out) if isinstance(out, Tensor) else NotImplemented
 
@@ -539,11 +550,11 @@ def _act_on_lists(func: Any, args: Any, kwargs: Any) -> Any:
             return value.local
         return [to_local(item) for item in value] if isinstance(value, (list, tuple)) else value
 
-    out = func(*(to_local(arg) for arg in args), **kwargs)
+    locals_of_first, *others = map(to_local, args)
+    out = func(locals_of_first, *others, **kwargs)
     if in_place:
-        for tensor in first:
-            if tensor.is_parameter:
-                tensor._slot.written_locally()
+        for tensor, local in zip(first, locals_of_first):
+            tensor.written(local)
         return None
     return [ShardedTensor(tensor._slot, local) for tensor, local in zip(first, out)]
 
@@ -650,7 +661,7 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
     """``copy_``: of a parameter to itself, as after ``dcp.load`` into its local range, it is that range that counts."""
     own = [tensor._slot if isinstance(tensor, ShardedTensor) and tensor.is_parameter else None for tensor in args[:2]]
     if own[0] is not None and own[0] is own[1]:
-        own[0].written_locally()
+        own[0].written_locally(own[0].local_parameter())
         return args[0]
     return _act_locally(func, args, kwargs)
 

@@ -133,6 +133,11 @@ class SwapFile:
         self._kept: dict[tuple[int, int], memoryview] = {}  # by (start, stop); those that overlap agree
         self._lock = Lock()  # of what is kept, and held while it is written
 
+    def close(self) -> None:
+        """Remove it."""
+        self._file.close()
+        os.remove(self.path)
+
     @property
     def is_direct(self) -> bool:
         """Whether all that was aligned has gone past the system's cache so far."""

@@ -6,16 +6,23 @@ done bucket by bucket.)
 
 from __future__ import annotations
 
+import atexit
 import os
-from collections import OrderedDict
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero.engine.offload.states import DiskStates
+from lightning_zero.engine.offload.swap import stream
 from lightning_zero.engine.settling import Work
 
 
@@ -23,21 +30,122 @@ class Updates:
     """A thread that updates masters, in the order in which they are given to it."""
 
     def __init__(self) -> None:
-        self._executor: ThreadPoolExecutor | None = None
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: Thread | None = None
+        self._streams: list[DiskUpdate] = []
 
     def submit(self, act: Callable[[], None]) -> Work:
         """Do something when all before it is done; who needs it waits for it."""
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, "lightning_zero-update", initializer=_leave_a_core_to_training)
-        work = Work(act, tells=True)
-        self._executor.submit(work)
+        work = Work(tells=True)
+
+        def run() -> None:
+            with suppress(Exception), work:  # the work tells who waits for it
+                act()
+
+        self._put(run)
         return work
 
+    def stream(self, states: Sequence[DiskStates]) -> DiskUpdate:
+        """Begin to read what lies on a disk, to be updated in this order."""
+        update = DiskUpdate(states)
+        self._streams = [*(each for each in self._streams if each.waiting), update]
+        self._put(update.run)
+        return update
+
+    def _put(self, run: Callable[[], None]) -> None:
+        if self._thread is None:
+            # One that the interpreter does not wait for when it ends: it may be waiting for a gradient.
+            self._thread = Thread(target=_work, args=(self._queue,), name="lightning_zero-update", daemon=True)
+            self._thread.start()
+            weakref.finalize(self, self._queue.put, None)
+            _alive.add(self)
+        self._queue.put(run)
+
     def close(self) -> None:
-        """Finish, and end the thread."""
-        if self._executor is not None:
-            self._executor.shutdown()
-            self._executor = None
+        """Finish what is there to be done, drop what waits for more, and end the thread."""
+        for update in self._streams:
+            update.drop()
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+
+_alive: weakref.WeakSet[Updates] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    # a thread that computes when the interpreter is taken down takes the process down
+    for updates in list(_alive):
+        updates.close()
+
+
+def _work(queue: SimpleQueue[Callable[[], None] | None]) -> None:
+    _leave_a_core_to_training()
+    while (run := queue.get()) is not None:
+        run()
+        del run  # with the gradients that it holds
+
+
+OnPiece = Callable[[int, int, dict[str, Tensor]], None]
+"""Changes the elements ``[start, stop)`` of a bucket's states, given by name, in place."""
+
+
+class DiskUpdate:
+    """An update of states on a disk: pieces come and go through memory, each when its bucket's gradient is there.
+
+    Args:
+        states: in the order in which their gradients come.
+    """
+
+    def __init__(self, states: Sequence[DiskStates]) -> None:
+        self._states = states
+        self._acts: dict[DiskStates, Future[OnPiece | None]] = {each: Future() for each in states}
+        self._written = Work(tells=True)
+        self._shown = {each: Work(tells=True, settles=False) for each in states}
+
+    def give(self, states: DiskStates, act: OnPiece | None) -> Work:
+        """Say what is done with the pieces of one bucket; None for nothing. To be called for each of them.
+
+        Returns:
+            What ends when that is done; all is on the disk when ``settle`` comes back.
+        """
+        self._acts[states].set_result(act)
+        return self._shown[states]
+
+    @property
+    def waiting(self) -> list[DiskStates]:
+        """For whom nothing was given yet."""
+        return [states for states, act in self._acts.items() if not act.done()]
+
+    def drop(self) -> None:
+        """Do nothing with those for whom nothing was given."""
+        for states in self.waiting:
+            self.give(states, None)
+
+    def run(self) -> None:
+        """In another thread."""
+        try:
+            places = [(states, index) for states in self._states for index in range(len(states.pieces()))]
+            pieces = [piece for states in self._states for piece in states.pieces()]
+
+            def on_piece(number: int, memory: memoryview) -> None:
+                states, index = places[number]
+                act = self._acts[states].result()
+                if act is not None:
+                    act(*states.range_of(index), states.views(index, memory))
+                if places[number + 1 : number + 2] != [(states, index + 1)]:
+                    self._shown[states].end()
+
+            if pieces:
+                ring = self._states[0].swap.ring(max(piece.nbytes for piece in pieces))
+                stream(pieces, on_piece, ring)
+            error = None
+        except BaseException as raised:
+            error = raised
+        for work in (*self._shown.values(), self._written):
+            work.end(error)
 
 
 def _leave_a_core_to_training() -> None:
@@ -48,22 +156,40 @@ def _leave_a_core_to_training() -> None:
             os.sched_setaffinity(0, cores[1:])  # of this thread, and of those that its kernels start
 
 
-def update(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
-    """Update one tensor, which has its gradient, as the optimizer's ``step`` does, and nothing else. In any thread.
+def update(
+    optimizer: Optimizer, group: dict[str, Any], values: Tensor, gradient: Tensor | None, state: dict[str, Any]
+) -> dict[str, Any]:
+    """Update one tensor as the optimizer's ``step`` does, and nothing else. In any thread.
 
     Args:
-        group: the options of the parameter group that it is of; ``params`` is not looked at.
-        parameter: a leaf; its state is in ``optimizer.state``.
+        group: the options of the parameter group that it is of.
+        values: they are changed in place.
+        gradient: None for none.
+        state: what the optimizer knows of it, which is changed in place.
+
+    Returns:
+        The state: what there was, or what the optimizer has made.
     """
+    parameter = nn.Parameter(values)
+    parameter.grad = gradient.to(values) if gradient is not None else None
     alone = object.__new__(type(optimizer))
     alone.__dict__ = {
         **optimizer.__dict__,
         "param_groups": [{**group, "params": [parameter]}],
+        "state": defaultdict(dict, {parameter: state} if state else {}),
         # whoever hooks in is called once for the whole step, and by nobody else
         "_optimizer_step_pre_hooks": OrderedDict(),
         "_optimizer_step_post_hooks": OrderedDict(),
     }
     type(optimizer).step(alone)
+    return alone.state[parameter]
+
+
+def fields_of(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """What an optimizer keeps of each element, by trying it on one."""
+    tried = torch.zeros(1, dtype=dtype)
+    state = update(optimizer, group, tried, torch.zeros_like(tried), {})
+    return {key: value.dtype for key, value in state.items() if isinstance(value, Tensor) and value.shape == (1,)}
 
 
 def options_of(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> dict[str, Any]:

@@ -1,0 +1,225 @@
+"""A rank's masters of one bucket, and what an optimizer knows of them, in a file.
+
+    | piece 0                              | piece 1                              | ...
+    | masters | exp_avg | exp_avg_sq | ... | masters | exp_avg | exp_avg_sq | ... |
+
+A piece has all that an update of so many elements needs, so that it is read and written at once (Rajbhandari et al.,
+"ZeRO-Infinity", SC 2021, section 5.2.2). Pieces count elements of the shard, whatever groups the optimizer makes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_zero.disk import ALIGNMENT, aligned_memory
+from lightning_zero.engine.offload.swap import Piece, Ring, SwapFile, SwapFolder
+from lightning_zero.engine.stored import StoredTensor
+
+MASTERS = "masters"
+"""The first field."""
+
+
+class Swap:
+    """Where all buckets of an engine have their files, and the memory that they are updated in.
+
+    Args:
+        folder: on the disk.
+        sub_group: elements of a piece.
+    """
+
+    def __init__(self, folder: SwapFolder, sub_group: int) -> None:
+        self.folder = folder
+        self.sub_group = _aligned(sub_group)  # so that a field of any dtype is
+        self._ring = Ring(0)
+
+    def ring(self, nbytes: int) -> Ring:
+        """The memory for pieces of up to so many bytes."""
+        if nbytes > self._ring.nbytes:
+            self._ring = Ring(0)  # so that the two are not there at once
+            self._ring = Ring(nbytes)
+        return self._ring
+
+
+class _Extent(NamedTuple):
+    """The elements ``[start, stop)`` of a field that lie in one piece, and the aligned bytes that have them."""
+
+    start: int
+    stop: int
+    position: int
+    nbytes: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where things are in a file.
+
+    Attributes:
+        numel: of each field.
+        sub_group: elements of a piece.
+        fields: their dtypes by name.
+    """
+
+    numel: int
+    sub_group: int
+    fields: Mapping[str, torch.dtype]
+
+    @property
+    def count(self) -> int:
+        return -(-self.numel // self.sub_group)
+
+    def range_of(self, index: int) -> tuple[int, int]:
+        """The elements of a piece."""
+        return index * self.sub_group, min((index + 1) * self.sub_group, self.numel)
+
+    def position(self, index: int) -> int:
+        """Where a piece begins; that after the last one is where the file ends."""
+        whole = index * self._nbytes(self.sub_group)
+        return whole if index < self.count else self.position(index - 1) + self.nbytes(index - 1) if index else 0
+
+    def nbytes(self, index: int) -> int:
+        """Of a piece."""
+        start, stop = self.range_of(index)
+        return self._nbytes(stop - start)
+
+    def _nbytes(self, numel: int) -> int:
+        return sum(_aligned(numel * dtype.itemsize) for dtype in self.fields.values())
+
+    def offsets(self, index: int) -> dict[str, int]:
+        """Where fields begin in a piece."""
+        start, stop = self.range_of(index)
+        found, offset = {}, 0
+        for field, dtype in self.fields.items():
+            found[field] = offset
+            offset += _aligned((stop - start) * dtype.itemsize)
+        return found
+
+    def extents(self, field: str, start: int, stop: int) -> Iterator[_Extent]:
+        """What a range of a field consists of."""
+        size = self.fields[field].itemsize
+        for index in range(start // self.sub_group, -(-stop // self.sub_group)):
+            first, last = self.range_of(index)
+            low, high = max(start, first), min(stop, last)
+            begin = (low - first) * size // ALIGNMENT * ALIGNMENT
+            end = _aligned((high - first) * size)
+            position = self.position(index) + self.offsets(index)[field] + begin
+            yield _Extent(low, high, position, end - begin, (low - first) * size - begin)
+
+
+class DiskStates:
+    """Tensors of one length, the fields, in a file, piece by piece.
+
+    Args:
+        swap: where.
+        name: of the bucket, for the file and for errors.
+        masters: 1-D; they are written, as the first field.
+    """
+
+    def __init__(self, swap: Swap, name: str, masters: Tensor) -> None:
+        self.swap, self._name, self._versions = swap, name, count()
+        self.numel, self.dtype = masters.numel(), masters.dtype
+        self._layout = _Layout(self.numel, swap.sub_group, {MASTERS: masters.dtype})
+        self._file = self._new_file(self._layout)
+        self.write(MASTERS, 0, masters)
+
+    def _new_file(self, layout: _Layout) -> SwapFile:
+        name = self._name.replace("/", "_") or "root"
+        return self.swap.folder.open(f"{name}.{next(self._versions)}", layout.position(layout.count))
+
+    @property
+    def fields(self) -> Mapping[str, torch.dtype]:
+        return self._layout.fields
+
+    @property
+    def nbytes(self) -> int:
+        """Of the file."""
+        return self._file.nbytes
+
+    def add_fields(self, fields: Mapping[str, torch.dtype]) -> None:
+        """Make room for more of them, if there is none yet; what is in it is zeros.
+
+        Raises:
+            OSError: if the disk has not enough; then all is as before.
+        """
+        if all(field in self.fields for field in fields):
+            return
+        before, file = self._layout, self._file
+        layout = _Layout(self.numel, self.swap.sub_group, {**before.fields, **fields})
+        new = self._new_file(layout)
+        for index in range(layout.count):
+            for field in before.fields:
+                values = _read(before, file, field, *before.range_of(index))
+                _write(layout, new, field, layout.range_of(index)[0], values)
+        self._layout, self._file = layout, new
+        file.close()
+
+    # -- piece by piece ---------------------------------------------------------------------------------------------
+
+    def pieces(self) -> list[Piece]:
+        """All there are, in order."""
+        layout = self._layout
+        return [Piece(self._file, layout.position(index), layout.nbytes(index)) for index in range(layout.count)]
+
+    def range_of(self, index: int) -> tuple[int, int]:
+        """The elements of a piece."""
+        return self._layout.range_of(index)
+
+    def views(self, index: int, memory: memoryview) -> dict[str, Tensor]:
+        """The fields of a piece, 1-D, over the memory that it was read to."""
+        start, stop = self.range_of(index)
+        offsets = self._layout.offsets(index)
+        return {
+            field: torch.frombuffer(memory, dtype=dtype, count=stop - start, offset=offsets[field])
+            for field, dtype in self.fields.items()
+        }
+
+    # -- by range ---------------------------------------------------------------------------------------------------
+
+    def read(self, field: str, start: int, stop: int) -> Tensor:
+        """The elements ``[start, stop)`` of a field, in memory of their own."""
+        return _read(self._layout, self._file, field, start, stop)
+
+    def write(self, field: str, start: int, values: Tensor) -> None:
+        """Replace the elements of a field from ``start`` on."""
+        _write(self._layout, self._file, field, start, values)
+
+    def tensor(self, field: str, start: int, stop: int) -> StoredTensor:
+        """A range of a field as a tensor, whose values are read when somebody asks for them."""
+
+        def read(low: int, high: int) -> Tensor:
+            return self.read(field, start + low, start + high)
+
+        return StoredTensor(f"{field} of {self._name}", (stop - start,), self.fields[field], read)
+
+
+def _read(layout: _Layout, file: SwapFile, field: str, start: int, stop: int) -> Tensor:
+    out = torch.empty(stop - start, dtype=layout.fields[field])
+    for extent in layout.extents(field, start, stop):
+        memory = aligned_memory(extent.nbytes)
+        file.read(memory, extent.position)
+        out[extent.start - start : extent.stop - start] = _elements(extent, memory, out.dtype)
+    return out
+
+
+def _write(layout: _Layout, file: SwapFile, field: str, start: int, values: Tensor) -> None:
+    dtype = layout.fields[field]
+    for extent in layout.extents(field, start, start + values.numel()):
+        memory = aligned_memory(extent.nbytes)
+        if (extent.stop - extent.start) * dtype.itemsize < extent.nbytes:
+            file.read(memory, extent.position)  # what lies around
+        _elements(extent, memory, dtype).copy_(values[extent.start - start : extent.stop - start])
+        file.write(memory, extent.position)
+
+
+def _elements(extent: _Extent, memory: memoryview, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(memory, dtype=dtype, count=extent.stop - extent.start, offset=extent.offset)
+
+
+def _aligned(number: int) -> int:
+    return -(-number // ALIGNMENT) * ALIGNMENT
