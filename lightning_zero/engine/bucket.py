@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,7 @@ from lightning_zero.engine.agreement import Agreement
 from lightning_zero.engine.collectives import Communicator, Pending
 from lightning_zero.engine.gradient_shard import GradientShard
 from lightning_zero.engine.layout import BucketLayout
-from lightning_zero.engine.offload.states import MASTERS, DiskStates, Swap
+from lightning_zero.engine.offload.states import MASTERS, PARAMETERS, DiskStates, Swap
 from lightning_zero.engine.offload.updates import Updates
 from lightning_zero.engine.settling import Work, settle
 from lightning_zero.engine.sharded_tensor import ShardedTensor, flat_range, local_range_of
@@ -226,6 +227,7 @@ class Bucket:
         self.replicated = replicated or (communicator.size == 1 and source_on is None and shard_is_gathered)
         self.shard_in_full = self.replicated and self.master_dtype == compute_dtype and self._masters_on is None
         self.states: DiskStates | None = None  # in the place of ``shard``
+        self._fetched: Future[Tensor] | None = None
         self._source: Tensor | None = None  # what gathers begin with, where that is not the masters
         self._pending: list[Pending] = []  # the gather under way, if one is
         weakref.finalize(self, _settle, self._pending).atexit = False
@@ -324,7 +326,9 @@ class Bucket:
         if isinstance(self._masters_on, Swap):
             name = f"{self.unit_name} {self._number}"
             self.states = DiskStates(self._masters_on, name, own.to("cpu", self.master_dtype))
-            self.ledger.add("disk", self.states.nbytes)
+            if isinstance(self._source_on, Swap) and self.full.dtype != self.master_dtype:
+                self.states.add_fields({PARAMETERS: self.full.dtype})
+                self.states.write(PARAMETERS, 0, own.to("cpu"))
         else:
             self.shard = self._kept(own, self._masters_on or here, self.master_dtype)
         if self._masters_on is None or self.replicated:
@@ -332,7 +336,8 @@ class Bucket:
         if self._source_on is None:
             self._source = self._kept(own, here, self.full.dtype)
         elif self.full.dtype != self.master_dtype or self.states is not None:
-            self._source = self._kept(own, self._source_on, self.full.dtype)
+            if not isinstance(self._source_on, Swap):
+                self._source = self._kept(own, self._source_on, self.full.dtype)
 
     def _kept(self, values: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
         if device == values.device:
@@ -377,16 +382,16 @@ class Bucket:
         self.wait()
         if self.update is not None:
             self.update.wait()
+            if self.states is not None and self._source is None:
+                settle()  # what is gathered has to be on the disk
+            self.update = None
         # Autograd may have saved views of this storage: they are valid again once it holds the same values.
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.full):
             if not self._gathered:
                 self.full.untyped_storage().resize_(self._full_nbytes)
                 self.ledger.add("gathered", self._full_nbytes)
             if not self.shard_in_full:
-                if self._source is None and self.states is not None:
-                    settle()  # the values have to be on the disk, to be read there
-                source = self.part(slice(0, self._high - self._low)) if self._source is None else self._source
-                self.full[self._low : self._high].copy_(source)
+                self.full[self._low : self._high].copy_(self._own_values())
             self._pending.append(
                 self.communicator.all_gather(self.full, self._number, f"the gather of unit {self.unit_name!r}")
             )
@@ -395,6 +400,37 @@ class Bucket:
                 view.show(self.segment_view(index))
                 view.look()
         self._gathered = True
+
+    def _own_values(self) -> Tensor:
+        """What a gather begins with."""
+        if self._source is not None:
+            return self._source
+        if self.states is None:
+            return self.shard
+        fetched, self._fetched = self._fetched or self._read(self.states), None
+        return fetched.result()
+
+    def fetch(self) -> None:
+        """Start to read what a gather will begin with, if that lies on a disk."""
+        if self.states is not None and self._source is None and not self._gathered and self._fetched is None:
+            self._fetched = self._read(self.states)
+
+    def _read(self, states: DiskStates) -> Future[Tensor]:
+        field = PARAMETERS if PARAMETERS in states.fields else MASTERS
+        update = self.update
+
+        def read() -> Tensor:
+            if update is not None:  # else another bucket's may be under way, which waits for what this one computes
+                settle()
+            return states.read(field, 0, states.numel)
+
+        return states.swap.reader.submit(read)
+
+    def before_update(self) -> None:
+        """The masters are about to change."""
+        self.wait()
+        self.take_over_writes()
+        self._fetched = None
 
     def wait(self) -> None:
         """Wait until ``full`` is filled."""
@@ -423,8 +459,11 @@ class Bucket:
 
     def written(self, part: slice, values: Tensor) -> None:
         """Something was written to what ``part`` gave: let all that has these values have them now."""
+        self._fetched = None
         if self.states is not None:
             self.states.write(MASTERS, part.start, values)
+            if PARAMETERS in self.states.fields:
+                self.states.write(PARAMETERS, part.start, values)
         self.show(part, values)
 
     def show(self, part: slice, values: Tensor) -> None:

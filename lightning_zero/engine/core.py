@@ -149,7 +149,8 @@ class Engine:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
         self._reduce_dtype = wire_dtype_of(reduce_dtype)
-        self._offload, self._elsewhere = offload_config(offload), Updates()
+        self._offload, self._numel_that_stay = offload_config(offload), 0
+        self._elsewhere = Updates(overlap and (self._offload is None or self._offload.overlap))
         self._swap = None
         if self._offload is not None and self._offload.optimizer == "nvme":
             assert self._offload.path is not None
@@ -184,6 +185,9 @@ class Engine:
                 if isinstance(value, Tensor) and value.grad_fn is not None:
                     setattr(inner, attribute, value.detach())
         rank_in_groups = _rank_in_groups(optimizers)
+        if self._offload is not None:
+            trained = [p.numel() for plan in plans for p in plan.parameters.values() if p.requires_grad]
+            self._numel_that_stay = round((1 - self._offload.fraction) * sum(trained))
         self.units = [Unit(plan, self._buckets_of(plan, rank_in_groups)) for plan in plans]
         Materialiser(module, plans, self.units, sources, self.communicator, self.agreement).run()
         del sources  # and the values, which are in the buckets now
@@ -240,6 +244,8 @@ class Engine:
             members.sort(key=lambda member: rank_in_groups.get(id(member[1]), -1))
             for part in _cut(members, self._bucket_numel):
                 layout = BucketLayout.of([(name, p.shape) for name, p in part], self.communicator.size)
+                stays = part[0][1].requires_grad and self._numel_that_stay >= layout.numel
+                self._numel_that_stay -= layout.numel if stays else 0
                 buckets.append(
                     Bucket(
                         layout,
@@ -249,7 +255,7 @@ class Engine:
                         compute_dtype=compute,
                         reduce_dtype=self._reduce_dtype,
                         replicated=self.placements.parameters is Placement.REPLICATED,
-                        masters_on=self._place("optimizer"),
+                        masters_on=None if stays else self._place("optimizer"),
                         source_on=self._place("parameters"),
                         updates=self._elsewhere,
                         communicator=self.communicator,
@@ -263,7 +269,7 @@ class Engine:
     def _place(self, what: str) -> Any:
         """Where some model states are to be, if not where the module computes."""
         place = getattr(self._offload, what, None)
-        if place == "nvme" and what == "optimizer":
+        if place == "nvme":
             return self._swap
         return None if place is None else torch.device("cpu")
 
@@ -329,7 +335,7 @@ class Engine:
         What is kept elsewhere is updated as soon as its gradient is there, while backward goes on.
         """
         masters = next((masters for masters in self.masters if masters._optimizer() is optimizer), None)
-        self.reducer.on_reduced = masters.begin if masters is not None else None
+        self.reducer.on_reduced = masters.begin if masters is not None and self._elsewhere.overlap else None
         try:
             yield
         finally:
@@ -399,8 +405,7 @@ class Engine:
             settle()
         for bucket in self.buckets:
             if bucket not in begun:
-                bucket.wait()
-                bucket.take_over_writes()
+                bucket.before_update()
 
     def updated(self, buckets: list[Bucket]) -> None:
         """The masters of these buckets have changed: what shows their values is gathered anew.

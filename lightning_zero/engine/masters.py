@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_zero.engine.bucket import Bucket, BucketSlot, Ledger
 from lightning_zero.engine.gradient_shard import GradientShard
-from lightning_zero.engine.offload.states import MASTERS
+from lightning_zero.engine.offload.states import MASTERS, PARAMETERS
 from lightning_zero.engine.offload.updates import DiskUpdate, fields_of, options_of, update
 from lightning_zero.engine.settling import settle
 from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
@@ -229,6 +229,8 @@ class Masters:
         for bucket in buckets:
             self._update_elsewhere(bucket, gradients)
         self._drop_streams()
+        if not all(bucket.updates.overlap for bucket in buckets if bucket.updates is not None):
+            settle()
         for group, (masters, foreign) in zip(groups, self._arranged):
             here = [master for master in masters if master.bucket.updates is None]
             for master in here:
@@ -253,8 +255,7 @@ class Masters:
             for owner in self.owners:
                 owner.before_update(owner.buckets)
             settle()
-        bucket.wait()
-        bucket.take_over_writes()
+        bucket.before_update()
         masters = dict.fromkeys(held[slot] for slot in bucket.slots)
         if not self._begun:
             mine = {slot.bucket for slot in held}
@@ -294,6 +295,8 @@ class Masters:
                 for key in (key for key in after if key in fields and key not in known):
                     fields[key][inside] = after[key]
                 bucket.show(slice(low, high), values)
+                if PARAMETERS in fields:
+                    fields[PARAMETERS][inside] = values
                 if high == master.range.stop:  # only now, as all pieces have the same count of steps before
                     optimizer.state[master.tensor] = {
                         key: master.stored(key) if key in fields else value for key, value in after.items()
@@ -330,8 +333,8 @@ class Masters:
             break
 
     def _drop_streams(self) -> None:
-        for update in self._streams.values():
-            update.drop()
+        for stream in self._streams.values():
+            stream.drop()
         self._streams = {}
 
     def _put_back(self) -> None:

@@ -47,6 +47,11 @@ class Unit:
         """Whether its parameters are whole at rest, so that nothing is to be gathered or released."""
         return all(bucket.replicated for bucket in self.buckets)
 
+    def fetch(self) -> None:
+        """Start to read what of the values lies on a disk."""
+        for bucket in self.buckets:
+            bucket.fetch()
+
     def gather(self) -> None:
         for bucket in self.buckets:
             bucket.gather()
@@ -419,6 +424,8 @@ class Schedule:
     def _prefetch_after(self, position: int) -> None:
         for unit in self._order[position + 1 : position + 1 + self.prefetch]:
             unit.gather()
+        for unit in self._order[position + 1 + self.prefetch :][: self.prefetch]:
+            unit.fetch()
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -435,6 +442,9 @@ class Schedule:
             for before in self._order[max(0, position - self.prefetch) : position][::-1]:
                 if before.outstanding:
                     before.gather()
+            for before in self._order[: max(0, position - self.prefetch)][-1:] if self.prefetch else ():
+                if before.outstanding:
+                    before.fetch()
         unit.wait()
 
     def gradients_in(self, unit: Unit) -> None:

@@ -19,15 +19,16 @@ class OffloadConfig:
     (Ren et al., "ZeRO-Offload", ATC 2021; Rajbhandari et al., "ZeRO-Infinity", SC 2021.)
 
     Args:
-        optimizer: of the optimizer's states, the masters, and the gradients that they are updated with: ``"cpu"``, where
-            they are updated too; ``"nvme"``, a file on a local disk, piece by piece in the CPU's memory for an update;
-            None leaves them.
+        optimizer: of the optimizer's states, the masters, and the gradients that they are updated with: ``"cpu"``,
+            where they are updated too; ``"nvme"``, a file on a local disk, piece by piece in the CPU's memory for an
+            update; None leaves them.
         parameters: of each rank's part of the parameters, between their uses (stage 3), likewise.
         activations: of the inputs of modules that ``activation_checkpointing`` computes again, likewise.
         path: a folder on a fast local disk, for what goes to ``"nvme"``.
         fraction: of the optimizer's states and masters that go, from the last modules to the first; the rest stays.
         sub_group: elements of masters that are in the CPU's memory at once for an update of those on the disk, three
             times: while one such group is updated, the next is read and the last is written.
+        overlap: False does everything where it is called for, and nothing beside anything else; for debugging.
 
     Raises:
         ValueError: if an argument is not one of the allowed values.
@@ -39,6 +40,7 @@ class OffloadConfig:
     path: str | Path | None = None
     fraction: float = 1.0
     sub_group: int = 2**24
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         for name in ("optimizer", "parameters", "activations"):
@@ -52,6 +54,11 @@ class OffloadConfig:
             raise ValueError(
                 f"offload: parameters={self.parameters!r} needs the masters there, which they are updated from: add "
                 "optimizer='cpu' or optimizer='nvme'."
+            )
+        if self.parameters == "nvme" and self.optimizer != "nvme":
+            raise ValueError(
+                "offload: parameters='nvme' needs optimizer='nvme': they are in one file with the masters; write "
+                "parameters='cpu', or both."
             )
         if self.needs_disk and self.path is None:
             raise ValueError("offload: 'nvme' needs path=, a folder on a fast local disk.")

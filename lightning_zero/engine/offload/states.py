@@ -10,6 +10,7 @@ A piece has all that an update of so many elements needs, so that it is read and
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
@@ -21,8 +22,8 @@ from lightning_zero.disk import ALIGNMENT, aligned_memory
 from lightning_zero.engine.offload.swap import Piece, Ring, SwapFile, SwapFolder
 from lightning_zero.engine.stored import StoredTensor
 
-MASTERS = "masters"
-"""The first field."""
+MASTERS, PARAMETERS = "the masters", "the parameters"
+"""The fields that are no states of an optimizer: the first of all, and its values in the dtype of computing."""
 
 
 class Swap:
@@ -37,6 +38,7 @@ class Swap:
         self.folder = folder
         self.sub_group = _aligned(sub_group)  # so that a field of any dtype is
         self._ring = Ring(0)
+        self.reader = ThreadPoolExecutor(2, "lightning_zero-fetch")
 
     def ring(self, nbytes: int) -> Ring:
         """The memory for pieces of up to so many bytes."""

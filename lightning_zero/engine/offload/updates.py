@@ -27,9 +27,14 @@ from lightning_zero.engine.settling import Work
 
 
 class Updates:
-    """A thread that updates masters, in the order in which they are given to it."""
+    """A thread that updates masters, in the order in which they are given to it.
 
-    def __init__(self) -> None:
+    Args:
+        overlap: False lets ``optimizer.step`` wait until all is done.
+    """
+
+    def __init__(self, overlap: bool = True) -> None:
+        self.overlap = overlap
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: Thread | None = None
         self._streams: list[DiskUpdate] = []
