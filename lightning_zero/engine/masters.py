@@ -116,6 +116,10 @@ class Master:
         """Where it is updated."""
         return self.bucket.shard.device if self.bucket.states is None else torch.device("cpu")
 
+    def values(self) -> Tensor:
+        """What is updated, where it is in memory."""
+        return self.tensor.detach() if self.bucket.states is None else torch.empty(0, dtype=self.tensor.dtype)
+
     def stored(self, key: str) -> Tensor:
         """A state of it that is on a disk."""
         assert self.bucket.states is not None
@@ -274,9 +278,9 @@ class Masters:
             if master.bucket is bucket and master.is_here
         ]
 
-        def in_memory() -> None:
+        def in_memory(wanted: list[Any] = wanted) -> None:
             for options, master, gradient in wanted:
-                values = master.tensor.detach()
+                values = master.values()
                 state = update(optimizer, options, values, gradient, optimizer.state.get(master.tensor, {}))
                 optimizer.state[master.tensor] = state
                 bucket.show(master.range, values)
@@ -306,6 +310,7 @@ class Masters:
         if bucket.states is None:
             bucket.update = bucket.updates.submit(in_memory)
             return
+        in_memory([each for each in wanted if not each[1].tensor.numel()])  # what has no elements is in no piece
         bucket.update = self._streams[bucket].give(bucket.states, on_disk)
 
     def _after_step(self) -> None:

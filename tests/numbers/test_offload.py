@@ -1,0 +1,351 @@
+"""With model states in the CPU's memory or on a disk, every bit is as without: losses, weights, optimizer states."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+from lightning_zero import full_parameters
+from lightning_zero.disk import ALIGNMENT
+from lightning_zero.engine import Engine
+from lightning_zero.engine.offload import updates
+from lightning_zero.engine.offload.config import OffloadConfig
+from lightning_zero.engine.offload.swap import SwapFile
+from tests.checkpoint import faults
+from tests.support import models, rank
+from tests.support.training import Recipe, batch, prepare, same_values
+
+OFFLOADS = {
+    "cpu": {"optimizer": "cpu"},
+    "cpu, half of it": {"optimizer": "cpu", "fraction": 0.5},
+    "cpu, parameters too": {"optimizer": "cpu", "parameters": "cpu"},
+    "cpu, one after another": {"optimizer": "cpu", "overlap": False},
+    "disk": {"optimizer": "nvme", "sub_group": 1},
+    "disk, parameters in memory": {"optimizer": "nvme", "parameters": "cpu"},
+    "disk, parameters too": {"optimizer": "nvme", "parameters": "nvme", "sub_group": 1},
+}
+EACH = pytest.mark.parametrize("offload", OFFLOADS)
+ON_BOTH = pytest.mark.parametrize("offload", ["cpu, parameters too", "disk, parameters too"])
+
+
+class Wide(nn.Module):
+    """Layers each of whose shards are several pieces of a file, on two ranks too; and some of a few elements."""
+
+    def __init__(self, width: int = 150, layers: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(models.VOCABULARY, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.head = nn.Linear(width, models.CLASSES)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, -2), targets.flatten())
+
+
+def option(offload: str | None, stage: int) -> Any:
+    if offload is None:
+        return None
+    chosen = {**OFFLOADS[offload], "path": "swap"}
+    if stage < 3:
+        chosen.pop("parameters", None)
+    return chosen
+
+
+def train(recipe: Recipe, stage: int, offload: str | None, early: bool = False, **options: Any) -> dict[str, Any]:
+    """What a run comes to; with ``early`` updates may begin while the last backward of a step goes on."""
+    module, optimizer = prepare(recipe)
+    engine = Engine(module, [optimizer], stage=stage, offload=option(offload, stage), **options)
+    losses = []
+    for index in range(recipe.steps * recipe.micro_batches):
+        is_last = (index + 1) % recipe.micro_batches == 0
+        loss = module(*batch(index)) / recipe.micro_batches
+        with engine.last_backward(optimizer) if is_last and early else nullcontext():
+            loss.backward()
+        losses.append(loss.detach().clone())
+        if is_last:
+            if recipe.clip is not None:
+                recipe.clip(module.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+    found = {
+        "losses": losses,
+        "weights": dict(engine.full_state_dict()),
+        "states": engine.full_optimizer_state_dict(optimizer),
+        "masters": engine.masters_by_name(),
+    }
+    engine.close()
+    same_values({name: value.cpu() for name, value in module.state_dict().items()}, found["weights"], "in the end")
+    same_values(optimizer.state_dict(), found["states"], "the optimizer in the end")
+    assert not os.path.exists("swap") or not os.listdir("swap"), "files are left"
+    return found
+
+
+def is_as_without(recipe: Recipe, stage: int, offload: str, **options: Any) -> None:
+    early = options.pop("early", False)
+    same_values(train(recipe, stage, offload, early, **options), train(recipe, stage, None, **options), offload)
+
+
+@EACH
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_run_is_as_without(run_on, ranks, stage, offload):
+    run_on(ranks, is_as_without, recipe=Recipe(steps=4), stage=stage, offload=offload)
+
+
+@EACH
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_updates_that_begin_during_backward_change_nothing(run_on, ranks, offload):
+    recipe = Recipe(Wide, steps=5, micro_batches=2)
+    run_on(ranks, is_as_without, recipe=recipe, stage=3, offload=offload, early=True)
+
+
+@ON_BOTH
+@pytest.mark.parametrize("stage", [1, 3])
+def test_in_low_precision(run_on, stage, offload):
+    run_on(2, is_as_without, recipe=Recipe(Wide, steps=4, dtype=torch.bfloat16), stage=stage, offload=offload)
+
+
+@ON_BOTH
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        models.adam_fused,
+        models.adam_foreach,
+        models.adam_amsgrad,
+        models.adamw_with_decay_groups,
+        models.sgd_nesterov,
+        models.adagrad_with_initial_accumulator,
+        models.nadam,
+        models.several_groups,
+        models.with_an_empty_group,
+    ],
+)
+def test_with_each_optimizer(run_on, optimizer, offload):
+    run_on(2, is_as_without, recipe=Recipe(Wide, optimizer, steps=3), stage=3, offload=offload, early=True)
+
+
+def clip(parameters: Any) -> Any:
+    return clip_grad_norm_(parameters, 0.01)
+
+
+@ON_BOTH
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_with_clipping_and_micro_batches(run_on, ranks, offload):
+    recipe = Recipe(steps=4, micro_batches=3, clip=clip)
+    run_on(ranks, is_as_without, recipe=recipe, stage=3, offload=offload)
+
+
+@ON_BOTH
+def test_with_activation_checkpointing(run_on, offload):
+    recipe = Recipe(Wide, steps=3)
+    run_on(2, is_as_without, recipe=recipe, stage=3, offload=offload, early=True, activation_checkpointing="units")
+
+
+# ----------------------------------------------------------------------------------------------- what users do between
+
+
+def in_between(stage: int, offload: str | None) -> dict[str, Any]:
+    """Freeze and unfreeze, write to parameters and states in all the ways there are, load, change the rate."""
+    module, optimizer = prepare(Recipe(Wide))
+    engine = Engine(module, [optimizer], stage=stage, offload=option(offload, stage))
+    first, last, norms = module.layers[0], module.layers[2], []
+    for step in range(8):
+        if step == 2:
+            first.bias.requires_grad_(False)
+        if step == 3:
+            with torch.no_grad():
+                last.weight.mul_(0.5)
+                last.bias.data.copy_(torch.full((150,), 0.25))
+            optimizer.param_groups[0]["lr"] *= 0.1
+        if step == 4:
+            first.bias.requires_grad_(True)
+            optimizer.state[last.weight]["exp_avg"].zero_()
+            optimizer.state[last.weight]["exp_avg_sq"].copy_(torch.full((150, 150), 0.5))
+        if step == 5:
+            with full_parameters(module, writeback=True), torch.no_grad():
+                module.head.weight[0] = 0.125
+        if step == 6:
+            saved, state = engine.full_state_dict(), engine.full_optimizer_state_dict(optimizer)
+            module.load_state_dict({name: value * 2 for name, value in saved.items()})
+            state["state"][0]["exp_avg"] += 1
+            optimizer.load_state_dict(state)
+        module(*batch(step)).backward()
+        norms.append(torch.stack([p.grad.norm() for p in module.parameters() if p.grad is not None]).tolist())
+        norms.append([float(p.detach().sum()) for p in module.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+    weights, states = dict(engine.full_state_dict()), engine.full_optimizer_state_dict(optimizer)
+    engine.close()
+    return {"norms": norms, "weights": weights, "states": states}
+
+
+def in_between_is_as_without(stage: int, offload: str) -> None:
+    same_values(in_between(stage, offload), in_between(stage, None), offload)
+
+
+@EACH
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 3), (2, 1), (2, 3)])
+def test_what_users_do_between_steps_has_its_effect(run_on, ranks, stage, offload):
+    run_on(ranks, in_between_is_as_without, stage=stage, offload=offload)
+
+
+# --------------------------------------------------------------------------------------------------------- the overlap
+
+
+def order_of_events(offload: str) -> list[str]:
+    module, optimizer = prepare(Recipe(lambda: Wide(layers=4)))
+    engine = Engine(module, [optimizer], stage=3, offload=option(offload, 3), reduction_buffers=1)
+    events: list[str] = []
+    done, act = threading.Event(), updates.update
+
+    def noted(*args: Any) -> Any:
+        result = act(*args)
+        events.append("update")
+        done.set()
+        return result
+
+    def at_the_first_layer(gradient: torch.Tensor) -> None:
+        assert done.wait(30), "no update has begun, and backward is about to end"
+        events.append("first layer")
+
+    for step in range(3):
+        events.clear()
+        done.clear()
+        x = module(*batch(step))
+        if step == 2:
+            import lightning_zero.engine.masters as masters
+
+            masters.update = noted
+        try:
+            if step == 2:
+                module.layers[0].weight.grad_fn  # noqa: B018
+                hooked = module.embed.register_full_backward_hook(lambda *_: at_the_first_layer(_))
+            with engine.last_backward(optimizer):
+                x.backward()
+            if step == 2:
+                hooked.remove()
+            events.append("end of backward")
+            optimizer.step()
+        finally:
+            if step == 2:
+                masters.update = act
+        optimizer.zero_grad()
+    engine.close()
+    return events
+
+
+# ----------------------------------------------------------------------------------------------------- what goes wrong
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"optimizer": "gpu"}, "optimizer='gpu' must be None, 'cpu' or 'nvme'"),
+        ({"optimizer": "nvme"}, "'nvme' needs path="),
+        ({"fraction": 1.5}, "fraction=1.5 must be between 0 and 1"),
+        ({"sub_group": 0}, "sub_group=0 must be a number of elements"),
+        ({"optimizer": None, "parameters": "cpu"}, "needs the masters there"),
+        ({"optimizer": "cpu", "parameters": "nvme", "path": "x"}, "needs optimizer='nvme'"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, said):
+    with pytest.raises(ValueError, match="offload: ") as told:
+        OffloadConfig(**options)
+    assert said in str(told.value)
+
+
+def refused_stage() -> None:
+    module = nn.Linear(3, 3)
+    before = dict(module.named_parameters())
+    with pytest.raises(ValueError, match="parameters='cpu' needs stage 3"):
+        Engine(module, [], stage=2, offload={"parameters": "cpu"})
+    assert all(parameter is before[name] for name, parameter in module.named_parameters())
+
+
+def test_parameters_stay_at_stages_at_which_every_rank_has_them_all(run_on):
+    run_on(2, refused_stage)
+
+
+def no_room(folder: Path) -> None:
+    def on_the_disk() -> None:
+        torch.set_num_threads(1)
+        module, optimizer = prepare(Recipe(Wide))
+        with pytest.raises(OSError, match="bytes are wanted") as told:
+            Engine(module, [optimizer], offload={"optimizer": "nvme", "path": folder})
+        assert told.value.errno == errno.ENOSPC
+        assert not any(folder.iterdir())
+
+    assert faults.on_a_small_disk(folder, 2**18, on_the_disk) == 0
+
+
+def test_a_disk_that_is_too_small_is_told_at_the_start(run_on, tmp_path):
+    run_on(1, no_room, folder=tmp_path)
+
+
+def fails_to_write(when: str) -> None:
+    """An update whose values the disk does not take is told, and lost is nothing: they are in memory."""
+    module, optimizer = prepare(Recipe(Wide))
+    engine = Engine(module, [optimizer], stage=3, offload=option("disk, parameters in memory", 3))
+    module(*batch(0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    move = SwapFile._file_call if hasattr(SwapFile, "_file_call") else None
+    assert move is None
+    from lightning_zero.disk import DirectFile
+
+    call = getattr(DirectFile, when)
+
+    def broken(self: Any, memory: memoryview, position: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    module(*batch(1)).backward()
+    setattr(DirectFile, when, broken)
+    try:
+        with pytest.raises(OSError, match="cannot be (read|written) at byte"):
+            optimizer.step()
+            engine.full_optimizer_state_dict(optimizer)
+    finally:
+        setattr(DirectFile, when, call)
+    assert engine.updates is None or when == "write"
+
+
+@pytest.mark.parametrize("when", ["read", "write"])
+def test_a_disk_that_fails_is_told(run_on, when):
+    run_on(1, fails_to_write, when=when)
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+
+def memory_of_an_update(sub_group: int) -> tuple[int, int]:
+    """Bytes of the buffers through which states three times as large go, and of those states."""
+    module = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(12)))
+    optimizer = torch.optim.Adam(module.parameters())
+    engine = Engine(module, [optimizer], stage=3, offload={"optimizer": "nvme", "path": "swap", "sub_group": sub_group})
+    module(torch.randn(4, 256)).square().mean().backward()
+    optimizer.step()
+    report = engine.report()
+    assert report.at_rest.get("host", 0) == 0 == report.at_rest.get("optimizer", 0)
+    swap = engine._swap
+    assert swap is not None
+    buffers, states = 3 * swap.ring(0).nbytes, sum(bucket.states.nbytes for bucket in engine.buckets)
+    engine.close()
+    return buffers, states
+
+
+def test_an_update_takes_three_sub_groups_of_memory_whatever_the_model(run_on):
+    ((buffers, states),) = run_on(1, memory_of_an_update, sub_group=8192)
+    assert buffers == 3 * 8192 * (4 + 4 + 4)  # a master and two moments an element
+    assert states == 12 * 256 * 256 * 12 and states > 3 * buffers
+    assert 8192 * 4 % ALIGNMENT == 0
