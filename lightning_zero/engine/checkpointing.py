@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -33,7 +33,7 @@ class CheckpointedModule:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._recomputing = False
+        self._recomputing = 0  # nested recomputations under way
         self._regions: list[Generator[None, None, None]] = []
         self._handles = [
             module.register_forward_pre_hook(EntryHook(self._before), with_kwargs=True),
@@ -68,15 +68,20 @@ class CheckpointedModule:
             next(self._regions.pop(), None)
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), self._recomputation()
+        return nullcontext(), _Recomputation(self)
 
-    @contextmanager
-    def _recomputation(self) -> Generator[None, None, None]:
-        before, self._recomputing = self._recomputing, True
-        try:
-            yield
-        finally:
-            self._recomputing = before
+
+class _Recomputation(AbstractContextManager[None]):
+    """Around each recomputation of a region, of which there is one for each backward through it."""
+
+    def __init__(self, checkpointed: CheckpointedModule) -> None:
+        self._checkpointed = checkpointed
+
+    def __enter__(self) -> None:
+        self._checkpointed._recomputing += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._checkpointed._recomputing -= 1
 
 
 def modules_to_checkpoint(module: nn.Module, plans: list[UnitPlan], wanted: Units | None) -> list[nn.Module]:

@@ -139,6 +139,28 @@ def test_an_error_in_recomputation_reaches_the_user_and_the_next_step_is_whole(r
     run_on(2, fail_in_recomputation, stage=stage)
 
 
+def backward_twice(stage):
+    torch.manual_seed(0)
+    module = Net()
+    reference = copy.deepcopy(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    engine = Engine(module, [optimizer], stage=stage, activation_checkpointing="units")
+    for net, step in ((module, optimizer), (reference, torch.optim.SGD(reference.parameters(), lr=0.1))):
+        torch.manual_seed(1)
+        loss = net(torch.ones(2, WIDTH))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        step.step()
+    for ours, theirs in zip(engine.full_state_dict().values(), reference.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_two_backwards_compute_activations_again_twice(run_on, stage):
+    run_on(1, backward_twice, stage=stage)
+
+
 @pytest.mark.parametrize(
     ("wanted", "error", "message"),
     [
