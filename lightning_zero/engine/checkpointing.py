@@ -9,12 +9,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Generator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
 
 from lightning_zero.engine.compilation import EntryHook, OwnHook, is_compiled
+from lightning_zero.engine.offload.activations import ActivationStore
+from lightning_zero.engine.saved_tensors import is_watched_by_others
 from lightning_zero.engine.units import UnitPlan, Units, select_modules
 
 # The one of torch's ways in that suits hooks takes all options by position; there are more of them in later versions.
@@ -30,9 +34,14 @@ class CheckpointedModule:
 
     They come within the schedule's, which are there already: a unit is gathered before its region begins, and once
     again, by the recomputing call of the module, within it.
+
+    Args:
+        module: the one to checkpoint.
+        store: where its inputs are until they are needed again; None leaves them where they are.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, store: ActivationStore | None = None) -> None:
+        self._store = store
         self._recomputing = 0  # nested recomputations under way
         self._regions: list[Generator[None, None, None]] = []
         self._handles = [
@@ -49,6 +58,7 @@ class CheckpointedModule:
         self.recover()
         for handle in self._handles:
             handle.remove()
+        self._store = None
 
     def _before(self, from_compiled: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._recomputing:
@@ -58,10 +68,21 @@ class CheckpointedModule:
                     f"activation_checkpointing= of a {type(module).__name__} inside of compiled code: compile the "
                     "checkpointed modules themselves (block.compile()) instead of what is around them."
                 )
-            options = {**_OPTIONS, "fn": module, "context_fn": self._contexts}
-            region = _checkpoint_without_reentrant_generator(*options.values(), *args, **kwargs)
+            region = self._region(module, args, kwargs)
             next(region)
             self._regions.append(region)
+
+    def _region(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generator[None, None, None]:
+        moving: AbstractContextManager[None] = nullcontext()
+        # Within a region around, of the user's or of ours, inputs are not kept at all: they are computed again.
+        if self._store is not None and torch.is_grad_enabled() and not is_watched_by_others():
+            call, tensors = self._store.take_out(args, kwargs)
+            if tensors:
+                function, args, kwargs = partial(call.run, function), (*call.args, *tensors), call.kwargs
+                moving = self._store.moving(tensors)
+        options = {**_OPTIONS, "fn": function, "context_fn": self._contexts}
+        with moving:
+            yield from _checkpoint_without_reentrant_generator(*options.values(), *args, **kwargs)
 
     def _after(self, *_: Any) -> None:
         if not self._recomputing and self._regions:

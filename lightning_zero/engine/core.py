@@ -28,6 +28,7 @@ from lightning_zero.engine.gradients import GradientReducer
 from lightning_zero.engine.layout import BucketLayout
 from lightning_zero.engine.masters import Masters, check_optimizer, masters_of
 from lightning_zero.engine.materialise import Materialiser, check_can_be_initialised
+from lightning_zero.engine.offload.activations import Place, activation_store
 from lightning_zero.engine.offload.config import offload_config
 from lightning_zero.engine.offload.states import Swap
 from lightning_zero.engine.offload.swap import SwapFolder
@@ -109,6 +110,8 @@ class Engine:
         bucket_numel: elements from which on a unit is cut into several collectives.
         activation_checkpointing: modules whose forward is computed again in backward: ``"units"`` for each unit but the
             root, module classes, or a predicate of (qualified name, module); None for what the module does by itself.
+        activation_offload: where the inputs of these are until backward needs them: ``"cpu"``, its memory, or a folder
+            on a local disk as a path; None leaves them on the device.
         allow_any_optimizer: accept optimizer classes that are not known to be elementwise.
         device: where parameters and buffers are to be; None for where they are, which is then one device for all.
         group: the data-parallel process group, None for the default one.
@@ -134,6 +137,7 @@ class Engine:
         reduce_dtype: torch.dtype | str | None = None,
         bucket_numel: int = 2**25,
         activation_checkpointing: Units | None = None,
+        activation_offload: Place | None = None,
         allow_any_optimizer: bool = False,
         device: torch.device | str | None = None,
         group: dist.ProcessGroup | None = None,
@@ -166,6 +170,7 @@ class Engine:
         plans = plan_units(module, units)
         device = torch.device(device) if device is not None else _common_device(plans)
         checkpointed = modules_to_checkpoint(module, plans, activation_checkpointing)
+        activations = activation_store(activation_offload, activation_checkpointing, device)
 
         self._module = weakref.ref(module)
         self.ledger = Ledger()
@@ -195,7 +200,7 @@ class Engine:
         self.schedule = Schedule(self.units, prefetch if overlap else 0)
         self.schedule.install(plans)
         differentiation.serve(self.schedule)
-        self._checkpointed = [CheckpointedModule(inner) for inner in checkpointed]
+        self._checkpointed = [CheckpointedModule(inner, activations) for inner in checkpointed]
         self._turns = Turns(self.communicator, self.schedule, self.buckets)
         self._uneven_methods = [
             UnevenMethod(self._turns, inner)

@@ -41,25 +41,13 @@ class SavedTensors:
             bucket = self._bucket_showing(tensor)
             if bucket is None and outer is not None:
                 return outer[0](tensor)
-            # without its graph: an output that its own node has saved would be a cycle
-            return _Saved(tensor.detach(), tensor._version, bucket)
+            return Saved.of(tensor, bucket)
 
         @untraced
         def unpack(packed: Any) -> Tensor:
-            if type(packed) is not _Saved:
-                return outer[1](packed)
-            tensor, version, bucket = packed
-            if bucket is not None:
-                bucket.gather()
-                bucket.wait()
-            if tensor._version != version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"tensor of shape {tuple(tensor.shape)} is at version {tensor._version}; "
-                    f"expected version {version} instead."
-                )
-            return tensor
+            return packed.unpack() if type(packed) is Saved else outer[1](packed)
 
+        pack.outer = outer  # type: ignore[attr-defined]
         torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
         self._watching.append((pack, unpack))
 
@@ -111,10 +99,55 @@ class SavedTensors:
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_flat_weights"}
 
 
-class _Saved(NamedTuple):
+class Saved(NamedTuple):
+    """What autograd has saved, as it keeps it itself where there are no hooks.
+
+    Attributes:
+        tensor: without its graph: an output that its own node has saved would be a cycle.
+        version: of its values, when they were saved.
+        bucket: in whose buffer it is, if that may be released meanwhile.
+    """
+
     tensor: Tensor
     version: int
     bucket: Bucket | None
+
+    @classmethod
+    def of(cls, tensor: Tensor, bucket: Bucket | None = None) -> Saved:
+        return cls(tensor.detach(), tensor._version, bucket)
+
+    @property
+    def is_unchanged(self) -> bool:
+        return self.tensor._version == self.version
+
+    def unpack(self) -> Tensor:
+        """The tensor.
+
+        Raises:
+            RuntimeError: if it has been written to since.
+        """
+        if self.bucket is not None:
+            self.bucket.gather()
+            self.bucket.wait()
+        if not self.is_unchanged:
+            raise changed_in_place(self.tensor.shape, self.tensor._version, self.version)
+        return self.tensor
+
+
+def changed_in_place(shape: torch.Size, found: int, expected: int) -> RuntimeError:
+    """Autograd's own error."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"tensor of shape {tuple(shape)} is at version {found}; expected version {expected} instead."
+    )
+
+
+def is_watched_by_others() -> bool:
+    """Whether saved tensors are somebody else's now: a checkpointed region's around, or of ``save_on_cpu``."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    while hooks is not None and hasattr(hooks[0], "outer"):  # ours, which hand on what is theirs
+        hooks = hooks[0].outer
+    return hooks is not None
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

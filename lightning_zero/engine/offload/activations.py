@@ -1,0 +1,400 @@
+"""The inputs of checkpointed modules, kept outside of the device's memory between their forward and their backward.
+
+(P_a+cpu in Rajbhandari et al., "ZeRO", SC20, section 6.1; "ZeRO-Infinity", SC21, section 5.1.2.) Checkpointing leaves
+one input a module to be kept; here that one leaves, too:
+
+    forward     | unit 1     | unit 2     | unit 3         copies beside it: in 1 leaves | in 2 leaves |
+    backward    | unit 3     | unit 2     | unit 1         copies beside it: in 2 comes  | in 1 comes  |
+
+An input is let go when the next unit begins, so the last unit's is still there when backward asks for it. In backward
+an input comes back while the unit that ran after its own is computed again.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lightning_zero.engine.compilation import untraced
+from lightning_zero.engine.offload.scratch import Disk, HostMemory
+from lightning_zero.engine.saved_tensors import Saved, changed_in_place
+
+LEAST = 2**16
+"""Bytes from which on a tensor is moved: below them the copy costs more than the memory is worth."""
+
+Place = str | os.PathLike[str]
+"""Where activations are kept: ``"cpu"``, or a folder on a local disk."""
+
+
+class ActivationStore:
+    """Takes inputs of checkpointed modules out of the device's memory, and brings them back ahead of their backward.
+
+    What is moved are dense floating-point tensors of at least ``LEAST`` bytes, each once. Not moved are
+
+    - what somebody else's saved-tensor hooks are given (a region around this one, ``save_on_cpu``), which keep
+      or drop it in their own way;
+    - leaves that require gradients, parameters among them: the node that adds up their gradient keeps them in any case;
+    - what a second module is given as well (an attention mask, rotary embeddings): whoever hands it on has kept it
+      alive meanwhile, so there was nothing to gain, and backward would fetch it once for each module.
+
+    Args:
+        device: whose memory they leave.
+        place: ``"cpu"``, or a folder on a local disk, which is made if it does not exist.
+
+    Raises:
+        OSError: if no file can be made in the folder.
+    """
+
+    def __init__(self, device: torch.device, place: Place) -> None:
+        self.device = device
+        self._copies = _Copies(device)
+        is_pinned = device.type != "cpu"
+        self._place = HostMemory(is_pinned) if isinstance(place, str) else Disk(os.fspath(place), is_pinned)
+        self._kept: weakref.WeakValueDictionary[tuple[Any, ...], Kept] = weakref.WeakValueDictionary()
+        self._last: weakref.ref[_Region] | None = None
+
+    def take_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, list[Tensor]]:
+        """A module's arguments without the tensors that are to be moved, and these."""
+        taken: dict[int, tuple[_Gap, Tensor]] = {}
+
+        def leave_gap(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not self._is_worth_moving(value):
+                return value
+            return taken.setdefault(id(value), (_Gap(len(taken)), value))[0]
+
+        args, kwargs = _mapped((args, kwargs), leave_gap)
+        return Call(args, kwargs), [tensor for _, tensor in taken.values()]
+
+    def _is_worth_moving(self, tensor: Tensor) -> bool:
+        return (
+            type(tensor) is Tensor
+            and tensor.device.type == self.device.type
+            and tensor.layout is torch.strided
+            and tensor.is_floating_point()
+            and not (tensor.is_leaf and tensor.requires_grad)
+            and LEAST <= tensor.nbytes <= tensor.untyped_storage().nbytes()  # more than that shows memory repeatedly
+        )
+
+    @contextmanager
+    def moving(self, tensors: list[Tensor]) -> Iterator[None]:
+        """Move these when autograd saves them, which is how checkpointing keeps its inputs; leave others alone.
+
+        An input so has its graph when it comes back, as autograd gives it back what it has saved.
+        """
+        before = self._last() if self._last is not None else None
+        if before is not None:
+            before.let_go()
+        region = _Region(self._last)
+        moved = {id(tensor) for tensor in tensors}
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+        @untraced
+        def pack(tensor: Tensor) -> Any:
+            if id(tensor) in moved:
+                return self._keep(tensor, region)
+            return Saved.of(tensor) if outer is None else outer[0](tensor)
+
+        @untraced
+        def unpack(packed: Any) -> Tensor:
+            if type(packed) is Kept:
+                return packed.value()
+            return packed.unpack() if outer is None else outer[1](packed)
+
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        try:
+            yield
+        finally:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def _keep(self, tensor: Tensor, region: _Region) -> Kept:
+        # The address is not used again as long as `Kept` lives, so the same key is the same memory.
+        address = tensor.untyped_storage()._cdata
+        shape = (tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
+        key = (address, shape, tensor._version)
+        kept = self._kept.get(key)
+        if kept is not None:
+            kept.stay(tensor)
+        else:
+            kept = self._kept[key] = Kept(tensor, region, self._copies, self._place)
+            self._last = weakref.ref(region)
+        return kept
+
+
+class Call(NamedTuple):
+    """Arguments of a module with gaps in the place of tensors, which come as further positional ones."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def run(self, module: nn.Module, *given: Any, **kwargs: Any) -> Any:
+        """Call the module, with what is given for the gaps behind the positional arguments."""
+        args, tensors = given[: len(self.args)], given[len(self.args) :]
+        args, kwargs = _mapped((args, kwargs), lambda value: tensors[value.index] if type(value) is _Gap else value)
+        return module(*args, **kwargs)
+
+
+class _Gap:
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Nested lists, tuples and dictionaries with other leaves in them; what holds no other one is the same object."""
+    kind = type(value)
+    if kind in (dict, OrderedDict):
+        items = {key: _mapped(item, change) for key, item in value.items()}
+        return value if all(items[key] is item for key, item in value.items()) else kind(items)
+    if kind in (list, tuple) or isinstance(value, tuple) and hasattr(value, "_fields"):
+        changed = [_mapped(item, change) for item in value]
+        if all(new is old for new, old in zip(changed, value)):
+            return value
+        return kind(*changed) if hasattr(value, "_fields") else kind(changed)
+    return change(value)
+
+
+class _Region:
+    """What one forward of a checkpointed module has moved. What of it lives on keeps it, it keeps nothing alive.
+
+    Args:
+        previous: that of the module that ran before, which comes next in backward.
+    """
+
+    def __init__(self, previous: weakref.ref[_Region] | None) -> None:
+        self.kept: list[weakref.ref[Kept]] = []
+        self.previous = previous
+
+    def fetch(self) -> None:
+        for kept in self._alive():
+            kept.fetch()
+
+    def let_go(self) -> None:
+        for kept in self._alive():
+            kept.let_go()
+
+    def _alive(self) -> Iterator[Kept]:
+        return (kept for reference in self.kept if (kept := reference()) is not None)
+
+
+class Kept:
+    """One tensor that was taken out; it lives as long as the graph that saved it.
+
+    Args:
+        tensor: the values of this moment count.
+        region: that it belongs to.
+        copies: by which it leaves the device and comes back.
+        place: where its values are meanwhile.
+    """
+
+    _where: Any = None
+    _arriving: tuple[Tensor, Future[Any]] | None = None
+
+    def __init__(self, tensor: Tensor, region: _Region, copies: _Copies, place: HostMemory | Disk) -> None:
+        self.region = region
+        self._copies, self._place = copies, place
+        self._form = _Form.of(tensor)
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._original: Saved | None = Saved.of(tensor)  # held until the copy is made, and by `stay` for longer
+        self._version = tensor._version
+        self._changed_to: int | None = None  # the version, if the copy may be of another than it should
+        self._stays = False
+        host = place.memory(self._form.nbytes)
+        self._copied = copies.out(self._original.tensor, self._form.on_host(host))
+        self._where = place.put(host, self._copied)
+        region.kept.append(weakref.ref(self))
+
+    def let_go(self) -> None:
+        """Let go of the original; what is computed from here on may take its memory."""
+        if self._original is None or self._stays:
+            return
+        if self._copied is not None:
+            # In this order: what was written before is known to the version counter, what is written after comes late.
+            self._copies.wait(self._copied)
+            if not self._original.is_unchanged:
+                self._changed_to = self._original.tensor._version
+        self._original = None
+
+    def stay(self, tensor: Tensor) -> None:
+        """Be kept as it is, since another module was given the same one."""
+        if not self._stays:
+            self._stays, self._original = True, Saved.of(tensor)
+            self._forget()
+
+    def fetch(self) -> None:
+        """Begin to bring it back, if it is neither there nor on its way."""
+        if self._original is not None or self._arriving is not None or self._changed_to is not None:
+            return
+        target = self._form.empty()
+        # What computed with this memory is done then, and so is the copy out, for which `let_go` has waited.
+        ready = self._copies.now()
+        copies, form = self._copies, self._form  # and not `self`, which a read under way must not keep alive
+
+        def deliver(host: Tensor) -> Any:
+            return copies.into(target, form.on_host(host), after=ready)
+
+        self._arriving = target, self._place.get(self._where, deliver)
+
+    @torch.no_grad()
+    def value(self) -> Tensor:
+        """The tensor as it was, on the device, for the stream that computes there. Also begins to fetch the one before.
+
+        Raises:
+            RuntimeError: if the original was changed in place before its copy was made.
+            OSError: if it cannot be written to the disk, or read from there.
+        """
+        if self._stays:
+            assert self._original is not None
+            return self._original.unpack()
+        original = self._original
+        self.let_go()
+        if self._changed_to is not None:
+            raise changed_in_place(self._form.size, self._changed_to, self._version)
+        is_here = original is not None and original.is_unchanged
+        if not is_here and self._arriving is None:
+            self.region.fetch()
+        before = self.region.previous() if self.region.previous is not None else None
+        if before is not None:
+            before.fetch()
+        if is_here:
+            assert original is not None
+            return original.tensor
+        assert self._arriving is not None
+        (target, arrival), self._arriving = self._arriving, None
+        try:
+            self._copies.wait(arrival.result())
+        finally:
+            del arrival  # which holds an error that holds this frame
+        return target
+
+    def _forget(self) -> None:
+        if self._arriving is not None:
+            (_, arrival), self._arriving = self._arriving, None
+            if arrival.exception() is None:  # else nobody needed what could not be read
+                self._copies.wait(arrival.result())  # the memory is about to be somebody else's
+        if self._where is not None:
+            where, self._where = self._where, None
+            self._place.free(where)
+
+    def __del__(self) -> None:
+        self._forget()
+
+
+class _Form(NamedTuple):
+    """How a tensor lies in memory, to the alignment of its first element, on which kernels' order of sums may depend.
+
+    Attributes:
+        size, stride, dtype, device: the tensor's own.
+        dense: strides in the same order without gaps between elements.
+        lead: elements between a multiple of 64 bytes and the first one.
+    """
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    dense: tuple[int, ...]
+    lead: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Form:
+        dense = torch.empty_like(tensor, device="meta").stride()
+        lead = tensor.data_ptr() % 64 // tensor.element_size()
+        return cls(tensor.size(), tensor.stride(), tensor.dtype, tensor.device, dense, lead)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size.numel() * self.dtype.itemsize
+
+    def on_host(self, memory: Tensor) -> Tensor:
+        """A view of bytes that has the elements without gaps."""
+        return memory[: self.nbytes].view(self.dtype).as_strided(self.size, self.dense)
+
+    def empty(self) -> Tensor:
+        """New memory on the device, in which a tensor lies as that one did."""
+        span = 1 + sum((count - 1) * step for count, step in zip(self.size, self.stride))
+        memory = torch.empty(self.lead + span, dtype=self.dtype, device=self.device)
+        return memory.as_strided(self.size, self.stride, self.lead)
+
+
+class _Copies:
+    """Copies between a device and the host, beside the computation where the device has streams; on a CPU plain ones.
+
+    Memory of the device is allocated and let go of on the stream that computes. Events order the two; None where there
+    is nothing to wait for.
+    """
+
+    _leaving: torch.Stream | None = None
+    _coming: torch.Stream | None = None
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type != "cpu":
+            self._leaving, self._coming = torch.Stream(device), torch.Stream(device)
+
+    def now(self) -> torch.Event | None:
+        """What the device was told to do so far."""
+        return None if self._leaving is None else torch.accelerator.current_stream(self._device).record_event()
+
+    def wait(self, event: torch.Event | None) -> None:
+        """Let what is computed from here on come after an event."""
+        if event is not None:
+            torch.accelerator.current_stream(self._device).wait_event(event)
+
+    def out(self, source: Tensor, target: Tensor) -> torch.Event | None:
+        """Copy from the device to the host."""
+        return self._copy(self._leaving, source, target, self.now())
+
+    def into(self, target: Tensor, source: Tensor, after: torch.Event | None) -> torch.Event | None:
+        """Copy from the host to the device once an event has come, in any thread."""
+        return self._copy(self._coming, source, target, after)
+
+    def _copy(
+        self, stream: torch.Stream | None, source: Tensor, target: Tensor, after: torch.Event | None
+    ) -> torch.Event | None:
+        if stream is None or after is None:
+            target.copy_(source)
+            return None
+        stream.wait_event(after)
+        with stream:
+            target.copy_(source, non_blocking=True)
+        return stream.record_event()
+
+
+def activation_store(place: Place | None, checkpointing: Any, device: torch.device) -> ActivationStore | None:
+    """What the option ``activation_offload`` asks for; None for nothing.
+
+    Args:
+        place: the option's value.
+        checkpointing: that of ``activation_checkpointing``.
+        device: of the engine.
+
+    Raises:
+        ValueError: if it is not understood, nothing is checkpointed, or no file can be made in the folder.
+    """
+    if place is None:
+        return None
+    if place != "cpu" if isinstance(place, str) else not isinstance(place, os.PathLike):
+        raise ValueError(
+            f"activation_offload={place!r} is no place for activations: write 'cpu', or a folder on a local disk as a "
+            "path, pathlib.Path('/local/disk')."
+        )
+    if checkpointing is None:
+        raise ValueError(
+            f"activation_offload={place!r} moves the inputs of checkpointed modules, and there is none: choose them, "
+            "activation_checkpointing='units' for all units."
+        )
+    try:
+        return ActivationStore(device, place)
+    except OSError as error:
+        raise ValueError(
+            f"activation_offload={place!r}: no file can be made there ({error.strerror}). Choose a folder on a local "
+            "disk that this process may write to."
+        ) from error

@@ -1,0 +1,890 @@
+"""``activation_offload``: the same numbers, while inputs of checkpointed modules are elsewhere until backward."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import errno
+import gc
+import os
+import random
+import weakref
+from collections import namedtuple
+from pathlib import Path
+from threading import Event
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from lightning_zero.engine import Engine
+from lightning_zero.engine.offload.activations import LEAST, _Form
+from lightning_zero.engine.offload.scratch import _Ranges
+from lightning_zero.zoo.gpt import GPT
+from tests.checkpoint import faults
+from tests.support import rank, world_size
+from tests.support.training import CLOSE, same_tensors
+
+WIDTH, ROWS = 64, 256
+assert WIDTH * ROWS * 4 == LEAST, "a hidden state is just large enough to be moved"
+
+PLACES = pytest.mark.parametrize("place", ["cpu", "disk"])
+
+
+def store_of(engine):
+    return engine._checkpointed[0]._store
+
+
+def place_in(place, folder):
+    return folder if place == "disk" else place
+
+
+# -- the model of the zoo, beside DDP ---------------------------------------------------------------------------------
+
+MICRO_BATCHES = 2
+
+
+def gpt():
+    torch.manual_seed(0)
+    return GPT(width=WIDTH, depth=3, heads=4, context=WIDTH)
+
+
+def loss_of(model, seed):
+    tokens = torch.randint(256, (4, WIDTH + 1), generator=torch.Generator().manual_seed(10 * seed + rank()))
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def train_gpt(model, optimizer, no_sync, steps=3):
+    losses = {}
+    for seed in range(steps * MICRO_BATCHES):
+        last = seed % MICRO_BATCHES == MICRO_BATCHES - 1
+        with contextlib.nullcontext() if last else no_sync():
+            loss = loss_of(model, seed) / MICRO_BATCHES
+            loss.backward()
+        losses[f"loss {seed}"] = loss.detach()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def train_sharded(stage, moved=0, **options):
+    module = gpt()
+    optimizer = torch.optim.Adam(module.parameters())
+    engine = Engine(module, [optimizer], stage=stage, activation_checkpointing="units", **options)
+    no_sync = engine.no_sync if stage == 1 else contextlib.nullcontext
+    with counting(store_of(engine)) as counted:
+        found = train_gpt(module, optimizer, no_sync) | engine.full_state_dict()
+    assert counted["out"] == moved, "each block's input once a forward"
+    assert counted["in"] == moved * 2 // 3, "the last block's is still there"
+    engine.close()
+    return found
+
+
+def beside_ddp(place, folder):
+    module = gpt()
+    model = DistributedDataParallel(module) if world_size() > 1 else module
+    no_sync = model.no_sync if world_size() > 1 else contextlib.nullcontext
+    expected = train_gpt(model, torch.optim.Adam(module.parameters()), no_sync) | module.state_dict()
+    for stage in (1, 3):
+        found = train_sharded(stage, activation_offload=place_in(place, folder), moved=3 * 3 * MICRO_BATCHES)
+        same_tensors(found, train_sharded(stage), bound=0)
+        # stage 3 adds up ranks first, and micro-batches then
+        same_tensors(found, expected, bound=CLOSE if stage == 3 and world_size() > 1 else 0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@PLACES
+def test_numbers_equal_ddps(run_on, tmp_path, world_size, place):
+    run_on(world_size, beside_ddp, place=place, folder=tmp_path)
+
+
+# -- what modules do with their inputs --------------------------------------------------------------------------------
+
+Pair = namedtuple("Pair", ["x", "rest"])
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.2))
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+class Net(nn.Module):
+    """A chain of blocks; others differ in `run`, and in what their blocks are."""
+
+    block = Block
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.blocks = nn.ModuleList(self.block() for _ in range(3))
+
+    def run(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, data):
+        return self.last(self.run(self.first(data))).square().mean()
+
+
+class Keywords(Net):
+    """In lists, tuples and dictionaries, by position and by keyword, beside small ones and what is no tensor."""
+
+    class block(Block):
+        def forward(self, numbers, pair, *, options):
+            x = pair.x + options["more"][0] * numbers[0]
+            return {"out": [x + self.inner(pair.rest[1]), options["name"]]}
+
+    def run(self, x):
+        half = torch.tensor([0.5])
+        for block in self.blocks:
+            options = {"more": (x * 2, None), "name": "x"}
+            x = block([half], Pair(x, ["y", torch.tanh(x)]), options=options)["out"][0]
+        return x
+
+
+class Views(Net):
+    """Of one memory: with gaps between elements, transposed, not aligned, and overlapping each other."""
+
+    class block(Block):
+        def forward(self, left, right, turned, shifted):
+            wide = torch.cat([left, right], -1)[:, WIDTH // 2 : -WIDTH // 2]
+            return left + self.inner(wide) @ turned[:, :WIDTH] / ROWS + shifted[: ROWS * WIDTH].view(ROWS, WIDTH)
+
+    def run(self, x):
+        for block in self.blocks:
+            both = torch.cat([x, x.sin(), x[:1].repeat(ROWS, 1)], -1)
+            left, right, _ = both.chunk(3, -1)
+            x = block(left, right, both.t()[:WIDTH], both.flatten()[3:])
+        return x
+
+
+class Shared(Net):
+    """An input that all blocks are given, and one that shows the same memory many times."""
+
+    class block(Block):
+        def forward(self, x, mask, many):
+            return x + self.inner(x * mask) + many.mean(0)
+
+    def run(self, x):
+        mask, many = torch.ones(ROWS, WIDTH).tril(), torch.ones(WIDTH).expand(ROWS, WIDTH)
+        for block in self.blocks:
+            x = block(x, mask, many)
+        return x
+
+
+class Twice(Net):
+    """The same tensor as two arguments; a block that is called twice in a forward."""
+
+    class block(Block):
+        def forward(self, x, again):
+            return x + self.inner(again) + again
+
+    def run(self, x):
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x, x)
+        return x
+
+
+class Data(Net):
+    """The data themselves, which need no gradient, go to the first block."""
+
+    def forward(self, data):
+        return self.last(self.run(data)).square().mean()
+
+
+class Leaf(Net):
+    """An input that is a leaf and needs a gradient, which the caller may ask for."""
+
+    def forward(self, data):
+        data = data.requires_grad_()
+        return self.last(self.run(data)).square().mean()
+
+
+class Outputs(Net):
+    """Several outputs, of which one is the input itself and one has no gradient."""
+
+    class block(Block):
+        def forward(self, x):
+            return x + self.inner(x), x, x.detach().sum()
+
+    def run(self, x):
+        for block in self.blocks:
+            new, old, _ = block(x)
+            x = new + old
+        return x
+
+
+class Nested(Net):
+    """Modules within modules, all of them checkpointed."""
+
+    class block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.ModuleList(Block() for _ in range(2))
+
+        def forward(self, x):
+            for block in self.inner:
+                x = block(x)
+            return x
+
+
+class Doubly(Net):
+    """The user's own regions around, of both of torch's kinds."""
+
+    def run(self, x):
+        for number, block in enumerate(self.blocks):
+            x = checkpoint(block, x, use_reentrant=number == 0)
+        return x
+
+
+class WrittenInside(Net):
+    """A block that writes to its input, which nobody else needs."""
+
+    class block(Block):
+        def forward(self, x):
+            x.mul_(0.5)
+            return x + self.inner(x)
+
+
+class WrittenAfter(Net):
+    """An input that is written to once its block is done with it, which plain autograd refuses where it is needed."""
+
+    writes = True
+
+    def run(self, x):
+        for block in self.blocks:
+            before = x * 1.0
+            x = block(before)
+            if self.writes:
+                before.detach().zero_()
+        return x
+
+
+class Differentiating(Net):
+    """A forward that differentiates, as force fields do."""
+
+    class block(Block):
+        def forward(self, x):
+            with torch.enable_grad():
+                y = self.inner[0](x).sin()
+                (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            return x + self.inner(x) + slope
+
+
+# How many inputs are moved out in one forward with gradients, by the docstrings above.
+NETS = {
+    Net: 3,
+    Keywords: 9,
+    Views: 12,
+    Shared: 4,  # the mask once, before it is seen to be shared
+    Twice: 4,
+    Data: 3,
+    Leaf: 2,
+    Outputs: 3,
+    Nested: 3,
+    Doubly: 0,
+    WrittenInside: 3,
+    WrittenAfter: 3,
+    Differentiating: 3,
+}
+
+
+@contextlib.contextmanager
+def counting(store):
+    """What goes out and comes in meanwhile, in numbers of tensors."""
+    moved = {"out": 0, "in": 0}
+    if store is None:
+        yield moved
+        return
+    place = store._place
+    put, get = place.put, place.get
+
+    def counted(kind, call):
+        def count(*args):
+            moved[kind] += 1
+            return call(*args)
+
+        return count
+
+    place.put, place.get = counted("out", put), counted("in", get)
+    try:
+        yield moved
+    finally:
+        del place.put, place.get
+
+
+def batch(step):
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def step_of(model, optimizer, step, backward=torch.Tensor.backward):
+    torch.manual_seed(100 + step)  # for dropout
+    loss = model(batch(step))
+    backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def train(model, steps=(0, 1, 2), **options):
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    return {f"loss {step}": step_of(model, optimizer, step, **options) for step in steps}
+
+
+def made(kind):
+    torch.manual_seed(0)
+    return kind()
+
+
+def engine_for(model, place="cpu", stage=3, checkpointing=None, lr=0.01, **options):
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    wanted = checkpointing or type(model).block
+    wanted = [wanted, Block] if isinstance(model, Nested) else wanted
+    engine = Engine(
+        model, [optimizer], stage=stage, activation_checkpointing=wanted, activation_offload=place, **options
+    )
+    return engine, optimizer
+
+
+def same_training(kind, place, folder, moved):
+    for stage in (1, 3):
+        reference = made(kind)
+        model = copy.deepcopy(reference)
+        reference.writes = False
+        expected = train(reference)
+        engine, optimizer = engine_for(model, place_in(place, folder), stage)
+        with counting(store_of(engine)) as counted:
+            found = {f"loss {step}": step_of(model, optimizer, step) for step in (0, 1, 2)}
+        assert counted["out"] == 3 * moved, counted
+        same_tensors(found | engine.full_state_dict(), expected | reference.state_dict(), bound=0)
+        assert not list(store_of(engine)._kept.values()), "something outlived its graph"
+        engine.close()
+
+
+@pytest.mark.parametrize("kind", NETS, ids=lambda kind: kind.__name__)
+@PLACES
+def test_numbers_equal_those_of_the_plain_module(run_on, tmp_path, kind, place):
+    run_on(1, same_training, kind=kind, place=place, folder=tmp_path, moved=NETS[kind])
+
+
+class Late:
+    """An event at which something is done, as late as may be: when somebody waits for it."""
+
+    def __init__(self, act):
+        self._act = act
+
+    def synchronize(self):
+        act, self._act = self._act, lambda: None
+        act()
+
+
+class LateCopies:
+    """Copies as a GPU may make them beside the computation: whatever does not wait for them finds other values."""
+
+    def now(self):
+        return Late(lambda: None)
+
+    def wait(self, event):
+        event.synchronize()
+
+    def out(self, source, target):
+        found = weakref.ref(source)
+
+        def copy():
+            assert found() is not None, "let go of before it was copied"
+            target.copy_(found())
+
+        return Late(copy)
+
+    def into(self, target, source, after):
+        target.fill_(float("nan"))
+        found = weakref.ref(target)
+
+        def copy():
+            after.synchronize()
+            assert found() is not None, "let go of before it was filled"
+            found().copy_(source)
+
+        return Late(copy)
+
+
+def with_late_copies(kind, place, folder):
+    reference = made(kind)
+    model = copy.deepcopy(reference)
+    engine, optimizer = engine_for(model, place_in(place, folder))
+    store_of(engine)._copies = LateCopies()
+    found = {f"loss {step}": step_of(model, optimizer, step) for step in (0, 1, 2)}
+    same_tensors(found | engine.full_state_dict(), train(reference) | reference.state_dict(), bound=0)
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", [Net, Keywords, Views, Shared, Twice], ids=lambda kind: kind.__name__)
+@PLACES
+def test_whatever_depends_on_a_copy_waits_for_it(run_on, tmp_path, kind, place):
+    run_on(1, with_late_copies, kind=kind, place=place, folder=tmp_path)
+
+
+def written_while_it_is_copied():
+    for kind in (WrittenInside, WrittenAfter):
+        model = made(kind)
+        engine, optimizer = engine_for(model)
+        store_of(engine)._copies = LateCopies()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation: tensor of shape \\(256, 64\\) is at"):
+            step_of(model, optimizer, 0)
+        engine.close()
+
+
+def test_an_input_that_is_written_to_before_it_is_copied_is_autograds_error(run_on):
+    run_on(1, written_while_it_is_copied)
+
+
+def test_a_tensor_comes_back_with_its_strides_and_alignment():
+    memory = torch.randn(100_000)
+    for tensor in (
+        memory[:65_536].view(256, 256),
+        memory[:65_536].view(256, 256).t(),
+        memory[3:65_539].view(16, 64, 64).permute(1, 2, 0),
+        memory[5:].as_strided((100, 50, 4), (600, 10, 2)),
+        memory[:65_536].view(4, 16, 32, 32).to(memory_format=torch.channels_last),
+        memory[:65_536].view(256, 256).bfloat16()[:, 1:200],
+    ):
+        form = _Form.of(tensor)
+        host = torch.empty(form.nbytes, dtype=torch.uint8)
+        form.on_host(host).copy_(tensor)
+        back = form.empty()
+        back.copy_(form.on_host(host))
+        assert torch.equal(back, tensor)
+        assert (back.stride(), back.dtype) == (tensor.stride(), tensor.dtype)
+        assert back.data_ptr() % 64 == tensor.data_ptr() % 64
+
+
+def shared_by_all():
+    model = made(Shared)
+    engine, optimizer = engine_for(model)
+    loss = model(batch(0))
+    with counting(store_of(engine)) as moved:
+        loss.backward()
+    assert moved["in"] == 2, "the hidden states of two blocks; the last one's is still there, and the mask as well"
+    engine.close()
+
+
+def test_what_all_modules_are_given_is_not_fetched_for_each(run_on):
+    run_on(1, shared_by_all)
+
+
+# -- memory and order -------------------------------------------------------------------------------------------------
+
+
+class Deep(Net):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(12))
+
+
+class Alive(TorchDispatchMode):
+    """Counts bytes that operators have made and that live, and their peak."""
+
+    def __init__(self):
+        super().__init__()
+        self.known, self.peak = {}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.known.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        self.known = {key: (storage, count) for key, (storage, count) in self.known.items() if not storage.expired()}
+        self.peak = max(self.peak, sum(count for _, count in self.known.values()))
+        return result
+
+
+def peak_of(place):
+    model = made(Deep)
+    engine, optimizer = engine_for(model, place, stage=1)
+    inputs = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda _, args: inputs.append(StorageWeakRef(args[0].untyped_storage())))
+    step_of(model, optimizer, 0)
+    inputs.clear()
+    with Alive() as alive:
+        loss = model(batch(1))
+        found = [storage.expired() for storage in inputs]
+        loss.backward()
+    assert all(storage.expired() for storage in inputs)
+    engine.close()
+    return found, alive.peak
+
+
+def memory(folder):
+    there, peak = peak_of(None)
+    assert there == [False] * 12
+    gone, less = peak_of(folder)
+    assert gone == [True] * 11 + [False], "all but the last, which backward asks for first"
+    # at most five more are on their way to the disk or back
+    assert less <= peak - (11 - 5) * LEAST, (less / LEAST, peak / LEAST)
+
+
+def test_between_forward_and_backward_the_memory_is_free(run_on, tmp_path):
+    run_on(1, memory, folder=tmp_path)
+
+
+def order(place, folder):
+    model = made(Deep)
+    engine, optimizer = engine_for(model, place_in(place, folder))
+    step_of(model, optimizer, 0)
+    events, puts = [], []
+    where = store_of(engine)._place
+    put, get = where.put, where.get
+
+    def putting(*args):
+        puts.append(put(*args))
+        return puts[-1]
+
+    def getting(found, deliver):
+        events.append(f"fetch {next(index for index, stored in enumerate(puts) if stored is found)}")
+        return get(found, deliver)
+
+    where.put, where.get = putting, getting
+    for index, block in enumerate(model.blocks):
+        block.register_forward_pre_hook(lambda *_, index=index: events.append(f"compute {index}"))
+    loss = model(batch(1))
+    assert events == [f"compute {index}" for index in range(12)]
+    events.clear()
+    loss.backward()
+    expected = [event for index in range(11, 0, -1) for event in (f"fetch {index - 1}", f"compute {index}")]
+    assert events == [*expected, "compute 0"]
+    engine.close()
+
+
+@PLACES
+def test_each_input_is_fetched_before_the_module_behind_its_own_is_computed_again(run_on, tmp_path, place):
+    run_on(1, order, place=place, folder=tmp_path)
+
+
+def slow_disk(folder):
+    """A read that ends only when the module behind has been computed again: if that waited, neither would end."""
+    model = made(Net)
+    engine, optimizer = engine_for(model, folder)
+    file = store_of(engine)._place._file
+    computed, waited = [Event() for _ in model.blocks], []
+    loss = model(batch(0))
+    for index, block in enumerate(model.blocks):
+        block.register_forward_hook(lambda *_, index=index: computed[index].set(), always_call=True)
+    read = file.read
+    reads = iter([2, 1])
+
+    def reading(*args):
+        waited.append(computed[next(reads)].wait(timeout=10))
+        read(*args)
+
+    file.read = reading
+    loss.backward()
+    assert waited == [True, True]
+    engine.close()
+
+
+def test_the_computation_goes_on_while_the_disk_reads(run_on, tmp_path):
+    run_on(1, slow_disk, folder=tmp_path)
+
+
+# -- ways to run a step -----------------------------------------------------------------------------------------------
+
+
+def twice(loss):
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def penalty(model, data):
+    data = data.requires_grad_()
+    loss = model(data)
+    (gradient,) = torch.autograd.grad(loss, data, create_graph=True)
+    return loss + gradient.square().sum()
+
+
+def two_at_once(model, data):
+    return model(data) + model(data * 2)
+
+
+def first_then_second(model, data):
+    first, second = model(data), model(data * 2)
+    first.backward()
+    return second
+
+
+def second_then_first(model, data):
+    first, second = model(data), model(data * 2)
+    second.backward()
+    return first
+
+
+def with_evaluation_between(model, data):
+    loss = model(data)
+    with torch.no_grad():
+        model(data)
+    with torch.inference_mode():
+        model(data)
+    return loss
+
+
+def without_its_backward(model, data):
+    model(data)
+    return model(data)
+
+
+def own_hooks(model, data):
+    with save_on_cpu():
+        return model(data)
+
+
+# The function that makes the loss, that which goes backward, and how many tensors are moved out in a step.
+WAYS = {
+    "backward twice": (lambda model, data: model(data), twice, 3),
+    "a gradient penalty": (penalty, torch.Tensor.backward, 3),
+    "two forwards, one backward": (two_at_once, torch.Tensor.backward, 6),
+    "two forwards, the first's backward first": (first_then_second, torch.Tensor.backward, 6),
+    "two forwards, the second's backward first": (second_then_first, torch.Tensor.backward, 6),
+    "forwards without gradients": (with_evaluation_between, torch.Tensor.backward, 3),
+    "a forward without a backward": (without_its_backward, torch.Tensor.backward, 6),
+    "within save_on_cpu": (own_hooks, torch.Tensor.backward, 0),
+}
+
+
+def train_by(way, model, optimizer, window=contextlib.nullcontext):
+    make, backward, _ = WAYS[way]
+    losses = {}
+    for step in (0, 1, 2):
+        torch.manual_seed(100 + step)
+        with window():
+            loss = make(model, batch(step))
+            backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses[f"loss {step}"] = loss.detach()
+    return losses
+
+
+def same_by(way, place, folder):
+    reference = made(Net)
+    copies = [copy.deepcopy(reference) for _ in range(2)]
+    expected = train_by(way, reference, torch.optim.Adam(reference.parameters(), lr=0.01)) | reference.state_dict()
+    for stage, model in zip((1, 3), copies):
+        engine, optimizer = engine_for(model, place_in(place, folder), stage)
+        with counting(store_of(engine)) as moved:
+            found = train_by(way, model, optimizer, engine.window) | engine.full_state_dict()
+        assert moved["out"] == 3 * WAYS[way][2]
+        same_tensors(found, expected, bound=0)
+        assert not list(store_of(engine)._kept.values()), "something outlived its graph"
+        engine.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@PLACES
+def test_numbers_are_the_same_however_a_step_runs(run_on, tmp_path, way, place):
+    run_on(1, same_by, way=way, place=place, folder=tmp_path)
+
+
+def without_and_with(change, context, folder, rows=ROWS):
+    found = []
+    for place in (None, "cpu", folder):
+        model = made(Net)
+        change(model)
+        engine, optimizer = engine_for(model, place, compute_dtype=context)
+        losses = {}
+        with counting(store_of(engine)) as moved:
+            for step in (0, 1):
+                torch.manual_seed(step)
+                with torch.autocast("cpu", torch.bfloat16, enabled=context is not None):
+                    loss = model(torch.randn(rows, WIDTH))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses[f"loss {step}"] = loss.detach()
+        assert moved["out"] == (6 if place else 0)
+        found.append(losses | engine.full_state_dict())
+        engine.close()
+    for other in found[1:]:
+        same_tensors(other, found[0], bound=0)
+
+
+def compile_blocks(model):
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+
+
+def leave(model):
+    pass
+
+
+def test_numbers_are_the_same_under_autocast(run_on, tmp_path):
+    run_on(1, without_and_with, change=leave, context=torch.bfloat16, folder=tmp_path, rows=2 * ROWS)
+
+
+def test_numbers_are_the_same_with_compiled_blocks(run_on, tmp_path):
+    run_on(1, without_and_with, change=compile_blocks, context=None, folder=tmp_path)
+
+
+def fail(in_backward, kind, place, folder):
+    def forward(x):
+        if (torch._C._current_graph_task_id() != -1) is in_backward:
+            raise kind("this forward fails")
+        return Block.forward(block, x)
+
+    for stage in (1, 3):
+        reference = made(Net)
+        model = copy.deepcopy(reference)
+        engine, optimizer = engine_for(model, place_in(place, folder), stage)
+        block = model.blocks[1]
+        block.forward = forward
+        with pytest.raises(kind, match="this forward fails"), engine.window():
+            model(batch(0)).backward()
+        del block.forward
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        optimizer.zero_grad()
+        found = {f"loss {step}": step_of(model, optimizer, step) for step in (1, 2)}
+        expected = train(reference, steps=(1, 2))
+        same_tensors(found | engine.full_state_dict(), expected | reference.state_dict(), bound=0)
+        gc.collect()  # errors hold the frames that they have come through
+        assert not list(store_of(engine)._kept.values()), "something outlived its graph"
+        engine.close()
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
+@PLACES
+def test_after_an_exception_the_next_step_is_right(run_on, tmp_path, in_backward, kind, place):
+    run_on(1, fail, in_backward=in_backward, kind=kind, place=place, folder=tmp_path)
+
+
+# -- the disk ---------------------------------------------------------------------------------------------------------
+
+
+def open_files():
+    descriptors = Path("/proc/self/fd")
+    return [name for entry in os.listdir(descriptors) if ".lightning_zero-" in (name := links_to(descriptors / entry))]
+
+
+def links_to(entry):
+    try:
+        return os.readlink(entry)
+    except OSError:  # the descriptor by which the folder was listed
+        return ""
+
+
+def space(folder):
+    model = made(Deep)
+    engine, optimizer = engine_for(model, folder / "made" / "by it")
+    sizes = []
+    for step in range(3):
+        step_of(model, optimizer, step)
+        file = open_files()[0]
+        assert file.endswith("(deleted)") and os.listdir(folder / "made" / "by it") == []
+        sizes.append(os.fstat(store_of(engine)._place._file._cached).st_size)
+    assert sizes == [12 * LEAST] * 3, "the space is used again"
+    engine.close()
+    assert open_files() == []
+
+
+def test_nothing_is_left_on_the_disk_and_its_space_is_used_again(run_on, tmp_path):
+    run_on(1, space, folder=tmp_path)
+
+
+def test_ranges_never_overlap_and_what_is_given_back_is_used_again():
+    ranges, taken = _Ranges(), {}
+    choose = random.Random(0)
+    for _ in range(2000):
+        if taken and choose.random() < 0.5:
+            start = choose.choice(list(taken))
+            ranges.give_back(start, taken.pop(start))
+        else:
+            nbytes = choose.randint(1, 50)
+            start = ranges.claim(nbytes)
+            assert all(start + nbytes <= other or other + size <= start for other, size in taken.items())
+            taken[start] = nbytes
+    for start, nbytes in taken.items():
+        ranges.give_back(start, nbytes)
+    assert ranges.claim(1) == 0 and ranges._free == [] and ranges._end == 1, "all of it was free"
+
+
+def no_room(folder):
+    def on_the_disk():
+        reference = made(Deep)
+        model = copy.deepcopy(reference)
+        engine, optimizer = engine_for(model, folder)
+        with pytest.raises(OSError, match="65,536 bytes could not be written to the disk for offload") as told:
+            step_of(model, optimizer, 0)
+        assert told.value.errno == errno.ENOSPC and told.value.filename == str(folder)
+        del told
+        same_tensors(engine.full_state_dict(), reference.state_dict(), bound=0)
+        optimizer.zero_grad()
+        engine.close()
+        small, reference = made(Net), made(Net)
+        engine, optimizer = engine_for(small, folder)
+        found = {f"loss {step}": step_of(small, optimizer, step) for step in (0, 1)}
+        same_tensors(found, train(reference, steps=(0, 1)), bound=0)
+        engine.close()
+
+    assert faults.on_a_small_disk(folder, 4 * LEAST, on_the_disk) == 0
+
+
+def test_a_full_disk_is_told_and_the_process_goes_on(run_on, tmp_path):
+    run_on(1, no_room, folder=tmp_path)
+
+
+def unreadable(folder):
+    reference = made(Net)
+    model = copy.deepcopy(reference)
+    engine, optimizer = engine_for(model, folder)
+    loss = model(batch(0))
+    place = store_of(engine)._place
+    place._thread.submit(os.ftruncate, place._file._cached, 0).result()  # behind the writes
+    with pytest.raises(
+        OSError, match="could not be read from the disk for offload \\(the file ends before them\\)"
+    ) as told:
+        loss.backward()
+    assert told.value.filename == str(folder)
+    del loss, told
+    optimizer.zero_grad()
+    found = {f"loss {step}": step_of(model, optimizer, step) for step in (1, 2)}
+    expected = train(reference, steps=(1, 2))
+    same_tensors(found | engine.full_state_dict(), expected | reference.state_dict(), bound=0)
+    engine.close()
+
+
+def test_an_error_in_reading_names_the_folder_and_the_next_step_is_right(run_on, tmp_path):
+    run_on(1, unreadable, folder=tmp_path)
+
+
+# -- the option -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("place", "checkpointing", "message"),
+    [
+        ("gpu", "units", "activation_offload='gpu' is no place for activations: write 'cpu', or a folder on a local"),
+        ("/local/disk", "units", "activation_offload='/local/disk' is no place for activations"),
+        (True, "units", "activation_offload=True is no place for activations"),
+        ("cpu", None, "activation_offload='cpu' moves the inputs of checkpointed modules, and there is none: choose"),
+        (Path("/dev/null/x"), "units", "activation_offload=.*: no file can be made there \\(Not a directory\\)"),
+        (Path("/proc"), "units", "activation_offload=.*: no file can be made there"),
+    ],
+)
+def test_a_wrong_choice_is_refused_before_anything_is_cut(place, checkpointing, message):
+    model = made(Net)
+    with pytest.raises(ValueError, match=message):
+        Engine(model, activation_checkpointing=checkpointing, activation_offload=place)
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
