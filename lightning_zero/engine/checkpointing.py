@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._functorch import peek_interpreter_stack
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
 
 from lightning_zero.engine.compilation import EntryHook, OwnHook, is_compiled
@@ -74,8 +75,7 @@ class CheckpointedModule:
 
     def _region(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generator[None, None, None]:
         moving: AbstractContextManager[None] = nullcontext()
-        # Within a region around, of the user's or of ours, inputs are not kept at all: they are computed again.
-        if self._store is not None and torch.is_grad_enabled() and not is_watched_by_others():
+        if self._store is not None and _are_inputs_kept():
             call, tensors = self._store.take_out(args, kwargs)
             if tensors:
                 function, args, kwargs = partial(call.run, function), (*call.args, *tensors), call.kwargs
@@ -90,6 +90,14 @@ class CheckpointedModule:
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), _Recomputation(self)
+
+
+def _are_inputs_kept() -> bool:
+    """Whether a region that begins now keeps its inputs, in memory of their own.
+
+    Within another region, of the user's or of ours, they are computed again; in ``torch.func`` they have no memory.
+    """
+    return torch.is_grad_enabled() and not is_watched_by_others() and peek_interpreter_stack() is None
 
 
 class _Recomputation(AbstractContextManager[None]):

@@ -721,6 +721,24 @@ def without_and_with(change, context, folder, rows=ROWS):
         same_tensors(other, found[0], bound=0)
 
 
+def transformed():
+    block, x = made(Net).blocks[0].eval(), batch(0)
+    expected = torch.func.vmap(block)(torch.stack([x, x])), *torch.func.jvp(block, (x,), (x,))
+    model = made(Net).eval()
+    engine, _ = engine_for(model)
+    block = model.blocks[0]
+    with counting(store_of(engine)) as moved:
+        found = torch.func.vmap(block)(torch.stack([x, x])), *torch.func.jvp(block, (x,), (x,))
+    assert moved["out"] == 0
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+    engine.close()
+
+
+def test_transforms_of_torch_func_go_through(run_on):
+    run_on(1, transformed)
+
+
 def compile_blocks(model):
     for block in model.blocks:
         block.compile(backend="aot_eager")
