@@ -11,7 +11,7 @@ import random
 import weakref
 from collections import namedtuple
 from pathlib import Path
-from threading import Event
+from threading import Event, Lock
 
 import pytest
 import torch
@@ -330,18 +330,18 @@ def batch(step):
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
 
 
-def step_of(model, optimizer, step, backward=torch.Tensor.backward):
+def step_of(model, optimizer, step):
     torch.manual_seed(100 + step)  # for dropout
     loss = model(batch(step))
-    backward(loss)
+    loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()
 
 
-def train(model, steps=(0, 1, 2), **options):
+def train(model, steps=(0, 1, 2)):
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    return {f"loss {step}": step_of(model, optimizer, step, **options) for step in steps}
+    return {f"loss {step}": step_of(model, optimizer, step) for step in steps}
 
 
 def made(kind):
@@ -349,10 +349,9 @@ def made(kind):
     return kind()
 
 
-def engine_for(model, place="cpu", stage=3, checkpointing=None, lr=0.01, **options):
-    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
-    wanted = checkpointing or type(model).block
-    wanted = [wanted, Block] if isinstance(model, Nested) else wanted
+def engine_for(model, place="cpu", stage=3, **options):
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    wanted = [type(model).block, Block] if isinstance(model, Nested) else type(model).block
     engine = Engine(
         model, [optimizer], stage=stage, activation_checkpointing=wanted, activation_offload=place, **options
     )
@@ -384,11 +383,12 @@ class Late:
     """An event at which something is done, as late as may be: when somebody waits for it."""
 
     def __init__(self, act):
-        self._act = act
+        self._act, self._lock = act, Lock()
 
     def synchronize(self):
-        act, self._act = self._act, lambda: None
-        act()
+        with self._lock:
+            act, self._act = self._act, lambda: None
+            act()
 
 
 class LateCopies:
