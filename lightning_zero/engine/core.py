@@ -28,7 +28,7 @@ from lightning_zero.engine.gradients import GradientReducer
 from lightning_zero.engine.layout import BucketLayout
 from lightning_zero.engine.masters import Masters, check_optimizer, masters_of
 from lightning_zero.engine.materialise import Materialiser, check_can_be_initialised
-from lightning_zero.engine.offload.activations import Place, activation_store
+from lightning_zero.engine.offload.activations import activation_store
 from lightning_zero.engine.offload.config import offload_config
 from lightning_zero.engine.offload.states import Swap
 from lightning_zero.engine.offload.swap import SwapFolder
@@ -110,8 +110,6 @@ class Engine:
         bucket_numel: elements from which on a unit is cut into several collectives.
         activation_checkpointing: modules whose forward is computed again in backward: ``"units"`` for each unit but the
             root, module classes, or a predicate of (qualified name, module); None for what the module does by itself.
-        activation_offload: where the inputs of these are until backward needs them: ``"cpu"``, its memory, or a folder
-            on a local disk as a path; None leaves them on the device.
         allow_any_optimizer: accept optimizer classes that are not known to be elementwise.
         device: where parameters and buffers are to be; None for where they are, which is then one device for all.
         group: the data-parallel process group, None for the default one.
@@ -137,7 +135,6 @@ class Engine:
         reduce_dtype: torch.dtype | str | None = None,
         bucket_numel: int = 2**25,
         activation_checkpointing: Units | None = None,
-        activation_offload: Place | None = None,
         allow_any_optimizer: bool = False,
         device: torch.device | str | None = None,
         group: dist.ProcessGroup | None = None,
@@ -170,7 +167,7 @@ class Engine:
         plans = plan_units(module, units)
         device = torch.device(device) if device is not None else _common_device(plans)
         checkpointed = modules_to_checkpoint(module, plans, activation_checkpointing)
-        activations = activation_store(activation_offload, activation_checkpointing, device)
+        activations = activation_store(self._offload, activation_checkpointing, device)
 
         self._module = weakref.ref(module)
         self.ledger = Ledger()
@@ -194,7 +191,11 @@ class Engine:
             trained = [p.numel() for plan in plans for p in plan.parameters.values() if p.requires_grad]
             self._numel_that_stay = round((1 - self._offload.fraction) * sum(trained))
         self.units = [Unit(plan, self._buckets_of(plan, rank_in_groups)) for plan in plans]
-        Materialiser(module, plans, self.units, sources, self.communicator, self.agreement).run()
+        try:
+            Materialiser(module, plans, self.units, sources, self.communicator, self.agreement).run()
+        except BaseException:
+            self._clear_disk()
+            raise
         del sources  # and the values, which are in the buckets now
         self.sync_buffers()
         self.schedule = Schedule(self.units, prefetch if overlap else 0)
@@ -569,7 +570,8 @@ class Engine:
     @property
     def updates(self) -> int | None:
         """How many updates of masters there were; None in the midst of one, and after one that failed."""
-        return None if self._is_updating else self._updates
+        has_failed = any(bucket.update is not None and bucket.update.has_failed for bucket in self.buckets)
+        return None if self._is_updating or has_failed else self._updates
 
     def rejoin(self) -> None:
         """Go on, to be saved and closed, over the process group that took the place of one whose run failed."""
@@ -641,6 +643,9 @@ class Engine:
         self.communicator.close()
         self.units = []
         self._elsewhere.close()
+        self._clear_disk()
+
+    def _clear_disk(self) -> None:
         if self._swap is not None:
             self._swap.folder.close()
 

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_zero.engine.bucket import Bucket, BucketSlot, Ledger
 from lightning_zero.engine.gradient_shard import GradientShard
 from lightning_zero.engine.offload.states import MASTERS, PARAMETERS
-from lightning_zero.engine.offload.updates import DiskUpdate, fields_of, options_of, update
+from lightning_zero.engine.offload.updates import DiskUpdate, Update
 from lightning_zero.engine.settling import settle
 from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.stored import StoredTensor
@@ -272,21 +272,21 @@ class Masters:
         """Let the masters of a bucket be updated in a thread, with the options that their groups have now."""
         optimizer = self.optimizer
         wanted = [
-            (options_of(optimizer, group, bucket.full.device), master, gradients[master])
+            (Update.of(optimizer, group, bucket.full.device), master, gradients[master])
             for group, (masters, _) in zip(optimizer.param_groups, self._arranged)
             for master in masters
             if master.bucket is bucket and master.is_here
         ]
 
         def in_memory(wanted: list[Any] = wanted) -> None:
-            for options, master, gradient in wanted:
+            for update, master, gradient in wanted:
                 values = master.values()
-                state = update(optimizer, options, values, gradient, optimizer.state.get(master.tensor, {}))
+                state = update.act(values, gradient, optimizer.state.get(master.tensor, {}))
                 optimizer.state[master.tensor] = state
                 bucket.show(master.range, values)
 
         def on_disk(start: int, stop: int, fields: dict[str, Tensor]) -> None:
-            for options, master, gradient in wanted:
+            for update, master, gradient in wanted:
                 low, high = max(start, master.range.start), min(stop, master.range.stop)
                 if low >= high:
                     continue
@@ -295,7 +295,7 @@ class Masters:
                 before = optimizer.state.get(master.tensor, {})
                 known = {key: fields[key][inside] if key in fields else _copy(value) for key, value in before.items()}
                 part = gradient[low - first : high - first] if gradient is not None else None
-                after = update(optimizer, options, values, part, known)
+                after = update.act(values, part, known)
                 for key in (key for key in after if key in fields and key not in known):
                     fields[key][inside] = after[key]
                 bucket.show(slice(low, high), values)
@@ -442,7 +442,7 @@ class Masters:
             slots = [slot for p in group["params"] if (slot := self.slot_of(p)) is not None]
             for states, dtype in {slot.bucket.states: slot.bucket.master_dtype for slot in slots}.items():
                 if states is not None:
-                    states.add_fields(fields_of(self.optimizer, group, dtype))
+                    states.add_fields(Update.of(self.optimizer, group, torch.device("cpu")).fields(dtype))
 
     # -- state in the terms of the module's parameters --------------------------------------------------------------
 

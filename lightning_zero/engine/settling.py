@@ -50,6 +50,10 @@ class Work:
             raise self._error
 
     @property
+    def has_failed(self) -> bool:
+        return self._error is not None
+
+    @property
     def has_ended(self) -> bool:
         return self._ended.is_set()
 

@@ -15,13 +15,12 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from lightning_zero import full_parameters
-from lightning_zero.disk import ALIGNMENT
+from lightning_zero.disk import ALIGNMENT, DirectFile
 from lightning_zero.engine import Engine
-from lightning_zero.engine.offload import updates
 from lightning_zero.engine.offload.config import OffloadConfig
-from lightning_zero.engine.offload.swap import SwapFile
+from lightning_zero.engine.offload.updates import Update
 from tests.checkpoint import faults
-from tests.support import models, rank
+from tests.support import models
 from tests.support.training import Recipe, batch, prepare, same_values
 
 OFFLOADS = {
@@ -107,7 +106,7 @@ def test_a_run_is_as_without(run_on, ranks, stage, offload):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_updates_that_begin_during_backward_change_nothing(run_on, ranks, offload):
     recipe = Recipe(Wide, steps=5, micro_batches=2)
-    run_on(ranks, is_as_without, recipe=recipe, stage=3, offload=offload, early=True)
+    run_on(ranks, is_as_without, recipe=recipe, stage=3, offload=offload, early=True, units=[nn.Linear])
 
 
 @ON_BOTH
@@ -148,8 +147,8 @@ def test_with_clipping_and_micro_batches(run_on, ranks, offload):
 
 @ON_BOTH
 def test_with_activation_checkpointing(run_on, offload):
-    recipe = Recipe(Wide, steps=3)
-    run_on(2, is_as_without, recipe=recipe, stage=3, offload=offload, early=True, activation_checkpointing="units")
+    options = {"early": True, "units": [nn.Linear], "activation_checkpointing": "units"}
+    run_on(2, is_as_without, recipe=Recipe(Wide, steps=3), stage=3, offload=offload, **options)
 
 
 # ----------------------------------------------------------------------------------------------- what users do between
@@ -203,46 +202,42 @@ def test_what_users_do_between_steps_has_its_effect(run_on, ranks, stage, offloa
 # --------------------------------------------------------------------------------------------------------- the overlap
 
 
-def order_of_events(offload: str) -> list[str]:
+def updates_in_backward(offload: str) -> None:
+    """The last layers are updated before the first ones have their gradients: backward waits for it in the test."""
     module, optimizer = prepare(Recipe(lambda: Wide(layers=4)))
-    engine = Engine(module, [optimizer], stage=3, offload=option(offload, 3), reduction_buffers=1)
-    events: list[str] = []
-    done, act = threading.Event(), updates.update
+    engine = Engine(module, [optimizer], units=[nn.Linear], offload=option(offload, 3), reduction_buffers=1)
+    act, updated = Update.act, threading.Event()
 
     def noted(*args: Any) -> Any:
-        result = act(*args)
-        events.append("update")
-        done.set()
-        return result
+        state = act(*args)
+        updated.set()
+        return state
 
-    def at_the_first_layer(gradient: torch.Tensor) -> None:
-        assert done.wait(30), "no update has begun, and backward is about to end"
-        events.append("first layer")
+    def wait(*_: Any) -> None:
+        assert updated.wait(30), "nothing was updated, and backward is about to end"
 
     for step in range(3):
-        events.clear()
-        done.clear()
-        x = module(*batch(step))
-        if step == 2:
-            import lightning_zero.engine.masters as masters
-
-            masters.update = noted
+        loss = module(*batch(step))
+        if step:  # the first shows which parameters are used
+            Update.act, _ = noted, updated.clear()
+            handle = module.layers[0].register_full_backward_pre_hook(wait)
         try:
-            if step == 2:
-                module.layers[0].weight.grad_fn  # noqa: B018
-                hooked = module.embed.register_full_backward_hook(lambda *_: at_the_first_layer(_))
             with engine.last_backward(optimizer):
-                x.backward()
-            if step == 2:
-                hooked.remove()
-            events.append("end of backward")
-            optimizer.step()
+                loss.backward()
+            assert not step or updated.is_set()
         finally:
-            if step == 2:
-                masters.update = act
+            Update.act = act
+        if step:
+            handle.remove()
+        optimizer.step()
         optimizer.zero_grad()
     engine.close()
-    return events
+
+
+@ON_BOTH
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_updates_begin_while_backward_goes_on(run_on, ranks, offload):
+    run_on(ranks, updates_in_backward, offload=offload)
 
 
 # ----------------------------------------------------------------------------------------------------- what goes wrong
@@ -293,17 +288,13 @@ def test_a_disk_that_is_too_small_is_told_at_the_start(run_on, tmp_path):
     run_on(1, no_room, folder=tmp_path)
 
 
-def fails_to_write(when: str) -> None:
-    """An update whose values the disk does not take is told, and lost is nothing: they are in memory."""
+def fails(when: str) -> None:
+    """What the disk does not give is told, and nothing is saved of it; what it does not take is in memory."""
     module, optimizer = prepare(Recipe(Wide))
     engine = Engine(module, [optimizer], stage=3, offload=option("disk, parameters in memory", 3))
     module(*batch(0)).backward()
     optimizer.step()
     optimizer.zero_grad()
-    move = SwapFile._file_call if hasattr(SwapFile, "_file_call") else None
-    assert move is None
-    from lightning_zero.disk import DirectFile
-
     call = getattr(DirectFile, when)
 
     def broken(self: Any, memory: memoryview, position: int) -> None:
@@ -322,7 +313,7 @@ def fails_to_write(when: str) -> None:
 
 @pytest.mark.parametrize("when", ["read", "write"])
 def test_a_disk_that_fails_is_told(run_on, when):
-    run_on(1, fails_to_write, when=when)
+    run_on(1, fails, when=when)
 
 
 # ------------------------------------------------------------------------------------------------------------- memory

@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_zero.engine.compilation import untraced
+from lightning_zero.engine.offload.config import OffloadConfig
 from lightning_zero.engine.offload.scratch import Disk, HostMemory
 from lightning_zero.engine.saved_tensors import Saved, changed_in_place
 
@@ -368,33 +370,31 @@ class _Copies:
         return stream.record_event()
 
 
-def activation_store(place: Place | None, checkpointing: Any, device: torch.device) -> ActivationStore | None:
-    """What the option ``activation_offload`` asks for; None for nothing.
+def activation_store(offload: OffloadConfig | None, checkpointing: Any, device: torch.device) -> ActivationStore | None:
+    """Where activations are to be, by the option ``offload``; None for where they are.
 
     Args:
-        place: the option's value.
+        offload: the option's value.
         checkpointing: that of ``activation_checkpointing``.
         device: of the engine.
 
     Raises:
-        ValueError: if it is not understood, nothing is checkpointed, or no file can be made in the folder.
+        ValueError: if nothing is checkpointed, or no file can be made in the folder.
     """
-    if place is None:
+    if offload is None or offload.activations is None:
         return None
-    if place != "cpu" if isinstance(place, str) else not isinstance(place, os.PathLike):
-        raise ValueError(
-            f"activation_offload={place!r} is no place for activations: write 'cpu', or a folder on a local disk as a "
-            "path, pathlib.Path('/local/disk')."
-        )
     if checkpointing is None:
         raise ValueError(
-            f"activation_offload={place!r} moves the inputs of checkpointed modules, and there is none: choose them, "
-            "activation_checkpointing='units' for all units."
+            f"offload: activations={offload.activations!r} moves the inputs of checkpointed modules, and there is "
+            "none: choose them, activation_checkpointing='units' for all units."
         )
+    if offload.activations == "cpu":
+        return ActivationStore(device, "cpu")
+    assert offload.path is not None
     try:
-        return ActivationStore(device, place)
+        return ActivationStore(device, Path(offload.path))
     except OSError as error:
         raise ValueError(
-            f"activation_offload={place!r}: no file can be made there ({error.strerror}). Choose a folder on a local "
-            "disk that this process may write to."
+            f"offload: path={str(offload.path)!r}: no file can be made there ({error.strerror}). Choose a folder on a "
+            "local disk that this process may write to."
         ) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 import socket
@@ -70,7 +69,8 @@ class Disk:
         os.makedirs(folder, exist_ok=True)
         name = f".lightning_zero-{socket.gethostname()}-{os.getpid()}-{next(_numbers)}"
         self.folder, self._is_pinned = folder, is_pinned
-        self._file = ScratchFile(os.path.join(folder, name))
+        self._file = DirectFile(os.path.join(folder, name), readable=True)
+        os.unlink(self._file.path)
         weakref.finalize(self, self._file.close)
         self._thread = ThreadPoolExecutor(1, "lightning_zero-disk")
         self._writes: deque[Future[Any]] = deque()
@@ -176,39 +176,3 @@ class _Ranges:
         if joined[-1][1] == self._end:
             self._end = joined.pop()[0]
         self._free = joined
-
-
-class ScratchFile(DirectFile):
-    """A file that is read again, and goes when it is closed, which the system does at the process's end.
-
-    Args:
-        path: for a moment.
-    """
-
-    def __init__(self, path: str) -> None:
-        super().__init__(path)
-        try:
-            self._readable = [os.open(path, os.O_RDONLY)]
-            self._open += self._readable
-            if self.is_direct:
-                self._readable.append(os.open(path, os.O_RDONLY | os.O_DIRECT))
-                self._open.append(self._readable[-1])
-        except BaseException:
-            self.close()
-            raise
-        finally:
-            os.unlink(path)
-
-    def read(self, data: memoryview, position: int) -> None:
-        """Fill memory with bytes from a position on; what of the two is aligned as in ``write``."""
-        while data:
-            try:
-                count = os.preadv(self._readable[-1], [data], position)
-            except OSError as error:
-                if error.errno != errno.EINVAL or len(self._readable) == 1:
-                    raise
-                self._readable.pop()
-                continue
-            if count == 0:
-                raise OSError(errno.EIO, "the file ends before them")
-            data, position = data[count:], position + count

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -161,54 +161,68 @@ def _leave_a_core_to_training() -> None:
             os.sched_setaffinity(0, cores[1:])  # of this thread, and of those that its kernels start
 
 
-def update(
-    optimizer: Optimizer, group: dict[str, Any], values: Tensor, gradient: Tensor | None, state: dict[str, Any]
-) -> dict[str, Any]:
-    """Update one tensor as the optimizer's ``step`` does, and nothing else. In any thread.
+class Update(NamedTuple):
+    """An optimizer's update, of one parameter group, as it would be now: schedulers and scalers change it for the next.
 
-    Args:
-        group: the options of the parameter group that it is of.
-        values: they are changed in place.
-        gradient: None for none.
-        state: what the optimizer knows of it, which is changed in place.
-
-    Returns:
-        The state: what there was, or what the optimizer has made.
+    Attributes:
+        kind: the optimizer's class.
+        attributes: what it has.
+        group: the options of the group.
     """
-    parameter = nn.Parameter(values)
-    parameter.grad = gradient.to(values) if gradient is not None else None
-    alone = object.__new__(type(optimizer))
-    alone.__dict__ = {
-        **optimizer.__dict__,
-        "param_groups": [{**group, "params": [parameter]}],
-        "state": defaultdict(dict, {parameter: state} if state else {}),
-        # whoever hooks in is called once for the whole step, and by nobody else
-        "_optimizer_step_pre_hooks": OrderedDict(),
-        "_optimizer_step_post_hooks": OrderedDict(),
-    }
-    type(optimizer).step(alone)
-    return alone.state[parameter]
 
+    kind: type[Optimizer]
+    attributes: dict[str, Any]
+    group: dict[str, Any]
 
-def fields_of(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """What an optimizer keeps of each element, by trying it on one."""
-    tried = torch.zeros(1, dtype=dtype)
-    state = update(optimizer, group, tried, torch.zeros_like(tried), {})
-    return {key: value.dtype for key, value in state.items() if isinstance(value, Tensor) and value.shape == (1,)}
+    @classmethod
+    def of(cls, optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> Update:
+        """As suits the CPU.
 
+        Args:
+            device: where the module computes. Where that is the CPU, the kernel is the one that it would be anyway.
+        """
+        options = {
+            key: value.clone() if isinstance(value, Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        if device.type != "cpu" and options.get("fused", False) is None and not options.get("foreach"):
+            options["fused"] = type(optimizer).__name__ in _FUSED
+        attributes = {
+            **optimizer.__dict__,
+            # whoever hooks in is called once for the whole step, and by nobody else
+            "_optimizer_step_pre_hooks": OrderedDict(),
+            "_optimizer_step_post_hooks": OrderedDict(),
+        }
+        return cls(type(optimizer), attributes, options)
 
-def options_of(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """A parameter group's options as they are now, and as suits the CPU: schedulers change them for the next step.
+    def act(self, values: Tensor, gradient: Tensor | None, state: dict[str, Any]) -> dict[str, Any]:
+        """Update one tensor as the optimizer's ``step`` does, and nothing else. In any thread.
 
-    Args:
-        device: where the module computes. Where that is the CPU, too, the kernel is the one that it would be anyway.
-    """
-    options = {
-        key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"
-    }
-    if device.type != "cpu" and options.get("fused", False) is None and not options.get("foreach"):
-        options["fused"] = hasattr(optimizer, "_step_supports_amp_scaling") or type(optimizer).__name__ in _FUSED
-    return options
+        Args:
+            values: they are changed in place.
+            gradient: None for none.
+            state: what the optimizer knows of the tensor, which is changed in place.
+
+        Returns:
+            The state: what there was, or what the optimizer has made.
+        """
+        parameter = nn.Parameter(values)
+        parameter.grad = gradient.to(values) if gradient is not None else None
+        alone = object.__new__(self.kind)
+        alone.__dict__ = {
+            **self.attributes,
+            "param_groups": [{**self.group, "params": [parameter]}],
+            "state": defaultdict(dict, {parameter: state} if state else {}),
+        }
+        self.kind.step(alone)
+        return alone.state[parameter]
+
+    def fields(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """What the optimizer keeps of each element of a tensor of a dtype, by trying it on one."""
+        tried = torch.zeros(1, dtype=dtype)
+        state = self.act(tried, torch.zeros_like(tried), {})
+        return {key: value.dtype for key, value in state.items() if isinstance(value, Tensor) and value.shape == (1,)}
 
 
 _FUSED = {"Adam", "AdamW", "SGD", "Adagrad"}
