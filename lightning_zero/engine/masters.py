@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_zero.engine.bucket import Bucket, BucketSlot, Ledger
 from lightning_zero.engine.gradient_shard import GradientShard
 from lightning_zero.engine.offload.states import MASTERS, PARAMETERS
-from lightning_zero.engine.offload.updates import DiskUpdate, Update
+from lightning_zero.engine.offload.updates import DiskUpdate, Update, beside
 from lightning_zero.engine.settling import settle
 from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.stored import StoredTensor
@@ -238,7 +238,8 @@ class Masters:
         for group, (masters, foreign) in zip(groups, self._arranged):
             here = [master for master in masters if master.bucket.updates is None]
             for master in here:
-                master.tensor.grad = gradients[master]
+                gradient = gradients[master]
+                master.tensor.grad = gradient.to(master.tensor.dtype) if gradient is not None else None
             group["params"] = [master.tensor for master in here if master.is_here] + foreign
 
     def begin(self, bucket: Bucket, shard: GradientShard, order: Sequence[Bucket]) -> None:
@@ -307,11 +308,12 @@ class Masters:
                     }
 
         assert bucket.updates is not None
+        device = bucket.full.device
         if bucket.states is None:
-            bucket.update = bucket.updates.submit(in_memory)
+            bucket.update = bucket.updates.submit(beside(device, in_memory))
             return
         in_memory([each for each in wanted if not each[1].tensor.numel()])  # what has no elements is in no piece
-        bucket.update = self._streams[bucket].give(bucket.states, on_disk)
+        bucket.update = self._streams[bucket].give(bucket.states, beside(device, on_disk))
 
     def _after_step(self) -> None:
         if self._module_parameters is None:
@@ -407,13 +409,13 @@ class Masters:
         shard = master.bucket.gradient_shard
         pieces = [master.bucket.parameter(slot.index).grad for slot in master.slots]
         if len(pieces) == 1 and isinstance(pieces[0], ShardedTensor):
-            return pieces[0].local.to(master.device, master.tensor.dtype)
+            return pieces[0].local
         if (
             shard is not None
             and not isinstance(shard.flat, dict)
             and all(isinstance(g, ShardedTensor) and g.keep is shard for g in pieces)
         ):
-            return shard.flat[master.range].to(master.device, master.tensor.dtype)
+            return shard.flat[master.range]
         gathered = torch.zeros_like(master.tensor, device=master.device)  # the user put gradients of his own in p.grad
         for slot, gradient in zip(master.slots, pieces):
             assert gradient is not None

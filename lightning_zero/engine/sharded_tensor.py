@@ -168,7 +168,8 @@ class ShardedTensor(Handle):
     Args:
         slot: the slot it is cut as.
         local: this rank's range, or None for the parameter itself, whose range the slot keeps. Its dtype may be wider
-            than the tensor's own (an fp32 master of a bf16 parameter).
+            than the tensor's own (an fp32 master of a bf16 parameter), and it may be in the host's memory while user
+            code sees a tensor on the device.
         dtype: the dtype that user code sees.
         keep: whatever has to live as long as this tensor.
         write_back: is told of ``local`` when it was written to, where it is a copy.
@@ -193,11 +194,7 @@ class ShardedTensor(Handle):
         dtype = dtype or (local.dtype if local is not None else slot.dtype)
         with _ordinary_tensors():
             self = torch.Tensor._make_wrapper_subclass(
-                cls,
-                slot.shape,
-                dtype=dtype,
-                device=slot.device if local is None else local.device,
-                requires_grad=requires_grad,
+                cls, slot.shape, dtype=dtype, device=slot.device, requires_grad=requires_grad
             )
         self._slot, self._local, self.keep, self._write_back = slot, local, keep, write_back
         if keep is None:
@@ -515,8 +512,9 @@ def _act_locally(func: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(value, ShardedTensor):
             # in place, a wider master is written to with its own precision
             return value.local if in_place and value is args[0] else value.local.to(value.dtype)
-        if isinstance(value, Tensor) and value.dim() > 0:
-            return local_range_of(value, slot)
+        if isinstance(value, Tensor):
+            # what is kept in the host's memory is computed with there
+            return (local_range_of(value, slot) if value.dim() > 0 else value).to(sharded[0].local.device)
         return value
 
     local_args, local_kwargs = tree_unflatten([to_local(leaf) for leaf in leaves], spec)
@@ -548,6 +546,8 @@ def _act_on_lists(func: Any, args: Any, kwargs: Any) -> Any:
     def to_local(value: Any) -> Any:
         if isinstance(value, ShardedTensor):
             return value.local
+        if isinstance(value, Tensor):
+            return value.to(first[0].local.device)
         return [to_local(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     locals_of_first, *others = map(to_local, args)

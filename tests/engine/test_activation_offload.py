@@ -1,4 +1,4 @@
-"""``OffloadConfig(activations=)``: the same numbers, while inputs of checkpointed modules are elsewhere until backward."""
+"""Offloaded activations: the same numbers, while inputs of checkpointed modules are elsewhere until backward."""
 
 from __future__ import annotations
 

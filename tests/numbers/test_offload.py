@@ -214,23 +214,23 @@ def updates_in_backward(offload: str) -> None:
         return state
 
     def wait(*_: Any) -> None:
-        assert updated.wait(30), "nothing was updated, and backward is about to end"
+        assert updated.wait(30), "nothing is updated, and backward is about to end"
 
-    for step in range(3):
+    module(*batch(0)).backward()  # shows which parameters are used
+    optimizer.step()
+    waited = module.layers[0].register_full_backward_pre_hook(wait)
+    for step in (1, 2):
+        optimizer.zero_grad()
         loss = module(*batch(step))
-        if step:  # the first shows which parameters are used
-            Update.act, _ = noted, updated.clear()
-            handle = module.layers[0].register_full_backward_pre_hook(wait)
+        updated.clear()
+        Update.act = noted
         try:
             with engine.last_backward(optimizer):
                 loss.backward()
-            assert not step or updated.is_set()
         finally:
             Update.act = act
-        if step:
-            handle.remove()
         optimizer.step()
-        optimizer.zero_grad()
+    waited.remove()
     engine.close()
 
 

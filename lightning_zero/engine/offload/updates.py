@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +93,8 @@ def _work(queue: SimpleQueue[Callable[[], None] | None]) -> None:
         del run  # with the gradients that it holds
 
 
+P = ParamSpec("P")
+
 OnPiece = Callable[[int, int, dict[str, Tensor]], None]
 """Changes the elements ``[start, stop)`` of a bucket's states, given by name, in place."""
 
@@ -161,6 +163,25 @@ def _leave_a_core_to_training() -> None:
             os.sched_setaffinity(0, cores[1:])  # of this thread, and of those that its kernels start
 
 
+def beside(device: torch.device, act: Callable[P, None]) -> Callable[P, None]:
+    """What does something on a stream of its own, once the device has done all that it was told to do so far.
+
+    So that what it copies to and from the host passes by what the device computes meanwhile.
+    """
+    if device.type == "cpu":
+        return act
+    ready = torch.accelerator.current_stream(device).record_event()
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        stream = torch.Stream(device)
+        stream.wait_event(ready)
+        with stream:
+            act(*args, **kwargs)
+        stream.synchronize()
+
+    return run
+
+
 class Update(NamedTuple):
     """An optimizer's update, of one parameter group, as it would be now: schedulers and scalers change it for the next.
 
@@ -208,7 +229,7 @@ class Update(NamedTuple):
             The state: what there was, or what the optimizer has made.
         """
         parameter = nn.Parameter(values)
-        parameter.grad = gradient.to(values) if gradient is not None else None
+        parameter.grad = _beside_it(gradient, values) if gradient is not None else None
         alone = object.__new__(self.kind)
         alone.__dict__ = {
             **self.attributes,
@@ -223,6 +244,16 @@ class Update(NamedTuple):
         tried = torch.zeros(1, dtype=dtype)
         state = self.act(tried, torch.zeros_like(tried), {})
         return {key: value.dtype for key, value in state.items() if isinstance(value, Tensor) and value.shape == (1,)}
+
+
+def _beside_it(gradient: Tensor, values: Tensor) -> Tensor:
+    if gradient.device == values.device:
+        return gradient.to(values.dtype)
+    # torch keeps pinned memory that was given back for the next who asks
+    host = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=True)
+    host.copy_(gradient, non_blocking=True)
+    torch.accelerator.current_stream(gradient.device).synchronize()
+    return host.to(values.dtype)
 
 
 _FUSED = {"Adam", "AdamW", "SGD", "Adagrad"}
