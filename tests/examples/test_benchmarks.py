@@ -51,3 +51,13 @@ def test_checkpoint_compares_systems_that_load_what_they_saved(tmp_path: Path) -
     result = json.loads((tmp_path / "checkpoint.json").read_text())
     assert result["rounds"]["sharded"][0]["loss"] == result["rounds"]["fsdp2"][0]["loss"]
     assert all(f"| {system} |" in (tmp_path / "checkpoint.md").read_text() for system in ("sharded", "fsdp2"))
+
+
+def test_disk_compares_the_same_bytes_with_dd(tmp_path: Path) -> None:
+    options = ["--size", "16", "--piece", "4", "--rounds", "2", "--disk", str(tmp_path), "--output", str(tmp_path)]
+    run(SCRIPT, "benchmarks/disk.py", *options, folder=tmp_path)
+    result = json.loads((tmp_path / "disk.json").read_text())
+    for what in ("read", "write", "both"):
+        assert [len(seconds) for seconds in result["seconds"][what].values()] == [2, 2]
+        assert f"| {what} |" in (tmp_path / "disk.md").read_text() and result["ratios"][what] > 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk.json", "disk.md"]

@@ -1,0 +1,139 @@
+"""What the pipeline between disk and memory reaches of the disk's bandwidth, against dd with O_DIRECT on the same file.
+
+    python benchmarks/disk.py
+    python benchmarks/disk.py --disk FOLDER --size 4096 --piece 256 --rounds 5
+
+Reading alone, writing alone, and both at once with nothing done to the bytes between: as when states on a disk are
+updated. dd has the same block size, reads to /dev/null and writes from /dev/zero. The two take turns, and take turns in
+being first. The whole file is written once before, so that none is about blocks that were never written.
+"""
+
+import argparse
+import os
+import re
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common import REPOSITORY, describe, markdown_table, write_results
+
+from lightning_zero.engine.offload.swap import BUFFERS, Piece, Ring, SwapFolder, stream
+
+MIB = 2**20
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--disk",
+        type=Path,
+        default=Path(tempfile.gettempdir()),
+        help="a folder on the disk; by default for temporary files",
+    )
+    parser.add_argument("--size", type=int, default=2048, help="MiB that are read, and that are written, at a time")
+    parser.add_argument("--piece", type=int, default=64, help="MiB of a piece, and of dd's blocks")
+    parser.add_argument("--threads", type=int, default=4, help="how many read a piece, and how many write one")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
+    arguments = parser.parse_args()
+    if arguments.rounds < 1 or arguments.piece < 1 or arguments.threads < 1 or arguments.size % arguments.piece:
+        parser.error("--rounds, --piece and --threads must be at least 1, and --size a multiple of --piece")
+    return arguments
+
+
+def dd(*operands: str) -> float:
+    """The seconds that dd says it took."""
+    environment = os.environ | {"LC_ALL": "C"}
+    done = subprocess.run(["dd", *operands], env=environment, check=True, capture_output=True, text=True)
+    found = re.search(r"copied, ([^ ]+) s", done.stderr)
+    assert found, done.stderr
+    return float(found[1])
+
+
+def timed(act: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    act()
+    return time.perf_counter() - started
+
+
+def write_all(pieces: list[Piece], ring: Ring) -> None:
+    """Out of the ring's buffers, as the pipeline writes."""
+    writes = [ring.write(index, piece) for index, piece in enumerate(pieces[:BUFFERS])]
+    for index in range(len(pieces)):
+        for write in writes[index]:
+            write.result()
+        if index + BUFFERS < len(pieces):
+            writes.append(ring.write(index + BUFFERS, pieces[index + BUFFERS]))
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    """Seconds of each round, of both systems for each of reading, writing and both."""
+    folder = SwapFolder(arguments.disk)
+    file = folder.open("states", arguments.size * MIB)
+    nbytes = arguments.piece * MIB
+    pieces = [Piece(file, start, nbytes) for start in range(0, file.nbytes, nbytes)]
+    ring = Ring(nbytes, arguments.threads)
+    for index in range(BUFFERS):
+        ring.buffer(index, nbytes)[:] = os.urandom(nbytes)
+    write_all(pieces, ring)
+    if not file.is_direct:
+        raise SystemExit(
+            f"{arguments.disk}: this file system refuses to be written past its cache, which dd is asked to"
+        )
+
+    block = [f"bs={arguments.piece}M", f"count={len(pieces)}"]
+
+    def dd_seconds() -> dict[str, float]:
+        read = dd(f"if={file.path}", "of=/dev/null", "iflag=direct", *block)
+        write = dd("if=/dev/zero", f"of={file.path}", "oflag=direct", "conv=notrunc", *block)
+        return {"read": read, "write": write, "both": read + write}
+
+    def own_seconds() -> dict[str, float]:
+        return {
+            "read": timed(lambda: stream(pieces, lambda *_: None, ring, write_back=False)),
+            "write": timed(lambda: write_all(pieces, ring)),
+            "both": timed(lambda: stream(pieces, lambda *_: None, ring)),
+        }
+
+    systems = [("dd", dd_seconds), ("lightning_zero", own_seconds)]
+    seconds: dict[str, dict[str, list[float]]] = {
+        what: {"dd": [], "lightning_zero": []} for what in ("read", "write", "both")
+    }
+    for number in range(arguments.rounds):
+        for name, system in systems if number % 2 == 0 else reversed(systems):
+            for what, taken in system().items():
+                seconds[what][name].append(taken)
+        last = {what: {name: of[-1] for name, of in pair.items()} for what, pair in seconds.items()}
+        print(f"round {number + 1}: {last}", flush=True)
+    folder.close()
+    return seconds
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    seconds = measure(arguments)
+    rows, ratios = [], {}
+    for what, pair in seconds.items():
+        moved = arguments.size * MIB * (2 if what == "both" else 1) / 1e6  # MB
+        ratios[what] = statistics.median(pair["dd"]) / statistics.median(pair["lightning_zero"])
+        speeds = {name: sorted(moved / taken for taken in of) for name, of in pair.items()}
+        cells = [f"{statistics.median(of):.0f} ({of[0]:.0f} - {of[-1]:.0f})" for of in speeds.values()]
+        rows.append([what, *cells, f"{ratios[what]:.2f}"])
+    lines = [
+        f"A file of {arguments.size} MiB in pieces of {arguments.piece} MiB, past the cache; {arguments.threads} "
+        f"threads read and {arguments.threads} write. MB/s: medians of {arguments.rounds} rounds (lowest - highest). "
+        "`both`: all of it is read, handed to a function that does nothing, and written back, at the same time; dd "
+        "reads all and then writes all. `x dd`: dd's median time over ours.",
+        "",
+        *markdown_table(["what", "dd", "lightning_zero", "x dd"], rows),
+    ]
+    result: dict[str, Any] = {"about": describe(__file__, ("torch",)), "seconds": seconds, "ratios": ratios}
+    write_results(arguments.output, "disk", result, lines)
+
+
+if __name__ == "__main__":
+    main()
