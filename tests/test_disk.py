@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import random
 from contextlib import closing
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lightning_zero import disk
-from lightning_zero.disk import ALIGNMENT, Appender, DirectFile, aligned_memory, free_bytes
+from lightning_zero.disk import ALIGNMENT, Appender, DirectFile, aligned_memory, free_bytes, huge_memory
 from tests.checkpoint import faults
 
 IN_MEMORY = Path("/dev/shm")
@@ -251,3 +252,34 @@ def test_a_file_that_is_given_up_leaves_no_thread_and_no_descriptor(tmp_path):
     appender.close()
     assert set(os.listdir("/proc/self/fd")) == before
     assert appender._thread is None
+
+
+def test_forked_processes_neither_see_nor_hold_memory_in_huge_pages():
+    """Which the disk may write to at the moment of a fork."""
+    memory = huge_memory(2**22)
+    memory[:] = b"x" * len(memory)
+    child = os.fork()
+    if child == 0:
+        is_wiped = memory == bytes(len(memory))
+        memory[:] = b"y" * len(memory)
+        os._exit(0 if is_wiped else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert memory == b"x" * len(memory)
+
+
+@pytest.mark.parametrize("refused", [18, mmap.MADV_HUGEPAGE], ids=["wiped on fork", "huge pages"])
+def test_memory_is_had_where_the_system_refuses_what_is_asked_of_it(monkeypatch, tmp_path, refused):
+    class Refusing(mmap.mmap):
+        def madvise(self, advice, *where):
+            if advice == refused:
+                raise OSError(errno.EINVAL, "by the system")
+            super().madvise(advice, *where)
+
+    monkeypatch.setattr(mmap, "mmap", Refusing)
+    memory = huge_memory(2 * ALIGNMENT)
+    memory[:] = data = os.urandom(len(memory))
+    with closing(DirectFile(str(tmp_path / "file"), readable=True)) as file:
+        file.write(memory, 0)
+        memory[:] = bytes(len(memory))
+        file.read(memory, 0)
+        assert file.is_direct and memory == data

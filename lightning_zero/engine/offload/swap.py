@@ -26,7 +26,7 @@ from multiprocessing.util import Finalize
 from threading import Lock
 from typing import NamedTuple
 
-from lightning_zero.disk import ALIGNMENT, DirectFile, aligned_memory, free_bytes
+from lightning_zero.disk import ALIGNMENT, DirectFile, aligned_memory, free_bytes, huge_memory
 from lightning_zero.labels import LABEL, is_left_over, new_label
 
 BUFFERS = 3
@@ -228,7 +228,7 @@ class Ring:
 
     def __init__(self, nbytes: int, threads: int = 4) -> None:
         self.nbytes, self.threads = nbytes, threads
-        self._buffers = [aligned_memory(max(nbytes, 1)) for _ in range(BUFFERS)]
+        self._buffers = [huge_memory(max(nbytes, 1)) for _ in range(BUFFERS)]
         # Two, so that neither reads nor writes wait in a queue behind the others. The threads are started when they are
         # needed, and end with the ring.
         self._readers = ThreadPoolExecutor(threads, "lightning_zero-read")
