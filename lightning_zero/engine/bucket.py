@@ -637,13 +637,16 @@ class Bucket:
             self._reducing_nbytes = 0
             if self.communicator.size > 1 and not self._can_take_mean_first:
                 total.mul_(1.0 / self.communicator.size)
+            arrival = None
+            if self.updates is not None and self.updates.gradients:
+                total, arrival = self.updates.to_host(total)
             shard = self.gradient_shard
             # Where the user has reset a gradient, he may still hold what was there: it is not written to again.
             if shard is not None and all(self._shows(index, shard) for index in shard.shown):
                 self._follow_user(shard)
-                shard.add(total)
+                shard.add(total, arrival)
             else:
-                shard = GradientShard(self, total)
+                shard = GradientShard(self, total, arrival)
                 self._gradient_shard = weakref.ref(shard)
                 self._follow_user(shard)
             return shard

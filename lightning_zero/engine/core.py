@@ -151,7 +151,9 @@ class Engine:
                 raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
         self._reduce_dtype = wire_dtype_of(reduce_dtype)
         self._offload, self._numel_that_stay = offload_config(offload), 0
-        self._elsewhere = Updates(overlap and (self._offload is None or self._offload.overlap))
+        self._elsewhere = Updates()
+        if self._offload is not None:
+            self._elsewhere = Updates(overlap and self._offload.overlap, self._offload.gradients is not None)
         self._swap = None
         if self._offload is not None and self._offload.optimizer == "nvme":
             assert self._offload.path is not None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from lightning_zero.engine.settling import Work
 from lightning_zero.engine.sharded_tensor import local_range_of
 
 if TYPE_CHECKING:
@@ -19,19 +20,28 @@ class GradientShard:
     Args:
         flat: the shard. Over one rank instead each parameter's own gradient, by index: nothing was to be laid out for a
             reduction, and so nothing was copied.
+        arrival: what ends when the values are there; None where they are.
 
     Attributes:
         shown: the parameters, by index, to which it was given as ``p.grad``.
     """
 
-    def __init__(self, bucket: Bucket, flat: Tensor | dict[int, Tensor]) -> None:
-        self.flat = flat
+    def __init__(self, bucket: Bucket, flat: Tensor | dict[int, Tensor], arrival: Work | None = None) -> None:
+        self._flat, self._arrival = flat, arrival
         self.shown: set[int] = set()
         self._bucket = weakref.ref(bucket)
         tensors = flat.values() if isinstance(flat, dict) else [flat]
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        bucket.ledger.add("gradients", nbytes)
-        weakref.finalize(self, bucket.ledger.add, "gradients", -nbytes)
+        category = "gradients" if arrival is None else "host"
+        bucket.ledger.add(category, nbytes)
+        weakref.finalize(self, bucket.ledger.add, category, -nbytes)
+
+    @property
+    def flat(self) -> Tensor | dict[int, Tensor]:
+        if self._arrival is not None:
+            self._arrival.wait()
+            self._arrival = None
+        return self._flat
 
     def part_of(self, slot: BucketSlot) -> Tensor:
         """This rank's range of one parameter's gradient, 1-D."""
@@ -45,8 +55,10 @@ class GradientShard:
         """
         return self.flat[slots[0].index].view(-1) if isinstance(self.flat, dict) else self.flat[part]
 
-    def add(self, total: Tensor | dict[int, Tensor]) -> None:
-        """Add another backward's gradient."""
+    def add(self, total: Tensor | dict[int, Tensor], arrival: Work | None = None) -> None:
+        """Add another backward's gradient, as it is given to the constructor."""
+        if arrival is not None:
+            arrival.wait()
         if not isinstance(self.flat, dict) or not isinstance(total, dict):
             assert isinstance(self.flat, Tensor) and isinstance(total, Tensor)
             self.flat.add_(total)

@@ -267,10 +267,15 @@ class Masters:
             self._stream([each for each in order if each in mine])
         self._stream([bucket])
         self._begun.add(bucket)
-        self._update_elsewhere(bucket, {master: shard.range_of(master.slots, master.range) for master in masters})
+        # not asked for here: it may be on its way still
+        self._update_elsewhere(bucket, {m: partial(shard.range_of, m.slots, m.range) for m in masters})
 
-    def _update_elsewhere(self, bucket: Bucket, gradients: Mapping[Master, Tensor | None]) -> None:
-        """Let the masters of a bucket be updated in a thread, with the options that their groups have now."""
+    def _update_elsewhere(self, bucket: Bucket, gradients: Mapping[Master, Any]) -> None:
+        """Let the masters of a bucket be updated in a thread, with the options that their groups have now.
+
+        Args:
+            gradients: of each, or what returns it.
+        """
         optimizer = self.optimizer
         wanted = [
             (Update.of(optimizer, group, bucket.full.device), master, gradients[master])
@@ -282,6 +287,7 @@ class Masters:
         def in_memory(wanted: list[Any] = wanted) -> None:
             for update, master, gradient in wanted:
                 values = master.values()
+                gradient = gradient() if callable(gradient) else gradient
                 state = update.act(values, gradient, optimizer.state.get(master.tensor, {}))
                 optimizer.state[master.tensor] = state
                 bucket.show(master.range, values)
@@ -295,7 +301,8 @@ class Masters:
                 values = fields[MASTERS][inside]
                 before = optimizer.state.get(master.tensor, {})
                 known = {key: fields[key][inside] if key in fields else _copy(value) for key, value in before.items()}
-                part = gradient[low - first : high - first] if gradient is not None else None
+                whole = gradient() if callable(gradient) else gradient
+                part = whole[low - first : high - first] if whole is not None else None
                 after = update.act(values, part, known)
                 for key in (key for key in after if key in fields and key not in known):
                     fields[key][inside] = after[key]

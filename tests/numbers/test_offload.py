@@ -27,13 +27,14 @@ OFFLOADS = {
     "cpu": {"optimizer": "cpu"},
     "cpu, half of it": {"optimizer": "cpu", "fraction": 0.5},
     "cpu, parameters too": {"optimizer": "cpu", "parameters": "cpu"},
+    "cpu, gradients too": {"optimizer": "cpu", "gradients": "cpu"},
     "cpu, one after another": {"optimizer": "cpu", "overlap": False},
     "disk": {"optimizer": "nvme", "sub_group": 1},
     "disk, parameters in memory": {"optimizer": "nvme", "parameters": "cpu"},
-    "disk, parameters too": {"optimizer": "nvme", "parameters": "nvme", "sub_group": 1},
+    "disk, all else too": {"optimizer": "nvme", "gradients": "cpu", "parameters": "nvme", "sub_group": 1},
 }
 EACH = pytest.mark.parametrize("offload", OFFLOADS)
-ON_BOTH = pytest.mark.parametrize("offload", ["cpu, parameters too", "disk, parameters too"])
+ON_BOTH = pytest.mark.parametrize("offload", ["cpu, parameters too", "disk, all else too"])
 
 
 class Wide(nn.Module):

@@ -19,9 +19,10 @@ class OffloadConfig:
     (Ren et al., "ZeRO-Offload", ATC 2021; Rajbhandari et al., "ZeRO-Infinity", SC 2021.)
 
     Args:
-        optimizer: of the optimizer's states, the masters, and the gradients that they are updated with: ``"cpu"``,
-            where they are updated too; ``"nvme"``, a file on a local disk, piece by piece in the CPU's memory for an
-            update; None leaves them.
+        optimizer: of the optimizer's states and of the masters: ``"cpu"``, where they are updated too; ``"nvme"``, a
+            file on a local disk, piece by piece in the CPU's memory for an update; None leaves them.
+        gradients: of each rank's part of the reduced gradients of these, ``"cpu"``; None leaves them until they have
+            been used.
         parameters: of each rank's part of the parameters, between their uses (stage 3), likewise.
         activations: of the inputs of modules that ``activation_checkpointing`` computes again, likewise.
         path: a folder on a fast local disk, for what goes to ``"nvme"``.
@@ -35,6 +36,7 @@ class OffloadConfig:
     """
 
     optimizer: Place | None = "cpu"
+    gradients: Literal["cpu"] | None = None
     parameters: Place | None = None
     activations: Place | None = None
     path: str | Path | None = None
@@ -46,6 +48,10 @@ class OffloadConfig:
         for name in ("optimizer", "parameters", "activations"):
             if getattr(self, name) not in _PLACES:
                 raise ValueError(f"offload: {name}={getattr(self, name)!r} must be None, 'cpu' or 'nvme'.")
+        if self.gradients not in (None, "cpu"):
+            raise ValueError(f"offload: gradients={self.gradients!r} must be None or 'cpu'.")
+        if self.gradients is not None and self.optimizer is None:
+            raise ValueError("offload: gradients='cpu' needs optimizer='cpu' or 'nvme', which takes them from there.")
         if not 0 <= self.fraction <= 1:
             raise ValueError(f"offload: fraction={self.fraction!r} must be between 0 and 1.")
         if isinstance(self.sub_group, bool) or not isinstance(self.sub_group, int) or self.sub_group < 1:

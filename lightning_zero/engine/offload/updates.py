@@ -31,10 +31,12 @@ class Updates:
 
     Args:
         overlap: False lets ``optimizer.step`` wait until all is done.
+        gradients: whether gradients are kept in the host's memory.
     """
 
-    def __init__(self, overlap: bool = True) -> None:
-        self.overlap = overlap
+    def __init__(self, overlap: bool = True, gradients: bool = False) -> None:
+        self.overlap, self.gradients = overlap, gradients
+        self._copier: Updates | None = None  # this thread may be waiting for what that one brings
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: Thread | None = None
         self._streams: list[DiskUpdate] = []
@@ -49,6 +51,20 @@ class Updates:
 
         self._put(run)
         return work
+
+    def to_host(self, gradients: Tensor | dict[int, Tensor]) -> tuple[Tensor | dict[int, Tensor], Work]:
+        """Copy gradients to the host's memory; where they will be, and what ends when they are there."""
+        sources = list(gradients.values()) if isinstance(gradients, dict) else [gradients]
+        device = sources[0].device if sources else torch.device("cpu")
+        targets = [torch.empty(t.shape, dtype=t.dtype, pin_memory=device.type != "cpu") for t in sources]
+
+        def copy() -> None:
+            for target, source in zip(targets, sources):
+                target.copy_(source, non_blocking=True)
+
+        self._copier = self._copier or Updates()
+        arrival = self._copier.submit(beside(device, copy))
+        return dict(zip(gradients, targets)) if isinstance(gradients, dict) else targets[0], arrival
 
     def stream(self, states: Sequence[DiskStates]) -> DiskUpdate:
         """Begin to read what lies on a disk, to be updated in this order."""
@@ -70,6 +86,8 @@ class Updates:
         """Finish what is there to be done, drop what waits for more, and end the thread."""
         for update in self._streams:
             update.drop()
+        if self._copier is not None:
+            self._copier.close()
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()

@@ -1,0 +1,187 @@
+"""A training step with model states elsewhere, with and without overlap, against one that keeps them on the device.
+
+    python benchmarks/offload.py
+    python benchmarks/offload.py --model 25m --systems none,nvme,nvme_serial --rounds 3 --disk FOLDER
+    python benchmarks/offload.py --model 1.3b --precision bf16 --batch 8 --sequence 2048
+
+One process, on the first GPU if there is one. Every system runs once a round in a fresh process, the order reversed
+from one round to the next; the losses of the last step stand beside, so that the work is seen to be the same. TFLOP/s
+count 6 operations a parameter and token.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import REPOSITORY, describe, markdown_table, peak_resident_bytes, run_workers, write_results
+
+OFFLOADS: dict[str, Any] = {
+    "none": None,
+    "cpu": {"optimizer": "cpu"},
+    "cpu_serial": {"optimizer": "cpu", "overlap": False},
+    "cpu_all": {"optimizer": "cpu", "gradients": "cpu", "parameters": "cpu"},
+    "nvme": {"optimizer": "nvme"},
+    "nvme_serial": {"optimizer": "nvme", "overlap": False},
+    "nvme_all": {"optimizer": "nvme", "gradients": "cpu", "parameters": "nvme"},
+}
+PEERS = ["fsdp2", "fsdp2_cpu"]  # on a GPU: FSDP2, and with CPUOffloadPolicy
+MODELS = {
+    "tiny": {"width": 64, "depth": 2, "heads": 2},
+    "25m": {"width": 512, "depth": 8, "heads": 8},
+    "124m": {"width": 768, "depth": 17, "heads": 12},
+    "1.3b": {"width": 2048, "depth": 24, "heads": 16},
+    "7b": {"width": 4096, "depth": 32, "heads": 32},
+    "13b": {"width": 5120, "depth": 40, "heads": 40},
+}
+WARM_UP = 2  # steps that are not timed
+WORKER_TIMEOUT = 1800.0  # seconds
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    default = "none,cpu,cpu_serial,nvme,nvme_serial"
+    parser.add_argument("--systems", default=default, help="of: " + " ".join([*OFFLOADS, *PEERS]))
+    parser.add_argument("--model", default="25m", choices=MODELS)
+    parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=6, help="timed steps a round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--sub-group", type=int, default=2**21, help="elements of a piece on the disk")
+    parser.add_argument("--disk", type=Path, help="a folder on the disk; by default that for temporary files")
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # the parent starts workers with it
+    arguments = parser.parse_args()
+    unknown = set(arguments.systems.split(",")) - {*OFFLOADS, *PEERS}
+    if unknown:
+        parser.error(f"--systems: {', '.join(sorted(unknown))} is not among {', '.join([*OFFLOADS, *PEERS])}")
+    return arguments
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """One system: trains, and writes what it took to the file that the parent named."""
+    import torch
+    from systems import LEARNING_RATE, cross_entropy
+
+    from lightning_zero.engine import Engine
+    from lightning_zero.zoo.gpt import GPT
+
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    torch.set_num_threads(int(os.environ["BENCHMARK_THREADS"]))
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if arguments.precision == "bf16" else torch.float32
+    model = GPT(**MODELS[arguments.model], context=arguments.sequence, tied=False).to(dtype)
+    parameters = sum(p.numel() for p in model.parameters())
+    system = arguments.systems
+    engine = None
+    optimizer: Any
+    if system in PEERS:
+        import torch.distributed as dist
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+        dist.init_process_group("nccl" if on_gpu else "gloo")
+        policy = CPUOffloadPolicy() if system == "fsdp2_cpu" else OffloadPolicy()
+        for block in model.blocks:
+            fully_shard(block, offload_policy=policy)
+        fully_shard(model, offload_policy=policy)
+        model.to(device if system == "fsdp2" else "cpu")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+        offload = OFFLOADS[system] and {**OFFLOADS[system], "path": arguments.disk, "sub_group": arguments.sub_group}
+        engine = Engine(model, [optimizer], stage=3, offload=offload, device=device)
+    text = torch.randint(256, (arguments.batch, arguments.sequence + 1), device=device)
+
+    def step() -> float:
+        loss = cross_entropy(model(text[:, :-1]), text[:, 1:])
+        if engine is None:
+            loss.backward()
+        else:
+            with engine.last_backward(optimizer):
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    seconds = []
+    for _ in range(WARM_UP + arguments.steps):
+        started = time.perf_counter()
+        loss = float(step())  # waits for the device
+        seconds.append(time.perf_counter() - started)
+    result = {
+        "parameters": parameters,
+        "seconds": seconds[WARM_UP:],
+        "loss": loss,
+        "resident": peak_resident_bytes(),
+        "allocated": torch.cuda.max_memory_allocated() if on_gpu else 0,
+        "device": torch.cuda.get_device_name() if on_gpu else "CPU",
+        "at_rest": engine.report().at_rest if engine is not None else {},
+    }
+    arguments.worker.write_text(json.dumps(result))
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if arguments.worker:
+        work(arguments)
+        return
+    systems = arguments.systems.split(",")
+    rounds: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
+    chosen = ["--model", arguments.model, "--precision", arguments.precision, "--sub-group", str(arguments.sub_group)]
+    chosen += ["--batch", str(arguments.batch), "--sequence", str(arguments.sequence), "--steps", str(arguments.steps)]
+    for number in range(arguments.rounds):
+        for system in systems if number % 2 == 0 else reversed(systems):
+            with tempfile.TemporaryDirectory(dir=arguments.disk) as folder:
+                threads = {"BENCHMARK_THREADS": str(max(1, (os.cpu_count() or 2) // 2))}
+                options = ["--systems", system, *chosen, "--disk", folder]
+                (result,) = run_workers(__file__, options, 1, threads, WORKER_TIMEOUT)
+            rounds[system].append(result)
+            print(f"round {number + 1}: {system:<12} {statistics.median(result['seconds']):.3f} s a step", flush=True)
+    report(arguments, rounds)
+
+
+def report(arguments: argparse.Namespace, rounds: dict[str, list[dict[str, Any]]]) -> None:
+    step = {
+        system: statistics.median(s for result in results for s in result["seconds"])
+        for system, results in rounds.items()
+    }
+    first = next(iter(rounds.values()))[0]
+    tokens = arguments.batch * arguments.sequence
+    rows = []
+    for system, results in rounds.items():
+        seconds = [s for result in results for s in result["seconds"]]
+        serial = step.get(f"{system}_serial")
+        rows.append(
+            [
+                system,
+                f"{step[system]:.3f}",
+                f"{min(seconds):.3f} to {max(seconds):.3f}",
+                f"{6e-12 * first['parameters'] * tokens / step[system]:.3f}",
+                f"{step['none'] / step[system]:.2f}" if "none" in step else "",
+                f"{step[system] / serial:.2f}" if serial else "",
+                f"{statistics.median(result['resident'] for result in results) / 1e6:.0f}",
+                f"{statistics.median(result['allocated'] for result in results) / 1e6:.0f}",
+                f"{results[0]['loss']:.6f}",
+            ]
+        )
+    head = ["system", "step s", "spread", "TFLOP/s", "speed x none", "time x serial", "RSS MB", "allocated MB", "loss"]
+    lines = [
+        f"A GPT of {first['parameters'] / 1e6:.1f} M parameters in {arguments.precision} with fused AdamW, "
+        f"{arguments.batch} x {arguments.sequence} tokens a step, one process on {first['device']}, stage 3. Medians "
+        f"of {arguments.rounds} rounds of {arguments.steps} steps. `speed x none`: of the same without offload; "
+        "`time x serial`: against the same with `overlap=False`.",
+        "",
+        *markdown_table(head, rows),
+    ]
+    result = {"about": describe(__file__, ("torch", "lightning")), "medians": step, "rounds": rounds}
+    write_results(arguments.output, "offload", result, lines)
+
+
+if __name__ == "__main__":
+    main()
