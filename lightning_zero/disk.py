@@ -52,6 +52,21 @@ def free_bytes(place: str | int) -> int:
     return status.f_bavail * status.f_frsize
 
 
+def is_in_memory(path: str) -> bool:
+    """Whether files at a path, which need not be there yet, lie in memory and on no disk; False if nobody knows."""
+    path = os.path.abspath(path)
+    while not os.path.exists(path):
+        path = os.path.dirname(path)
+    device = os.stat(path).st_dev
+    try:
+        with open("/proc/self/mountinfo") as file:
+            mounts = [line.partition(" - ") for line in file]
+    except OSError:  # only Linux says it there
+        return False
+    kinds = {before.split()[2]: after.split()[0] for before, _, after in mounts}
+    return kinds.get(f"{os.major(device)}:{os.minor(device)}") in ("tmpfs", "ramfs")
+
+
 class DirectFile:
     """A new file, which goes past the system's cache (``O_DIRECT``) where the system, disk and values allow.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
@@ -29,6 +29,7 @@ from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.collectives import Communicator
 from lightning_zero.engine.masters import check_optimizer
+from lightning_zero.engine.offload.config import OffloadConfig
 from lightning_zero.engine.promises import awaits_values
 from lightning_zero.engine.reunion import reunite
 from lightning_zero.engine.units import Units
@@ -60,7 +61,7 @@ class FabricStrategy(ZeroProcesses):
     def __init__(
         self,
         stage: int | str = 3,
-        offload: None = None,
+        offload: Literal["cpu", "nvme"] | OffloadConfig | Mapping[str, Any] | None = None,
         units: Units = "auto",
         prefetch: int = 1,
         overlap: bool = True,

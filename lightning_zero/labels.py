@@ -19,14 +19,14 @@ _numbers = itertools.count(_FIRST)
 
 def new_label() -> str:
     """A label of this process, and of one thing that it makes."""
-    return f"{_machine()}-{os.getpid()}-{next(_numbers):x}"
+    return f"{this_machine()}-{os.getpid()}-{next(_numbers):x}"
 
 
 def is_of_the_dead(label: str) -> bool | None:
     """Whether the process that a label is of has ended; None where that cannot be seen from here."""
     process, _, number = label.rpartition("-")
     machine, _, pid = process.rpartition("-")
-    if machine != _machine():
+    if machine != this_machine():
         return None
     if int(pid) == os.getpid():  # in a container that is started again each process may get the number it had before
         return int(number, 16) < _FIRST
@@ -55,7 +55,7 @@ def is_left_over(label: str, path: str) -> bool:
     return dead
 
 
-def _machine() -> str:
+def this_machine() -> str:
     """Where numbers of processes mean something: containers may share a name, or a folder, and not these."""
     try:
         return f"{socket.gethostname()}.{os.stat('/proc/self/ns/pid').st_ino}"

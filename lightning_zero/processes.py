@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from itertools import product
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -32,6 +33,7 @@ from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError, without_parts
 from lightning_zero.engine import Engine
 from lightning_zero.engine.collectives import Communicator, wire_dtype_of
+from lightning_zero.engine.offload.config import offload_config
 from lightning_zero.engine.placement import Placement, placements_of
 from lightning_zero.engine.promises import parameters_await_values
 from lightning_zero.engine.watch import explained, fail, failure, renew
@@ -71,7 +73,7 @@ class ZeroProcesses(ParallelStrategy):
     def __init__(
         self,
         *base: Any,
-        offload: None,
+        offload: Any,
         checkpoint: str,
         async_save: bool,
         process_group_backend: str | None,
@@ -79,8 +81,6 @@ class ZeroProcesses(ParallelStrategy):
         start_method: str,
         **engine_options: Any,
     ) -> None:
-        if offload is not None:
-            raise ValueError(f"offload={offload!r} is not supported yet: leave it out, or write offload=None.")
         if start_method not in ("popen", "spawn", "fork", "forkserver"):
             raise ValueError(f"start_method={start_method!r} must be 'popen', 'spawn', 'fork' or 'forkserver'.")
         if checkpoint not in ("full", "sharded"):
@@ -88,9 +88,16 @@ class ZeroProcesses(ParallelStrategy):
                 f"checkpoint={checkpoint!r} must be 'full', one ordinary file, or 'sharded', a folder of parts."
             )
         self.stage = placements_of(engine_options["stage"]).stage
+        self._offload = offload_config(offload)
+        if self._offload is not None:
+            self._offload.check_stage(self.stage)
         self._saves_in_parts, self._saves_in_background = checkpoint == "sharded", async_save
         self._saver = Saver(async_save)
-        self._engine_options = {**engine_options, "reduce_dtype": wire_dtype_of(engine_options["reduce_dtype"])}
+        self._engine_options = {
+            **engine_options,
+            "offload": self._offload,
+            "reduce_dtype": wire_dtype_of(engine_options["reduce_dtype"]),
+        }
         super().__init__(*base)
         self._check_checkpoint_io(self._checkpoint_io)
         self._num_nodes = 1
@@ -393,19 +400,21 @@ class ZeroProcesses(ParallelStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Give the names ``zero1`` to ``zero3``, with the start methods that DDP has names for, to a registry."""
-        variants: list[tuple[str, Callable[[int], dict[str, Any]]]] = [
-            ("", lambda stage: {"stage": stage}),
-            ("_spawn", lambda stage: {"stage": stage, "start_method": "spawn"}),
-            ("_fork", lambda stage: {"stage": stage, "start_method": "fork"}),
-            ("_notebook", lambda stage: {"stage": stage, "start_method": "fork"}),
-        ]
-        for stage in (1, 2, 3):
-            for suffix, options in variants:
-                name = f"zero{stage}{suffix}"
-                if name not in strategy_registry:
-                    description = f"ZeRO stage {stage}{f' ({suffix[1:]})' if suffix else ''}"
-                    strategy_registry.register(name, cls, description=description, **options(stage))
+        """Give the names ``zero1`` to ``zero3_nvme``, with the start methods that DDP has names for, to a registry."""
+        places: dict[str, tuple[str, dict[str, Any]]] = {
+            "": ("", {}),
+            "_offload": (", optimizer states on the CPU", {"offload": "cpu"}),
+            "_nvme": (", optimizer states on a disk", {"offload": "nvme"}),
+        }
+        launches = {"": {}, "_spawn": {"start_method": "spawn"}, **dict.fromkeys(("_fork", "_notebook"), _FORK)}
+        for stage, (place, (where, moved)), (suffix, start) in product((1, 2, 3), places.items(), launches.items()):
+            name = f"zero{stage}{place}{suffix}"
+            if name not in strategy_registry:
+                description = f"ZeRO stage {stage}{where}{f' ({suffix[1:]})' if suffix else ''}"
+                strategy_registry.register(name, cls, description=description, stage=stage, **moved, **start)
+
+
+_FORK = {"start_method": "fork"}
 
 
 class _Telling:

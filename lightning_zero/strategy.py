@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from types import ModuleType
@@ -22,12 +22,15 @@ from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zero.early_updates import EarlyUpdates
 from lightning_zero.engine import Engine, Report, Unit, engine_of
 from lightning_zero.engine.collectives import Communicator
+from lightning_zero.engine.offload.config import OffloadConfig
 from lightning_zero.engine.promises import awaits_values, is_on_meta, values_may_wait
 from lightning_zero.engine.reunion import reunite
 from lightning_zero.engine.sources import leave_in_files
@@ -44,7 +47,9 @@ class TrainerStrategy(TrainerCheckpoints):
     Arguments:
         stage: 1 shards the optimizer state, 2 the gradients too, 3 the parameters too. Also by the paper's names
             ``"os"``, ``"os+g"``, ``"os+g+p"``.
-        offload: ``None``; nothing else in this version.
+        offload: which model states are kept outside of the device's memory: ``"cpu"`` for masters and optimizer states
+            in the CPU's, ``"nvme"`` for them in files below the folder for temporary ones; an ``OffloadConfig``, or its
+            fields in a mapping, for more. ``None`` leaves all on the device.
         units: which modules are gathered and released together: ``"auto"``, module classes, or a predicate of
             (qualified name, module).
         prefetch: units gathered ahead of need at stage 3.
@@ -77,7 +82,7 @@ class TrainerStrategy(TrainerCheckpoints):
     def __init__(
         self,
         stage: int | str = 3,
-        offload: None = None,
+        offload: Literal["cpu", "nvme"] | OffloadConfig | Mapping[str, Any] | None = None,
         units: Units = "auto",
         prefetch: int = 1,
         overlap: bool = True,
@@ -101,6 +106,7 @@ class TrainerStrategy(TrainerCheckpoints):
     ) -> None:
         self.model: Any
         self.last_report: Report | None = None
+        self._early_updates: EarlyUpdates | None = None
         super().__init__(
             accelerator,
             parallel_devices,
@@ -188,6 +194,7 @@ class TrainerStrategy(TrainerCheckpoints):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.engine = self._kept_engine()
+        self._early_updates = EarlyUpdates(self.lightning) if fitting and self._updates_early else None
         if self.engine is None:
             if fitting and self._layer_sync:
                 self.model = self._layer_sync.apply(self.model)
@@ -217,6 +224,10 @@ class TrainerStrategy(TrainerCheckpoints):
         if fitting:
             self._bookmark = Bookmark(trainer, self.root_device)
             _optimizers_to_device(self.optimizers, self.root_device)
+
+    @property
+    def _updates_early(self) -> bool:
+        return self._offload is not None and self._offload.optimizer is not None and self._engine_options["overlap"]
 
     @property
     def _options_of_engine(self) -> dict[str, Any]:
@@ -301,6 +312,15 @@ class TrainerStrategy(TrainerCheckpoints):
             return super().predict_step(*args, **kwargs)
 
     @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        early: AbstractContextManager[None] = nullcontext()
+        if self._early_updates is not None and self.engine is not None and self.lightning_module is not None:
+            trainer = self.lightning_module.trainer
+            early = self._early_updates.around_backward(self.engine, trainer, optimizer, closure_loss)
+        with early:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         with self.engine.no_sync() if self.engine is not None else nullcontext():
@@ -373,6 +393,7 @@ class TrainerStrategy(TrainerCheckpoints):
     def __getstate__(self) -> dict[str, Any]:
         # users copy trainers and strategies: the engine belongs to one
         of_one: dict[str, Any] = {"engine": None, "_bookmark": None, "_masters_after_fit": {}, "_fitted": nobody}
+        of_one["_early_updates"] = None
         return {**super().__getstate__(), **of_one}
 
 

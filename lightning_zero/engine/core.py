@@ -30,6 +30,7 @@ from lightning_zero.engine.masters import Masters, check_optimizer, masters_of
 from lightning_zero.engine.materialise import Materialiser, check_can_be_initialised
 from lightning_zero.engine.offload.activations import activation_store
 from lightning_zero.engine.offload.config import offload_config
+from lightning_zero.engine.offload.planning import check_room
 from lightning_zero.engine.offload.states import Swap
 from lightning_zero.engine.offload.swap import SwapFolder
 from lightning_zero.engine.offload.updates import Updates
@@ -194,6 +195,8 @@ class Engine:
             self._numel_that_stay = round((1 - self._offload.fraction) * sum(trained))
         self.units = [Unit(plan, self._buckets_of(plan, rank_in_groups)) for plan in plans]
         try:
+            if self._offload is not None:
+                check_room(self._offload, plans, sources, self.buckets, optimizers, self.communicator)
             Materialiser(module, plans, self.units, sources, self.communicator, self.agreement).run()
         except BaseException:
             self._clear_disk()

@@ -30,9 +30,11 @@ CLOSE = {"rtol": 2e-6, "atol": 1e-7}
 
 def test_every_stage_is_registered_with_the_launch_variants_that_ddp_has():
     for stage in (1, 2, 3):
-        for suffix in ("", "_spawn", "_fork", "_notebook"):
-            strategy = StrategyRegistry.get(f"zero{stage}{suffix}")
-            assert isinstance(strategy, ZeroStrategy) and strategy.stage == stage
+        for place, moved in (("", None), ("_offload", "cpu"), ("_nvme", "nvme")):
+            for suffix, start in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
+                strategy = StrategyRegistry.get(f"zero{stage}{place}{suffix}")
+                assert isinstance(strategy, ZeroStrategy) and strategy.stage == stage
+                assert getattr(strategy._offload, "optimizer", None) == moved and strategy._start_method == start
     assert isinstance(ZeroStrategy(), DDPStrategy), "what Lightning allows DDP it allows ZeRO"
 
 
@@ -40,7 +42,13 @@ def test_every_stage_is_registered_with_the_launch_variants_that_ddp_has():
     ("arguments", "message"),
     [
         ({"stage": 4}, r"stage=4 is not a ZeRO stage: write 1, 2 or 3"),
-        ({"offload": "cpu"}, r"offload='cpu' is not supported yet"),
+        ({"offload": "gpu"}, r"offload='gpu' must be None, 'cpu', 'nvme' or an OffloadConfig"),
+        ({"offload": {"optimiser": "cpu"}}, r"offload: 'optimiser' is not among optimizer, parameters,"),
+        ({"offload": {"optimizer": "disk"}}, r"offload: optimizer='disk' must be None, 'cpu' or 'nvme'"),
+        ({"offload": {"fraction": 2}}, r"offload: fraction=2 must be between 0 and 1"),
+        ({"offload": {"sub_group": 0}}, r"offload: sub_group=0 must be a number of elements, 1 or more"),
+        ({"offload": {"parameters": "cpu"}, "stage": 2}, r"offload: parameters='cpu' needs stage 3: at stage 2"),
+        ({"offload": {"parameters": "cpu", "optimizer": None}}, r"needs the masters there, .* add optimizer='cpu'"),
         ({"reduce_dtype": "fp8"}, r"reduce_dtype='fp8' .* write 'fp32', 'bf16' or 'fp16', the torch.dtype"),
         ({"reduce_dtype": torch.float64}, r"reduce_dtype=torch.float64 .* write 'fp32', 'bf16' or 'fp16'"),
         ({"after_fit": "cut"}, r"after_fit='cut' must be 'full' or 'sharded'"),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning_zero.disk import is_in_memory
+
 Place = Literal["cpu", "nvme"]
 
 _PLACES = (None, "cpu", "nvme")
+_MOVED = ("optimizer", "parameters", "activations")
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class OffloadConfig:
     overlap: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("optimizer", "parameters", "activations"):
+        for name in _MOVED:
             if getattr(self, name) not in _PLACES:
                 raise ValueError(f"offload: {name}={getattr(self, name)!r} must be None, 'cpu' or 'nvme'.")
         if self.gradients not in (None, "cpu"):
@@ -73,12 +78,25 @@ class OffloadConfig:
     def needs_disk(self) -> bool:
         return "nvme" in (self.optimizer, self.parameters, self.activations)
 
+    def check_stage(self, stage: int) -> None:
+        """See whether a stage has what is to be moved.
+
+        Raises:
+            ValueError: if it has not.
+        """
+        if self.parameters is not None and stage != 3:
+            raise ValueError(
+                f"offload: parameters={self.parameters!r} needs stage 3: at stage {stage} every rank computes with all "
+                "of them all the time."
+            )
+
 
 def offload_config(offload: Any) -> OffloadConfig | None:
     """What the option ``offload`` means.
 
     Args:
-        offload: None, ``"cpu"``, ``"nvme"``, an ``OffloadConfig``, or its fields in a mapping, as from Hydra.
+        offload: None, ``"cpu"``, ``"nvme"``, an ``OffloadConfig``, or its fields in a mapping, as from Hydra. In all
+            but an ``OffloadConfig`` a missing ``path`` is ``default_folder``.
 
     Raises:
         ValueError, TypeError: if it is nothing of that.
@@ -86,11 +104,28 @@ def offload_config(offload: Any) -> OffloadConfig | None:
     if offload is None or isinstance(offload, OffloadConfig):
         return offload
     if isinstance(offload, str) and offload in _PLACES:
-        return OffloadConfig(optimizer=offload)  # type: ignore[arg-type]
+        offload = {"optimizer": offload}
     if isinstance(offload, Mapping):
         known = [field.name for field in fields(OffloadConfig)]
         unknown = sorted(set(offload) - set(known))
         if unknown:
             raise ValueError(f"offload: {', '.join(map(repr, unknown))} is not among {', '.join(known)}.")
+        if offload.get("path") is None and "nvme" in [offload.get(name) for name in _MOVED]:
+            offload = {**offload, "path": default_folder()}
         return OffloadConfig(**offload) if offload else None
     raise ValueError(f"offload={offload!r} must be None, 'cpu', 'nvme' or an OffloadConfig.")
+
+
+def default_folder() -> str:
+    """Where files go if nobody says where: a folder below that for temporary files (``$TMPDIR``).
+
+    Raises:
+        ValueError: if that lies in memory.
+    """
+    folder = os.path.join(tempfile.gettempdir(), "lightning_zero-offload")
+    if is_in_memory(folder):
+        raise ValueError(
+            f"offload='nvme' would write to {folder}, which lies in memory: write "
+            "offload=OffloadConfig(optimizer='nvme', path=...) with a folder on a local disk, or set TMPDIR to one."
+        )
+    return folder

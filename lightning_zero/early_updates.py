@@ -1,0 +1,117 @@
+"""Whether a Trainer's optimizer may update what is kept elsewhere before backward is at its end.
+
+It may where nothing between the two is to see or change a gradient, or to see a parameter as it was.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from lightning_utilities.core.overrides import is_overridden
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim import optimizer as optimizers
+
+from lightning_zero.engine import Engine, slot_of
+from lightning_zero.engine.masters import Masters
+
+log = logging.getLogger(__name__)
+
+_HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step")
+_HOOKS_OF_MODULES = (*_HOOKS, "backward", "configure_gradient_clipping", "clip_gradients", "optimizer_step")
+_PRECISIONS = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
+
+
+class EarlyUpdates:
+    """Of the optimizer of one run.
+
+    Arguments:
+        lightning: the package that the Trainer is of.
+    """
+
+    def __init__(self, lightning: ModuleType) -> None:
+        self._lightning = lightning
+        self._known: dict[tuple[bool, ...], set[str]] = {}
+        self._reason: str | None = None
+
+    @contextmanager
+    def around_backward(
+        self, engine: Engine, trainer: Any, optimizer: Optimizer | None, loss: Tensor
+    ) -> Iterator[None]:
+        """Around each backward of the Trainer's: the last one before a step lets updates begin in it."""
+        reason = why_to_wait(self._lightning, trainer, optimizer)
+        trained = tuple(parameter.requires_grad for parameter in engine.module.parameters())
+        read = read_directly(loss)
+        if reason is None and (read is None or not read <= self._known.get(trained, set())):
+            reason = "parameters whose gradients may come in several parts"
+        if reason != self._reason:
+            self._reason = reason
+            log.debug(
+                "updates wait for the end of backward: %s" if reason else "updates begin in backward%s", reason or ""
+            )
+        if reason is not None or optimizer is None:
+            yield
+        else:
+            with engine.last_backward(optimizer):
+                yield
+        self._known.setdefault(trained, set()).update(read or ())
+
+
+def why_to_wait(lightning: ModuleType, trainer: Any, optimizer: Optimizer | None) -> str | None:
+    """What may look at gradients, or change them, between a backward that begins now and the update; None: nothing."""
+    module, precision = trainer.lightning_module, trainer.precision_plugin
+    if not module.automatic_optimization or optimizer is None:
+        return "manual optimization"
+    if trainer.fit_loop._should_accumulate():
+        return "more micro-batches come before the update"
+    if trainer.gradient_clip_val:
+        return "gradients are clipped"
+    plugins = lightning.plugins.precision
+    if type(precision) not in [getattr(plugins, name) for name in _PRECISIONS]:
+        return f"{type(precision).__name__} is not a precision plugin of Lightning's"
+    if getattr(precision, "scaler", None) is not None:
+        return "gradients are scaled, and not known to be finite"
+    for name in _HOOKS_OF_MODULES:
+        if is_overridden(name, module, lightning.LightningModule):
+            return f"{type(module).__name__}.{name}"
+    for callback in trainer.callbacks:
+        for name in _HOOKS:
+            if is_overridden(name, callback, lightning.Callback):
+                return f"{type(callback).__name__}.{name}"
+    if any(inner._backward_hooks or inner._backward_pre_hooks for inner in module.modules()):
+        return "hooks of modules on their backward"
+    hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizers._global_optimizer_pre_hooks.values())
+    if any(not isinstance(getattr(hook, "__self__", None), Masters) for hook in hooks):
+        return "hooks before the optimizer's step"
+    step = vars(optimizer).get("step")
+    is_torchs = inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim")
+    if not is_torchs or (step is not None and not hasattr(step, "_wrapped_by_lr_sched")):
+        return f"{type(optimizer).__name__}.step is not torch's own"
+    return None
+
+
+def read_directly(loss: Tensor) -> set[str] | None:
+    """The parameters that a loss has read outside of the modules they are of, such as in a penalty, by name.
+
+    They get a gradient more than the others: it matters whether a step is the first to do so. None if it cannot be seen
+    beforehand which gradients come.
+    """
+    found: set[str] = set()
+    seen, ahead = set(), [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":  # reentrant: its graph is made in backward
+            return None
+        slot = slot_of(getattr(node, "variable", None))
+        if slot is not None:
+            found.add(slot.name)
+        ahead += [following for following, _ in node.next_functions]
+    return found

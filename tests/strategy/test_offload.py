@@ -1,0 +1,174 @@
+"""`ZeroStrategy(offload=...)` behind a Trainer and behind Fabric: what it means, and the same numbers as without it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import lightning_fabric
+import pytest
+import pytorch_lightning
+import torch
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from omegaconf import OmegaConf
+
+import lightning_zero.fabric
+import lightning_zero.lightning_fabric
+import lightning_zero.pytorch_lightning
+from lightning_zero import OffloadConfig, ZeroStrategy
+from lightning_zero.disk import is_in_memory
+from tests.examples.running import REPOSITORY
+from tests.fabric.training import make_fabric, set_up, state_of, train, weights
+from tests.support.trainer import Learner, ManualLearner, fit, make_trainer
+from tests.support.training import same_runs, same_values
+
+STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
+PLACES = pytest.mark.parametrize("place", ["cpu", "nvme"])
+
+
+@pytest.fixture
+def on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder for temporary files lies on a disk, as it may not on the machine that runs the tests."""
+    if is_in_memory(tempfile.gettempdir()):
+        monkeypatch.setattr(tempfile, "tempdir", str(REPOSITORY))
+
+
+def test_a_word_or_a_mapping_means_the_config_that_it_abbreviates(on_a_disk, tmp_path: Path):
+    default = os.path.join(tempfile.gettempdir(), "lightning_zero-offload")
+    for given, meant in (
+        (None, None),
+        ({}, None),
+        ("cpu", OffloadConfig(optimizer="cpu")),
+        ("nvme", OffloadConfig(optimizer="nvme", path=default)),
+        ({"optimizer": "nvme"}, OffloadConfig(optimizer="nvme", path=default)),
+        ({"optimizer": "nvme", "path": str(tmp_path)}, OffloadConfig(optimizer="nvme", path=str(tmp_path))),
+        (OmegaConf.create({"parameters": "cpu", "sub_group": 4}), OffloadConfig(parameters="cpu", sub_group=4)),
+        (OffloadConfig(fraction=0.5), OffloadConfig(fraction=0.5)),
+    ):
+        for strategy in (ZeroStrategy, lightning_zero.fabric.ZeroStrategy):
+            assert strategy(stage=3, offload=given)._offload == meant
+    assert not os.path.exists(default), "nothing is written before a run"
+
+
+@pytest.mark.skipif(not is_in_memory("/dev/shm"), reason="this system has no folder in memory")
+@pytest.mark.parametrize("strategy", [ZeroStrategy, lightning_zero.fabric.ZeroStrategy])
+def test_a_default_folder_that_lies_in_memory_is_refused(monkeypatch: pytest.MonkeyPatch, strategy):
+    monkeypatch.setattr(tempfile, "tempdir", "/dev/shm")
+    with pytest.raises(ValueError, match=r"/dev/shm/lightning_zero-offload, which lies in memory: write .*path="):
+        strategy(offload="nvme")
+    with pytest.raises(ValueError, match="which lies in memory"):
+        make_trainer("zero3_nvme_spawn")
+    strategy(offload="cpu")
+
+
+def test_where_files_lie_in_memory_is_seen(tmp_path: Path):
+    assert not is_in_memory("/proc")
+    assert is_in_memory(str(tmp_path)) == is_in_memory(str(tmp_path / "not" / "there" / "yet"))
+
+
+@STAGES
+def test_every_other_namespace_has_the_names(on_a_disk, stage):
+    for registry, cls in (
+        (pytorch_lightning.strategies.StrategyRegistry, lightning_zero.pytorch_lightning.ZeroStrategy),
+        (STRATEGY_REGISTRY, lightning_zero.fabric.ZeroStrategy),
+        (lightning_fabric.strategies.STRATEGY_REGISTRY, lightning_zero.lightning_fabric.ZeroStrategy),
+    ):
+        for place, moved in (("_offload", "cpu"), ("_nvme", "nvme")):
+            for suffix in ("", "_spawn", "_fork", "_notebook"):
+                strategy = registry.get(f"zero{stage}{place}{suffix}")
+                assert type(strategy) is cls and (strategy.stage, strategy._offload.optimizer) == (stage, moved)
+
+
+# ------------------------------------------------------------------------------------------------- the same numbers
+
+
+def moved(stage: int, place: str, path: str, **options: Any) -> ZeroStrategy:
+    return ZeroStrategy(stage, OffloadConfig(place, path=path, sub_group=64, **options))
+
+
+def fit_with_and_without(
+    stage: int, place: str, path: str, learner: Any = Learner, bound: float = 0, **options: Any
+) -> None:
+    reference = fit(f"zero{stage}", learner, **options)
+    found = fit(moved(stage, place, path), learner, **options)
+    same_runs(found, reference, bound)
+    assert found.reports[-1].at_rest["host" if place == "cpu" else "disk"] > 0
+
+
+@STAGES
+@PLACES
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_losses_and_weights_are_those_without_offload(run_on, tmp_path: Path, stage, place, size):
+    run_on(size, fit_with_and_without, stage=stage, place=place, path=str(tmp_path))
+    assert not list(tmp_path.iterdir()), "the files are gone with the run"
+
+
+@STAGES
+@PLACES
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate_grad_batches": 3},
+        {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
+        {"gradient_clip_val": 0.1},
+        {"precision": "bf16-mixed"},
+        {"learner": ManualLearner},
+    ],
+    ids=["accumulation", "clipping by value", "clipping by norm", "bf16-mixed", "manual optimization"],
+)
+def test_they_are_so_with_everything_else(run_on, tmp_path: Path, stage, place, options):
+    run_on(2, fit_with_and_without, stage=stage, place=place, path=str(tmp_path), **options)
+
+
+def fit_names(stage: int) -> None:
+    reference = fit(f"zero{stage}")
+    for name in (f"zero{stage}_offload", f"zero{stage}_nvme"):
+        same_runs(fit(name), reference, 0)
+
+
+@STAGES
+def test_a_name_alone_is_enough(run_on, on_a_disk, stage):
+    run_on(2, fit_names, stage=stage)
+
+
+def resume_elsewhere(stage: int, path: str) -> None:
+    """Two epochs at a stretch, and one each with and without offload, in all four orders: the checkpoints are equal."""
+    whole = fit(f"zero{stage}")
+    kept = {}
+    for name, make in (("plain", lambda: f"zero{stage}"), ("cpu", lambda: moved(stage, "cpu", path))):
+        torch.manual_seed(0)
+        trainer = make_trainer(make(), max_epochs=1)
+        trainer.fit(Learner())
+        trainer.save_checkpoint(f"{path}/{name}.ckpt")
+        trainer.strategy.barrier()
+        kept[name] = torch.load(f"{path}/{name}.ckpt", weights_only=False)
+    for part in ("state_dict", "optimizer_states"):
+        same_values(kept["cpu"][part], kept["plain"][part], part, 0)
+    for start, make in (("plain", lambda: moved(stage, "nvme", path)), ("cpu", lambda: f"zero{stage}")):
+        resumed = fit(make(), ckpt_path=f"{path}/{start}.ckpt")
+        same_values(resumed.weights, whole.weights, f"from {start}", 0)
+
+
+@STAGES
+def test_a_checkpoint_is_the_same_and_goes_on_with_or_without_offload(run_on, tmp_path: Path, stage):
+    run_on(2, resume_elsewhere, stage=stage, path=str(tmp_path))
+
+
+def fabric_with_and_without(stage: int, path: str) -> None:
+    found = []
+    for offload in (None, "cpu", {"optimizer": "nvme", "path": path, "sub_group": 64}):
+        fabric = make_fabric(lightning_zero.fabric.ZeroStrategy(stage, offload))
+        model, optimizer = set_up(fabric)
+        losses = train(fabric, model, optimizer, steps=4)
+        found.append((losses, weights(model), state_of(optimizer)["state"]))
+        fabric.strategy.teardown()
+    for each in found[1:]:
+        same_values(each, found[0], "with offload", 0)
+
+
+@STAGES
+@pytest.mark.parametrize("size", [1, 2])
+def test_fabric_trains_as_without_offload(run_on, tmp_path: Path, stage, size):
+    run_on(size, fabric_with_and_without, stage=stage, path=str(tmp_path))
