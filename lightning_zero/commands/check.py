@@ -92,6 +92,8 @@ def check(config: DictConfig) -> DictConfig:
             raise ConfigError(f"{key}={node[name]}: expected {expected}")
     if resolved.resume is not None and not Path(resolved.resume).exists():
         raise ConfigError(f"resume={resolved.resume}: no such checkpoint")
+    if resolved.stage.get("offload") is not None and "stage" not in resolved.stage:
+        raise ConfigError("offload: DDP keeps all on the device: offload=none, or stage=1, 2 or 3")
     if not resolved.trainer.get("enable_progress_bar", True):
         resolved.callbacks.pop("progress", None)  # Lightning refuses one that it is told not to have
     _check_targets(resolved, "")
@@ -144,8 +146,8 @@ def _check_made(config: DictConfig) -> None:
         instantiate(config.trainer, callbacks=callbacks, logger=False)
     except (InstantiationException, ValueError, OSError) as error:
         text = in_one_line(error)
-        # errors of the models and the data begin with the argument's name: heads=3 must ...
-        raise ConfigError(f"{group}.{text}" if re.match(r"\w+=", text) else f"{group}: {text}") from error
+        # errors of the models, the data and offload begin with the argument's name: heads=3 must ...
+        raise ConfigError(f"{group}.{text}" if re.match(r"\w+=|offload: ", text) else f"{group}: {text}") from error
     finally:
         lightning.setLevel(level)
 

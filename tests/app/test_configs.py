@@ -9,7 +9,8 @@ from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_zero.commands.check import check
+from lightning_zero import OffloadConfig
+from lightning_zero.commands.check import ConfigError, check
 from tests.app.commands import REPOSITORY
 
 CONF = REPOSITORY / "conf"
@@ -33,6 +34,8 @@ def test_every_choice_passes_the_check_and_makes_its_objects(choice: str, tmp_pa
         needed = ["trainer.accelerator=cpu", "trainer.devices=2"]
     if "digits" not in f"{choice}{needed}":
         needed = [*needed, "data.max_bytes=500_000"]
+    if "nvme" in choice:
+        needed = [*needed, f"stage.offload.path={tmp_path}"]
     config = check(composed(choice, *needed, folder=tmp_path))
 
     instantiate(config.data)
@@ -49,6 +52,29 @@ def test_stage_options_reach_the_strategy(choice: str, tmp_path: Path) -> None:
     config = composed(f'stage="{choice}"', "stage.prefetch=2", folder=tmp_path)
     strategy = instantiate(config.trainer.strategy)
     assert strategy.stage == int(choice)
+
+
+@pytest.mark.parametrize("stage", ["1", "2", "3"])
+def test_offload_reaches_the_strategy_at_every_stage(stage: str, tmp_path: Path) -> None:
+    path = f"stage.offload.path={tmp_path}"
+    for arguments, meant in (
+        (["offload=none"], None),
+        (["offload=cpu", "stage.offload.fraction=0.5"], OffloadConfig("cpu", fraction=0.5)),
+        (["offload=nvme", path, "stage.offload.sub_group=64"], OffloadConfig("nvme", path=str(tmp_path), sub_group=64)),
+        (["stage.offload=cpu"], OffloadConfig("cpu")),
+    ):
+        config = composed(f'stage="{stage}"', *arguments, folder=tmp_path)
+        assert instantiate(config.trainer.strategy)._offload == meant
+    for choice, meant in (
+        ("cpu_params", OffloadConfig("cpu", "cpu")),
+        ("nvme_params", OffloadConfig("nvme", "nvme", path=str(tmp_path))),
+    ):
+        arguments = [f'stage="{stage}"', f"offload={choice}", *([path] if "nvme" in choice else [])]
+        if stage == "3":
+            assert instantiate(composed(*arguments, folder=tmp_path).trainer.strategy)._offload == meant
+        else:
+            with pytest.raises(ConfigError, match=rf"stage.offload: parameters='\w+' needs stage 3: at stage {stage}"):
+                check(composed(*arguments, "data.max_bytes=500_000", folder=tmp_path))
 
 
 def test_later_groups_override_earlier_ones(tmp_path: Path) -> None:

@@ -38,6 +38,9 @@ WRONG = [
     ("stage.prefetch=-1", "stage.prefetch=-1: expected a whole number, 0 or more"),
     ("stage.reduce_dtype=fp8", "stage.reduce_dtype=fp8: expected fp32, bf16, fp16 or null"),
     ("stage.activation_checkpointing=all", "stage.activation_checkpointing=all: expected units or null"),
+    ("offload=gpu", "offload=gpu: no such option; there are cpu, cpu_params, none, nvme, nvme_params"),
+    ("stage.offload=gpu", "stage.offload='gpu' must be None, 'cpu', 'nvme' or an OffloadConfig"),
+    ("+stage.offload.optimizer=gpu", "stage.offload: optimizer='gpu' must be None, 'cpu' or 'nvme'"),
     ("stage.units=some", "stage.units=some: expected"),
     ("stage.units=[", "stage.units=[: no viable alternative"),
 ]
@@ -58,6 +61,13 @@ def test_wrong_value_ends_with_one_line_that_names_the_key(
     errors = capfd.readouterr().err
     assert code == 2
     assert errors.startswith(f"lightning-zero train: {line}") and errors.count("\n") == 1, errors
+
+
+def test_offload_with_ddp_ends_with_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        train.main(["stage=ddp", "offload=cpu", "hydra.run.dir=.", "hydra.output_subdir=null"])
+    line = "lightning-zero train: offload: DDP keeps all on the device: offload=none, or stage=1, 2 or 3\n"
+    assert capfd.readouterr().err == line
 
 
 def test_job_of_a_sweep_with_a_wrong_value_does_not_keep_the_others_from_training(tmp_path: Path) -> None:

@@ -125,6 +125,11 @@ def run_transformers(folder: str) -> None:
     assert all(torch.equal(value, tuned[name]) for name, value in namespace["alone"].state_dict().items())
 
 
+def run_offload(folder: str) -> None:
+    namespace = run_page("offload.md", folder)
+    assert namespace["strategy"].last_report.at_rest["disk"] > 0
+
+
 def run_fabric(folder: str) -> None:
     namespace = run_page("fabric.md", folder)
     assert namespace["state"]["step"] == 10
@@ -182,6 +187,7 @@ PAGES = [
     run_getting_started,
     run_checkpoints,
     run_transformers,
+    run_offload,
     run_fabric,
     run_big_models,
     run_troubleshooting,

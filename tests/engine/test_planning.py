@@ -58,7 +58,7 @@ def part(numel: int, master: int = 4, states: tuple[int, ...] = (4, 4), **option
             {"pins": False},
             Need({"parameters": 4000}, 0, 0),
         ),
-        # Adam on a disk: pieces of 4096 and 904 elements, fields of 16384 and 4096 bytes; masters are there twice at first
+        # Adam on a disk: pieces of 4096 and 904 elements, fields of 16384 and 4096 bytes; masters twice at first
         (
             [part(5000, on_disk=True)],
             {"pins": False},

@@ -21,6 +21,7 @@ from lightning_zero import OffloadConfig, ZeroStrategy
 from lightning_zero.disk import is_in_memory
 from tests.examples.running import REPOSITORY
 from tests.fabric.training import make_fabric, set_up, state_of, train, weights
+from tests.support.models import Square
 from tests.support.trainer import Learner, ManualLearner, fit, make_trainer
 from tests.support.training import same_runs, same_values
 
@@ -160,7 +161,7 @@ def fabric_with_and_without(stage: int, path: str) -> None:
     found = []
     for offload in (None, "cpu", {"optimizer": "nvme", "path": path, "sub_group": 64}):
         fabric = make_fabric(lightning_zero.fabric.ZeroStrategy(stage, offload))
-        model, optimizer = set_up(fabric)
+        model, optimizer = set_up(fabric, Square)
         losses = train(fabric, model, optimizer, steps=4)
         found.append((losses, weights(model), state_of(optimizer)["state"]))
         fabric.strategy.teardown()
