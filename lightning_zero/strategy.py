@@ -227,7 +227,8 @@ class TrainerStrategy(TrainerCheckpoints):
 
     @property
     def _updates_early(self) -> bool:
-        return self._offload is not None and self._offload.optimizer is not None and self._engine_options["overlap"]
+        overlaps = self._engine_options["overlap"] and self._offload is not None and self._offload.overlap
+        return overlaps and self._offload is not None and self._offload.optimizer is not None
 
     @property
     def _options_of_engine(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from tests.support.models import Square, adam
 from tests.support.training import batch
 from tests.support.workers import rank
 
-PLAIN = {"gradient": 0, "source": 0, "on_disk": False, "masters_are_new": True, "states_are_new": True}
+PLAIN = {"gradient": 0, "source": 0, "stored": 0, "on_disk": False, "masters_are_new": True, "states_are_new": True}
 
 
 def part(numel: int, master: int = 4, states: tuple[int, ...] = (4, 4), **options: Any) -> Part:
@@ -28,25 +28,26 @@ def part(numel: int, master: int = 4, states: tuple[int, ...] = (4, 4), **option
 @pytest.mark.parametrize(
     ("parts", "options", "need"),
     [
-        # Adam on the CPU for a GPU: 4000 bytes of masters take 4096 pinned ones, 2 x 4000 of states, 4000 of gradients
+        # Adam on the CPU for a GPU: 4000 bytes of masters take 4096 pinned ones, 2 x 4000 of states; gradients come by
+        # memory of 4096, and of any smaller power of two that torch keeps
         (
             [part(1000, gradient=4)],
             {"pins": True},
-            Need({"masters": 4096, "optimizer states": 8000, "gradients": 4000}, 4096, 0),
+            Need({"masters": 4096, "optimizer states": 8000, "gradients": 8192}, 4096 + 8192, 0),
         ),
         # SGD with momentum in fp64, two buckets: 8 x 100 -> 1024 and 8 x 128 = 1024 pinned
         (
             [part(100, 8, (8,), gradient=8), part(128, 8, (8,), gradient=8)],
             {"pins": True},
-            Need({"masters": 2048, "optimizer states": 1824, "gradients": 1824}, 2048, 0),
+            Need({"masters": 2048, "optimizer states": 1824, "gradients": 2048}, 4096, 0),
         ),
         # parameters in bf16 beside the masters, 2000 -> 2048; frozen ones have nothing else
         (
             [part(1000, gradient=4, source=2), part(600, 2, ())],
             {"pins": True},
             Need(
-                {"masters": 4096 + 2048, "optimizer states": 8000, "gradients": 4000, "parameters": 2048},
-                4096 + 2048 + 2048,
+                {"masters": 4096 + 2048, "optimizer states": 8000, "gradients": 8192, "parameters": 2048},
+                4096 + 2048 + 8192 + 2048,
                 0,
             ),
         ),
@@ -70,11 +71,17 @@ def part(numel: int, master: int = 4, states: tuple[int, ...] = (4, 4), **option
             {"pins": False},
             Need({"buffers for the disk": 3 * 16384}, 0, 16384 + 4096),
         ),
+        # parameters in bf16 beside masters in fp32, 8192 + 4096 bytes, there twice meanwhile; SGD with momentum
+        (
+            [part(5000, states=(4,), stored=2, on_disk=True)],
+            {"pins": False},
+            Need({"buffers for the disk": 3 * (2 * 16384 + 8192)}, 0, 2 * 20480 + 12288 + (20480 + 12288)),
+        ),
         # the largest bucket decides what buffers there are, and what lies there twice; pieces begin at 4096 elements
         (
             [part(10, on_disk=True, gradient=4), part(5000, on_disk=True, gradient=4)],
             {"pins": True, "sub_group": 1},
-            Need({"gradients": 20040, "buffers for the disk": 3 * 3 * 16384}, 0, 3 * 4096 + 3 * 20480 + 20480),
+            Need({"gradients": 32768, "buffers for the disk": 3 * 3 * 16384}, 32768, 3 * 4096 + 3 * 20480 + 20480),
         ),
         ([part(0), part(0, on_disk=True)], {"pins": True}, Need({}, 0, 0)),
         ([], {"pins": True}, Need({}, 0, 0)),

@@ -39,6 +39,7 @@ class Tower(LightningModule):
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(8))
         self.was_early: list[bool] = []
+        self.forwards = 0
         self.seen: list[Any] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,12 +55,12 @@ class Tower(LightningModule):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
-    def last_masters(self) -> tuple[Any, Tensor | None] | None:
-        """The last update of the last unit, and its masters after it where these are in memory."""
-        bucket = self.trainer.strategy.engine.units[-1].buckets[0]
-        if bucket.update is None:
-            return None
-        bucket.update.wait()
+    def last_masters(self) -> tuple[Any, Tensor | None]:
+        """The update of the last unit that is under way, and its masters after it where these are in memory."""
+        engine = self.trainer.strategy.engine
+        bucket = engine.units[-1].buckets[0]
+        if bucket.update is not None:
+            bucket.update.wait()
         return bucket.update, bucket.shard.clone() if bucket.states is None else None
 
     def note_in_backward_of(self, x: Tensor) -> None:
@@ -67,11 +68,13 @@ class Tower(LightningModule):
 
         def note(_: Tensor) -> None:
             update, masters = self.last_masters()
-            assert masters is None or torch.equal(masters, before[1]) == (update is before[0])
-            self.was_early.append(update is not before[0])
+            is_new = update is not None and update is not before[0]
+            assert masters is None or torch.equal(masters, before[1]) != is_new
+            self.was_early.append(is_new)
 
-        if before is not None:
+        if self.forwards:  # before the first step there is no order of buckets to go by
             x.register_hook(note)
+        self.forwards += 1
 
 
 def loader() -> DataLoader[Any]:

@@ -17,7 +17,7 @@ from lightning_zero.engine.bucket import Bucket
 from lightning_zero.engine.offload.config import OffloadConfig
 from lightning_zero.engine.offload.states import Swap
 from lightning_zero.engine.offload.swap import BUFFERS
-from lightning_zero.engine.offload.updates import fields_of
+from lightning_zero.engine.offload.updates import Update
 from lightning_zero.labels import this_machine
 
 if TYPE_CHECKING:
@@ -34,8 +34,10 @@ class Part:
         numel: elements of the shard.
         master: bytes of a master.
         states: bytes an element of each state that the optimizer will keep; none of what is frozen.
-        gradient: bytes of a gradient that is brought to where the masters are; 0 where it is there already.
+        gradient: bytes of a gradient that is brought to where it is used, of one bucket or piece after another; 0
+            where it is there already.
         source: bytes of a value that gathers begin with, where that is beside the masters and in the CPU's memory.
+        stored: the same where it is in the file.
         on_disk: whether masters and states are in a file.
         masters_are_new: whether masters in memory come on top of what would be there without offload.
         states_are_new: the same of states.
@@ -46,6 +48,7 @@ class Part:
     states: tuple[int, ...]
     gradient: int
     source: int
+    stored: int
     on_disk: bool
     masters_are_new: bool
     states_are_new: bool
@@ -73,29 +76,33 @@ def need_of(parts: Iterable[Part], *, sub_group: int, pins: bool) -> Need:
         pins: whether memory is pinned, as it is for a device that copies by itself. Torch takes it in powers of two.
     """
     memory: Counter[str] = Counter()
-    pinned = disk = largest_before = largest_piece = 0
+    pinned = disk = largest_before = largest_piece = largest_gradient = 0
     sub_group = _aligned(sub_group)
 
     def keep(what: str, nbytes: int) -> None:
         nonlocal pinned
-        taken = 1 << (nbytes - 1).bit_length() if pins and nbytes else nbytes
+        taken = _power_of_two(nbytes) if pins else nbytes
         memory[what] += taken
         pinned += taken if pins else 0
 
     for part in parts:
-        fields = (part.master, *part.states)
+        at_first = (part.master, part.stored)
+        fields = (*at_first, *part.states)
         if part.on_disk:
             pieces = [min(sub_group, part.numel - start) for start in range(0, part.numel, sub_group)]
             disk += sum(_aligned(piece * field) for piece in pieces for field in fields)
-            # the file is made with masters alone, and lies beside the one with room for states for a moment
-            before = sum(_aligned(piece * part.master) for piece in pieces) if part.states else 0
+            # the file is made without states, and lies beside the one with room for them for a moment
+            before = sum(_aligned(piece * field) for piece in pieces for field in at_first) if part.states else 0
             largest_before = max(largest_before, before)
             largest_piece = max([largest_piece, *(sum(_aligned(piece * f) for f in fields) for piece in pieces[:1])])
         else:
             keep("masters", part.numel * part.master if part.masters_are_new else 0)
             memory["optimizer states"] += part.numel * sum(part.states) if part.states_are_new else 0
-        memory["gradients"] += part.numel * part.gradient
+        at_once = min(part.numel, sub_group) if part.on_disk else part.numel
+        largest_gradient = max(largest_gradient, at_once * part.gradient)
         keep("parameters", part.numel * part.source)
+    # what is given back is kept by torch for the next of that size: all powers of two up to the largest, at most
+    keep("gradients", 2 * _power_of_two(largest_gradient))
     memory["buffers for the disk"] += BUFFERS * largest_piece
     return Need({what: nbytes for what, nbytes in memory.items() if nbytes}, pinned, disk + largest_before)
 
@@ -204,7 +211,7 @@ def _parts(plans: Sequence[UnitPlan], buckets: Sequence[Bucket], optimizers: Seq
         fields: dict[str, torch.dtype] = {}
         for optimizer, group in {id(found[1]): found for p in members if (found := group_of.get(id(p)))}.values():
             key = id(group), dtype
-            known[key] = known.get(key) or fields_of(optimizer, group, dtype)
+            known[key] = known.get(key) or Update.of(optimizer, group, torch.device("cpu")).fields(dtype)
             fields.update(known[key])
         return tuple(kind.itemsize for kind in fields.values())
 
@@ -216,18 +223,25 @@ def _parts(plans: Sequence[UnitPlan], buckets: Sequence[Bucket], optimizers: Seq
         master, on_disk = bucket.master_dtype, isinstance(masters_on, Swap)
         on_cpu = device.type == "cpu"
         # what ``Bucket._keep`` does
-        source_in_memory = source_on is not None or on_cpu
-        has_source = not bucket.replicated and (source_on is None or bucket.full.dtype != master or on_disk)
+        width, low = bucket.full.dtype.itemsize, bucket.full.dtype != master
+        on_same_disk = isinstance(source_on, Swap)
+        has_source = not bucket.replicated and not on_same_disk and (source_on is None or low or on_disk)
         yield Part(
             numel=bucket.layout.shard_numel,
             master=master.itemsize,
             states=states_of(members, master),
             gradient=0 if on_cpu or not members[0].requires_grad else master.itemsize,
-            source=bucket.full.dtype.itemsize if has_source and source_in_memory else 0,
+            source=width if has_source and (source_on is not None or on_cpu) else 0,
+            stored=width if on_same_disk and low else 0,
             on_disk=on_disk,
-            masters_are_new=not on_cpu or (bucket.replicated and bucket.full.dtype == master),
+            masters_are_new=not on_cpu or (bucket.replicated and not low),
             states_are_new=not on_cpu,
         )
+
+
+def _power_of_two(number: int) -> int:
+    """The next one, of which 0 is its own."""
+    return 1 << (number - 1).bit_length() if number else 0
 
 
 def _aligned(number: int) -> int:
