@@ -1,4 +1,4 @@
-"""Any stage, world size, form and precision saves; any other loads every bit, and goes on as if never stopped."""
+"""Any stage, ranks, form, precision and offload saves; any other loads every bit, and goes on as if never stopped."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tests.support.workers import rank, world_size
 BATCHES = 3
 learner = partial(Learner, partial(models.OddModel, rows=2), models.adam_with_large_eps, batches=BATCHES)
 
+ON_DISK = {"optimizer": "nvme", "path": "swap", "sub_group": 1}
 SYSTEMS = ["ddp", "zero1", "zero2", "zero3"]
 SAVERS = {
     "ddp": lambda: "ddp",
@@ -29,7 +30,13 @@ SAVERS = {
     "zero1 sharded": lambda: ZeroStrategy(1, checkpoint="sharded"),
     "zero2 sharded, in the background": lambda: ZeroStrategy(2, checkpoint="sharded", async_save=True),
     "zero3 sharded": lambda: ZeroStrategy(3, checkpoint="sharded"),
+    "zero2 full, from the CPU's memory": lambda: ZeroStrategy(2, offload="cpu"),
+    "zero3 sharded, in the background, from a disk": lambda: ZeroStrategy(
+        3, {**ON_DISK, "parameters": "nvme"}, checkpoint="sharded", async_save=True
+    ),
 }
+LOADERS = {name: lambda name=name: name for name in SYSTEMS}
+LOADERS |= {"zero3 to a disk": lambda: ZeroStrategy(3, {**ON_DISK, "parameters": "cpu"})}
 
 
 class SaveAtTheEnd(Callback):
@@ -76,7 +83,12 @@ def load(folder: Path, files: list[str], systems: list[str], precision: str, bef
         for system in systems if "sharded" not in file else [each for each in systems if each != "ddp"]:
             seeing, what = SeeWhatWasLoaded(), f"{file} into {system}"
             run = fit(
-                system, learner, str(folder / f"{file}.ckpt"), callbacks=[seeing], precision=precision, max_epochs=2
+                LOADERS[system](),
+                learner,
+                str(folder / f"{file}.ckpt"),
+                callbacks=[seeing],
+                precision=precision,
+                max_epochs=2,
             )
             if rank() == 0:
                 weights, state = seeing.seen
@@ -91,7 +103,7 @@ def load(folder: Path, files: list[str], systems: list[str], precision: str, bef
 def test_any_stage_world_size_and_form_loads_what_any_other_saved(run_on, tmp_path, before, after):
     """In fp32, DDP (on one rank: a single device) among them."""
     run_on(before, write, folder=tmp_path, savers=list(SAVERS), precision="32-true")
-    run_on(after, load, folder=tmp_path, files=list(SAVERS), systems=SYSTEMS, precision="32-true", before=before)
+    run_on(after, load, folder=tmp_path, files=list(SAVERS), systems=list(LOADERS), precision="32-true", before=before)
 
 
 ZEROS = [name for name in SAVERS if name != "ddp"]
@@ -111,7 +123,15 @@ ZEROS = [name for name in SAVERS if name != "ddp"]
 def test_any_precision_loads_what_any_other_saved(run_on, tmp_path, before, after, saved, loaded):
     """Where both have masters in fp32, these are kept too: the run goes on by the same digits."""
     run_on(before, write, folder=tmp_path, savers=ZEROS, precision=saved)
-    run_on(after, load, folder=tmp_path, files=ZEROS, systems=["zero1", "zero3"], precision=loaded, before=before)
+    run_on(
+        after,
+        load,
+        folder=tmp_path,
+        files=ZEROS,
+        systems=["zero1", "zero3", "zero3 to a disk"],
+        precision=loaded,
+        before=before,
+    )
 
 
 def test_a_sharded_checkpoint_says_what_wrote_it(run_on, tmp_path):
