@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate, cycle, groupby
 from typing import Any
 
 from lightning_zero.checkpoint.files import Files
@@ -15,7 +17,8 @@ ADVICE = "Take another checkpoint, or copy this one again from where it is whole
 NO_CHECKSUM = -1
 """One that no bytes have: of what is damaged already."""
 
-_AT_ONCE = 2**20  # bytes, which a processor's own memory has room for
+_AT_ONCE = 2**23
+"""Bytes that are read at once: a disk takes twice the time if it is asked for less."""
 
 
 class DamagedCheckpointError(ValueError):
@@ -59,11 +62,10 @@ def verify(
         DamagedCheckpointError: naming all that is damaged.
     """
     wrong = []
-    room = memoryview(bytearray(_AT_ONCE))
     for name, parts in groupby(_share(extents, *share), lambda extent: extent.file):
         with files.open(name) as file:
-            for extent in parts:
-                extent.is_checked = _checksum(file, extent, room, progress) == extent.crc32
+            for extent, crc32 in _checksums(file, list(parts), progress):
+                extent.is_checked = crc32 == extent.crc32
                 if not extent.is_checked:
                     wrong.append(str(extent))
     if wrong:
@@ -86,15 +88,44 @@ def _share(extents: Iterable[Extent], number: int, of: int) -> list[Extent]:
     ]
 
 
-def _checksum(file: Any, extent: Extent, room: memoryview, progress: Callable[[int], None] | None) -> int:
-    file.seek(extent.start)
-    crc32, left = 0, extent.length
-    while left:
-        count = file.readinto(room[: min(left, len(room))])
-        if not count:
-            break  # truncated since it was opened: the checksum says so
-        crc32 = zlib.crc32(room[:count], crc32)
-        left -= count
-        if progress is not None:
-            progress(count)
-    return crc32
+def _checksums(
+    file: Any, extents: list[Extent], progress: Callable[[int], None] | None
+) -> Iterator[tuple[Extent, int]]:
+    """The checksum that each extent has now; they lie one after another."""
+    blocks = _blocks(file, extents[0].start, extents[-1].start + extents[-1].length)
+    block, position = memoryview(b""), extents[0].start  # of what is left of the block
+    for extent in extents:
+        crc32, at, stop = 0, extent.start, extent.start + extent.length
+        while at < stop:
+            if at >= position + len(block):
+                position += len(block)
+                block = next(blocks, memoryview(b""))
+                if not block:
+                    break  # truncated since it was opened: the checksum says so
+                continue
+            part = block[at - position : stop - position]
+            crc32, at = zlib.crc32(part, crc32), at + len(part)
+            if progress is not None:
+                progress(len(part))
+        yield extent, crc32
+
+
+def _blocks(file: Any, start: int, stop: int) -> Iterator[memoryview]:
+    """The bytes ``[start, stop)`` of a file; while one block of them is looked at, the next is read."""
+    rooms = cycle([memoryview(bytearray(_AT_ONCE)) for _ in range(2)])
+
+    def read(room: memoryview) -> memoryview:
+        filled = 0
+        while filled < len(room) and (count := file.readinto(room[filled:])):
+            filled += count
+        return room[:filled]
+
+    file.seek(start)
+    lengths = [min(_AT_ONCE, stop - position) for position in range(start, stop, _AT_ONCE)]
+    with ThreadPoolExecutor(1) as reader:
+        reads = deque(reader.submit(read, next(rooms)[:length]) for length in lengths[:1])
+        for length in (*lengths[1:], 0):
+            block = reads.popleft().result() if reads else memoryview(b"")
+            if length:
+                reads.append(reader.submit(read, next(rooms)[:length]))
+            yield block
