@@ -281,13 +281,13 @@ def test_they_wait_where_the_trainer_changes_gradients_or_is_told_not_to_overlap
 
 @STAGES
 def test_while_micro_batches_accumulate_they_begin_in_the_last_one(run_on, stage):
-    # 2 optimizer steps, of 3 micro-batches; before the first there is no order of buckets to go by
+    # 2 optimizer steps, of 3 micro-batches
     options = {"accumulate_grad_batches": 3, "max_steps": 2}
-    run_on(2, compare, stage=stage, module=Tower, expected=[False, False, True], **options)
+    run_on(2, compare, stage=stage, module=Tower, expected=[False] * 4 + [True], **options)
 
 
 @STAGES
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_they_begin_in_backward_at_other_precisions(run_on, stage, precision):
     run_on(2, compare, stage=stage, module=Tower, expected=True, precision=precision)
 
