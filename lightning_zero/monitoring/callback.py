@@ -1,7 +1,6 @@
 """Measures a fit while it runs: loss, throughput, memory of the model states, and communication."""
 
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -80,9 +79,9 @@ class Monitor:
         self._step_began = now, elements
 
         held = model_state_bytes(trainer)
-        if in_memory(held) > in_memory(self.peak_bytes):
+        if sum(held.values()) > sum(self.peak_bytes.values()):
             self.peak_bytes = held
-        pl_module.log("MB/rank", in_memory(held) / 1e6, prog_bar=True)
+        pl_module.log("MB/rank", sum(held.values()) / 1e6, prog_bar=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.loss_curve = [(step, loss.item()) for step, loss in self._losses]
@@ -114,11 +113,6 @@ def model_state_bytes(trainer: Trainer) -> dict[str, int]:
         "gradients": sum(p.grad.nbytes for p in parameters if p.grad is not None),
         "optimizer": sum(value.nbytes for value in states if isinstance(value, Tensor)),
     }
-
-
-def in_memory(held: Mapping[str, int]) -> int:
-    """Of bytes by category, those that lie on no disk."""
-    return sum(nbytes for category, nbytes in held.items() if category != "disk")
 
 
 def _elements(trainer: Trainer) -> int:

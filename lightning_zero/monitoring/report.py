@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Trainer
 
-from lightning_zero.monitoring.callback import ZeroMonitor, in_memory
+from lightning_zero.monitoring.callback import ZeroMonitor
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,7 +66,7 @@ def figures(results: dict[str, Any]) -> dict[str, str]:
             said[f"validation {name}"] = f"{value:.3g}"
     rate, psi = results["per_second"], results["communicated_psi"]
     said[f"{results['counted']} a second"] = "not measured" if rate is None else f"{rate:.0f}"
-    peak, formula = in_memory(results["peak_bytes"]) / 1e6, results["formula_bytes"]
+    peak, formula = sum(results["peak_bytes"].values()) / 1e6, results["formula_bytes"]
     memory = "not measured" if formula is None else f"{peak:.1f} MB (formula {formula / 1e6:.1f} MB)"
     said["peak model-state memory a rank"] = memory
     expected = results["expected_psi"]

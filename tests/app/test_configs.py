@@ -66,8 +66,8 @@ def test_offload_reaches_the_strategy_at_every_stage(stage: str, tmp_path: Path)
         config = composed(f'stage="{stage}"', *arguments, folder=tmp_path)
         assert instantiate(config.trainer.strategy)._offload == meant
     for choice, meant in (
-        ("cpu_params", OffloadConfig("cpu", "cpu")),
-        ("nvme_params", OffloadConfig("nvme", "nvme", path=str(tmp_path))),
+        ("cpu_params", OffloadConfig("cpu", parameters="cpu")),
+        ("nvme_params", OffloadConfig("nvme", parameters="nvme", path=str(tmp_path))),
     ):
         arguments = [f'stage="{stage}"', f"offload={choice}", *([path] if "nvme" in choice else [])]
         if stage == "3":

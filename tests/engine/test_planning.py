@@ -18,7 +18,15 @@ from tests.support.models import Square, adam
 from tests.support.training import batch
 from tests.support.workers import rank
 
-PLAIN = {"gradient": 0, "source": 0, "stored": 0, "on_disk": False, "masters_are_new": True, "states_are_new": True}
+PLAIN = {
+    "gradient": 0,
+    "keeps_gradient": False,
+    "source": 0,
+    "stored": 0,
+    "on_disk": False,
+    "masters_are_new": True,
+    "states_are_new": True,
+}
 
 
 def part(numel: int, master: int = 4, states: tuple[int, ...] = (4, 4), **options: Any) -> Part:
@@ -34,6 +42,12 @@ def part(numel: int, master: int = 4, states: tuple[int, ...] = (4, 4), **option
             [part(1000, gradient=4)],
             {"pins": True},
             Need({"masters": 4096, "optimizer states": 8000, "gradients": 8192}, 4096 + 8192, 0),
+        ),
+        # all gradients there, too: 4000 -> 4096, and 2 x 4096 for those that come
+        (
+            [part(1000, gradient=4, keeps_gradient=True)],
+            {"pins": True},
+            Need({"masters": 4096, "optimizer states": 8000, "gradients": 3 * 4096}, 4 * 4096, 0),
         ),
         # SGD with momentum in fp64, two buckets: 8 x 100 -> 1024 and 8 x 128 = 1024 pinned
         (

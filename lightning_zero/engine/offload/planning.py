@@ -36,6 +36,7 @@ class Part:
         states: bytes an element of each state that the optimizer will keep; none of what is frozen.
         gradient: bytes of a gradient that is brought to where it is used, of one bucket or piece after another; 0
             where it is there already.
+        keeps_gradient: whether all gradients are brought there before they are used.
         source: bytes of a value that gathers begin with, where that is beside the masters and in the CPU's memory.
         stored: the same where it is in the file.
         on_disk: whether masters and states are in a file.
@@ -47,6 +48,7 @@ class Part:
     master: int
     states: tuple[int, ...]
     gradient: int
+    keeps_gradient: bool
     source: int
     stored: int
     on_disk: bool
@@ -99,6 +101,9 @@ def need_of(parts: Iterable[Part], *, sub_group: int, pins: bool) -> Need:
             keep("masters", part.numel * part.master if part.masters_are_new else 0)
             memory["optimizer states"] += part.numel * sum(part.states) if part.states_are_new else 0
         at_once = min(part.numel, sub_group) if part.on_disk else part.numel
+        if part.keeps_gradient:
+            keep("gradients", part.numel * part.gradient)
+            at_once = part.numel  # another micro-batch's, until it is added
         largest_gradient = max(largest_gradient, at_once * part.gradient)
         keep("parameters", part.numel * part.source)
     # what is given back is kept by torch for the next of that size: all powers of two up to the largest, at most
@@ -137,7 +142,7 @@ def check_room(
     Raises:
         ValueError: on every rank, if a machine has not enough for all of its ranks.
     """
-    parts = list(_parts(plans, buckets, optimizers))
+    parts = list(_parts(plans, buckets, optimizers, config.gradients is not None))
     pins = communicator.device.type != "cpu"
     need = need_of(parts, sub_group=config.sub_group, pins=pins)
     path, disk, given_back = None, None, 0
@@ -193,7 +198,9 @@ def _missing(name: str, ranks: list[_Rank]) -> Iterator[str]:
         )
 
 
-def _parts(plans: Sequence[UnitPlan], buckets: Sequence[Bucket], optimizers: Sequence[Optimizer]) -> Iterator[Part]:
+def _parts(
+    plans: Sequence[UnitPlan], buckets: Sequence[Bucket], optimizers: Sequence[Optimizer], keeps_gradients: bool
+) -> Iterator[Part]:
     parameters = {name: parameter for plan in plans for name, parameter in plan.parameters.items()}
     group_of = {
         id(parameter): (optimizer, group)
@@ -231,6 +238,7 @@ def _parts(plans: Sequence[UnitPlan], buckets: Sequence[Bucket], optimizers: Seq
             master=master.itemsize,
             states=states_of(members, master),
             gradient=0 if on_cpu or not members[0].requires_grad else master.itemsize,
+            keeps_gradient=keeps_gradients,
             source=width if has_source and (source_on is not None or on_cpu) else 0,
             stored=width if on_same_disk and low else 0,
             on_disk=on_disk,
