@@ -249,7 +249,7 @@ def entry_of(tensor: Tensor, rank: int, names: tuple[str, ...] = ()) -> Entry:
     if isinstance(tensor, ShardedTensor) and tensor.numel():
         start, stop = tensor.slot.offset, tensor.slot.offset + tensor.slot.local_numel
         is_guarded = not (tensor.is_parameter and tensor.slot.is_written_by_modules)
-        return Entry(names, tensor.shape, tensor.dtype, tensor.local.detach(), start, stop, is_guarded)
+        return Entry(names, tensor.shape, tensor.dtype, tensor.at_rest().detach(), start, stop, is_guarded)
     # Other tensors are the same on every rank, or meant for rank 0 to write.
     values = tensor if tensor.numel() else torch.empty(0, dtype=tensor.dtype)
     return Entry(names, tensor.shape, tensor.dtype, values, 0, tensor.numel() if rank == 0 else 0)
@@ -288,11 +288,16 @@ class HostMemory:
             after: of their device, where it has the values; None for all that it was told to do so far.
         """
         self.reserve(entries)
-        targets, sources, position = [], [], 0
+        copied, targets, sources, position = [], [], [], 0
         for entry in entries:
-            targets.append(self._memory[position : position + entry.nbytes].view(entry.dtype))
-            sources.append(entry.values.detach().reshape(-1)[: targets[-1].numel()])
+            target = self._memory[position : position + entry.nbytes].view(entry.dtype)
             position += _aligned(entry.nbytes)
+            copied.append(replace(entry, values=target))
+            if isinstance(entry.values, StoredTensor):
+                target.copy_(entry.values.shown(0, target.numel()))  # one after another: all of them may be too large
+                continue
+            targets.append(target)
+            sources.append(entry.values.detach().reshape(-1)[: target.numel()])
         device = device_of(entries)
         if device is None:
             if targets:
@@ -303,7 +308,7 @@ class HostMemory:
             with stream:
                 torch._foreach_copy_(targets, sources, non_blocking=True)
             stream.synchronize()
-        return [replace(entry, values=target) for entry, target in zip(entries, targets)]
+        return copied
 
 
 def device_of(entries: list[Entry]) -> torch.device | None:

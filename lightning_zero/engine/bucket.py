@@ -112,6 +112,12 @@ class BucketSlot:
             self.bucket.take_over_writes()
         return self.bucket.part(self.local_range)
 
+    def parameter_at_rest(self) -> Tensor:
+        if self.bucket.states is None:
+            return self.local_parameter()
+        settle()
+        return self.bucket.states.tensor(MASTERS, self.local_range.start, self.local_range.stop)
+
     @property
     def is_written_by_modules(self) -> bool:
         return self.bucket.shard_in_full

@@ -349,6 +349,10 @@ class Engine:
         self.reducer.on_reduced = masters.begin if masters is not None and self._elsewhere.overlap else None
         try:
             yield
+        except BaseException:
+            if masters is not None:
+                masters.recover()  # nobody is to wait for gradients that will not come
+            raise
         finally:
             self.reducer.on_reduced = None
 

@@ -52,6 +52,9 @@ class Slot(Protocol):
     def local_parameter(self) -> Tensor:
         """The rank's range of the parameter, 1-D, in the dtype of the masters."""
 
+    def parameter_at_rest(self) -> Tensor:
+        """As ``local_parameter``; what lies on a disk is read of it when somebody asks for the values."""
+
     @property
     def is_written_by_modules(self) -> bool:
         """Whether modules compute with the memory that ``local_parameter`` is of, and may write to it themselves."""
@@ -211,6 +214,10 @@ class ShardedTensor(Handle):
             return self._slot.local_parameter()
         settle()  # whoever asks may write to it
         return self._local
+
+    def at_rest(self) -> Tensor:
+        """As ``local``, to be read only; what lies on a disk is read of it when somebody asks for the values."""
+        return self._slot.parameter_at_rest() if self._local is None else self.local
 
     @property
     def slot(self) -> Slot:

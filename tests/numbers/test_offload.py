@@ -317,6 +317,32 @@ def test_a_disk_that_fails_is_told(run_on, when):
     run_on(1, fails, when=when)
 
 
+def ends_in_backward(offload: str) -> None:
+    """An error in a backward in which updates have begun: nobody waits for the gradients that are missing."""
+    module, optimizer = prepare(Recipe(lambda: Wide(layers=4)))
+    engine = Engine(module, [optimizer], units=[nn.Linear], offload=option(offload, 3), reduction_buffers=1)
+    module(*batch(0)).backward()
+    optimizer.step()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("of the project's own")
+
+    handle = module.layers[0].register_full_backward_pre_hook(fail)
+    loss = module(*batch(1))
+    with pytest.raises(RuntimeError, match="own"), engine.last_backward(optimizer):
+        loss.backward()
+    handle.remove()
+    assert engine.updates is None, "some masters are a step ahead of others"
+    assert all(torch.isfinite(value).all() for value in engine.full_state_dict().values())
+    engine.close()
+
+
+@ON_BOTH
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_error_in_backward_leaves_nobody_waiting(run_on, ranks, offload):
+    run_on(ranks, ends_in_backward, offload=offload, timeout=60)
+
+
 # ------------------------------------------------------------------------------------------------------------- memory
 
 
