@@ -19,6 +19,7 @@ import lightning_zero.lightning_fabric
 import lightning_zero.pytorch_lightning
 from lightning_zero import OffloadConfig, ZeroStrategy
 from lightning_zero.disk import is_in_memory
+from lightning_zero.engine.offload import config
 from tests.examples.running import REPOSITORY
 from tests.fabric.training import make_fabric, set_up, state_of, train, weights
 from tests.support.models import Square
@@ -38,6 +39,7 @@ def on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_word_or_a_mapping_means_the_config_that_it_abbreviates(on_a_disk, tmp_path: Path):
     default = os.path.join(tempfile.gettempdir(), "lightning_zero-offload")
+    was_there = os.path.exists(default)
     for given, meant in (
         (None, None),
         ({}, None),
@@ -50,7 +52,7 @@ def test_a_word_or_a_mapping_means_the_config_that_it_abbreviates(on_a_disk, tmp
     ):
         for strategy in (ZeroStrategy, lightning_zero.fabric.ZeroStrategy):
             assert strategy(stage=3, offload=given)._offload == meant
-    assert not os.path.exists(default), "nothing is written before a run"
+    assert os.path.exists(default) == was_there, "nothing is written before a run"
 
 
 @pytest.mark.skipif(not is_in_memory("/dev/shm"), reason="this system has no folder in memory")
@@ -123,15 +125,19 @@ def test_they_are_so_with_everything_else(run_on, tmp_path: Path, stage, place, 
     run_on(2, fit_with_and_without, stage=stage, place=place, path=str(tmp_path), **options)
 
 
-def fit_names(stage: int) -> None:
+def fit_names(stage: int, path: str) -> None:
     reference = fit(f"zero{stage}")
-    for name in (f"zero{stage}_offload", f"zero{stage}_nvme"):
-        same_runs(fit(name), reference, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", path)
+        patch.setattr(config, "is_in_memory", lambda folder: False)  # wherever the machine has its temporary files
+        for name in (f"zero{stage}_offload", f"zero{stage}_nvme"):
+            same_runs(fit(name), reference, 0)
 
 
 @STAGES
-def test_a_name_alone_is_enough(run_on, on_a_disk, stage):
-    run_on(2, fit_names, stage=stage)
+def test_a_name_alone_is_enough(run_on, tmp_path: Path, stage):
+    run_on(2, fit_names, stage=stage, path=str(tmp_path))
+    assert [each.name for each in tmp_path.iterdir()] == ["lightning_zero-offload"]
 
 
 def resume_elsewhere(stage: int, path: str) -> None:
