@@ -154,16 +154,9 @@ class Engine:
         self._offload, self._numel_that_stay = offload_config(offload), 0
         self._elsewhere = Updates()
         if self._offload is not None:
+            self._offload.check_stage(self.placements.stage)
             self._elsewhere = Updates(overlap and self._offload.overlap, self._offload.gradients is not None)
-        self._swap = None
-        if self._offload is not None and self._offload.optimizer == "nvme":
-            assert self._offload.path is not None
-            self._swap = Swap(SwapFolder(self._offload.path), self._offload.sub_group)
-        if self._offload is not None and self._offload.parameters is not None and self.placements.stage != 3:
-            raise ValueError(
-                f"offload: parameters={self._offload.parameters!r} needs stage 3: at stage {self.placements.stage} "
-                "every rank computes with all of them all the time."
-            )
+        self._swap: Swap | None = None
         for optimizer in optimizers:
             check_optimizer(optimizer, allow_any_optimizer)
         _check_ordinary(module)
@@ -193,6 +186,9 @@ class Engine:
         if self._offload is not None:
             trained = [p.numel() for plan in plans for p in plan.parameters.values() if p.requires_grad]
             self._numel_that_stay = round((1 - self._offload.fraction) * sum(trained))
+            if self._offload.optimizer == "nvme":
+                assert self._offload.path is not None
+                self._swap = Swap(SwapFolder(self._offload.path), self._offload.sub_group)
         self.units = [Unit(plan, self._buckets_of(plan, rank_in_groups)) for plan in plans]
         try:
             if self._offload is not None:

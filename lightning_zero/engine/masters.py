@@ -340,7 +340,12 @@ class Masters:
 
     def _stream(self, buckets: Iterable[Bucket]) -> None:
         """Begin to read what of these buckets lies on a disk."""
-        on_disk = {each: each.states for each in buckets if each.states is not None and each not in self._streams}
+        on_disk = {
+            each: each.states
+            for each in buckets
+            if each.states is not None
+            and (each not in self._streams or each.states not in self._streams[each].waiting)  # it was cut short
+        }
         for bucket in on_disk:
             assert bucket.updates is not None
             self._streams |= dict.fromkeys(on_disk, bucket.updates.stream(list(on_disk.values())))

@@ -6,6 +6,7 @@ engine, each of which calls ``settle`` first. The forward and the backward of a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from threading import Event
 
 _under_way: list[Work] = []
@@ -19,10 +20,11 @@ class Work:
     Args:
         tells: whether its error is raised where somebody waits for it.
         settles: whether ``settle`` waits for it.
+        cut_short: lets it end without what it waits for of training, before somebody in training waits for it.
     """
 
-    def __init__(self, *, tells: bool, settles: bool = True) -> None:
-        self._tells, self._ended = tells, Event()
+    def __init__(self, *, tells: bool, settles: bool = True, cut_short: Callable[[], object] | None = None) -> None:
+        self._tells, self._ended, self._cut_short = tells, Event(), cut_short
         self._error: BaseException | None = None
         if settles:
             _under_way.append(self)
@@ -67,6 +69,8 @@ def settle() -> None:
     if _under_way:
         works = list(_under_way)
         for work in works:
+            if work._cut_short is not None:
+                work._cut_short()
             work._ended.wait()
         _under_way[:] = [work for work in _under_way if not work.has_ended]
         for work in works:

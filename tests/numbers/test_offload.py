@@ -241,6 +241,56 @@ def test_updates_begin_while_backward_goes_on(run_on, ranks, offload):
     run_on(ranks, updates_in_backward, offload=offload)
 
 
+def read_in_backward(offload: str) -> None:
+    """A tensor hook that reads a parameter: what waits for gradients on a disk is cut short, and begun again."""
+    module, optimizer = prepare(Recipe(lambda: Wide(layers=4)))
+    engine = Engine(module, [optimizer], units=[nn.Linear], stage=1, offload=option(offload, 1), reduction_buffers=1)
+    for step in range(3):
+        x = module.embed(batch(step)[0])
+        x.register_hook(lambda gradient: None if module.head.weight.norm() else None)
+        for layer in module.layers:
+            x = x + torch.tanh(layer(x))
+        loss = module.head(x).square().mean()
+        with engine.last_backward(optimizer):
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    counts = {float(state["step"]) for state in engine.full_optimizer_state_dict(optimizer)["state"].values()}
+    engine.close()
+    assert counts == {3}, counts
+
+
+@ON_BOTH
+def test_a_parameter_that_is_read_in_backward_is_waited_for_by_nobody_else(run_on, offload):
+    run_on(1, read_in_backward, offload=offload, timeout=60)
+
+
+def dtype_of_counts(offload: str | None) -> set[torch.dtype]:
+    module = nn.Linear(4, 4).double()
+    optimizer = torch.optim.AdamW(module.parameters())
+    engine = Engine(module, [optimizer], stage=3, offload=option(offload, 3))
+    module(torch.ones(2, 4, dtype=torch.double)).sum().backward()
+    begun, go_on = threading.Event(), threading.Event()
+    if engine._offload is not None:
+        engine._elsewhere.submit(lambda: begun.set() or go_on.wait(30))
+        begun.wait()
+    go_on_later = threading.Timer(0.2, go_on.set)
+    go_on_later.start()
+    optimizer.step()
+    torch.set_default_dtype(torch.double)  # as a Trainer's forward in 64-true does
+    try:
+        states = engine.full_optimizer_state_dict(optimizer)["state"]
+    finally:
+        torch.set_default_dtype(torch.float)
+    engine.close()
+    return {state["step"].dtype for state in states.values()}
+
+
+@ON_BOTH
+def test_counts_of_steps_have_the_dtype_that_they_would_have_without(run_on, offload):
+    assert run_on(1, dtype_of_counts, offload=offload) == run_on(1, dtype_of_counts, offload=None) == [{torch.float32}]
+
+
 # ----------------------------------------------------------------------------------------------------- what goes wrong
 
 

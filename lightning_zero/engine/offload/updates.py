@@ -127,7 +127,7 @@ class DiskUpdate:
     def __init__(self, states: Sequence[DiskStates]) -> None:
         self._states = states
         self._acts: dict[DiskStates, Future[OnPiece | None]] = {each: Future() for each in states}
-        self._written = Work(tells=True)
+        self._written = Work(tells=True, cut_short=self.drop)
         self._shown = {each: Work(tells=True, settles=False) for each in states}
 
     def give(self, states: DiskStates, act: OnPiece | None) -> Work:
@@ -207,11 +207,13 @@ class Update(NamedTuple):
         kind: the optimizer's class.
         attributes: what it has.
         group: the options of the group.
+        dtype: of counts of steps.
     """
 
     kind: type[Optimizer]
     attributes: dict[str, Any]
     group: dict[str, Any]
+    dtype: torch.dtype
 
     @classmethod
     def of(cls, optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> Update:
@@ -233,7 +235,8 @@ class Update(NamedTuple):
             "_optimizer_step_pre_hooks": OrderedDict(),
             "_optimizer_step_post_hooks": OrderedDict(),
         }
-        return cls(type(optimizer), attributes, options)
+        dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+        return cls(type(optimizer), attributes, options, dtype)
 
     def act(self, values: Tensor, gradient: Tensor | None, state: dict[str, Any]) -> dict[str, Any]:
         """Update one tensor as the optimizer's ``step`` does, and nothing else. In any thread.
@@ -246,6 +249,7 @@ class Update(NamedTuple):
         Returns:
             The state: what there was, or what the optimizer has made.
         """
+        is_new = not state
         parameter = nn.Parameter(values)
         parameter.grad = _beside_it(gradient, values) if gradient is not None else None
         alone = object.__new__(self.kind)
@@ -255,7 +259,11 @@ class Update(NamedTuple):
             "state": defaultdict(dict, {parameter: state} if state else {}),
         }
         self.kind.step(alone)
-        return alone.state[parameter]
+        after = alone.state[parameter]
+        if is_new:  # counts of steps are in the default dtype, which another thread may have set for its forward
+            counts = {key: value for key, value in after.items() if isinstance(value, Tensor) and value.dim() == 0}
+            after |= {key: value.to(self.dtype) for key, value in counts.items() if value.is_floating_point()}
+        return after
 
     def fields(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         """What the optimizer keeps of each element of a tensor of a dtype, by trying it on one."""
