@@ -520,8 +520,7 @@ def _act_locally(func: Any, args: Any, kwargs: Any) -> Any:
             # in place, a wider master is written to with its own precision
             return value.local if in_place and value is args[0] else value.local.to(value.dtype)
         if isinstance(value, Tensor):
-            # what is kept in the host's memory is computed with there
-            return (local_range_of(value, slot) if value.dim() > 0 else value).to(sharded[0].local.device)
+            return _beside(local_range_of(value, slot) if value.dim() > 0 else value, sharded[0].local)
         return value
 
     local_args, local_kwargs = tree_unflatten([to_local(leaf) for leaf in leaves], spec)
@@ -536,6 +535,11 @@ def _act_locally(func: Any, args: Any, kwargs: Any) -> Any:
         sharded[0].written(local_args[0])
         return args[0]
     return ShardedTensor(slot, out) if isinstance(out, Tensor) else NotImplemented
+
+
+def _beside(value: Tensor, local: Tensor) -> Tensor:
+    """What is kept in the host's memory is computed with there."""
+    return value if value.device == local.device else value.to(local.device)
 
 
 def _act_on_lists(func: Any, args: Any, kwargs: Any) -> Any:
@@ -554,7 +558,7 @@ def _act_on_lists(func: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(value, ShardedTensor):
             return value.local
         if isinstance(value, Tensor):
-            return value.to(first[0].local.device)
+            return _beside(value, first[0].local)
         return [to_local(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     locals_of_first, *others = map(to_local, args)
