@@ -14,7 +14,6 @@ from lightning import pytorch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
@@ -223,7 +222,7 @@ class TrainerStrategy(TrainerCheckpoints):
         self.setup_precision_plugin()
         if fitting:
             self._bookmark = Bookmark(trainer, self.root_device)
-            _optimizers_to_device(self.optimizers, self.root_device)
+            self._move_ordinary_optimizers()
 
     @property
     def _updates_early(self) -> bool:

@@ -113,10 +113,13 @@ class BucketSlot:
         return self.bucket.part(self.local_range)
 
     def parameter_at_rest(self) -> Tensor:
-        if self.bucket.states is None:
+        bucket = self.bucket
+        if bucket.states is None:
             return self.local_parameter()
         settle()
-        return self.bucket.states.tensor(MASTERS, self.local_range.start, self.local_range.stop)
+        bucket.wait()
+        bucket.take_over_writes()
+        return bucket.states.tensor(MASTERS, self.local_range.start, self.local_range.stop)
 
     @property
     def is_written_by_modules(self) -> bool:
@@ -126,6 +129,9 @@ class BucketSlot:
         bucket = self.bucket
         if bucket.communicator.size == 1:
             settle()
+            if not bucket.shard_in_full:
+                bucket.wait()
+                bucket.take_over_writes()
             return bucket.part(self.local_range).view(self.shape).to(self.device, self.dtype).to(dtype)
         if bucket.full.dtype != dtype:
             return None
@@ -226,7 +232,8 @@ class Bucket:
         self.reduces = True  # what is accumulated now, in this backward
         # what is frozen has no masters of its own
         self._masters_on, self._source_on = (masters_on if trainable else source_on), source_on
-        self.updates = updates if trainable and masters_on is not None else None
+        self.updates = updates if self._masters_on is not None else None
+        self.has_begun = False  # to be updated before the optimizer's step, which is to come
         self.update: Work | None = None  # the last of them
         # Over one rank a shard of what is gathered, beside it, would be all of it a second time.
         shard_is_gathered = self.master_dtype == compute_dtype or self._masters_on is not None
@@ -330,11 +337,7 @@ class Bucket:
         """Keep this rank's values where they are to be at rest."""
         here = own.device
         if isinstance(self._masters_on, Swap):
-            name = f"{self.unit_name} {self._number}"
-            self.states = DiskStates(self._masters_on, name, own.to("cpu", self.master_dtype))
-            if isinstance(self._source_on, Swap) and self.full.dtype != self.master_dtype:
-                self.states.add_fields({PARAMETERS: self.full.dtype})
-                self.states.write(PARAMETERS, 0, own.to("cpu"))
+            self._keep_on_disk(self._masters_on, own.to("cpu", self.master_dtype))
         else:
             self.shard = self._kept(own, self._masters_on or here, self.master_dtype)
         if self._masters_on is None or self.replicated:
@@ -344,6 +347,14 @@ class Bucket:
         elif self.full.dtype != self.master_dtype or self.states is not None:
             if not isinstance(self._source_on, Swap):
                 self._source = self._kept(own, self._source_on, self.full.dtype)
+
+    def _keep_on_disk(self, swap: Swap, masters: Tensor) -> None:
+        self.master_dtype = masters.dtype
+        states = DiskStates(swap, f"{self.unit_name} {self._number} {masters.dtype}", masters)
+        if isinstance(self._source_on, Swap) and self.full.dtype != self.master_dtype:
+            states.add_fields({PARAMETERS: self.full.dtype})
+            states.write(PARAMETERS, 0, masters)
+        self.states = states
 
     def _kept(self, values: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
         if device == values.device:
@@ -385,6 +396,11 @@ class Bucket:
         """Start to fill ``full``; ``wait`` before it is read. Does nothing where it is filled, unless to refresh it."""
         if self._gathered and not refresh:
             return
+        if self.has_begun:
+            raise RuntimeError(
+                f"Unit {self.unit_name or 'root'!r} is needed again in a backward in which its update has begun: "
+                "OffloadConfig(overlap=False) updates when all gradients are there."
+            )
         self.wait()
         if self.update is not None:
             self.update.wait()
@@ -455,6 +471,10 @@ class Bucket:
         if self.master_dtype not in LOW_PRECISION:
             return
         self.wait()
+        if self.states is not None:
+            assert isinstance(self._masters_on, Swap)
+            self._keep_on_disk(self._masters_on, self.part(slice(0, self.states.numel)).float())
+            return
         before = 0 if self.shard_in_full else self.shard.nbytes
         self.shard, self.shard_in_full, self.master_dtype = self.shard.float(), False, torch.float32
         self.ledger.add("parameters", self.shard.nbytes - before)

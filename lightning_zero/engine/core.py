@@ -339,7 +339,8 @@ class Engine:
     def last_backward(self, optimizer: Optimizer) -> Iterator[None]:
         """Around the backward before the optimizer's ``step``, if nothing between them is to see or change gradients.
 
-        What is kept elsewhere is updated as soon as its gradient is there, while backward goes on.
+        What is kept elsewhere is updated as soon as its gradient is there, while backward goes on. For modules that
+        alone compute with their parameters: what backward needs of a parameter used elsewhere would be its new value.
         """
         masters = next((masters for masters in self.masters if masters._optimizer() is optimizer), None)
         self.reducer.on_reduced = masters.begin if masters is not None and self._elsewhere.overlap else None
@@ -494,7 +495,7 @@ class Engine:
         """The fp32 masters of low-precision parameters, by name, as sharded tensors over what this rank has."""
         finer = [bucket for bucket in self.buckets if bucket.master_dtype != bucket.dtype]
         return {
-            slot.name: ShardedTensor(slot, slot.local_parameter(), keep=self)
+            slot.name: ShardedTensor(slot, slot.parameter_at_rest(), keep=self)
             for bucket in finer
             for slot in bucket.slots
         }
@@ -534,7 +535,6 @@ class Engine:
     def report(self) -> Report:
         """What it holds now and has communicated so far."""
         counters = self.communicator.counters
-        settle()
         for masters in self.masters:
             masters.measure()
         formula = 0

@@ -38,8 +38,9 @@ class GradientShard:
 
     @property
     def flat(self) -> Tensor | dict[int, Tensor]:
-        if self._arrival is not None:
-            self._arrival.wait()
+        arrival = self._arrival  # another thread may ask at the same time
+        if arrival is not None:
+            arrival.wait()
             self._arrival = None
         return self._flat
 

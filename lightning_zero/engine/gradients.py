@@ -203,7 +203,9 @@ class GradientReducer:
         number, pending = backward.in_flight.popleft()
         bucket = self._buckets[number]
         shard = backward.shards[number] = bucket.finish_reduction(pending)
-        if self.on_reduced is not None and backward.expectation.observed and all(backward.counts[number]):
+        # What ran twice may be needed again by the other run's backward, though all of its gradients are there.
+        is_done = all(backward.counts[number]) and self._units[number].forwards <= 1
+        if self.on_reduced is not None and backward.expectation.observed and is_done:
             backward.told.add(number)
             self.on_reduced(bucket, shard, [self._buckets[each] for each in backward.expectation.order])
 

@@ -26,7 +26,7 @@ from lightning_zero.engine.bucket import Bucket, BucketSlot, Ledger
 from lightning_zero.engine.gradient_shard import GradientShard
 from lightning_zero.engine.offload.states import MASTERS, PARAMETERS
 from lightning_zero.engine.offload.updates import DiskUpdate, Update, beside
-from lightning_zero.engine.settling import settle
+from lightning_zero.engine.settling import is_settled, settle
 from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.stored import StoredTensor
 
@@ -267,6 +267,7 @@ class Masters:
             self._stream([each for each in order if each in mine])
         self._stream([bucket])
         self._begun.add(bucket)
+        bucket.has_begun = True
         # not asked for here: it may be on its way still
         self._update_elsewhere(bucket, {m: partial(shard.range_of, m.slots, m.range) for m in masters})
 
@@ -304,7 +305,7 @@ class Masters:
                 whole = gradient() if callable(gradient) else gradient
                 part = whole[low - first : high - first] if whole is not None else None
                 after = update.act(values, part, known)
-                for key in (key for key in after if key in fields and key not in known):
+                for key in (key for key in after if key in fields and after[key] is not known.get(key)):
                     fields[key][inside] = after[key]
                 bucket.show(slice(low, high), values)
                 if PARAMETERS in fields:
@@ -326,8 +327,7 @@ class Masters:
         if self._module_parameters is None:
             return
         self.recover()
-        if not any(master.bucket.updates for master in self._active):
-            self.measure()
+        self.measure()
         buckets = list(dict.fromkeys(master.bucket for master in self._active))
         for owner in self.owners:
             owner.updated(buckets)
@@ -335,6 +335,8 @@ class Masters:
     def recover(self) -> None:
         """Put the module's parameters back, also after a step that raised."""
         self._put_back()
+        for bucket in self._begun:
+            bucket.has_begun = False
         self._begun = set()
         self._drop_streams()
 
@@ -436,11 +438,12 @@ class Masters:
 
     def measure(self) -> None:
         """Enter the bytes of optimizer state in the ledger, when state has come into being or gone."""
-        if len(self.optimizer.state) != self._states_measured:
-            self._states_measured = len(self.optimizer.state)
+        optimizer = self._optimizer()
+        if optimizer is not None and is_settled() and len(optimizer.state) != self._states_measured:
+            self._states_measured = len(optimizer.state)
             away = {id(master.tensor) for master in self._master_of.values() if master.bucket.updates is not None}
             held = Counter[str]()
-            for tensor, state in self.optimizer.state.items():
+            for tensor, state in optimizer.state.items():
                 held["host" if id(tensor) in away else "optimizer"] += _nbytes(state)
             for category in held.keys() | self._state_bytes.keys():
                 self._ledger.add(category, held[category] - self._state_bytes[category])
@@ -456,6 +459,7 @@ class Masters:
             slots = [slot for p in group["params"] if (slot := self.slot_of(p)) is not None]
             for states, dtype in {slot.bucket.states: slot.bucket.master_dtype for slot in slots}.items():
                 if states is not None:
+                    settle()
                     states.add_fields(Update.of(self.optimizer, group, torch.device("cpu")).fields(dtype))
 
     # -- state in the terms of the module's parameters --------------------------------------------------------------
@@ -754,6 +758,11 @@ def masters_of(optimizer: Optimizer, slot_of: Callable[[Tensor], BucketSlot | No
         return Masters(optimizer, slot_of, owner)
     masters.join(owner)
     return masters
+
+
+def has_masters(optimizer: Optimizer) -> bool:
+    """Whether an engine keeps an optimizer's states."""
+    return optimizer in _masters_of
 
 
 def masters_that_hold(parameter: Tensor) -> Masters | None:

@@ -29,6 +29,7 @@ class Unit:
         self.name, self.is_root, self.buckets = plan.name, plan.is_root, buckets
         self.parameter_names = list(plan.parameters)
         self.numel = sum(parameter.numel() for parameter in plan.parameters.values())
+        self.forwards = 0  # since the last backward, with a graph
         self.held = False  # the root unit, by a window and until the backward after it; others under ``torch.func``
         self.depth = 0  # of nested forwards
         self.outstanding = False  # ran under grad since the last backward
@@ -418,6 +419,7 @@ class Schedule:
         unit.depth -= 1
         if torch.is_grad_enabled():
             unit.outstanding = True
+            unit.forwards += not in_backward()
         if not in_backward():  # what was recomputed is needed at once
             self.release_if_idle(unit)
 
@@ -485,7 +487,7 @@ class Schedule:
         """Release what is still whole."""
         for unit in self.units:
             unit.calls.clear()
-            unit.outstanding = False
+            unit.outstanding, unit.forwards = False, 0
             if unit.is_root and not self.windows:
                 unit.held = False
             if unit.depth == 0 and not unit.held:

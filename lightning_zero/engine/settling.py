@@ -6,10 +6,14 @@ engine, each of which calls ``settle`` first. The forward and the backward of a 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from threading import Event
+from threading import Event, Lock
 
 _under_way: list[Work] = []
+_lock = Lock()  # threads that fetch settle, too
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_under_way.clear)  # a forked process has none of the threads
 
 
 class Work:
@@ -27,7 +31,8 @@ class Work:
         self._tells, self._ended, self._cut_short = tells, Event(), cut_short
         self._error: BaseException | None = None
         if settles:
-            _under_way.append(self)
+            with _lock:
+                _under_way.append(self)
 
     def __enter__(self) -> None:
         pass
@@ -60,6 +65,11 @@ class Work:
         return self._ended.is_set()
 
 
+def is_settled() -> bool:
+    """Whether nothing works on the engine's values now."""
+    return all(work.has_ended for work in list(_under_way))
+
+
 def settle() -> None:
     """Wait until nothing works on the engine's values any more.
 
@@ -72,6 +82,7 @@ def settle() -> None:
             if work._cut_short is not None:
                 work._cut_short()
             work._ended.wait()
-        _under_way[:] = [work for work in _under_way if not work.has_ended]
+        with _lock:
+            _under_way[:] = [work for work in _under_way if not work.has_ended]
         for work in works:
             work.wait()

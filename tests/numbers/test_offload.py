@@ -291,6 +291,52 @@ def test_counts_of_steps_have_the_dtype_that_they_would_have_without(run_on, off
     assert run_on(1, dtype_of_counts, offload=offload) == run_on(1, dtype_of_counts, offload=None) == [{torch.float32}]
 
 
+class Odd(Wide):
+    """A parameter that is never used, one that a module writes to itself, and a layer that runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=4)
+        self.unused = nn.Linear(150, 150)
+        self.embed = nn.Embedding(models.VOCABULARY, 150, max_norm=0.5)
+        self.layers.append(self.layers[1])
+
+
+@EACH
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_odd_modules_are_updated_during_backward_as_without(run_on, ranks, offload):
+    options = {"early": True, "units": [nn.Linear], "reduction_buffers": 1}
+    run_on(ranks, is_as_without, recipe=Recipe(Odd, steps=4), stage=3, offload=offload, timeout=90, **options)
+
+
+def unfrozen(offload: str | None, dtype: torch.dtype) -> dict[str, Any]:
+    module, optimizer = prepare(Recipe(Wide, dtype=dtype))
+    module.layers[0].requires_grad_(False)
+    engine = Engine(module, [optimizer], units=[nn.Linear], offload=option(offload, 3), compute_dtype=torch.bfloat16)
+    losses = []
+    for step in range(5):
+        if step == 2:
+            module.layers[0].requires_grad_(True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.float32):
+            loss = module(*batch(step))
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = dict(engine.full_state_dict())
+    engine.close()
+    return {"losses": losses, "weights": weights}
+
+
+def unfrozen_is_as_without(offload: str, dtype: torch.dtype) -> None:
+    same_values(unfrozen(offload, dtype), unfrozen(None, dtype), offload)
+
+
+@EACH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_unfrozen_in_mid_run_trains(run_on, dtype, offload):
+    run_on(2, unfrozen_is_as_without, offload=offload, dtype=dtype)
+
+
 # ----------------------------------------------------------------------------------------------------- what goes wrong
 
 

@@ -112,6 +112,8 @@ def _work(queue: SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 P = ParamSpec("P")
+_GIVEN: Future[Any] = Future()
+_GIVEN.set_result(None)
 
 OnPiece = Callable[[int, int, dict[str, Tensor]], None]
 """Changes the elements ``[start, stop)`` of a bucket's states, given by name, in place."""
@@ -162,6 +164,7 @@ class DiskUpdate:
                     act(*states.range_of(index), states.views(index, memory))
                 if places[number + 1 : number + 2] != [(states, index + 1)]:
                     self._shown[states].end()
+                    self._acts[states] = _GIVEN  # what was given holds gradients
 
             if pieces:
                 ring = self._states[0].swap.ring(max(piece.nbytes for piece in pieces))
