@@ -43,7 +43,7 @@ def test_every_stage_is_registered_with_the_launch_variants_that_ddp_has():
     [
         ({"stage": 4}, r"stage=4 is not a ZeRO stage: write 1, 2 or 3"),
         ({"offload": "gpu"}, r"offload='gpu' must be None, 'cpu', 'nvme' or an OffloadConfig"),
-        ({"offload": {"optimiser": "cpu"}}, r"offload: 'optimiser' is not among optimizer, parameters,"),
+        ({"offload": {"optimiser": "cpu"}}, r"offload: 'optimiser' is not among optimizer, gradients, parameters,"),
         ({"offload": {"optimizer": "disk"}}, r"offload: optimizer='disk' must be None, 'cpu' or 'nvme'"),
         ({"offload": {"fraction": 2}}, r"offload: fraction=2 must be between 0 and 1"),
         ({"offload": {"sub_group": 0}}, r"offload: sub_group=0 must be a number of elements, 1 or more"),
