@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import REPOSITORY, describe, markdown_table, run_workers, write_results
+from common import REPOSITORY, describe, in_turn, markdown_table, run_workers, write_results
 
 SYSTEMS = ["sharded", "sharded_async", "full", "full_async", "fsdp2", "fsdp2_async"]
 MODELS = {
@@ -153,8 +153,8 @@ def main() -> None:
     systems = arguments.systems.split(",")
     rounds: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
     dd: list[float] = []
-    for number in range(arguments.rounds):
-        for system in systems if number % 2 == 0 else reversed(systems):
+    for number, turn in in_turn(systems, arguments.rounds):
+        for system in turn:
             with tempfile.TemporaryDirectory(dir=arguments.disk) as folder:
                 options = ["--systems", system, "--saves", str(arguments.saves), "--model", arguments.model]
                 ranks = run_workers(__file__, [*options, "--disk", folder], RANKS, {}, WORKER_TIMEOUT)

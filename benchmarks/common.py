@@ -15,12 +15,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
+System = TypeVar("System")
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 # glibc keeps freed blocks for later, so that resident memory would show what was once used. With these it hands every
@@ -83,6 +85,12 @@ def wait_for_all(processes: list[subprocess.Popen[bytes]], timeout: float) -> in
         for process in processes:
             process.kill()
             process.wait()
+
+
+def in_turn(systems: Sequence[System], rounds: int) -> Iterator[tuple[int, Sequence[System]]]:
+    """Each round's number, from 0 on, and the systems in its order, which is reversed from one round to the next."""
+    for number in range(rounds):
+        yield number, systems if number % 2 == 0 else systems[::-1]
 
 
 def resident_bytes() -> int:

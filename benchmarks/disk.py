@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import REPOSITORY, describe, markdown_table, write_results
+from common import REPOSITORY, describe, in_turn, markdown_table, write_results
 
 from lightning_zero.engine.offload.swap import BUFFERS, Piece, Ring, SwapFolder, stream
 
@@ -103,8 +103,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     seconds: dict[str, dict[str, list[float]]] = {
         what: {"dd": [], "lightning_zero": []} for what in ("read", "write", "both")
     }
-    for number in range(arguments.rounds):
-        for name, system in systems if number % 2 == 0 else reversed(systems):
+    for number, turn in in_turn(systems, arguments.rounds):
+        for name, system in turn:
             for what, taken in system().items():
                 seconds[what][name].append(taken)
         last = {what: {name: of[-1] for name, of in pair.items()} for what, pair in seconds.items()}

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import REPOSITORY, describe, markdown_table, peak_resident_bytes, run_workers, write_results
+from common import REPOSITORY, describe, in_turn, markdown_table, peak_resident_bytes, run_workers, write_results
 
 OFFLOADS: dict[str, Any] = {
     "none": None,
@@ -135,8 +135,8 @@ def main() -> None:
     rounds: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
     chosen = ["--model", arguments.model, "--precision", arguments.precision, "--sub-group", str(arguments.sub_group)]
     chosen += ["--batch", str(arguments.batch), "--sequence", str(arguments.sequence), "--steps", str(arguments.steps)]
-    for number in range(arguments.rounds):
-        for system in systems if number % 2 == 0 else reversed(systems):
+    for number, turn in in_turn(systems, arguments.rounds):
+        for system in turn:
             with tempfile.TemporaryDirectory(dir=arguments.disk) as folder:
                 threads = {"BENCHMARK_THREADS": str(max(1, (os.cpu_count() or 2) // 2))}
                 options = ["--systems", system, *chosen, "--disk", folder]

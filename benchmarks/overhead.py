@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import REPOSITORY, describe, markdown_table, median_of_rounds, run_workers, spread, write_results
+from common import REPOSITORY, describe, in_turn, markdown_table, median_of_rounds, run_workers, spread, write_results
 from step_time import MODELS, WARM_UP, WORKER_TIMEOUT
 
 
@@ -85,8 +85,8 @@ def main() -> None:
     strategies = arguments.strategies.split(",")
     seconds: dict[str, list[list[float]]] = {strategy: [] for strategy in strategies}
     losses: dict[str, list[float]] = {}
-    for round_index in range(arguments.rounds):
-        for strategy in strategies if round_index % 2 == 0 else reversed(strategies):
+    for _, turn in in_turn(strategies, arguments.rounds):
+        for strategy in turn:
             options = ["--strategies", strategy, "--steps", str(arguments.steps), "--model", arguments.model]
             options += ["--batch", str(arguments.batch), "--sequence", str(arguments.sequence)]
             (rank,) = run_workers(__file__, options, 1, {}, WORKER_TIMEOUT)

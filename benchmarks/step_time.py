@@ -22,6 +22,7 @@ from common import (
     REPOSITORY,
     RETURN_MEMORY_AT_ONCE,
     describe,
+    in_turn,
     markdown_table,
     median_of_rounds,
     peak_resident_bytes,
@@ -130,8 +131,8 @@ def main() -> None:
     memory: dict[str, list[Any]] = {}
     for system in systems:
         memory[system] = run(system, arguments, steps=1, environment=RETURN_MEMORY_AT_ONCE)
-    for round_index in range(arguments.rounds):
-        for system in systems if round_index % 2 == 0 else reversed(systems):
+    for round_index, turn in in_turn(systems, arguments.rounds):
+        for system in turn:
             ranks = run(system, arguments, arguments.steps, environment={})
             # A step ends when its slowest rank has ended it.
             seconds[system].append([max(step) for step in zip(*(rank["seconds"] for rank in ranks), strict=True)])

@@ -46,6 +46,11 @@ def huge_memory(nbytes: int) -> memoryview:
     return memoryview(memory)
 
 
+def aligned(number: int) -> int:
+    """The next multiple of ``ALIGNMENT``."""
+    return -(-number // ALIGNMENT) * ALIGNMENT
+
+
 def free_bytes(place: str | int) -> int:
     """Bytes that this user may still write on the disk of a path or of an open file."""
     status = os.statvfs(place)

@@ -209,7 +209,7 @@ class Bucket:
         reduce_dtype: torch.dtype | None,
         replicated: bool,
         masters_on: torch.device | Swap | None,
-        source_on: torch.device | None,
+        source_on: torch.device | Swap | None,
         updates: Updates,
         communicator: Communicator,
         agreement: Agreement,
@@ -344,9 +344,10 @@ class Bucket:
             return
         if self._source_on is None:
             self._source = self._kept(own, here, self.full.dtype)
-        elif self.full.dtype != self.master_dtype or self.states is not None:
-            if not isinstance(self._source_on, Swap):
-                self._source = self._kept(own, self._source_on, self.full.dtype)
+        elif isinstance(self._source_on, torch.device) and (
+            self.full.dtype != self.master_dtype or self.states is not None
+        ):
+            self._source = self._kept(own, self._source_on, self.full.dtype)
 
     def _keep_on_disk(self, swap: Swap, masters: Tensor) -> None:
         self.master_dtype = masters.dtype

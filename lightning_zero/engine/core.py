@@ -37,7 +37,6 @@ from lightning_zero.engine.offload.updates import Updates
 from lightning_zero.engine.placement import Placement, placements_of
 from lightning_zero.engine.promises import values_of
 from lightning_zero.engine.schedule import Schedule, Unit, in_backward
-from lightning_zero.engine.settling import settle
 from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.sources import agree_on_sources
 from lightning_zero.engine.uneven import Turns, UnevenMethod
@@ -406,18 +405,9 @@ class Engine:
         with torch.no_grad():
             self.communicator.all_from_first(list(self.module.buffers()))
 
-    def before_update(self, begun: Collection[Bucket] = ()) -> None:
-        """The masters are about to change: nothing may still be reading them.
-
-        Args:
-            begun: those of these have begun to.
-        """
+    def begin_update(self) -> None:
+        """Masters are about to change: until ``updated`` some are a step ahead of others."""
         self._is_updating = True
-        if not begun:
-            settle()
-        for bucket in self.buckets:
-            if bucket not in begun:
-                bucket.before_update()
 
     def updated(self, buckets: list[Bucket]) -> None:
         """The masters of these buckets have changed: what shows their values is gathered anew.

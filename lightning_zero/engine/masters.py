@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
@@ -77,7 +77,7 @@ class Owner(Protocol):
     @property
     def buckets(self) -> list[Bucket]: ...
 
-    def before_update(self, begun: Collection[Bucket] = ()) -> None: ...
+    def begin_update(self) -> None: ...
 
     def updated(self, buckets: list[Bucket]) -> None: ...
 
@@ -222,8 +222,11 @@ class Masters:
         return args, {**kwargs, "closure": closure_then_swap}
 
     def _swap_in(self) -> None:
+        self._begin_update()
         for owner in self.owners:
-            owner.before_update(self._begun)
+            for bucket in owner.buckets:
+                if bucket not in self._begun:
+                    bucket.before_update()
         groups = self.optimizer.param_groups
         self._arrange(groups)
         self._module_parameters = [group["params"] for group in groups]
@@ -242,6 +245,13 @@ class Masters:
                 master.tensor.grad = gradient.to(master.tensor.dtype) if gradient is not None else None
             group["params"] = [master.tensor for master in here if master.is_here] + foreign
 
+    def _begin_update(self) -> None:
+        """Masters are about to change, unless some have begun to: nothing may still be reading them."""
+        if not self._begun:
+            for owner in self.owners:
+                owner.begin_update()
+            settle()
+
     def begin(self, bucket: Bucket, shard: GradientShard, order: Sequence[Bucket]) -> None:
         """Update the masters of a bucket before ``optimizer.step`` is called, where they are kept elsewhere.
 
@@ -256,10 +266,7 @@ class Masters:
             or any(slot not in held or slot.hooks_after_reduction for slot in bucket.slots)
         ):
             return
-        if not self._begun:
-            for owner in self.owners:
-                owner.before_update(owner.buckets)
-            settle()
+        self._begin_update()
         bucket.before_update()
         masters = dict.fromkeys(held[slot] for slot in bucket.slots)
         if not self._begun:
@@ -457,10 +464,13 @@ class Masters:
         """
         for group in self.optimizer.param_groups:
             slots = [slot for p in group["params"] if (slot := self.slot_of(p)) is not None]
-            for states, dtype in {slot.bucket.states: slot.bucket.master_dtype for slot in slots}.items():
-                if states is not None:
-                    settle()
-                    states.add_fields(Update.of(self.optimizer, group, torch.device("cpu")).fields(dtype))
+            on_disk = {slot.bucket.states for slot in slots if slot.bucket.states is not None}
+            for dtype in {states.dtype for states in on_disk}:
+                fields = Update.of(self.optimizer, group, torch.device("cpu")).fields(dtype)
+                for states in on_disk:
+                    if states.dtype == dtype and not fields.keys() <= states.fields.keys():
+                        settle()
+                        states.add_fields(fields)
 
     # -- state in the terms of the module's parameters --------------------------------------------------------------
 

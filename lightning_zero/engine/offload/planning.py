@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero.disk import ALIGNMENT, free_bytes, is_in_memory
+from lightning_zero.disk import aligned, free_bytes, is_in_memory
 from lightning_zero.engine.bucket import Bucket
 from lightning_zero.engine.offload.config import OffloadConfig
 from lightning_zero.engine.offload.states import Swap
@@ -79,7 +79,7 @@ def need_of(parts: Iterable[Part], *, sub_group: int, pins: bool) -> Need:
     """
     memory: Counter[str] = Counter()
     pinned = disk = largest_before = largest_piece = largest_gradient = 0
-    sub_group = _aligned(sub_group)
+    sub_group = aligned(sub_group)
 
     def keep(what: str, nbytes: int) -> None:
         nonlocal pinned
@@ -92,11 +92,11 @@ def need_of(parts: Iterable[Part], *, sub_group: int, pins: bool) -> Need:
         fields = (*at_first, *part.states)
         if part.on_disk:
             pieces = [min(sub_group, part.numel - start) for start in range(0, part.numel, sub_group)]
-            disk += sum(_aligned(piece * field) for piece in pieces for field in fields)
+            disk += sum(aligned(piece * field) for piece in pieces for field in fields)
             # the file is made without states, and lies beside the one with room for them for a moment
-            before = sum(_aligned(piece * field) for piece in pieces for field in at_first) if part.states else 0
+            before = sum(aligned(piece * field) for piece in pieces for field in at_first) if part.states else 0
             largest_before = max(largest_before, before)
-            largest_piece = max([largest_piece, *(sum(_aligned(piece * f) for f in fields) for piece in pieces[:1])])
+            largest_piece = max([largest_piece, *(sum(aligned(piece * f) for f in fields) for piece in pieces[:1])])
         else:
             keep("masters", part.numel * part.master if part.masters_are_new else 0)
             memory["optimizer states"] += part.numel * sum(part.states) if part.states_are_new else 0
@@ -250,10 +250,6 @@ def _parts(
 def _power_of_two(number: int) -> int:
     """The next one, of which 0 is its own."""
     return 1 << (number - 1).bit_length() if number else 0
-
-
-def _aligned(number: int) -> int:
-    return -(-number // ALIGNMENT) * ALIGNMENT
 
 
 # -- what is there --------------------------------------------------------------------------------------------------

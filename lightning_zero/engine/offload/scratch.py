@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import socket
 import weakref
 from bisect import insort
 from collections import deque
@@ -15,12 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_zero.disk import ALIGNMENT, DirectFile, aligned_memory
+from lightning_zero.disk import DirectFile, aligned, aligned_memory
+from lightning_zero.labels import new_label
 
 WRITES = 2
 """Writes that may be under way at once; their memory is all that the host needs beside the disk."""
-
-_numbers = itertools.count()
 
 
 class HostMemory:
@@ -67,9 +64,8 @@ class Disk:
 
     def __init__(self, folder: str, is_pinned: bool) -> None:
         os.makedirs(folder, exist_ok=True)
-        name = f".lightning_zero-{socket.gethostname()}-{os.getpid()}-{next(_numbers)}"
         self.folder, self._is_pinned = folder, is_pinned
-        self._file = DirectFile(os.path.join(folder, name), readable=True)
+        self._file = DirectFile(os.path.join(folder, f".lightning_zero-{new_label()}"), readable=True)
         os.unlink(self._file.path)
         weakref.finalize(self, self._file.close)
         self._thread = ThreadPoolExecutor(1, "lightning_zero-disk")
@@ -102,7 +98,7 @@ class Disk:
         self._ranges.give_back(where.start, where.nbytes)
 
     def _aligned(self, nbytes: int) -> Tensor:
-        nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        nbytes = aligned(nbytes)
         if self._is_pinned:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)  # is at the begin of a page
         return torch.frombuffer(aligned_memory(nbytes), dtype=torch.uint8)

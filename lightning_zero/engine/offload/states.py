@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_zero.disk import ALIGNMENT, aligned_memory
+from lightning_zero.disk import ALIGNMENT, aligned, aligned_memory
 from lightning_zero.engine.offload.swap import Piece, Ring, SwapFile, SwapFolder
 from lightning_zero.engine.stored import StoredTensor
 
@@ -36,7 +36,7 @@ class Swap:
 
     def __init__(self, folder: SwapFolder, sub_group: int) -> None:
         self.folder = folder
-        self.sub_group = _aligned(sub_group)  # so that a field of any dtype is
+        self.sub_group = aligned(sub_group)  # so that a field of any dtype is
         self._ring = Ring(0)
         self.reader = ThreadPoolExecutor(2, "lightning_zero-fetch")
 
@@ -91,7 +91,7 @@ class _Layout:
         return self._nbytes(stop - start)
 
     def _nbytes(self, numel: int) -> int:
-        return sum(_aligned(numel * dtype.itemsize) for dtype in self.fields.values())
+        return sum(aligned(numel * dtype.itemsize) for dtype in self.fields.values())
 
     def offsets(self, index: int) -> dict[str, int]:
         """Where fields begin in a piece."""
@@ -99,7 +99,7 @@ class _Layout:
         found, offset = {}, 0
         for field, dtype in self.fields.items():
             found[field] = offset
-            offset += _aligned((stop - start) * dtype.itemsize)
+            offset += aligned((stop - start) * dtype.itemsize)
         return found
 
     def extents(self, field: str, start: int, stop: int) -> Iterator[_Extent]:
@@ -109,7 +109,7 @@ class _Layout:
             first, last = self.range_of(index)
             low, high = max(start, first), min(stop, last)
             begin = (low - first) * size // ALIGNMENT * ALIGNMENT
-            end = _aligned((high - first) * size)
+            end = aligned((high - first) * size)
             position = self.position(index) + self.offsets(index)[field] + begin
             yield _Extent(low, high, position, end - begin, (low - first) * size - begin)
 
@@ -221,7 +221,3 @@ def _write(layout: _Layout, file: SwapFile, field: str, start: int, values: Tens
 
 def _elements(extent: _Extent, memory: memoryview, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=extent.stop - extent.start, offset=extent.offset)
-
-
-def _aligned(number: int) -> int:
-    return -(-number // ALIGNMENT) * ALIGNMENT

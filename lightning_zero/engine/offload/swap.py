@@ -26,7 +26,7 @@ from multiprocessing.util import Finalize
 from threading import Lock
 from typing import NamedTuple
 
-from lightning_zero.disk import ALIGNMENT, DirectFile, aligned_memory, free_bytes, huge_memory
+from lightning_zero.disk import DirectFile, aligned, aligned_memory, free_bytes, huge_memory
 from lightning_zero.labels import LABEL, is_left_over, new_label
 
 BUFFERS = 3
@@ -257,8 +257,7 @@ class Ring:
         self, executor: ThreadPoolExecutor, call: Callable[[memoryview, int], None], index: int, piece: Piece
     ) -> list[Future[None]]:
         memory = self.buffer(index, piece.nbytes)
-        size = max(SLICE, -(-piece.nbytes // self.threads))
-        size = -(-size // ALIGNMENT) * ALIGNMENT
+        size = aligned(max(SLICE, -(-piece.nbytes // self.threads)))
         return [
             executor.submit(call, memory[start : start + size], piece.position + start)
             for start in range(0, piece.nbytes, size)
