@@ -6,11 +6,13 @@
 Two processes over Gloo, one thread each, write to one folder and sync it to the disk. Every system runs once a round in
 fresh processes, the order reversed from one round to the next. Training goes on after each save until it is written.
 The first save of a process, which also allocates what later ones use again, is given apart. The last save is loaded
-twice: from the disk, of which the system remembers nothing, and out of its cache.
+twice: from the disk, of which the system remembers nothing, and out of its cache. Before each load as much memory is
+used and given back, so that every system finds the machine's memory in the same state.
 """
 
 import argparse
 import json
+import mmap
 import os
 import shutil
 import statistics
@@ -97,6 +99,7 @@ def work(arguments: argparse.Namespace) -> None:
         result["steps_while_writing"].append(steps)
     forget(paths[-1])
     for key in ("load", "load_cached"):
+        touch_memory(size_of(paths[-1]))
         dist.barrier()
         started = time.perf_counter()
         system.load(paths[-1])
@@ -114,6 +117,18 @@ def forget(path: Path) -> None:
         descriptor = os.open(file, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
+
+
+def touch_memory(size: int) -> None:
+    """Use as many bytes of memory, and give them back.
+
+    A virtual machine gets memory from its host when it first writes to it, for about a second a gigabyte, and returns
+    what is free for a while. Files that were just taken out of the cache leave memory at hand, to whoever reads them
+    next; what was written past the cache leaves none. After this all are alike, as when a run is resumed.
+    """
+    with mmap.mmap(-1, size) as memory:
+        for position in range(0, size, mmap.PAGESIZE):
+            memory[position] = 1
 
 
 def all_are(here: bool) -> bool:
