@@ -234,7 +234,9 @@ class Bucket:
         self._masters_on, self._source_on = (masters_on if trainable else source_on), source_on
         self.updates = updates if self._masters_on is not None else None
         self.has_begun = False  # to be updated before the optimizer's step, which is to come
-        self.update: Work | None = None  # the last of them
+        self.update: Work | None = None  # the last of them; None when ``full`` shows it
+        self._is_stale = False  # over one rank: ``full`` is to show it when somebody looks
+        self._shows_update = False  # the update itself writes to this rank's part of ``full``
         # Over one rank a shard of what is gathered, beside it, would be all of it a second time.
         shard_is_gathered = self.master_dtype == compute_dtype or self._masters_on is not None
         self.replicated = replicated or (communicator.size == 1 and source_on is None and shard_is_gathered)
@@ -243,6 +245,7 @@ class Bucket:
         self._fetched: Future[Tensor] | None = None
         self._source: Tensor | None = None  # what gathers begin with, where that is not the masters
         self._pending: list[Pending] = []  # the gather under way, if one is
+        self._left: torch.Event | None = None  # when what a gather copied to the device has left the host's memory
         weakref.finalize(self, _settle, self._pending).atexit = False
         self._gathered = self.is_cut = False
         self._low, self._high = layout.shard_range(communicator.rank)
@@ -382,7 +385,7 @@ class Bucket:
     @property
     def is_whole_here(self) -> bool:
         """Whether all values of the masters lie here, and none is on its way."""
-        return self.replicated and self.full.dtype == self.dtype and not self._pending
+        return self.replicated and self.full.dtype == self.dtype and not self._pending and not self._is_stale
 
     def parameter(self, index: int) -> nn.Parameter:
         parameter = self.parameters[index]()
@@ -395,34 +398,78 @@ class Bucket:
 
     def gather(self, *, refresh: bool = False) -> None:
         """Start to fill ``full``; ``wait`` before it is read. Does nothing where it is filled, unless to refresh it."""
-        if self._gathered and not refresh:
+        if self._gathered and not refresh and not self._is_stale:
             return
         if self.has_begun:
             raise RuntimeError(
                 f"Unit {self.unit_name or 'root'!r} is needed again in a backward in which its update has begun: "
                 "OffloadConfig(overlap=False) updates when all gradients are there."
             )
-        self.wait()
+        self._finish_gather()
         if self.update is not None:
             self.update.wait()
-            if self.states is not None and self._source is None:
-                settle()  # what is gathered has to be on the disk
-            self.update = None
         # Autograd may have saved views of this storage: they are valid again once it holds the same values.
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.full):
             if not self._gathered:
                 self.full.untyped_storage().resize_(self._full_nbytes)
                 self.ledger.add("gathered", self._full_nbytes)
-            if not self.shard_in_full:
-                self.full[self._low : self._high].copy_(self._own_values())
-            self._pending.append(
-                self.communicator.all_gather(self.full, self._number, f"the gather of unit {self.unit_name!r}")
-            )
+            own = None if self.shard_in_full or self._shows_update else self._own_values()
+            self._pending.append(self._start_gather(own))
+        self.update, self._is_stale, self._shows_update = None, False, False
         if not self._gathered and not self.replicated:
             for index, view in enumerate(self.views):
                 view.show(self.segment_view(index))
                 view.look()
         self._gathered = True
+
+    def refresh(self) -> None:
+        """The masters have changed: let ``full`` show them, where it is filled.
+
+        Over one rank that is done when somebody looks: nobody else waits for it, and the update may be under way still.
+        """
+        if self.communicator.size == 1 and self.update is not None:
+            self._is_stale = self._gathered
+        elif self._gathered:
+            self.gather(refresh=True)
+
+    def _start_gather(self, own: Tensor | None) -> Pending:
+        """Put this rank's values in their place, if they are not there, and start to exchange them."""
+
+        def gather() -> Pending:
+            if own is not None:
+                self.full[self._low : self._high].copy_(own, non_blocking=True)
+            return self.communicator.all_gather(self.full, self._number, what)
+
+        what = f"the gather of unit {self.unit_name!r}"
+        if own is None or own.device == self.full.device:
+            return gather()
+        # from the host, on a stream of its own: it passes by what the device computes meanwhile
+        stream = self.communicator.copies
+        stream.wait_event(torch.accelerator.current_stream(self.full.device).record_event())
+        with stream:
+            gathered = gather()
+            self._left = left = stream.record_event()
+
+        def finish() -> None:
+            gathered.wait()
+            torch.accelerator.current_stream(self.full.device).wait_event(left)
+
+        return Pending(what, [], [own], finish)
+
+    def shown_in(self) -> Tensor | None:
+        """Where an update that is about to begin is to put this rank's new values too, in the dtype of computing.
+
+        None where gathers read them from the masters: these are in memory, or backward needs ``full`` still.
+        """
+        if self._source is None and self.states is not None and self.replicated and not self.has_begun:
+            self._shows_update = True
+            return self.full[self._low : self._high]
+        return self._source
+
+    @property
+    def reads_states(self) -> bool:
+        """Whether what an update leaves on the disk is what the next gather begins with."""
+        return self.states is not None and self._source is None and not self._shows_update
 
     def _own_values(self) -> Tensor:
         """What a gather begins with."""
@@ -435,7 +482,8 @@ class Bucket:
 
     def fetch(self) -> None:
         """Start to read what a gather will begin with, if that lies on a disk."""
-        if self.states is not None and self._source is None and not self._gathered and self._fetched is None:
+        is_to_come = self._is_stale or not self._gathered
+        if self.states is not None and self.reads_states and is_to_come and self._fetched is None:
             self._fetched = self._read(self.states)
 
     def _read(self, states: DiskStates) -> Future[Tensor]:
@@ -443,8 +491,8 @@ class Bucket:
         update = self.update
 
         def read() -> Tensor:
-            if update is not None:  # else another bucket's may be under way, which waits for what this one computes
-                settle()
+            if update is not None:
+                update.wait()
             return states.read(field, 0, states.numel)
 
         return states.swap.reader.submit(read)
@@ -454,9 +502,16 @@ class Bucket:
         self.wait()
         self.take_over_writes()
         self._fetched = None
+        if self._left is not None:
+            self._left.synchronize()
 
     def wait(self) -> None:
-        """Wait until ``full`` is filled."""
+        """Wait until ``full`` is filled, with what the last update gave."""
+        if self._is_stale:
+            self.gather()
+        self._finish_gather()
+
+    def _finish_gather(self) -> None:
         if self._pending:
             self._pending.pop().wait()
 
@@ -491,11 +546,7 @@ class Bucket:
             self.states.write(MASTERS, part.start, values)
             if PARAMETERS in self.states.fields:
                 self.states.write(PARAMETERS, part.start, values)
-        self.show(part, values)
-
-    def show(self, part: slice, values: Tensor) -> None:
-        """Some masters have new values: let gathers begin with these, where they do with another tensor."""
-        if self._source is not None:
+        if self._source is not None:  # what gathers begin with
             self._source[part].copy_(values, non_blocking=True)
 
     def follow(self, part: slice, written: Tensor) -> None:

@@ -11,6 +11,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -316,6 +317,11 @@ class Communicator:
             while self._own_groups:
                 with suppress(RuntimeError, ValueError):  # they may have failed, or be gone with the default group
                     dist.destroy_process_group(self._own_groups.pop())
+
+    @cached_property
+    def copies(self) -> torch.Stream:
+        """The device's stream for what comes from the host's memory."""
+        return torch.Stream(self.device)
 
     def background_group(self) -> Any:
         """A group for a thread that communicates beside all else, over the CPU. Collective, the first time."""

@@ -410,7 +410,7 @@ class Engine:
         self._is_updating = True
 
     def updated(self, buckets: list[Bucket]) -> None:
-        """The masters of these buckets have changed: what shows their values is gathered anew.
+        """The masters of these buckets have changed, or will have: what shows their values is gathered anew.
 
         In the order of the plan, which is that of forward as a rule, and the same on every rank whatever ran there.
         """
@@ -420,8 +420,8 @@ class Engine:
         changed = set(buckets)
         for unit in self.units:
             for bucket in unit.buckets:
-                if bucket in changed and bucket.is_ready:
-                    bucket.gather(refresh=True)
+                if bucket in changed:
+                    bucket.refresh()
                     if not self._overlap:
                         bucket.wait()
 

@@ -292,13 +292,19 @@ class Masters:
             if master.bucket is bucket and master.is_here
         ]
 
+        shown = bucket.shown_in()
+
+        def show(part: slice, values: Tensor) -> None:
+            if shown is not None:
+                shown[part].copy_(values, non_blocking=True)
+
         def in_memory(wanted: list[Any] = wanted) -> None:
             for update, master, gradient in wanted:
                 values = master.values()
                 gradient = gradient() if callable(gradient) else gradient
                 state = update.act(values, gradient, optimizer.state.get(master.tensor, {}))
                 optimizer.state[master.tensor] = state
-                bucket.show(master.range, values)
+                show(master.range, values)
 
         def on_disk(start: int, stop: int, fields: dict[str, Tensor]) -> None:
             for update, master, gradient in wanted:
@@ -314,7 +320,7 @@ class Masters:
                 after = update.act(values, part, known)
                 for key in (key for key in after if key in fields and after[key] is not known.get(key)):
                     fields[key][inside] = after[key]
-                bucket.show(slice(low, high), values)
+                show(slice(low, high), values)
                 if PARAMETERS in fields:
                     fields[PARAMETERS][inside] = values
                 if high == master.range.stop:  # only now, as all pieces have the same count of steps before
@@ -328,7 +334,8 @@ class Masters:
             bucket.update = bucket.updates.submit(beside(device, in_memory))
             return
         in_memory([each for each in wanted if not each[1].tensor.numel()])  # what has no elements is in no piece
-        bucket.update = self._streams[bucket].give(bucket.states, beside(device, on_disk))
+        stream = self._streams[bucket]
+        bucket.update = stream.give(bucket.states, beside(device, on_disk), until_written=bucket.reads_states)
 
     def _after_step(self) -> None:
         if self._module_parameters is None:

@@ -57,6 +57,14 @@ class Unit:
         for bucket in self.buckets:
             bucket.gather()
 
+    def prefetch(self) -> None:
+        """Start to gather it ahead, unless its update may be under way still: what comes first would wait for it too.
+
+        Every rank decides alike: whether an update has ended would differ between them.
+        """
+        if all(bucket.update is None for bucket in self.buckets):
+            self.gather()
+
     def wait(self) -> None:
         for bucket in self.buckets:
             bucket.wait()
@@ -425,7 +433,7 @@ class Schedule:
 
     def _prefetch_after(self, position: int) -> None:
         for unit in self._order[position + 1 : position + 1 + self.prefetch]:
-            unit.gather()
+            unit.prefetch()
         for unit in self._order[position + 1 + self.prefetch :][: self.prefetch]:
             unit.fetch()
 
@@ -443,7 +451,7 @@ class Schedule:
             position = self._order.index(unit)
             for before in self._order[max(0, position - self.prefetch) : position][::-1]:
                 if before.outstanding:
-                    before.gather()
+                    before.prefetch()
             for before in self._order[: max(0, position - self.prefetch)][-1:] if self.prefetch else ():
                 if before.outstanding:
                     before.fetch()

@@ -211,6 +211,43 @@ def test_a_piece_is_read_and_written_by_several_threads_at_once(tmp_path, monkey
     assert contents(file) == b"\1" * file.nbytes
 
 
+def test_each_piece_is_told_of_once_it_can_be_read_as_it_was_changed(tmp_path, small_slices):
+    count = 9
+    file = SwapFolder(tmp_path).open("file", count * 3 * ALIGNMENT)
+    found: dict[int, bytes] = {}
+    last_is_changed = threading.Event()
+    others_are_told, all_are_told = threading.Event(), threading.Event()
+
+    def act(index, memory):
+        plus_one(index, memory)
+        if index == count - 1:  # nobody has to come back to the pieces before for these to be told of
+            assert others_are_told.wait(SECONDS)
+            last_is_changed.set()
+
+    def told(index):
+        assert index not in found and (index < count - 1 or last_is_changed.is_set())
+        room = bytearray(3 * ALIGNMENT)
+        file.read(memoryview(room), index * len(room))
+        found[index] = bytes(room)
+        if len(found) == count - 1:
+            others_are_told.set()
+        if len(found) == count:
+            all_are_told.set()
+
+    stream(pieces_of(file, 3 * ALIGNMENT), act, Ring(3 * ALIGNMENT), on_written=told)
+    assert all_are_told.wait(SECONDS)
+    assert found == dict.fromkeys(range(count), b"\1" * 3 * ALIGNMENT)
+
+
+def test_a_piece_that_is_not_written_is_not_told_of(tmp_path, monkeypatch, small_slices):
+    file = SwapFolder(tmp_path).open("file", 4 * ALIGNMENT)
+    told: list[int] = []
+    Failing(monkeypatch, "write", 3 * ALIGNMENT, 4 * ALIGNMENT)
+    with pytest.raises(OSError, match="cannot be written"):
+        stream(pieces_of(file, 2 * ALIGNMENT), plus_one, Ring(2 * ALIGNMENT), on_written=told.append)
+    assert 1 not in told
+
+
 def test_a_buffer_is_not_read_into_before_it_is_written(tmp_path, monkeypatch, small_slices):
     """The disk takes its time, now for one and now for another."""
     delays = random.Random(0)

@@ -241,6 +241,51 @@ def test_updates_begin_while_backward_goes_on(run_on, ranks, offload):
     run_on(ranks, updates_in_backward, offload=offload)
 
 
+def updates_in_forward(stage: int, offload: str) -> None:
+    """The next forward begins while the last layer is not updated yet: its update waits for that in the test."""
+    module, _ = prepare(Recipe(lambda: Wide(layers=4)))
+    others = [p for name, p in module.named_parameters() if "head" not in name]
+    groups = [{"params": others, "is_last": False}, {"params": module.head.parameters(), "is_last": True}]
+    optimizer = torch.optim.AdamW(groups)
+    engine = Engine(module, [optimizer], units=[nn.Linear], stage=stage, offload=option(offload, stage))
+    act, began = Update.act, threading.Event()
+
+    def waits(self: Update, *args: Any) -> Any:
+        if self.group["is_last"]:
+            assert began.wait(30), "the forward waits for all updates"
+        return act(self, *args)
+
+    module.layers[0].register_forward_hook(lambda *_: began.set())
+    for step in range(3):
+        loss = module(*batch(step))
+        optimizer.zero_grad()
+        loss.backward()
+        began.clear()
+        if step:  # the first also tries the optimizer out
+            Update.act = waits
+        try:
+            optimizer.step()
+            module(*batch(step + 1))
+        finally:
+            Update.act = act
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "offload"),
+    [
+        (1, 1, "cpu"),
+        (1, 2, "disk"),
+        (1, 3, "cpu, gradients too"),
+        (1, 3, "disk, all else too"),
+        (2, 3, "cpu, parameters too"),
+        (2, 3, "disk, all else too"),
+    ],
+)
+def test_updates_go_on_while_the_next_forward_has_begun(run_on, ranks, stage, offload):
+    run_on(ranks, updates_in_forward, stage=stage, offload=offload)
+
+
 def read_in_backward(offload: str) -> None:
     """A tensor hook that reads a parameter: what waits for gradients on a disk is cut short, and begun again."""
     module, optimizer = prepare(Recipe(lambda: Wide(layers=4)))

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from multiprocessing.util import Finalize
 from threading import Lock
@@ -265,7 +266,12 @@ class Ring:
 
 
 def stream(
-    pieces: Sequence[Piece], act: Callable[[int, memoryview], object], ring: Ring, *, write_back: bool = True
+    pieces: Sequence[Piece],
+    act: Callable[[int, memoryview], object],
+    ring: Ring,
+    *,
+    write_back: bool = True,
+    on_written: Callable[[int], object] | None = None,
 ) -> None:
     """Read pieces one after another, let each be changed in place, and write them back; all of this at the same time.
 
@@ -277,6 +283,8 @@ def stream(
         act: is called in this thread with a piece's number and its bytes, which are its own until it returns.
         ring: in use by no other ``stream``.
         write_back: ``False`` to look at the pieces only; what is changed is dropped.
+        on_written: is called with the number of a piece when it has been written: in other threads, one at a time, and of the
+            last perhaps a moment after this has returned.
 
     Raises:
         OSError: if a read or a write fails, naming the file and the position.
@@ -286,6 +294,7 @@ def stream(
     assert not (write_back and _overlap(pieces)), "a piece would be read before another has changed it"
     is_free = ring.in_use.acquire(blocking=False)
     assert is_free, "the ring is in use"
+    telling = Lock()
     reads: deque[list[Future[None]]] = deque()  # of the piece whose turn is next, and those after
     writes: deque[list[Future[None]]] = deque(maxlen=BUFFERS)  # of the last pieces: earlier ones have succeeded
     try:
@@ -298,6 +307,8 @@ def stream(
             _wait(write for write in chain.from_iterable(writes) if write.done())
             act(index, ring.buffer(index, piece.nbytes))
             writes.append(ring.write(index, piece) if write_back else [])
+            if on_written is not None:
+                _when_done(writes[-1], partial(on_written, index), telling)
             if index + BUFFERS < len(pieces):
                 reads.append(ring.read(index + BUFFERS, pieces[index + BUFFERS], after=writes[-1]))
         _wait(chain.from_iterable(writes))
@@ -314,6 +325,21 @@ def _wait(futures: Iterable[Future[None]]) -> None:
     del futures  # an exception that is raised refers to this frame, which is not to refer to it
     while waiting:
         waiting.popleft().result()
+
+
+def _when_done(futures: Sequence[Future[None]], tell: Callable[[], object], telling: Lock) -> None:
+    """Have the last of them that ends call ``tell``, with the lock held; if one fails, nobody does."""
+    left = len(futures)
+
+    def done(future: Future[None]) -> None:
+        nonlocal left
+        with telling:
+            left -= future.exception() is None
+            if left == 0:
+                tell()
+
+    for future in futures:
+        future.add_done_callback(done)
 
 
 def _end(reads: Iterable[list[Future[None]]], writes: Iterable[list[Future[None]]]) -> None:

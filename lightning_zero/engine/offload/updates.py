@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -129,17 +129,19 @@ class DiskUpdate:
     def __init__(self, states: Sequence[DiskStates]) -> None:
         self._states = states
         self._acts: dict[DiskStates, Future[OnPiece | None]] = {each: Future() for each in states}
-        self._written = Work(tells=True, cut_short=self.drop)
+        self._all = Work(tells=True, cut_short=self.drop)
         self._shown = {each: Work(tells=True, settles=False) for each in states}
+        self._written = {each: Work(tells=True, settles=False) for each in states}
 
-    def give(self, states: DiskStates, act: OnPiece | None) -> Work:
+    def give(self, states: DiskStates, act: OnPiece | None, *, until_written: bool = False) -> Work:
         """Say what is done with the pieces of one bucket; None for nothing. To be called for each of them.
 
         Returns:
-            What ends when that is done; all is on the disk when ``settle`` comes back.
+            What ends when that is done; with ``until_written`` when it is on the disk. All is there when ``settle``
+            comes back.
         """
         self._acts[states].set_result(act)
-        return self._shown[states]
+        return (self._written if until_written else self._shown)[states]
 
     @property
     def waiting(self) -> list[DiskStates]:
@@ -166,13 +168,21 @@ class DiskUpdate:
                     self._shown[states].end()
                     self._acts[states] = _GIVEN  # what was given holds gradients
 
+            left = Counter(states for states, _ in places)
+
+            def on_written(number: int) -> None:
+                states, _ = places[number]
+                left[states] -= 1
+                if not left[states]:
+                    self._written[states].end()
+
             if pieces:
                 ring = self._states[0].swap.ring(max(piece.nbytes for piece in pieces))
-                stream(pieces, on_piece, ring)
+                stream(pieces, on_piece, ring, on_written=on_written)
             error = None
         except BaseException as raised:
             error = raised
-        for work in (*self._shown.values(), self._written):
+        for work in (*self._shown.values(), *self._written.values(), self._all):
             work.end(error)
 
 
