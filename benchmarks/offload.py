@@ -20,16 +20,8 @@ from typing import Any
 
 from common import REPOSITORY, describe, in_turn, markdown_table, peak_resident_bytes, run_workers, write_results
 
-OFFLOADS: dict[str, Any] = {
-    "none": None,
-    "cpu": {"optimizer": "cpu"},
-    "cpu_serial": {"optimizer": "cpu", "overlap": False},
-    "cpu_all": {"optimizer": "cpu", "gradients": "cpu", "parameters": "cpu"},
-    "nvme": {"optimizer": "nvme"},
-    "nvme_serial": {"optimizer": "nvme", "overlap": False},
-    "nvme_all": {"optimizer": "nvme", "gradients": "cpu", "parameters": "nvme"},
-}
-PEERS = ["fsdp2", "fsdp2_cpu"]  # on a GPU: FSDP2, and with CPUOffloadPolicy
+OURS = ["none", "cpu", "cpu_serial", "cpu_all", "nvme", "nvme_serial", "nvme_all"]
+PEERS = ["fsdp2", "fsdp2_cpu", "deepspeed", "deepspeed_cpu"]  # _cpu: CPUOffloadPolicy; ZeRO-Offload of all there is
 MODELS = {
     "tiny": {"width": 64, "depth": 2, "heads": 2},
     "25m": {"width": 512, "depth": 8, "heads": 8},
@@ -45,7 +37,7 @@ WORKER_TIMEOUT = 1800.0  # seconds
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     default = "none,cpu,cpu_serial,nvme,nvme_serial"
-    parser.add_argument("--systems", default=default, help="of: " + " ".join([*OFFLOADS, *PEERS]))
+    parser.add_argument("--systems", default=default, help="of: " + " ".join([*OURS, *PEERS]))
     parser.add_argument("--model", default="25m", choices=MODELS)
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
     parser.add_argument("--batch", type=int, default=4)
@@ -57,18 +49,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # the parent starts workers with it
     arguments = parser.parse_args()
-    unknown = set(arguments.systems.split(",")) - {*OFFLOADS, *PEERS}
+    unknown = set(arguments.systems.split(",")) - {*OURS, *PEERS}
     if unknown:
-        parser.error(f"--systems: {', '.join(sorted(unknown))} is not among {', '.join([*OFFLOADS, *PEERS])}")
+        parser.error(f"--systems: {', '.join(sorted(unknown))} is not among {', '.join([*OURS, *PEERS])}")
     return arguments
 
 
 def work(arguments: argparse.Namespace) -> None:
     """One system: trains, and writes what it took to the file that the parent named."""
     import torch
-    from systems import LEARNING_RATE, cross_entropy
+    from offload_systems import SYSTEMS, Setting
 
-    from lightning_zero.engine import Engine
     from lightning_zero.zoo.gpt import GPT
 
     on_gpu = torch.cuda.is_available()
@@ -76,43 +67,14 @@ def work(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(int(os.environ["BENCHMARK_THREADS"]))
     torch.manual_seed(0)
     dtype = torch.bfloat16 if arguments.precision == "bf16" else torch.float32
-    model = GPT(**MODELS[arguments.model], context=arguments.sequence, tied=False).to(dtype)
+    model = GPT(**MODELS[arguments.model], context=arguments.sequence, tied=False)
     parameters = sum(p.numel() for p in model.parameters())
-    system = arguments.systems
-    engine = None
-    optimizer: Any
-    if system in PEERS:
-        import torch.distributed as dist
-        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
-
-        dist.init_process_group("nccl" if on_gpu else "gloo")
-        policy = CPUOffloadPolicy() if system == "fsdp2_cpu" else OffloadPolicy()
-        for block in model.blocks:
-            fully_shard(block, offload_policy=policy)
-        fully_shard(model, offload_policy=policy)
-        model.to(device if system == "fsdp2" else "cpu")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-        offload = OFFLOADS[system] and {**OFFLOADS[system], "path": arguments.disk, "sub_group": arguments.sub_group}
-        engine = Engine(model, [optimizer], stage=3, offload=offload, device=device)
+    training = SYSTEMS[arguments.systems](model, Setting(device, dtype, arguments.disk, arguments.sub_group))
     text = torch.randint(256, (arguments.batch, arguments.sequence + 1), device=device)
-
-    def step() -> float:
-        loss = cross_entropy(model(text[:, :-1]), text[:, 1:])
-        if engine is None:
-            loss.backward()
-        else:
-            with engine.last_backward(optimizer):
-                loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
     seconds = []
     for _ in range(WARM_UP + arguments.steps):
         started = time.perf_counter()
-        loss = float(step())  # waits for the device
+        loss = float(training.step(text[:, :-1], text[:, 1:]))  # waits for the device
         seconds.append(time.perf_counter() - started)
     result = {
         "parameters": parameters,
@@ -121,7 +83,7 @@ def work(arguments: argparse.Namespace) -> None:
         "resident": peak_resident_bytes(),
         "allocated": torch.cuda.max_memory_allocated() if on_gpu else 0,
         "device": torch.cuda.get_device_name() if on_gpu else "CPU",
-        "at_rest": engine.report().at_rest if engine is not None else {},
+        "peak": training.peak_by_category(),
     }
     arguments.worker.write_text(json.dumps(result))
 

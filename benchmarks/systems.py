@@ -6,6 +6,7 @@ Each takes the model (ordinary, the same weights on every rank) and returns a `T
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,17 +68,21 @@ def zero(model: GPT, stage: int) -> Training:
     return Training(plain_step(model, optimizer), peak_by_category=lambda: dict(engine.report().peak))
 
 
-def deepspeed(model: GPT, stage: int) -> Training:
+def deepspeed(model: GPT, stage: int, **config: Any) -> Training:
     import deepspeed
 
+    # with torch's AdamW, as all others, unless the configuration names one of DeepSpeed's own
+    optimizer = None if "optimizer" in config else torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE),
+        model_parameters=model.parameters(),
+        optimizer=optimizer,
         config={
             "train_micro_batch_size_per_gpu": 1,  # required; with one micro-batch a step only its log reads it
             "zero_optimization": {"stage": stage},
             "zero_allow_untested_optimizer": True,
             "gradient_clipping": 0.0,  # its default is to clip to 1.0, which nobody else does here
+            **config,
         },
     )
 

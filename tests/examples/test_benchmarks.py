@@ -61,3 +61,17 @@ def test_disk_compares_the_same_bytes_with_dd(tmp_path: Path) -> None:
         assert [len(seconds) for seconds in result["seconds"][what].values()] == [2, 2]
         assert f"| {what} |" in (tmp_path / "disk.md").read_text() and result["ratios"][what] > 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk.json", "disk.md"]
+
+
+def test_offload_compares_systems_that_compute_the_same_losses(tmp_path: Path) -> None:
+    systems = ["none", "cpu", "nvme_all", "fsdp2_cpu"]
+    options = ["--systems", ",".join(systems), "--disk", str(tmp_path), "--output", str(tmp_path)]
+    run(SCRIPT, "benchmarks/offload.py", *SHORT, *options, folder=tmp_path)
+    result = json.loads((tmp_path / "offload.json").read_text())
+    assert len({result["rounds"][system][0]["loss"] for system in systems}) == 1
+    assert (
+        result["rounds"]["nvme_all"][0]["peak"].get("optimizer", 0)
+        == 0
+        < result["rounds"]["none"][0]["peak"]["optimizer"]
+    )
+    assert all(f"| {system} |" in (tmp_path / "offload.md").read_text() for system in systems)
