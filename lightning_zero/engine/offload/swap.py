@@ -283,8 +283,8 @@ def stream(
         act: is called in this thread with a piece's number and its bytes, which are its own until it returns.
         ring: in use by no other ``stream``.
         write_back: ``False`` to look at the pieces only; what is changed is dropped.
-        on_written: is called with the number of a piece when it has been written: in other threads, one at a time, and of the
-            last perhaps a moment after this has returned.
+        on_written: is called with the number of a piece when it has been written: in other threads, one at a time, and
+            of the last perhaps a moment after this has returned.
 
     Raises:
         OSError: if a read or a write fails, naming the file and the position.
