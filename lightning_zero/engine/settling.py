@@ -43,7 +43,7 @@ class Work:
     def end(self, error: BaseException | None = None) -> None:
         """It is done, or has failed. Only the first call counts."""
         if not self._ended.is_set():
-            self._error = error
+            self._error, self._cut_short = error, None  # which refers to what has this, as a rule
             self._ended.set()
 
     def wait(self) -> None:
@@ -79,8 +79,9 @@ def settle() -> None:
     if _under_way:
         works = list(_under_way)
         for work in works:
-            if work._cut_short is not None:
-                work._cut_short()
+            cut_short = work._cut_short
+            if cut_short is not None:
+                cut_short()
             work._ended.wait()
         with _lock:
             _under_way[:] = [work for work in _under_way if not work.has_ended]

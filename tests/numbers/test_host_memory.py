@@ -1,6 +1,7 @@
 """Host memory while a big module is made, loaded and saved: never more than two units beside the shards.
 
-The one exception is rank 0 while it writes one file, which it holds whole, once.
+With states on a disk an update takes three pieces of them, whatever the model. The one exception is rank 0 while it
+writes one file, which it holds whole, once.
 
 Measured in processes of their own, which do nothing else and whose allocator hands memory back at once: the anonymous
 memory (what a process has for itself) and, of the file, the pages that it has read.
@@ -29,6 +30,8 @@ RANKS, UNITS, WIDTH = 2, 12, 1024
 UNIT = 4 * WIDTH * WIDTH  # bytes
 WHOLE = UNITS * UNIT
 SHARDS = WHOLE // RANKS
+SUB_GROUP = 2**18
+PIECES = 3 * 12 * SUB_GROUP  # bytes of three, with a master and two moments for each element
 OTHER = 3 * 2**20  # what libraries and the measurement itself allocate, or give back, meanwhile
 
 
@@ -36,6 +39,9 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
 
 
 def make() -> nn.Module:
@@ -150,6 +156,37 @@ def measure_saving(form: str, rank: int) -> int:
     return peak - before
 
 
+def measure_updating() -> dict[str, int]:
+    """The peak of own memory over what there was before, looked for at each piece; and the states on the disk."""
+    from lightning_zero.engine import Engine
+    from lightning_zero.engine.offload.updates import Update
+
+    before = peak = anonymous()
+    act = Update.act
+
+    def look(*args: Any) -> Any:
+        nonlocal peak
+        state = act(*args)
+        peak = max(peak, anonymous())
+        return state
+
+    module = make()
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    offload = {"optimizer": "nvme", "parameters": "nvme", "path": "swap", "sub_group": SUB_GROUP}
+    engine = Engine(module, [optimizer], units=[Block], offload=offload)
+    at_rest = anonymous() - before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Update, "act", look)
+        for _ in range(2):
+            module(torch.randn(2, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        on_disk = sum(bucket.states.nbytes for bucket in engine.buckets if bucket.states is not None)
+        engine.full_state_dict(keep=False)  # when all is updated
+    engine.close(communicate=False)
+    return {"peak": peak - before, "at rest": at_rest, "on the disk": on_disk}
+
+
 def worker(rank: int, port: int) -> None:
     import torch.distributed as dist
 
@@ -161,7 +198,8 @@ def worker(rank: int, port: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     Engine(nn.Linear(2, 2)).close()  # what is set up once
     saving = {form: measure_saving(form, rank) for form in ("full", "sharded")}
-    print(json.dumps({case: measure(case) for case in CASES} | {"saving": saving}))
+    others = {"saving": saving, "updating": measure_updating()}
+    print(json.dumps({case: measure(case) for case in CASES} | others))
     dist.barrier()
 
 
@@ -224,3 +262,10 @@ def test_one_file_is_held_once_by_the_rank_that_writes_it_and_parts_by_nobody(me
     assert WHOLE <= first["full"] < WHOLE + UNIT + OTHER
     assert second["full"] < UNIT + OTHER
     assert first["sharded"] < UNIT + OTHER and second["sharded"] < UNIT + OTHER
+
+
+def test_with_states_on_a_disk_an_update_takes_three_pieces_beside_the_gradients(measured):
+    for found in (of_rank["updating"] for of_rank in measured):
+        assert found["on the disk"] == 3 * SHARDS > 3 * PIECES
+        assert found["at rest"] < OTHER, f"{found}: parameters are on the disk too"
+        assert SHARDS + PIECES - OTHER <= found["peak"] < SHARDS + PIECES + OTHER, f"{found}: {SHARDS} of gradients"

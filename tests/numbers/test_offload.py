@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import threading
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -485,6 +487,27 @@ def test_an_error_in_backward_leaves_nobody_waiting(run_on, ranks, offload):
 
 
 # ------------------------------------------------------------------------------------------------------------- memory
+
+
+def frees_all() -> None:
+    module, optimizer = prepare(Recipe(Wide))
+    engine = Engine(module, [optimizer], stage=3, offload=option("disk, all else too", 3))
+    gc.disable()
+    try:
+        for step in range(2):
+            module(*batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.close()
+        left = weakref.ref(engine._swap)
+        del engine, module, optimizer
+        assert left() is None, "buffers are left to the garbage collector"
+    finally:
+        gc.enable()
+
+
+def test_what_an_engine_had_in_memory_goes_with_it(run_on):
+    run_on(1, frees_all)
 
 
 def memory_of_an_update(sub_group: int) -> tuple[int, int]:
