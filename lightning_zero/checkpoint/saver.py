@@ -10,6 +10,7 @@ from threading import Event
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
@@ -73,6 +74,9 @@ class Saver:
         Raises:
             CheckpointNotSavedError: on every rank, if it was not written; in the background ``finish`` raises it.
         """
+        # Before anything that ranks do together: who is not connected yet when the host of the store is lost would try
+        # for as long as the group's timeout.
+        store = own_connection() if self._in_background and dist.is_initialized() else None
         everyone = gather((new_label(), str(path)))
         label, path = everyone[0]
         content, destination = content_of(tree, rest, rank), Destination(path, label)
@@ -80,11 +84,11 @@ class Saver:
             save_in_parts(content, destination, written_by, rank, gather)
             return
         self._background.finish()
-        if len(everyone) == 1:
+        if store is None or len(everyone) == 1:
             copied = self._copying(content.entries)
             self._background.submit(lambda: save_in_parts(replace(content, entries=copied()), destination, written_by))
             return
-        exchange = StoreExchange(own_connection(), label, rank, [each for each, _ in everyone], self._abandoned)
+        exchange = StoreExchange(store, label, rank, [each for each, _ in everyone], self._abandoned)
         copied = self._copying(content.entries)
 
         def save() -> None:

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 
+from lightning_zero.checkpoint import saver
 from lightning_zero.checkpoint.reading import DamagedCheckpointError, open_checkpoint
 from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError
@@ -102,6 +103,27 @@ def killed_at_random(folder, form, is_async):
 def test_a_rank_that_is_killed_at_a_random_moment_leaves_one_whole_checkpoint(run_on, tmp_path, form, is_async):
     (saved,) = run_on(1, killed_at_random, timeout=240, folder=tmp_path / "c", form=form, is_async=is_async)
     assert len(saved) > 1, saved  # the moments fell into different saves
+
+
+def killed_while_the_other_connects(folder):
+    """The first rank's process has the store through which ranks tell each other that they have written."""
+    path, ready = folder / "last.ckpt", folder.parent / "ready"
+    save("sharded", path, 0.0)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        save_for_ever = faults.in_background(path, "sharded", ready, free.getsockname()[1])
+
+    def act(rank, gather):
+        if rank == 1:
+            connect = saver.own_connection
+            saver.own_connection = lambda: time.sleep(1.0) or connect()
+        save_for_ever(rank, gather)
+
+    assert run_ranks(act, kill=(0, 0.0), after=ready) == [KILLED, FAILED]
+
+
+def test_a_rank_that_connects_late_does_not_wait_for_one_that_is_lost(run_on, tmp_path):
+    run_on(1, killed_while_the_other_connects, timeout=120, folder=tmp_path / "c")
 
 
 def killed_between_the_renames(folder):
