@@ -166,7 +166,10 @@ class StoreExchange:
             for rank in range(len(self._labels))
         ]
 
-    def leave(self) -> None:
+    def __enter__(self) -> StoreExchange:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Let the others know that this rank needs to hear no more. Rank 0, whose process may host the store, waits."""
         with suppress(RuntimeError):  # the store is gone, and with it whoever would wait
             self._store.set(f"left/{self._rank}", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from threading import Event
@@ -32,6 +33,7 @@ from lightning_zero.checkpoint.saving import (
 )
 from lightning_zero.engine.settling import Work
 from lightning_zero.engine.sharded_tensor import ShardedTensor
+from lightning_zero.engine.stored import StoredTensor
 from lightning_zero.engine.watch import failure
 from lightning_zero.labels import new_label
 
@@ -84,18 +86,18 @@ class Saver:
             save_in_parts(content, destination, written_by, rank, gather)
             return
         self._background.finish()
-        if store is None or len(everyone) == 1:
-            copied = self._copying(content.entries)
-            self._background.submit(lambda: save_in_parts(replace(content, entries=copied()), destination, written_by))
-            return
-        exchange = StoreExchange(store, label, rank, [each for each, _ in everyone], self._abandoned)
-        copied = self._copying(content.entries)
+        copied = self._copying([entry for entry in content.entries if not _stays_on_disk(entry)])
+        # what stays there is read as it is written, and nobody writes to it until then
+        reading = Work(tells=False) if any(map(_stays_on_disk, content.entries)) else nullcontext()
+        telling: AbstractContextManager[Gather] = nullcontext(lambda value: [value])
+        if store is not None and len(everyone) > 1:
+            telling = StoreExchange(store, label, rank, [each for each, _ in everyone], self._abandoned)
 
         def save() -> None:
-            try:
-                save_in_parts(replace(content, entries=copied()), destination, written_by, rank, exchange)
-            finally:
-                exchange.leave()
+            with reading, telling as exchange:
+                memory = iter(copied())
+                entries = [entry if _stays_on_disk(entry) else next(memory) for entry in content.entries]
+                save_in_parts(replace(content, entries=entries), destination, written_by, rank, exchange)
 
         self._background.submit(save)
 
@@ -207,3 +209,8 @@ class Saver:
             self._background.close()
         finally:
             self._abandoned.clear()
+
+
+def _stays_on_disk(entry: Entry) -> bool:
+    """Whether it is states of an optimizer on a disk, of which there are too many for the memory."""
+    return entry.is_guarded and isinstance(entry.values, StoredTensor)

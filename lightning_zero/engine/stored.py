@@ -38,6 +38,7 @@ class _Held:
     name: str
     read: Callable[[int, int], Tensor]
     origin: Any
+    write: Callable[[Tensor], None] | None
     value: Tensor | None = None
 
 
@@ -45,8 +46,8 @@ class StoredTensor(Handle):
     """A CPU tensor whose values lie elsewhere, read when, and as far as, somebody asks.
 
     Any operator reads the whole, each time anew; ``range`` reads a part. Aliases (``detach()``) read nothing. What is
-    written to it is kept, and from then on it holds its own value. A deep copy shares what is stored; a pickle has the
-    values.
+    written to it is kept, and from then on it holds its own value; unless it can be written to where it is stored. A
+    deep copy shares what is stored and never written to; a pickle has the values.
 
     Args:
         name: what it is called where it is stored, for errors.
@@ -55,6 +56,7 @@ class StoredTensor(Handle):
             others read too; nobody writes to it.
         origin: what ranks compare to know that each of them reads the same: anything that pickles. None where nobody
             else can.
+        write: puts another value, in the tensor's shape, in the place of the stored one; None where nobody may.
     """
 
     _held: _Held
@@ -67,8 +69,9 @@ class StoredTensor(Handle):
         dtype: torch.dtype,
         read: Callable[[int, int], Tensor],
         origin: Any = None,
+        write: Callable[[Tensor], None] | None = None,
     ) -> StoredTensor:
-        return cls._over(_Held(name, read, origin), shape, dtype)
+        return cls._over(_Held(name, read, origin, write), shape, dtype)
 
     @classmethod
     def _over(cls, held: _Held, shape: Sequence[int], dtype: torch.dtype) -> StoredTensor:
@@ -112,7 +115,10 @@ class StoredTensor(Handle):
         return self.shown(0, self.numel()).view(self.shape) if value is None else value
 
     def write_whole(self, value: Tensor) -> None:
-        self._held.value = value.detach()
+        if self._held.write is not None:
+            self._held.write(value.detach())
+        else:
+            self._held.value = value.detach()
 
     def alias(self) -> Tensor:
         return StoredTensor._over(self._held, self.shape, self.dtype)
@@ -128,7 +134,7 @@ class StoredTensor(Handle):
 
     def storage(self) -> Any:
         raise RuntimeError(
-            f"'{self.stored_name}' lies in a checkpoint and has no memory of its own: tensor.clone() reads it into "
+            f"'{self.stored_name}' lies elsewhere and has no memory of its own: tensor.clone() reads it into "
             "an ordinary tensor."
         )
 
@@ -137,6 +143,9 @@ class StoredTensor(Handle):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
+            if self._held.write is not None:
+                memo[id(self)] = self.clone()
+                return memo[id(self)]
             held = replace(self._held, value=None if self._held.value is None else self._held.value.clone())
             memo[id(self)] = StoredTensor._over(held, self.shape, self.dtype)
         return memo[id(self)]

@@ -14,6 +14,7 @@ from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.saving import HostMemory, by_name, names_in
 from lightning_zero.engine import Engine
+from lightning_zero.engine.offload.states import DiskStates
 from tests.support import rank
 
 
@@ -79,11 +80,11 @@ WRITES = {
 }
 
 
-def saved_while_written(folder, stage, form, name):
+def saved_while_written(folder, stage, form, name, offload=None):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), Clipped())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    engine = Engine(model, [optimizer], stage=stage)
+    engine = Engine(model, [optimizer], stage=stage, offload=offload and {**offload, "path": folder.parent / "swap"})
     average = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
     train(model, optimizer, 1)
 
@@ -95,16 +96,17 @@ def saved_while_written(folder, stage, form, name):
             **{f"{key} {number}": value for number, state in states.items() for key, value in state.items()},
         }
 
-    copied, begun = HostMemory.copied, threading.Event()
+    kind, method = (HostMemory, "copied") if offload is None else (DiskStates, "read")
+    call, begun = getattr(kind, method), threading.Event()
 
-    def late(memory, entries, after=None):
-        if threading.current_thread() is not threading.main_thread():
+    def late(*args):
+        if threading.current_thread().name.startswith("lightning_zero-checkpoint"):
             begun.wait()
             time.sleep(0.2)  # for which the write has begun, and waits
-        return copied(memory, entries, after)
+        return call(*args)
 
     before, saver = values(), Saver(in_background=True)
-    HostMemory.copied = late
+    setattr(kind, method, late)
     try:
         states = engine.optimizer_state_dict_in_parts(optimizer)
         if form == "sharded":
@@ -118,7 +120,7 @@ def saved_while_written(folder, stage, form, name):
         WRITES[name](model, optimizer, average)
         saver.finish()
     finally:
-        HostMemory.copied = copied
+        setattr(kind, method, call)
     engine.communicator.gather_objects(None)  # rank 0 has written it, or all have
 
     read = open_checkpoint(folder).checkpoint
@@ -139,6 +141,12 @@ def saved_while_written(folder, stage, form, name):
 @pytest.mark.parametrize("name", WRITES)
 def test_what_is_written_while_it_is_saved_is_saved_as_it_was(run_on, tmp_path, stage, form, name):
     run_on(2, saved_while_written, folder=tmp_path / "c.ckpt", stage=stage, form=form, name=name)
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_what_is_on_a_disk_is_saved_as_it_was(run_on, tmp_path, name):
+    offload = {"optimizer": "nvme", "parameters": "nvme", "sub_group": 1}
+    run_on(2, saved_while_written, folder=tmp_path / "c.ckpt", stage=3, form="sharded", name=name, offload=offload)
 
 
 def waits_for_nothing(folder):

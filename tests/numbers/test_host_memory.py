@@ -15,6 +15,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from mmap import PAGESIZE
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,22 @@ def measure(case: str) -> dict[str, int]:
     return report
 
 
+def peak_at(kind: Any, method: str, act: Callable[[], object]) -> int:
+    """The peak of own memory while something is done, looked for at each call of a method."""
+    peak, call = anonymous(), getattr(kind, method)
+
+    def look(*args: Any) -> Any:
+        nonlocal peak
+        result = call(*args)
+        peak = max(peak, anonymous())
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, method, look)
+        act()
+    return max(peak, anonymous())
+
+
 def measure_saving(form: str, rank: int) -> int:
     """The peak of own memory over the shards, looked for at each write, of which a file has thousands."""
     from lightning_zero.checkpoint.commit import Stream
@@ -134,57 +151,56 @@ def measure_saving(form: str, rank: int) -> int:
 
     module = make()
     engine = Engine(module, stage=3)
-    before = peak = anonymous()
-    write = Stream.write
+    saver, gather = Saver(in_background=False), engine.communicator.gather_objects
 
-    def look(self: Stream, data: Any) -> int:
-        nonlocal peak
-        peak = max(peak, anonymous())
-        return write(self, data)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Stream, "write", look)
-        saver, gather = Saver(in_background=False), engine.communicator.gather_objects
+    def save() -> None:
         if form == "sharded":
             saver.save_in_parts({"state_dict": module.state_dict()}, {}, "saved", {}, rank, gather)
-        else:
-            state = engine.full_state_dict(keep=rank == 0)
-            peak = max(peak, anonymous())
-            if rank == 0:
-                saver.save_whole({"state_dict": state}, "saved.ckpt")
+            return
+        state = engine.full_state_dict(keep=rank == 0)
+        if rank == 0:
+            saver.save_whole({"state_dict": state}, "saved.ckpt")
+
+    before = anonymous()
+    peak = peak_at(Stream, "write", save)
     engine.close(communicate=False)
     return peak - before
 
 
-def measure_updating() -> dict[str, int]:
-    """The peak of own memory over what there was before, looked for at each piece; and the states on the disk."""
+def measure_on_disk(rank: int) -> dict[str, int]:
+    """Own memory over what there was before: at rest, in updates and while all is saved; and the states on the disk."""
+    from lightning_zero.checkpoint.commit import Stream
+    from lightning_zero.checkpoint.saver import Saver
+    from lightning_zero.checkpoint.saving import by_name, names_in
     from lightning_zero.engine import Engine
     from lightning_zero.engine.offload.updates import Update
 
-    before = peak = anonymous()
-    act = Update.act
-
-    def look(*args: Any) -> Any:
-        nonlocal peak
-        state = act(*args)
-        peak = max(peak, anonymous())
-        return state
-
+    before = anonymous()
     module = make()
     optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    names = names_in(optimizer, {id(p): name for name, p in module.named_parameters()})
     offload = {"optimizer": "nvme", "parameters": "nvme", "path": "swap", "sub_group": SUB_GROUP}
     engine = Engine(module, [optimizer], units=[Block], offload=offload)
-    at_rest = anonymous() - before
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Update, "act", look)
+    at_rest = anonymous()
+
+    def train() -> None:
         for _ in range(2):
             module(torch.randn(2, WIDTH)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        on_disk = sum(bucket.states.nbytes for bucket in engine.buckets if bucket.states is not None)
         engine.full_state_dict(keep=False)  # when all is updated
+
+    def save() -> None:
+        states = by_name(engine.optimizer_state_dict_in_parts(optimizer), names)
+        saver = Saver(in_background=True)
+        tree = {"state_dict": module.state_dict(), "optimizer_0": states}
+        saver.save_in_parts(tree, {}, "saved", {}, rank, engine.communicator.gather_objects)
+        saver.finish()
+
+    peaks = {"updating": peak_at(Update, "act", train), "saving": peak_at(Stream, "write", save)}
+    on_disk = sum(bucket.states.nbytes for bucket in engine.buckets if bucket.states is not None)
     engine.close(communicate=False)
-    return {"peak": peak - before, "at rest": at_rest, "on the disk": on_disk}
+    return {"at rest": at_rest - before, **{name: peak - before for name, peak in peaks.items()}, "on disk": on_disk}
 
 
 def worker(rank: int, port: int) -> None:
@@ -198,7 +214,7 @@ def worker(rank: int, port: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     Engine(nn.Linear(2, 2)).close()  # what is set up once
     saving = {form: measure_saving(form, rank) for form in ("full", "sharded")}
-    others = {"saving": saving, "updating": measure_updating()}
+    others = {"saving": saving, "on disk": measure_on_disk(rank)}
     print(json.dumps({case: measure(case) for case in CASES} | others))
     dist.barrier()
 
@@ -265,7 +281,13 @@ def test_one_file_is_held_once_by_the_rank_that_writes_it_and_parts_by_nobody(me
 
 
 def test_with_states_on_a_disk_an_update_takes_three_pieces_beside_the_gradients(measured):
-    for found in (of_rank["updating"] for of_rank in measured):
-        assert found["on the disk"] == 3 * SHARDS > 3 * PIECES
+    for found in (of_rank["on disk"] for of_rank in measured):
+        assert found["on disk"] == 3 * SHARDS > 3 * PIECES
         assert found["at rest"] < OTHER, f"{found}: parameters are on the disk too"
-        assert SHARDS + PIECES - OTHER <= found["peak"] < SHARDS + PIECES + OTHER, f"{found}: {SHARDS} of gradients"
+        beside = found["updating"] - SHARDS  # the gradients; updates go on in the next forward, which gathers two units
+        assert PIECES - OTHER <= beside < PIECES + 2 * UNIT + OTHER, f"{found}: pieces of {PIECES}"
+
+
+def test_states_on_a_disk_are_saved_in_the_background_without_memory_for_them(measured):
+    for found in (of_rank["on disk"] for of_rank in measured):
+        assert found["saving"] < PIECES + UNIT + OTHER, f"{found}: the pieces are kept for the next update"

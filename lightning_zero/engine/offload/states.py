@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import NamedTuple
 
@@ -192,12 +193,13 @@ class DiskStates:
         _write(self._layout, self._file, field, start, values)
 
     def tensor(self, field: str, start: int, stop: int) -> StoredTensor:
-        """A range of a field as a tensor, whose values are read when somebody asks for them."""
+        """A range of a field as a tensor, whose values are read when somebody asks for them, and written at once."""
 
         def read(low: int, high: int) -> Tensor:
             return self.read(field, start + low, start + high)
 
-        return StoredTensor(f"{field} of {self._name}", (stop - start,), self.fields[field], read)
+        write = partial(self.write, field, start)
+        return StoredTensor(f"{field} of {self._name}", (stop - start,), self.fields[field], read, write=write)
 
 
 def _read(layout: _Layout, file: SwapFile, field: str, start: int, stop: int) -> Tensor:
