@@ -38,7 +38,7 @@ def on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_word_or_a_mapping_means_the_config_that_it_abbreviates(on_a_disk, tmp_path: Path):
-    default = os.path.join(tempfile.gettempdir(), "lightning_zero-offload")
+    default = os.path.join(tempfile.gettempdir(), f"lightning_zero-offload-{os.getuid()}")
     was_there = os.path.exists(default)
     for given, meant in (
         (None, None),
@@ -59,7 +59,7 @@ def test_a_word_or_a_mapping_means_the_config_that_it_abbreviates(on_a_disk, tmp
 @pytest.mark.parametrize("strategy", [ZeroStrategy, lightning_zero.fabric.ZeroStrategy])
 def test_a_default_folder_that_lies_in_memory_is_refused(monkeypatch: pytest.MonkeyPatch, strategy):
     monkeypatch.setattr(tempfile, "tempdir", "/dev/shm")
-    with pytest.raises(ValueError, match=r"/dev/shm/lightning_zero-offload, which lies in memory: write .*path="):
+    with pytest.raises(ValueError, match=r"/dev/shm/lightning_zero-offload-\d+, which lies in memory: write .*path="):
         strategy(offload="nvme")
     with pytest.raises(ValueError, match="which lies in memory"):
         make_trainer("zero3_nvme_spawn")
@@ -137,7 +137,10 @@ def fit_names(stage: int, path: str) -> None:
 @STAGES
 def test_a_name_alone_is_enough(run_on, tmp_path: Path, stage):
     run_on(2, fit_names, stage=stage, path=str(tmp_path))
-    assert [each.name for each in tmp_path.iterdir()] == ["lightning_zero-offload"]
+    (folder,) = tmp_path.iterdir()
+    assert folder.name == f"lightning_zero-offload-{os.getuid()}", "another user of the machine has another"
+    assert folder.stat().st_mode & 0o777 == 0o700, "which nobody else may look into"
+    assert not list(folder.iterdir())
 
 
 def resume_elsewhere(stage: int, path: str) -> None:

@@ -117,12 +117,12 @@ def offload_config(offload: Any) -> OffloadConfig | None:
 
 
 def default_folder() -> str:
-    """Where files go if nobody says where: a folder below that for temporary files (``$TMPDIR``).
+    """Where files go if nobody says where: a folder of this user's below that for temporary files (``$TMPDIR``).
 
     Raises:
         ValueError: if that lies in memory.
     """
-    folder = os.path.join(tempfile.gettempdir(), "lightning_zero-offload")
+    folder = os.path.join(tempfile.gettempdir(), f"lightning_zero-offload-{os.getuid()}")
     if is_in_memory(folder):
         raise ValueError(
             f"offload='nvme' would write to {folder}, which lies in memory: write "

@@ -55,7 +55,7 @@ class Disk:
     written where something else was comes after the reads of that.
 
     Args:
-        folder: on a local disk; made if it does not exist.
+        folder: on a local disk; made, for this user alone, if it does not exist.
         is_pinned: as for ``HostMemory``, of what is written and read.
 
     Raises:
@@ -63,7 +63,7 @@ class Disk:
     """
 
     def __init__(self, folder: str, is_pinned: bool) -> None:
-        os.makedirs(folder, exist_ok=True)
+        os.makedirs(folder, 0o700, exist_ok=True)
         self.folder, self._is_pinned = folder, is_pinned
         self._file = DirectFile(os.path.join(folder, f".lightning_zero-{new_label()}"), readable=True)
         os.unlink(self._file.path)

@@ -46,7 +46,8 @@ class SwapFolder:
     folder that is made beside: theirs of this machine at once, of another one after a day without a write.
 
     Args:
-        path: of the folder below which it is made, on a local disk; it is made too if it is not there, and stays.
+        path: of the folder below which it is made, on a local disk; it is made too if it is not there, for this user
+            alone, and stays.
         label: of this folder alone, see ``labels.new_label``.
 
     Attributes:
@@ -60,7 +61,7 @@ class SwapFolder:
         parent = os.path.abspath(path)
         self.path = os.path.join(parent, f"lightning_zero.swap-{label or new_label()}")
         try:
-            os.makedirs(parent, exist_ok=True)
+            os.makedirs(parent, 0o700, exist_ok=True)
             _remove_leftovers(parent)
             os.mkdir(self.path, 0o700)  # what it holds is as private as the memory that it stands for
         except OSError as error:
