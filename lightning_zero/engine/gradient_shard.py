@@ -66,7 +66,7 @@ class GradientShard:
             return
         for index, gradient in total.items():
             if index in self.flat:
-                self.flat[index].add_(gradient)
+                self.flat[index].add_(gradient.to(self.flat[index].device))
             else:
                 self.flat[index] = gradient
 
@@ -76,7 +76,7 @@ class GradientShard:
         if isinstance(self.flat, dict):
             self.add({slot.index: part.view(slot.shape).clone()})
         else:
-            self.flat[slot.local_range].add_(part)
+            self.flat[slot.local_range].add_(part.to(self.flat.device))  # gradients may be kept on the host
 
     def accumulate(self, slot: BucketSlot, gradient: Tensor) -> None:
         """Take a local gradient that autograd adds to a parameter's reduced one; it is reduced with the others."""
