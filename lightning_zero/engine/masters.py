@@ -334,8 +334,10 @@ class Masters:
             bucket.update = bucket.updates.submit(beside(device, in_memory))
             return
         in_memory([each for each in wanted if not each[1].tensor.numel()])  # what has no elements is in no piece
-        stream = self._streams[bucket]
-        bucket.update = stream.give(bucket.states, beside(device, on_disk), until_written=bucket.reads_states)
+        act, until_written = beside(device, on_disk), bucket.reads_states
+        while (update := self._streams[bucket].give(bucket.states, act, until_written=until_written)) is None:
+            self._stream([bucket])
+        bucket.update = update
 
     def _after_step(self) -> None:
         if self._module_parameters is None:

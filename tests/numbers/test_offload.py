@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import os
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_zero import full_parameters
 from lightning_zero.disk import ALIGNMENT, DirectFile
 from lightning_zero.engine import Engine
 from lightning_zero.engine.offload.config import OffloadConfig
-from lightning_zero.engine.offload.updates import Update
+from lightning_zero.engine.offload.updates import DiskUpdate, Update
+from lightning_zero.engine.settling import settle
 from tests.checkpoint import faults
 from tests.support import models
 from tests.support.training import Recipe, batch, prepare, same_values
@@ -152,6 +156,55 @@ def test_with_clipping_and_micro_batches(run_on, ranks, offload):
 def test_with_activation_checkpointing(run_on, offload):
     options = {"early": True, "units": [nn.Linear], "activation_checkpointing": "units"}
     run_on(2, is_as_without, recipe=Recipe(Wide, steps=3), stage=3, offload=offload, **options)
+
+
+class AroundTorchs(torch.optim.AdamW):
+    """With a step of its own around torch's, as projects have them."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=0.01)
+
+
+def around_torchs(module: nn.Module) -> torch.optim.Optimizer:
+    adamw(module)  # torch hooks the step of a class when one of it is made
+    return AroundTorchs(module.parameters(), lr=0.01)
+
+
+def calls_of_hooks(offload: str | None, optimizer: Any) -> list[str]:
+    module, optimizer = prepare(Recipe(Wide, optimizer))
+    engine = Engine(module, [optimizer], offload=option(offload, 3), allow_any_optimizer=True)
+    calls: list[str] = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: calls.append("before")),
+        register_optimizer_step_post_hook(lambda *_: calls.append("after")),
+    ]
+    try:
+        for step in range(3):
+            module(*batch(step)).backward()
+            optimizer.step()
+        engine.close()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+@ON_BOTH
+@pytest.mark.parametrize("optimizer", [adamw, around_torchs])
+def test_hooks_on_the_steps_of_all_optimizers_are_called_as_often_as_without(run_on, optimizer, offload):
+    (calls,) = run_on(1, calls_of_hooks, offload=offload, optimizer=optimizer)
+    assert [calls] == run_on(1, calls_of_hooks, offload=None, optimizer=optimizer)
+    assert calls.count("before") == calls.count("after") >= 3
+
+
+@ON_BOTH
+def test_an_optimizer_with_a_step_around_torchs_updates_as_without(run_on, offload):
+    recipe = Recipe(Wide, around_torchs, steps=3)
+    run_on(2, is_as_without, recipe=recipe, stage=3, offload=offload, allow_any_optimizer=True)
 
 
 # ----------------------------------------------------------------------------------------------- what users do between
@@ -310,6 +363,51 @@ def read_in_backward(offload: str) -> None:
 @ON_BOTH
 def test_a_parameter_that_is_read_in_backward_is_waited_for_by_nobody_else(run_on, offload):
     run_on(1, read_in_backward, offload=offload, timeout=60)
+
+
+def dropped_by_two() -> None:
+    """Both have seen what waits before either drops it."""
+    module, optimizer = prepare(Recipe(Wide))
+    engine = Engine(module, [optimizer], offload=option("disk", 3))
+    update = engine._elsewhere.stream([bucket.states for bucket in engine.buckets if bucket.states is not None])
+    waiting, both = DiskUpdate.waiting, threading.Barrier(2, timeout=30)
+
+    def seen(self: DiskUpdate) -> Any:
+        found = waiting.fget(self)
+        both.wait()
+        return found
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as threads:
+        patch.setattr(DiskUpdate, "waiting", property(seen))
+        for dropped in [threads.submit(update.drop) for _ in range(2)]:
+            dropped.result()
+    assert not update.waiting
+    engine.close()
+
+
+def test_two_threads_may_drop_what_waits_at_once(run_on):
+    run_on(1, dropped_by_two)
+
+
+def settled_meanwhile() -> None:
+    """Another thread settles just before an update is given what it is to do."""
+    give, calls = DiskUpdate.give, itertools.count()
+
+    def late(self: DiskUpdate, *args: Any) -> Any:
+        if args[1] is not None and next(calls) % 2 == 0:
+            thread = threading.Thread(target=settle)
+            thread.start()
+            thread.join()
+        return give(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DiskUpdate, "give", late)
+        is_as_without(Recipe(Wide, steps=4), 3, "disk", early=True, units=[nn.Linear])
+    assert next(calls) > 8
+
+
+def test_what_another_thread_drops_meanwhile_is_updated_all_the_same(run_on):
+    run_on(1, settled_meanwhile)
 
 
 def dtype_of_counts(offload: str | None) -> set[torch.dtype]:

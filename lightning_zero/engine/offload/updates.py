@@ -13,8 +13,9 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import cache
 from queue import SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, NamedTuple, ParamSpec
 
 import torch
@@ -127,20 +128,24 @@ class DiskUpdate:
     """
 
     def __init__(self, states: Sequence[DiskStates]) -> None:
-        self._states = states
+        self._states, self._lock = states, Lock()
         self._acts: dict[DiskStates, Future[OnPiece | None]] = {each: Future() for each in states}
         self._all = Work(tells=True, cut_short=self.drop)
         self._shown = {each: Work(tells=True, settles=False) for each in states}
         self._written = {each: Work(tells=True, settles=False) for each in states}
 
-    def give(self, states: DiskStates, act: OnPiece | None, *, until_written: bool = False) -> Work:
+    def give(self, states: DiskStates, act: OnPiece | None, *, until_written: bool = False) -> Work | None:
         """Say what is done with the pieces of one bucket; None for nothing. To be called for each of them.
 
         Returns:
             What ends when that is done; with ``until_written`` when it is on the disk. All is there when ``settle``
-            comes back.
+            comes back. None where another thread has dropped them meanwhile, which settles: then it is not done, and
+            another ``DiskUpdate`` is to do it.
         """
-        self._acts[states].set_result(act)
+        with self._lock:
+            if self._acts[states].done():
+                return None
+            self._acts[states].set_result(act)
         return (self._written if until_written else self._shown)[states]
 
     @property
@@ -149,7 +154,7 @@ class DiskUpdate:
         return [states for states, act in self._acts.items() if not act.done()]
 
     def drop(self) -> None:
-        """Do nothing with those for whom nothing was given."""
+        """Do nothing with those for whom nothing was given. In any thread."""
         for states in self.waiting:
             self.give(states, None)
 
@@ -217,7 +222,7 @@ class Update(NamedTuple):
     """An optimizer's update, of one parameter group, as it would be now: schedulers and scalers change it for the next.
 
     Attributes:
-        kind: the optimizer's class.
+        kind: the optimizer's class, or one like it.
         attributes: what it has.
         group: the options of the group.
         dtype: of counts of steps.
@@ -249,7 +254,7 @@ class Update(NamedTuple):
             "_optimizer_step_post_hooks": OrderedDict(),
         }
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-        return cls(type(optimizer), attributes, options, dtype)
+        return cls(_without_hooks(type(optimizer)), attributes, options, dtype)
 
     def act(self, values: Tensor, gradient: Tensor | None, state: dict[str, Any]) -> dict[str, Any]:
         """Update one tensor as the optimizer's ``step`` does, and nothing else. In any thread.
@@ -271,7 +276,7 @@ class Update(NamedTuple):
             "param_groups": [{**self.group, "params": [parameter]}],
             "state": defaultdict(dict, {parameter: state} if state else {}),
         }
-        self.kind.step(alone)
+        _unhooked(self.kind.step)(alone)
         after = alone.state[parameter]
         if is_new:  # counts of steps are in the default dtype, which another thread may have set for its forward
             counts = {key: value for key, value in after.items() if isinstance(value, Tensor) and value.dim() == 0}
@@ -283,6 +288,27 @@ class Update(NamedTuple):
         tried = torch.zeros(1, dtype=dtype)
         state = self.act(tried, torch.zeros_like(tried), {})
         return {key: value.dtype for key, value in state.items() if isinstance(value, Tensor) and value.shape == (1,)}
+
+
+def _unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
+    """An optimizer's ``step`` without what torch puts around it when one is made, which calls all hooks on steps."""
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    return step
+
+
+def _without_hooks(kind: type[Optimizer]) -> type[Optimizer]:
+    """An optimizer's class; where its ``step`` calls that of a class it derives from, one to which this is unhooked."""
+    if _unhooked(kind.step).__module__.startswith("torch.optim"):
+        return kind  # which calls no other
+    return _deriving(kind, tuple(base for base in kind.__mro__[1:] if hasattr(vars(base).get("step"), "hooked")))
+
+
+@cache
+def _deriving(kind: type[Optimizer], hooked: tuple[type[Optimizer], ...]) -> type[Optimizer]:
+    # each comes before the class it derives from in the order in which ``super()`` goes
+    between = [type(base.__name__, (base,), {"step": _unhooked(base.step)}) for base in hooked]
+    return type(kind.__name__, (kind, *between), {}) if between else kind
 
 
 def _beside_it(gradient: Tensor, values: Tensor) -> Tensor:
