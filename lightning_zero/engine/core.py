@@ -340,17 +340,34 @@ class Engine:
 
         What is kept elsewhere is updated as soon as its gradient is there, while backward goes on. For modules that
         alone compute with their parameters: what backward needs of a parameter used elsewhere would be its new value.
+
+        Raises:
+            RuntimeError: by it, or by a forward, after it and before the optimizer's ``step``; nothing is changed then.
         """
+        self._check_no_step_is_due()
         masters = next((masters for masters in self.masters if masters._optimizer() is optimizer), None)
-        self.reducer.on_reduced = masters.begin if masters is not None and self._elsewhere.overlap else None
+        begins = self._elsewhere.overlap and any(bucket.updates is not None for bucket in self.buckets)
+        self.reducer.on_reduced = masters.begin if masters is not None and begins else None
         try:
             yield
+            if masters is not None:
+                masters.awaits_step = begins  # on every rank alike, whichever updates have begun there
         except BaseException:
             if masters is not None:
                 masters.recover()  # nobody is to wait for gradients that will not come
             raise
         finally:
             self.reducer.on_reduced = None
+
+    def _check_no_step_is_due(self) -> None:
+        for masters in self.masters:
+            if masters.awaits_step and (optimizer := masters._optimizer()) is not None:
+                raise RuntimeError(
+                    "engine.last_backward(optimizer) was left, and optimizer.step() has not been called since: "
+                    f"{type(optimizer).__name__} has begun to update what is kept elsewhere, and a forward would find "
+                    "old values of some parameters and new ones of others. Call optimizer.step() before the next "
+                    "forward, or write loss.backward() without engine.last_backward(optimizer) around it."
+                )
 
     def take_turn(self, position: int | None) -> None:
         """Before each batch of an evaluation loop, and at its end: let the loop be of another length on other ranks.
@@ -373,9 +390,10 @@ class Engine:
     def _open_window(self, *, is_step: bool) -> None:
         if self.schedule.windows == 0:
             if not in_backward():
+                self._check_no_step_is_due()
                 self.reducer.abort()  # if an exception ended the last backward
-            for masters in self.masters:
-                masters.recover()
+                for masters in self.masters:
+                    masters.recover()
             if is_step:
                 self._follow_buffers()
             self._buffers_follow = torch.is_grad_enabled() and self.reducer.synchronise

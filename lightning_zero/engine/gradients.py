@@ -43,7 +43,6 @@ class _Backward:
     position: int = 0  # in the order of reduction
     seen: set[tuple[int, int]] = field(default_factory=set)  # parameters whose ordinary view has its gradient
     launched: set[int] = field(default_factory=set)
-    told: set[int] = field(default_factory=set)  # to ``on_reduced``: their gradients may have been used
     sent: set[tuple[int, int]] = field(default_factory=set)  # parameters that the launched reductions had something of
     completed: list[int] = field(default_factory=list)
     in_flight: deque[tuple[int, Pending]] = field(default_factory=deque)
@@ -190,10 +189,15 @@ class GradientReducer:
             backward.position += 1
 
     def _launch(self, backward: _Backward, number: int) -> None:
+        bucket = self._buckets[number]
+        if bucket.has_begun:
+            raise RuntimeError(
+                f"A parameter of unit {self._units[number].name or 'root'!r} got a gradient more than in any backward "
+                "before, after its update had begun: OffloadConfig(overlap=False) updates when all gradients are there."
+            )
         while backward.in_flight and len(backward.in_flight) >= max(self._in_flight, 1):
             self._finish_oldest(backward)
         backward.launched.add(number)
-        bucket = self._buckets[number]
         backward.sent.update((number, i) for i in range(len(bucket.views)) if bucket.has_gradient(i))
         backward.in_flight.append((number, bucket.start_reduction()))
         if self._in_flight == 0:
@@ -206,7 +210,6 @@ class GradientReducer:
         # What ran twice may be needed again by the other run's backward, though all of its gradients are there.
         is_done = all(backward.counts[number]) and self._units[number].forwards <= 1
         if self.on_reduced is not None and backward.expectation.observed and is_done:
-            backward.told.add(number)
             self.on_reduced(bucket, shard, [self._buckets[each] for each in backward.expectation.order])
 
     # -- at its end -------------------------------------------------------------------------------------------------
@@ -263,12 +266,6 @@ class GradientReducer:
         self._collect(backward, used)
         for number, is_late in enumerate(late):
             if is_late:
-                if number in backward.told:
-                    raise RuntimeError(
-                        f"A parameter of unit {self._units[number].name or 'root'!r} got a gradient more than in any "
-                        "backward before, after its update had begun: OffloadConfig(overlap=False) updates when all "
-                        "gradients are there."
-                    )
                 self._launch(backward, number)
         self._collect(backward, used)
         self._learn(backward, used)

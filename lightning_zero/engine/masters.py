@@ -142,6 +142,7 @@ class Masters:
 
     Attributes:
         is_closed: after ``close``.
+        awaits_step: after a backward in which updates may have begun, until the optimizer's step.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class Masters:
         self._optimizer = weakref.ref(optimizer)
         _masters_of[optimizer] = self
         self.slot_of, self._ledger, self._owners = slot_of, owner.ledger, [weakref.ref(owner)]
-        self.is_closed = False
+        self.is_closed = self.awaits_step = False
         self._master_of: dict[BucketSlot, Master] = {}
         self._module_parameters: list[list[Any]] | None = None
         self._active: list[Master] = []
@@ -353,7 +354,7 @@ class Masters:
         self._put_back()
         for bucket in self._begun:
             bucket.has_begun = False
-        self._begun = set()
+        self._begun, self.awaits_step = set(), False
         self._drop_streams()
 
     def _stream(self, buckets: Iterable[Bucket]) -> None:

@@ -436,6 +436,60 @@ def test_counts_of_steps_have_the_dtype_that_they_would_have_without(run_on, off
     assert run_on(1, dtype_of_counts, offload=offload) == run_on(1, dtype_of_counts, offload=None) == [{torch.float32}]
 
 
+def with_forwards_before_step(stage: int, offload: str | None) -> dict[str, Any]:
+    """Each is refused where updates may have begun, and the step ends what has begun; without offload none is tried."""
+    module, optimizer = prepare(Recipe(lambda: Wide(layers=4)))
+    engine = Engine(module, [optimizer], units=[nn.Linear], stage=stage, offload=option(offload, stage))
+    for step in range(4):
+        with engine.last_backward(optimizer):
+            module(*batch(step)).backward()
+        if offload is not None:
+            was_left = pytest.raises(RuntimeError, match="was left, and optimizer.step.. has not been called since")
+            with was_left, torch.no_grad():
+                module(*batch(9))
+            with was_left:
+                module(*batch(9)).backward()
+            with was_left, engine.window():
+                module(*batch(9))
+            with was_left, engine.last_backward(optimizer):
+                pass
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            module(*batch(9))
+    weights, states = dict(engine.full_state_dict()), engine.full_optimizer_state_dict(optimizer)
+    engine.close()
+    return {"weights": weights, "states": states}
+
+
+def forwards_before_step_change_nothing(stage: int, offload: str) -> None:
+    same_values(with_forwards_before_step(stage, offload), with_forwards_before_step(stage, None), offload)
+
+
+@ON_BOTH
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 3), (2, 1), (2, 3)])
+def test_a_forward_between_the_last_backward_and_the_step_is_refused_and_changes_nothing(run_on, ranks, stage, offload):
+    run_on(ranks, forwards_before_step_change_nothing, stage=stage, offload=offload)
+
+
+def backward_after_the_last() -> None:
+    module, optimizer = prepare(Recipe(Wide))
+    engine = Engine(module, [optimizer], units=[nn.Linear], stage=1, offload=option("cpu", 1))
+    module(*batch(0)).backward()
+    optimizer.step()
+    loss = module(*batch(1))
+    with engine.last_backward(optimizer):
+        loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="got a gradient more .* after its update had begun"):
+        loss.backward()
+    engine.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_backward_after_what_was_said_to_be_the_last_is_refused(run_on, ranks):
+    run_on(ranks, backward_after_the_last)
+
+
 class Odd(Wide):
     """A parameter that is never used, one that a module writes to itself, and a layer that runs twice."""
 
