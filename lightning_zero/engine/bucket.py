@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -269,6 +269,21 @@ class Bucket:
 
     # -- setting up -------------------------------------------------------------------------------------------------
 
+    def reserve(self, fields: Mapping[str, torch.dtype]) -> None:
+        """Make room on the disk for masters, and for states of them, if that is where they are to be.
+
+        Raises:
+            OSError: if there is not enough.
+        """
+        if isinstance(self._masters_on, Swap):
+            self.states = self._room_on(self._masters_on, fields)
+
+    def _room_on(self, swap: Swap, fields: Mapping[str, torch.dtype]) -> DiskStates:
+        if isinstance(self._source_on, Swap) and self.full.dtype != self.master_dtype:
+            fields = {PARAMETERS: self.full.dtype, **fields}
+        name = f"{self.unit_name} {self._number} {self.master_dtype}"
+        return DiskStates(swap, name, self._high - self._low, self.master_dtype, fields)
+
     def room(self, index: int) -> Tensor:
         """Where the values of a parameter may be written before it is cut, in its shape."""
         segment = self.layout.segments[index]
@@ -339,9 +354,10 @@ class Bucket:
     def _keep(self, own: Tensor) -> None:
         """Keep this rank's values where they are to be at rest."""
         here = own.device
-        if isinstance(self._masters_on, Swap):
-            self._keep_on_disk(self._masters_on, own.to("cpu", self.master_dtype))
+        if self.states is not None:
+            self._keep_on_disk(self.states, own.to("cpu", self.master_dtype))
         else:
+            assert not isinstance(self._masters_on, Swap), "no room was reserved"
             self.shard = self._kept(own, self._masters_on or here, self.master_dtype)
         if self._masters_on is None or self.replicated:
             return
@@ -352,13 +368,10 @@ class Bucket:
         ):
             self._source = self._kept(own, self._source_on, self.full.dtype)
 
-    def _keep_on_disk(self, swap: Swap, masters: Tensor) -> None:
-        self.master_dtype = masters.dtype
-        states = DiskStates(swap, f"{self.unit_name} {self._number} {masters.dtype}", masters)
-        if isinstance(self._source_on, Swap) and self.full.dtype != self.master_dtype:
-            states.add_fields({PARAMETERS: self.full.dtype})
+    def _keep_on_disk(self, states: DiskStates, masters: Tensor) -> None:
+        states.write(MASTERS, 0, masters)
+        if PARAMETERS in states.fields:
             states.write(PARAMETERS, 0, masters)
-        self.states = states
 
     def _kept(self, values: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
         if device == values.device:
@@ -528,8 +541,10 @@ class Bucket:
             return
         self.wait()
         if self.states is not None:
-            assert isinstance(self._masters_on, Swap)
-            self._keep_on_disk(self._masters_on, self.part(slice(0, self.states.numel)).float())
+            former, self.master_dtype = self.states, torch.float32
+            self.states = self._room_on(former.swap, {})
+            self._keep_on_disk(self.states, former.read(MASTERS, 0, former.numel).float())
+            former.close()
             return
         before = 0 if self.shard_in_full else self.shard.nbytes
         self.shard, self.shard_in_full, self.master_dtype = self.shard.float(), False, torch.float32

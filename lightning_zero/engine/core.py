@@ -26,17 +26,18 @@ from lightning_zero.engine.collectives import Communicator, wire_dtype_of
 from lightning_zero.engine.compilation import OwnHook
 from lightning_zero.engine.gradients import GradientReducer
 from lightning_zero.engine.layout import BucketLayout
-from lightning_zero.engine.masters import Masters, check_optimizer, masters_of
+from lightning_zero.engine.masters import Masters, check_optimizer, make_room, masters_of
 from lightning_zero.engine.materialise import Materialiser, check_can_be_initialised
 from lightning_zero.engine.offload.activations import activation_store
 from lightning_zero.engine.offload.config import offload_config
 from lightning_zero.engine.offload.planning import check_room
 from lightning_zero.engine.offload.states import Swap
 from lightning_zero.engine.offload.swap import SwapFolder
-from lightning_zero.engine.offload.updates import Updates
+from lightning_zero.engine.offload.updates import Updates, fields_by_parameter
 from lightning_zero.engine.placement import Placement, placements_of
 from lightning_zero.engine.promises import values_of
 from lightning_zero.engine.schedule import Schedule, Unit, in_backward
+from lightning_zero.engine.settling import settle
 from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.sources import agree_on_sources
 from lightning_zero.engine.uneven import Turns, UnevenMethod
@@ -118,6 +119,7 @@ class Engine:
 
     Raises:
         ValueError, TypeError: for what cannot be set up; nothing has been changed then.
+        OSError: on every rank, if a disk has not the room for what one is to keep there; likewise.
         RuntimeError: if a module on the meta device does not initialise all that it has.
     """
 
@@ -192,6 +194,7 @@ class Engine:
         try:
             if self._offload is not None:
                 check_room(self._offload, plans, sources, self.buckets, optimizers, self.communicator)
+                self._reserve(plans, optimizers)
             Materialiser(module, plans, self.units, sources, self.communicator, self.agreement).run()
         except BaseException:
             self._clear_disk()
@@ -272,6 +275,24 @@ class Engine:
                 self._numbers += 1
         return buckets
 
+    def _reserve(self, plans: list[UnitPlan], optimizers: Sequence[Optimizer]) -> None:
+        """Make room on the disk for all that is to lie there. Collective."""
+        if self._swap is None:
+            return
+        fields_of, error = fields_by_parameter(optimizers), None
+        try:
+            for plan, unit in zip(plans, self.units):
+                for bucket in unit.buckets:
+                    members = [plan.parameters[segment.name] for segment in bucket.layout.segments]
+                    bucket.reserve(fields_of(members, bucket.master_dtype) if members[0].requires_grad else {})
+        except OSError as raised:
+            error = raised
+        told = self.communicator.gather_objects(error and (error.errno, error.strerror, error.filename))
+        if error is not None:
+            raise error
+        for rank, (number, reason, path) in ((rank, said) for rank, said in enumerate(told) if said is not None):
+            raise OSError(number, f"on rank {rank}: {reason}", path)
+
     def _place(self, what: str) -> Any:
         """Where some model states are to be, if not where the module computes."""
         place = getattr(self._offload, what, None)
@@ -299,15 +320,25 @@ class Engine:
 
         Raises:
             TypeError: for an optimizer that is not elementwise; nothing has been changed then.
+            OSError: if a disk has not the room for what one keeps; likewise.
         """
         for optimizer in optimizers:
             check_optimizer(optimizer, self._allow_any_optimizer)
-        before, self.masters = {masters._optimizer(): masters for masters in self.masters}, []
         for optimizer in optimizers:
-            kept = before.pop(optimizer) if optimizer in before else masters_of(optimizer, slot_of, self)
-            self.masters.append(kept)
-        for masters in before.values():
+            make_room(optimizer, slot_of)
+        before, known = self.masters, {masters._optimizer(): masters for masters in self.masters}
+        self.masters = [known.get(optimizer) or masters_of(optimizer, slot_of, self) for optimizer in optimizers]
+        gone = [masters for masters in before if masters not in self.masters]
+        if gone:
+            settle()  # an update of theirs may be under way
+        for masters in gone:
             masters.close(None)
+            if (former := masters._optimizer()) is not None:
+                former.state = defaultdict(dict)
+        if gone and self._swap is not None:
+            wanted = [masters.fields_on_disk() for masters in self.masters]
+            for states in (bucket.states for bucket in self.buckets if bucket.states is not None):
+                states.drop_fields({field for fields in wanted for field in fields.get(states, ())})
 
     @property
     def optimizers(self) -> list[Optimizer]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_zero.engine.bucket import Bucket, BucketSlot, Ledger
 from lightning_zero.engine.gradient_shard import GradientShard
-from lightning_zero.engine.offload.states import MASTERS, PARAMETERS
-from lightning_zero.engine.offload.updates import DiskUpdate, Update, beside
+from lightning_zero.engine.offload.states import MASTERS, PARAMETERS, DiskStates
+from lightning_zero.engine.offload.updates import DiskUpdate, Update, beside, fields_by_parameter
 from lightning_zero.engine.settling import is_settled, settle
 from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.stored import StoredTensor
@@ -178,7 +178,6 @@ class Masters:
         ]
         # before the users' own, so that these see the module's parameters
         optimizer._optimizer_step_post_hooks.move_to_end(self._handles[1].id, last=False)  # type: ignore[attr-defined]
-        self._reserve()
         self._adopt(dict(optimizer.state))  # Adagrad's accumulators exist from the start
 
     def join(self, owner: Owner) -> None:
@@ -397,7 +396,7 @@ class Masters:
             masters = self._masters_of([slot for slot in slots if slot is not None])
             self._active.extend(masters)
             self._arranged.append((masters, foreign))
-        self._reserve()
+        make_room(self.optimizer, self.slot_of)
         self._signature = signature
 
     def _masters_of(self, slots: list[BucketSlot]) -> list[Master]:
@@ -466,21 +465,16 @@ class Masters:
                 self._ledger.add(category, held[category] - self._state_bytes[category])
             self._state_bytes = held
 
-    def _reserve(self) -> None:
-        """Make room on the disk for all that an update will ask for.
-
-        Raises:
-            OSError: if there is not enough.
-        """
-        for group in self.optimizer.param_groups:
-            slots = [slot for p in group["params"] if (slot := self.slot_of(p)) is not None]
-            on_disk = {slot.bucket.states for slot in slots if slot.bucket.states is not None}
-            for dtype in {states.dtype for states in on_disk}:
-                fields = Update.of(self.optimizer, group, torch.device("cpu")).fields(dtype)
-                for states in on_disk:
-                    if states.dtype == dtype and not fields.keys() <= states.fields.keys():
-                        settle()
-                        states.add_fields(fields)
+    def fields_on_disk(self) -> dict[DiskStates, set[str]]:
+        """What there is to be of states on a disk: what an update will ask for, and what was loaded."""
+        found = defaultdict(
+            set, {states: set(fields) for states, fields in _fields_on_disk(self.optimizer, self.slot_of)}
+        )
+        for master in self._master_of.values():
+            if master.bucket.states is not None:
+                state = self.optimizer.state.get(master.tensor, {})
+                found[master.bucket.states] |= {key for key, value in state.items() if isinstance(value, StoredTensor)}
+        return found
 
     # -- state in the terms of the module's parameters --------------------------------------------------------------
 
@@ -703,6 +697,32 @@ class Masters:
             handle.remove()
         _masters_of.pop(optimizer, None)
         return self.whole_state(lambda tensor: tensor.to(device)) if device is not None else None
+
+
+def _fields_on_disk(
+    optimizer: Optimizer, slot_of: Callable[[Tensor], BucketSlot | None]
+) -> Iterator[tuple[DiskStates, dict[str, torch.dtype]]]:
+    """Of all that lies on a disk, what an optimizer's update will ask for."""
+    fields_of = fields_by_parameter([optimizer])
+    members: dict[DiskStates, list[Tensor]] = {}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        slot = slot_of(parameter)
+        if slot is not None and slot.bucket.states is not None:
+            members.setdefault(slot.bucket.states, []).append(parameter)
+    for states, parameters in members.items():
+        yield states, fields_of(parameters, states.dtype)
+
+
+def make_room(optimizer: Optimizer, slot_of: Callable[[Tensor], BucketSlot | None]) -> None:
+    """Make room on the disk for all that an optimizer's update will ask for.
+
+    Raises:
+        OSError: if there is not enough.
+    """
+    for states, fields in _fields_on_disk(optimizer, slot_of):
+        if not fields.keys() <= states.fields.keys():
+            settle()
+            states.add_fields(fields)
 
 
 class _State(defaultdict[Any, dict[str, Any]]):

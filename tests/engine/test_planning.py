@@ -210,7 +210,7 @@ def refused(offload: Any, stage: int, memory: int, disk: int, message: str) -> N
         engine = Engine(module, [optimizer], stage=stage, offload=offload)
     module(*batch(0)).backward()
     optimizer.step()
-    if engine._swap is not None:  # all files, beside which that of the largest bucket, with masters alone, was there
+    if engine._swap is not None:  # all files; one with masters alone would be beside them, had the optimizer come later
         held = sum(file.stat().st_size for file in Path(engine._swap.folder.path).iterdir())
         assert held == 6 * 3 * 4096
     engine.close()

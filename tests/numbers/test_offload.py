@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import gc
 import itertools
@@ -20,14 +21,16 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_zero import full_parameters
-from lightning_zero.disk import ALIGNMENT, DirectFile
-from lightning_zero.engine import Engine
+from lightning_zero.disk import ALIGNMENT, DirectFile, aligned
+from lightning_zero.engine import Engine, core, masters
 from lightning_zero.engine.offload.config import OffloadConfig
+from lightning_zero.engine.offload.states import MASTERS, PARAMETERS
 from lightning_zero.engine.offload.updates import DiskUpdate, Update
 from lightning_zero.engine.settling import settle
 from tests.checkpoint import faults
 from tests.support import models
 from tests.support.training import Recipe, batch, prepare, same_values
+from tests.support.workers import rank
 
 OFFLOADS = {
     "cpu": {"optimizer": "cpu"},
@@ -253,6 +256,51 @@ def in_between_is_as_without(stage: int, offload: str) -> None:
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 3), (2, 1), (2, 3)])
 def test_what_users_do_between_steps_has_its_effect(run_on, ranks, stage, offload):
     run_on(ranks, in_between_is_as_without, stage=stage, offload=offload)
+
+
+def replaced(offload: str | None) -> dict[str, Any]:
+    """Another optimizer takes the place of one whose last update is under way until somebody waits for it."""
+    module, optimizer = prepare(Recipe(Wide))
+    engine = Engine(module, [optimizer], offload=option(offload, 3))
+    act, is_waited_for, main = Update.act, threading.Event(), threading.current_thread()
+
+    def late(*args: Any) -> Any:
+        assert threading.current_thread() is main or is_waited_for.wait(30), "nobody waits"
+        return act(*args)
+
+    def wait() -> None:
+        is_waited_for.set()
+        settle()
+
+    for step in range(4):
+        module(*batch(step)).backward()
+        with pytest.MonkeyPatch.context() as patch:
+            if step == 1:
+                patch.setattr(Update, "act", late)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                for room in (core, masters):
+                    patch.setattr(room, "settle", wait)
+                former, optimizer = optimizer, models.sgd_nesterov(module)
+                engine.set_optimizers([optimizer])
+                assert not former.state
+    for states in (bucket.states for bucket in engine.buckets if bucket.states is not None):
+        assert set(states.fields) - {PARAMETERS} == {MASTERS, "momentum_buffer"}, "what the other had is gone"
+        assert states.nbytes == sum(aligned(size * states.numel) for size in [4] * len(states.fields))
+    weights, states = dict(engine.full_state_dict()), engine.full_optimizer_state_dict(optimizer)
+    engine.close()
+    return {"weights": weights, "states": states}
+
+
+def replaced_is_as_without(offload: str) -> None:
+    same_values(replaced(offload), replaced(None), offload)
+
+
+@ON_BOTH
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_optimizer_may_be_replaced_while_its_update_is_under_way(run_on, ranks, offload):
+    run_on(ranks, replaced_is_as_without, offload=offload)
 
 
 # --------------------------------------------------------------------------------------------------------- the overlap
@@ -568,20 +616,52 @@ def test_parameters_stay_at_stages_at_which_every_rank_has_them_all(run_on):
     run_on(2, refused_stage)
 
 
-def no_room(folder: Path) -> None:
+def refused_for_want_of_room(folder: Path) -> str:
+    """What is said; the module and the optimizer are as they were, and train."""
+    module, optimizer = prepare(Recipe(Wide, models.adagrad_with_initial_accumulator))
+    before, state = copy.deepcopy(module.state_dict()), optimizer.state
+    with pytest.raises(OSError, match="No space left on device") as told:
+        Engine(module, [optimizer], offload={"optimizer": "nvme", "path": folder})
+    assert told.value.errno == errno.ENOSPC
+    assert not any(folder.iterdir())
+    assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
+    same_values(module.state_dict(), before, "what was refused")
+    assert optimizer.state is state
+    module(*batch(0)).backward()
+    optimizer.step()
+    return str(told.value)
+
+
+def no_room(folder: Path, nbytes: int) -> None:
     def on_the_disk() -> None:
         torch.set_num_threads(1)
-        module, optimizer = prepare(Recipe(Wide))
-        with pytest.raises(OSError, match="bytes are wanted") as told:
-            Engine(module, [optimizer], offload={"optimizer": "nvme", "path": folder})
-        assert told.value.errno == errno.ENOSPC
-        assert not any(folder.iterdir())
+        assert "bytes are wanted" in refused_for_want_of_room(folder)
 
-    assert faults.on_a_small_disk(folder, 2**18, on_the_disk) == 0
+    assert faults.on_a_small_disk(folder, nbytes, on_the_disk) == 0
 
 
-def test_a_disk_that_is_too_small_is_told_at_the_start(run_on, tmp_path):
-    run_on(1, no_room, folder=tmp_path)
+# all masters take 4 * (11 * 150 + 3 * 150 * 151 + 151 * 16) = 288064 bytes, and Adagrad's states as many
+@pytest.mark.parametrize("nbytes", [2**18, 2**19], ids=["for masters", "for states"])
+def test_a_disk_that_is_too_small_is_told_at_the_start_and_nothing_is_changed(run_on, tmp_path, nbytes):
+    run_on(1, no_room, folder=tmp_path, nbytes=nbytes)
+
+
+def no_room_for_one(folder: Path) -> None:
+    reserve = DirectFile.reserve
+
+    def refuse(self: DirectFile, nbytes: int) -> None:
+        if rank() == 1 and nbytes > 2**15:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        reserve(self, nbytes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DirectFile, "reserve", refuse)
+        said = refused_for_want_of_room(folder / str(rank()))
+    assert ("on rank 1: " in said) == (rank() == 0)
+
+
+def test_a_disk_that_is_too_small_for_one_rank_is_told_on_every_rank(run_on, tmp_path):
+    run_on(2, no_room_for_one, folder=tmp_path)
 
 
 def fails(when: str) -> None:

@@ -17,7 +17,7 @@ from lightning_zero.engine.bucket import Bucket
 from lightning_zero.engine.offload.config import OffloadConfig
 from lightning_zero.engine.offload.states import Swap
 from lightning_zero.engine.offload.swap import BUFFERS
-from lightning_zero.engine.offload.updates import Update
+from lightning_zero.engine.offload.updates import fields_by_parameter
 from lightning_zero.labels import this_machine
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def need_of(parts: Iterable[Part], *, sub_group: int, pins: bool) -> Need:
         if part.on_disk:
             pieces = [min(sub_group, part.numel - start) for start in range(0, part.numel, sub_group)]
             disk += sum(aligned(piece * field) for piece in pieces for field in fields)
-            # the file is made without states, and lies beside the one with room for them for a moment
+            # a file made before its optimizer has no states, and lies beside the one with room for them for a moment
             before = sum(aligned(piece * field) for piece in pieces for field in at_first) if part.states else 0
             largest_before = max(largest_before, before)
             largest_piece = max([largest_piece, *(sum(aligned(piece * f) for f in fields) for piece in pieces[:1])])
@@ -202,25 +202,14 @@ def _parts(
     plans: Sequence[UnitPlan], buckets: Sequence[Bucket], optimizers: Sequence[Optimizer], keeps_gradients: bool
 ) -> Iterator[Part]:
     parameters = {name: parameter for plan in plans for name, parameter in plan.parameters.items()}
-    group_of = {
-        id(parameter): (optimizer, group)
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
-    known: dict[tuple[int, torch.dtype], dict[str, torch.dtype]] = {}
+    fields_of = fields_by_parameter(optimizers)
 
     def states_of(members: list[nn.Parameter], dtype: torch.dtype) -> tuple[int, ...]:
         if not members[0].requires_grad:
             return ()
         if not optimizers:
             return (dtype.itemsize, dtype.itemsize)
-        fields: dict[str, torch.dtype] = {}
-        for optimizer, group in {id(found[1]): found for p in members if (found := group_of.get(id(p)))}.values():
-            key = id(group), dtype
-            known[key] = known.get(key) or Update.of(optimizer, group, torch.device("cpu")).fields(dtype)
-            fields.update(known[key])
-        return tuple(kind.itemsize for kind in fields.values())
+        return tuple(kind.itemsize for kind in fields_of(members, dtype).values())
 
     for bucket in buckets:
         masters_on, source_on, device = bucket._masters_on, bucket._source_on, bucket.full.device

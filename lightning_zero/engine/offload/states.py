@@ -9,11 +9,13 @@ A piece has all that an update of so many elements needs, so that it is read and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -25,6 +27,8 @@ from lightning_zero.engine.stored import StoredTensor
 
 MASTERS, PARAMETERS = "the masters", "the parameters"
 """The fields that are no states of an optimizer: the first of all, and its values in the dtype of computing."""
+
+_NONE: Mapping[str, torch.dtype] = MappingProxyType({})
 
 
 class Swap:
@@ -121,15 +125,21 @@ class DiskStates:
     Args:
         swap: where.
         name: of the bucket, for the file and for errors.
-        masters: 1-D; they are written, as the first field.
+        numel: of each field.
+        dtype: of the masters, which are the first one.
+        fields: dtypes of the others by name.
+
+    Raises:
+        OSError: if the disk has not enough room for all of them.
     """
 
-    def __init__(self, swap: Swap, name: str, masters: Tensor) -> None:
+    def __init__(
+        self, swap: Swap, name: str, numel: int, dtype: torch.dtype, fields: Mapping[str, torch.dtype] = _NONE
+    ) -> None:
         self.swap, self._name, self._versions = swap, name, count()
-        self.numel, self.dtype = masters.numel(), masters.dtype
-        self._layout = _Layout(self.numel, swap.sub_group, {MASTERS: masters.dtype})
+        self.numel, self.dtype = numel, dtype
+        self._layout = _Layout(numel, swap.sub_group, {MASTERS: dtype, **fields})
         self._file = self._new_file(self._layout)
-        self.write(MASTERS, 0, masters)
 
     def _new_file(self, layout: _Layout) -> SwapFile:
         name = self._name.replace("/", "_") or "root"
@@ -150,17 +160,35 @@ class DiskStates:
         Raises:
             OSError: if the disk has not enough; then all is as before.
         """
-        if all(field in self.fields for field in fields):
-            return
+        if not all(field in self.fields for field in fields):
+            self._lay_out({**self.fields, **fields})
+
+    def drop_fields(self, but: Collection[str]) -> None:
+        """Give the room of all states but some back, if there is enough for what stays beside them for a moment."""
+        kept = {field: dtype for field, dtype in self.fields.items() if field in (MASTERS, PARAMETERS, *but)}
+        if len(kept) < len(self.fields):
+            with suppress(OSError):  # nothing is lost by what stays
+                self._lay_out(kept)
+
+    def _lay_out(self, fields: Mapping[str, torch.dtype]) -> None:
+        """Have these fields, in another file; what was not there before is zeros."""
         before, file = self._layout, self._file
-        layout = _Layout(self.numel, self.swap.sub_group, {**before.fields, **fields})
+        layout = _Layout(self.numel, self.swap.sub_group, fields)
         new = self._new_file(layout)
-        for index in range(layout.count):
-            for field in before.fields:
-                values = _read(before, file, field, *before.range_of(index))
-                _write(layout, new, field, layout.range_of(index)[0], values)
+        try:
+            for index in range(layout.count):
+                for field in before.fields.keys() & fields.keys():
+                    values = _read(before, file, field, *before.range_of(index))
+                    _write(layout, new, field, layout.range_of(index)[0], values)
+        except BaseException:
+            new.close()
+            raise
         self._layout, self._file = layout, new
         file.close()
+
+    def close(self) -> None:
+        """Remove the file."""
+        self._file.close()
 
     # -- piece by piece ---------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import atexit
 import os
 import weakref
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import cache
@@ -290,6 +290,29 @@ class Update(NamedTuple):
         return {key: value.dtype for key, value in state.items() if isinstance(value, Tensor) and value.shape == (1,)}
 
 
+def fields_by_parameter(
+    optimizers: Sequence[Optimizer],
+) -> Callable[[Iterable[Tensor], torch.dtype], dict[str, torch.dtype]]:
+    """A function that says what optimizers will keep of each element of some parameters, with masters of a dtype."""
+    group_of = {
+        id(parameter): (optimizer, group)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    known: dict[tuple[int, torch.dtype], dict[str, torch.dtype]] = {}
+
+    def fields_of(parameters: Iterable[Tensor], dtype: torch.dtype) -> dict[str, torch.dtype]:
+        fields: dict[str, torch.dtype] = {}
+        for optimizer, group in {id(found[1]): found for p in parameters if (found := group_of.get(id(p)))}.values():
+            key = id(group), dtype
+            known[key] = known.get(key) or Update.of(optimizer, group, torch.device("cpu")).fields(dtype)
+            fields.update(known[key])
+        return fields
+
+    return fields_of
+
+
 def _unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
     """An optimizer's ``step`` without what torch puts around it when one is made, which calls all hooks on steps."""
     while getattr(step, "hooked", False):
@@ -297,7 +320,7 @@ def _unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def _without_hooks(kind: type[Optimizer]) -> type[Optimizer]:
+def _without_hooks(kind: Any) -> type[Optimizer]:
     """An optimizer's class; where its ``step`` calls that of a class it derives from, one to which this is unhooked."""
     if _unhooked(kind.step).__module__.startswith("torch.optim"):
         return kind  # which calls no other
@@ -305,7 +328,7 @@ def _without_hooks(kind: type[Optimizer]) -> type[Optimizer]:
 
 
 @cache
-def _deriving(kind: type[Optimizer], hooked: tuple[type[Optimizer], ...]) -> type[Optimizer]:
+def _deriving(kind: Any, hooked: tuple[Any, ...]) -> Any:
     # each comes before the class it derives from in the order in which ``super()`` goes
     between = [type(base.__name__, (base,), {"step": _unhooked(base.step)}) for base in hooked]
     return type(kind.__name__, (kind, *between), {}) if between else kind
