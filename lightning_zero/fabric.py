@@ -309,10 +309,12 @@ class FabricStrategy(ZeroProcesses):
             self._teardown()
 
     def _teardown(self) -> None:
-        for engine in self.engines:
-            engine.close(communicate=not self._is_cut_off)
+        engines = self.engines
         self._engines = []
-        super().teardown()
+        try:
+            self._close(engines)
+        finally:
+            super().teardown()
 
 
 class _Sharded(nn.Module):

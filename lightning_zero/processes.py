@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from itertools import product
@@ -105,6 +105,7 @@ class ZeroProcesses(ParallelStrategy):
         self._timeout = timeout
         self._start_method = start_method
         self._failed = self._has_failed = False
+        self._ended_by = ""
 
     def __repr__(self) -> str:
         # shown by Lightning's error where a strategy is passed to what is of another namespace
@@ -156,6 +157,7 @@ class ZeroProcesses(ParallelStrategy):
 
     def setup_environment(self) -> None:
         self._failed = self._has_failed = False
+        self._ended_by = ""
         super().setup_environment()
         self.set_world_ranks()
         self._process_group_backend = self._process_group_backend or _get_default_process_group_backend_for_device(
@@ -379,6 +381,26 @@ class ZeroProcesses(ParallelStrategy):
         except Exception as error:
             log.warning("After the exception, and beside it: %s", error)
 
+    def _close(self, engines: Iterable[Engine], error: Exception | None = None, **options: Any) -> None:
+        """Close engines, at the end of a run, each of them whatever goes wrong with another.
+
+        Arguments:
+            error: what has gone wrong before.
+
+        Raises:
+            Exception: what went wrong first; but if an exception has ended the run, that is the one to be seen.
+        """
+        for engine in engines:
+            try:
+                # After a failure the other ranks may be anywhere: nothing is asked of them.
+                engine.close(communicate=not self._is_cut_off and error is None, **options)
+            except Exception as raised:
+                error = error or raised
+        if error is not None and not self._has_failed:
+            raise error
+        if error is not None and str(error) != self._ended_by:
+            log.warning("After the exception, and beside it: %s", error)
+
     # -- failures ---------------------------------------------------------------------------------------------------
 
     @property
@@ -388,7 +410,7 @@ class ZeroProcesses(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks, which may wait for this one, and wake them. With one rank none waits."""
-        self._has_failed = True
+        self._has_failed, self._ended_by = True, self._ended_by or str(exception)
         if self._failed or self._is_single:
             return
         self._failed = True

@@ -365,15 +365,29 @@ class TrainerStrategy(TrainerCheckpoints):
                 return
             engine, self.engine = self.engine, None
             try:
-                if engine.optimizers:
-                    self._masters_after_fit, self._fitted = {}, weakref.ref(engine.module)
-                    if not self._is_cut_off:
-                        self._masters_after_fit = engine.masters_by_name(keep=self.is_global_zero)
-                # After a failure the other ranks may be anywhere: nothing is asked of them.
-                engine.close(communicate=not self._is_cut_off, device="cpu")
-            except RuntimeError:
-                engine.close(communicate=False, device="cpu")
-                raise
+                self._end(engine)
+            finally:
+                self._teardown_but_for_engine()
+        else:
+            self._teardown_but_for_engine()
+
+    def _end(self, engine: Engine) -> None:
+        """Make the module an ordinary one, and keep what a checkpoint of it may still want.
+
+        Raises:
+            Exception: what went wrong first; but if an exception has ended the run, that is the one to be seen.
+        """
+        error = None
+        try:
+            if engine.optimizers:
+                self._masters_after_fit, self._fitted = {}, weakref.ref(engine.module)
+                if not self._is_cut_off:
+                    self._masters_after_fit = engine.masters_by_name(keep=self.is_global_zero)
+        except Exception as raised:
+            error = raised
+        self._close([engine], error, device="cpu")
+
+    def _teardown_but_for_engine(self) -> None:
         if self.lightning_module is not None and self._layer_sync and self.model is not None:
             self.model = self._layer_sync.revert(self.model)
         if self.lightning_module is not None and awaits_values(self.lightning_module):

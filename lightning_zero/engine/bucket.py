@@ -16,6 +16,7 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -769,10 +770,36 @@ class Bucket:
         """Go on with other means of communication between the same ranks, after those it had have failed."""
         self.communicator, self.agreement = communicator, agreement
 
-    def restore(self, device: torch.device) -> None:
-        """Make the parameters ordinary again, whole, on a device."""
+    def leave_disk(self, may_read: bool) -> None:
+        """Have the masters in memory, without a file that is about to go.
+
+        Args:
+            may_read: whether there is room for what is not in memory yet. Without it, and where the disk fails, what
+                gathers begin with stands for the masters, or what was gathered; where there is nothing, NaN.
+        """
+        states, self.states, self._fetched = self.states, None, None
+        if states is None:
+            return
+        at_hand = self.full[self._low : self._high] if self._gathered else None
+        at_hand = at_hand if self._source is None else self._source
+        if may_read and (at_hand is None or at_hand.dtype != self.master_dtype):
+            with suppress(OSError):
+                self.shard = states.read(MASTERS, 0, states.numel)
+                return
+        if at_hand is None:
+            has_nan = self.master_dtype.is_floating_point or self.master_dtype.is_complex
+            at_hand = torch.full((1,), float("nan") if has_nan else 0, dtype=self.master_dtype).expand(states.numel)
+        self.shard = at_hand.to(self.master_dtype, copy=True)
+
+    def restore(self, device: torch.device, *, as_gathered: bool = False) -> None:
+        """Make the parameters ordinary again, whole, on a device.
+
+        Args:
+            as_gathered: with the values that modules have computed with last, where these have all digits; over several
+                ranks in any case.
+        """
         self.wait()
-        exact = self.communicator.size > 1 and self.dtype == self.full.dtype
+        exact = (as_gathered or self.communicator.size > 1) and self.dtype == self.full.dtype
         if exact:
             self.gather()
             self.wait()

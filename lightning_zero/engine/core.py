@@ -30,7 +30,7 @@ from lightning_zero.engine.masters import Masters, check_optimizer, make_room, m
 from lightning_zero.engine.materialise import Materialiser, check_can_be_initialised
 from lightning_zero.engine.offload.activations import activation_store
 from lightning_zero.engine.offload.config import offload_config
-from lightning_zero.engine.offload.planning import check_room
+from lightning_zero.engine.offload.planning import available_memory, check_room
 from lightning_zero.engine.offload.states import Swap
 from lightning_zero.engine.offload.swap import SwapFolder
 from lightning_zero.engine.offload.updates import Updates, fields_by_parameter
@@ -635,14 +635,55 @@ class Engine:
             communicate: False asks nothing of other ranks, as after a failure: then what does not lie here whole stays
                 sharded, and the optimizers lose their state.
             device: where parameters and state are put whole, by default where they are.
+
+        Raises:
+            Exception: what ended an update, or else went wrong first. All is closed then as with ``communicate=False``.
         """
         device = torch.device(device) if device is not None else self.communicator.device
-        communicate = communicate or self.communicator.size == 1
-        states = [
-            (masters._optimizer(), masters.close(device if communicate else None))
-            for masters in self.masters
-            if not masters.is_closed  # by the engine of another module whose parameters its optimizer holds
-        ]
+        error = self._error_of_updates()
+        is_torn = any(bucket.update is not None and bucket.update.has_failed for bucket in self.buckets)
+        states: dict[Optimizer, Any] = {}
+        try:
+            for alone in (False, True):
+                if not alone and (is_torn or not communicate and self.communicator.size > 1):
+                    continue
+                try:
+                    self._make_ordinary(device, states, alone)
+                    break
+                except Exception as raised:
+                    error = error or raised
+        finally:
+            self.agreement.close()
+            self.communicator.close()
+            self.units = []
+            self._elsewhere.close()
+            self._clear_disk()
+        if error is not None:
+            raise error
+
+    def _error_of_updates(self) -> Exception | None:
+        """Wait until nothing works on masters; what has ended an update that nobody was told of yet."""
+        try:
+            settle()
+            for bucket in self.buckets:
+                if bucket.update is not None:
+                    bucket.update.wait()
+        except Exception as error:
+            return error
+        return None
+
+    def _make_ordinary(self, device: torch.device, states: dict[Optimizer, Any], alone: bool) -> None:
+        """Unhook the module and the optimizers, and give them what they had without the engine.
+
+        Args:
+            states: of optimizers that have been unhooked, whole; those to come are added.
+            alone: ask nothing of other ranks, nor of masters that an update has failed to change.
+        """
+        for masters in self.masters:
+            if not masters.is_closed:  # by the engine of another module whose parameters its optimizer holds
+                state = masters.close(None if alone else device)
+                if (optimizer := masters._optimizer()) is not None:
+                    states[optimizer] = state
         for hook in self._root_hooks:
             hook.remove()
         for checkpointed in self._checkpointed:
@@ -651,8 +692,8 @@ class Engine:
             method.remove()
         self.schedule.remove()
         self.reducer.remove()
-        with torch.no_grad(), self.agreement.met("the module's parameters") if communicate else nullcontext():
-            derived = self._derived(communicate)
+        with torch.no_grad(), nullcontext() if alone else self.agreement.met("the module's parameters"):
+            derived = self._derived(not alone)
             parameters = {slot: slot.parameter for slot in derived}
             values = {
                 id(tensor): slot.collect(tensor.local).to(device, copy=True)
@@ -663,10 +704,12 @@ class Engine:
             for bucket in self.buckets:
                 if not bucket.parameters:
                     continue  # restored before the other ranks failed
-                if communicate or bucket.is_whole_here:
+                if not alone:
                     bucket.restore(device)
+                elif bucket.is_whole_here:
+                    bucket.restore(device, as_gathered=True)
                 else:
-                    bucket.abandon()
+                    self._restore_alone(bucket, device)
             for slot, tensors in derived.items():
                 if isinstance(parameters[slot], ShardedTensor):
                     continue
@@ -674,20 +717,23 @@ class Engine:
                     value = values.get(id(tensor), parameters[slot].detach())
                     is_parameter = isinstance(tensor, nn.Parameter)
                     become(tensor, nn.Parameter(value, tensor.requires_grad) if is_parameter else value)
-        for optimizer, state in states:
-            if optimizer is not None:
-                optimizer.state = defaultdict(dict, state or {})
+        for optimizer, state in states.items():
+            optimizer.state = defaultdict(dict, state or {})
         module = self._module()
         if module is not None:
             _engines.pop(module, None)
             for inner in module.modules():
                 if isinstance(inner, nn.RNNBase):
                     inner._init_flat_weights()
-        self.agreement.close()
-        self.communicator.close()
-        self.units = []
-        self._elsewhere.close()
-        self._clear_disk()
+
+    def _restore_alone(self, bucket: Bucket, device: torch.device) -> None:
+        """Make parameters ordinary from this rank's masters if these are all there is; else leave them in parts."""
+        bucket.update, room = None, available_memory()  # it has ended, and what was wrong with it is told
+        bucket.leave_disk(room is None or room > 2 * bucket.layout.shard_numel * bucket.master_dtype.itemsize)
+        if self.communicator.size == 1:
+            bucket.restore(device)
+        else:
+            bucket.abandon()
 
     def _clear_disk(self) -> None:
         if self._swap is not None:

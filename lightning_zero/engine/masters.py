@@ -459,7 +459,9 @@ class Masters:
             self._states_measured = len(optimizer.state)
             away = {id(master.tensor) for master in self._master_of.values() if master.bucket.updates is not None}
             held = Counter[str]()
-            for tensor, state in optimizer.state.items():
+            for tensor, state in dict.items(
+                optimizer.state
+            ):  # to look at, so that no error of an update comes from here
                 held["host" if id(tensor) in away else "optimizer"] += _nbytes(state)
             for category in held.keys() | self._state_bytes.keys():
                 self._ledger.add(category, held[category] - self._state_bytes[category])
@@ -687,16 +689,20 @@ class Masters:
             device: where to put it; None returns None, and asks nothing of other ranks.
         """
         optimizer = self._optimizer()
-        self.is_closed = True
         for category, nbytes in self._state_bytes.items():
             self._ledger.add(category, -nbytes)
+        self._state_bytes = Counter()
+        state = None
         if optimizer is None:
-            return None
+            self._module_parameters = None
         self.recover()
-        for handle in self._handles:
-            handle.remove()
-        _masters_of.pop(optimizer, None)
-        return self.whole_state(lambda tensor: tensor.to(device)) if device is not None else None
+        if optimizer is not None:
+            for handle in self._handles:
+                handle.remove()
+            _masters_of.pop(optimizer, None)
+            state = self.whole_state(lambda tensor: tensor.to(device)) if device is not None else None
+        self.is_closed = True
+        return state
 
 
 def _fields_on_disk(

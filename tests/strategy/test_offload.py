@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from pathlib import Path
@@ -12,19 +13,22 @@ import pytest
 import pytorch_lightning
 import torch
 from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch import Callback
 from omegaconf import OmegaConf
+from torch import nn
 
 import lightning_zero.fabric
 import lightning_zero.lightning_fabric
 import lightning_zero.pytorch_lightning
 from lightning_zero import OffloadConfig, ZeroStrategy
-from lightning_zero.disk import is_in_memory
+from lightning_zero.disk import DirectFile, is_in_memory
 from lightning_zero.engine.offload import config
 from tests.examples.running import REPOSITORY
 from tests.fabric.training import make_fabric, set_up, state_of, train, weights
 from tests.support.models import Square
 from tests.support.trainer import Learner, ManualLearner, fit, make_trainer
 from tests.support.training import same_runs, same_values
+from tests.support.workers import rank, world_size
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 PLACES = pytest.mark.parametrize("place", ["cpu", "nvme"])
@@ -141,6 +145,79 @@ def test_a_name_alone_is_enough(run_on, tmp_path: Path, stage):
     assert folder.name == f"lightning_zero-offload-{os.getuid()}", "another user of the machine has another"
     assert folder.stat().st_mode & 0o777 == 0o700, "which nobody else may look into"
     assert not list(folder.iterdir())
+
+
+class Breaks(Callback):
+    """From a batch on the disk of one rank fails."""
+
+    def __init__(self, when: str, at: int, failing: int) -> None:
+        self.when, self.at, self.failing = when, at, failing
+        self.patch = pytest.MonkeyPatch()
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.at and rank() == self.failing:
+            self.patch.setattr(DirectFile, self.when, self.fail)
+
+    @staticmethod
+    def fail(file: DirectFile, memory: memoryview, position: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def fit_on_a_failing_disk(stage: int, path: str, when: str, at: int, **offload: Any) -> None:
+    failing = world_size() - 1
+    breaks = Breaks(when, at, failing)
+    strategy, module = moved(stage, "nvme", f"{path}/{rank()}", **offload), Learner(batches=4)
+    trainer = make_trainer(strategy, max_epochs=1, callbacks=[breaks])
+    error, said = (OSError, "cannot be (read|written) at byte") if rank() == failing else (RuntimeError, "failed with")
+    try:
+        with pytest.raises(error, match=said):
+            trainer.fit(module)
+    finally:
+        breaks.patch.undo()
+    assert not list(Path(f"{path}/{rank()}").iterdir()), "files are left"
+    if world_size() == 1:
+        assert all(type(p) is nn.Parameter and p.isfinite().all() for p in module.parameters())
+    make_trainer(ZeroStrategy(stage), max_epochs=1).fit(module)  # puts together what was left in parts
+    assert all(type(p) is nn.Parameter and p.isfinite().all() for p in module.parameters())
+
+
+@STAGES
+@pytest.mark.parametrize("when", ["read", "write"])
+@pytest.mark.parametrize("at", [2, 3], ids=["in mid-run", "at the end"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_disk_that_fails_is_what_the_user_sees_and_nothing_is_left_of_the_run(
+    run_on, tmp_path: Path, stage, when, at, size
+):
+    run_on(size, fit_on_a_failing_disk, stage=stage, path=str(tmp_path), when=when, at=at)
+
+
+class FailsAfterTwoSteps(Learner):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 2 and rank() == 1:
+            raise ZeroDivisionError("of the user's own")
+        return super().training_step(batch, batch_idx)
+
+
+class WeightsAtFirst(Callback):
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.weights = trainer.strategy.engine.full_state_dict()
+
+
+def fit_after_a_failure(path: str, precision: str, **offload: Any) -> None:
+    expected = fit("zero3", max_steps=2, precision=precision).weights
+    torch.manual_seed(0)
+    module, at_first = FailsAfterTwoSteps(), WeightsAtFirst()
+    with pytest.raises(Exception, match="of the user's own"):
+        make_trainer(moved(3, "nvme", f"{path}/{rank()}", **offload), precision=precision).fit(module)
+    assert not os.listdir(f"{path}/{rank()}"), "files are left"
+    make_trainer(ZeroStrategy(3), max_steps=1, precision=precision, callbacks=[at_first]).fit(module)
+    same_values(dict(at_first.weights), expected, "after the failure")
+
+
+@pytest.mark.parametrize("options", [{"parameters": "nvme"}, {"parameters": "cpu"}, {}], ids=str)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_after_a_failure_what_was_on_a_disk_is_where_the_next_run_finds_it(run_on, tmp_path: Path, options, precision):
+    run_on(2, fit_after_a_failure, path=str(tmp_path), precision=precision, **options)
 
 
 def resume_elsewhere(stage: int, path: str) -> None:
