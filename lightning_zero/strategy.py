@@ -222,7 +222,6 @@ class TrainerStrategy(TrainerCheckpoints):
         self.setup_precision_plugin()
         if fitting:
             self._bookmark = Bookmark(trainer, self.root_device)
-            self._move_ordinary_optimizers()
 
     @property
     def _updates_early(self) -> bool:

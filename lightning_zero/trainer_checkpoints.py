@@ -8,7 +8,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -20,7 +19,6 @@ from lightning_zero.checkpoint.form import CHECKPOINT_KEY, FORMAT, NAMES, config
 from lightning_zero.checkpoint.newest import is_last, others_by_age
 from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.engine import Engine, engine_of
-from lightning_zero.engine.masters import has_masters
 from lightning_zero.engine.promises import give_values, is_on_meta, taking_values
 from lightning_zero.engine.sources import listed
 from lightning_zero.engine.watch import have_all_come, renew
@@ -247,16 +245,11 @@ class TrainerCheckpoints(ZeroProcesses):
         finally:
             hook.remove()
 
-    def _move_ordinary_optimizers(self) -> None:
-        """Have the states of optimizers on the device; those that the engine keeps are where they belong."""
-        _optimizers_to_device([each for each in self.optimizers if not has_masters(each)], self.root_device)
-
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         check_optimizers(self.optimizers, checkpoint["optimizer_states"])
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
             optimizer.load_state_dict(state)
-        self._move_ordinary_optimizers()
         loaded: dict[str, Any] = checkpoint.get(CHECKPOINT_KEY, {})
         if self._bookmark is not None and "rng" in loaded and loaded is self._loaded:
             rng, data = loaded["rng"], loaded["data"]

@@ -588,7 +588,7 @@ class Masters:
         optimizer.state, self._own_state = self._own_state, None
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Take the state out, so that torch does not cast it to the parameters' dtype, and load the groups only."""
+        """Take out what masters get, so that torch does not cast it to the parameters' dtype; it loads the rest."""
         groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved_groups]:
             return state_dict  # torch names the mismatch
@@ -597,13 +597,15 @@ class Masters:
         self._loaded = {
             parameter: state_dict["state"][index]
             for index, parameter in zip(saved, parameters)
-            if index in state_dict["state"]
+            if index in state_dict["state"] and self.slot_of(parameter) is not None
         }
-        return {**state_dict, "state": {}}
+        foreign = {index for index, parameter in zip(saved, parameters) if self.slot_of(parameter) is None}
+        state = {index: state for index, state in state_dict["state"].items() if index in foreign}
+        return {**state_dict, "state": state}
 
     def _after_load(self, optimizer: Optimizer) -> None:
         loaded, self._loaded = self._loaded, None
-        self._adopt(loaded or {})
+        self._adopt({**dict(dict.items(optimizer.state)), **(loaded or {})})
 
     def _adopt(self, states: dict[Any, dict[str, Any]]) -> None:
         """Cut whole state by parameter into the state of masters."""
@@ -804,11 +806,6 @@ def masters_of(optimizer: Optimizer, slot_of: Callable[[Tensor], BucketSlot | No
         return Masters(optimizer, slot_of, owner)
     masters.join(owner)
     return masters
-
-
-def has_masters(optimizer: Optimizer) -> bool:
-    """Whether an engine keeps an optimizer's states."""
-    return optimizer in _masters_of
 
 
 def masters_that_hold(parameter: Tensor) -> Masters | None:

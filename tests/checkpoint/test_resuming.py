@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from lightning_zero import ZeroStrategy
-from tests.support.trainer import make_trainer
+from tests.support.trainer import ManualLearner, make_trainer
 from tests.support.training import same_values
 from tests.support.workers import rank, world_size
 
@@ -182,3 +182,47 @@ LOADERS = {
 def test_batches_go_on_from_any_loader(run_on, tmp_path, loader, world_size):
     options = {"hooks": ["on_train_batch_end", "on_train_epoch_end"], "loader": LOADERS[loader]}
     run_on(world_size, whole_and_resumed, strategy="zero2", folder=tmp_path, **options)
+
+
+class WithOneOutside(ManualLearner):
+    """A second optimizer, of a parameter that is not the module's: the project saves it by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outside = [nn.Parameter(torch.ones(3))]
+
+    def configure_optimizers(self) -> Any:
+        return [super().configure_optimizers(), torch.optim.Adam(self.outside, lr=0.1)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        inner, outer = self.optimizers()
+        for optimizer, loss in ((inner, self.model(*batch)), (outer, self.outside[0].square().sum())):
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["outside"] = self.outside[0].detach().clone()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.outside[0].data.copy_(checkpoint["outside"])
+
+
+def resumes_beside_the_module(strategy: str, folder: Path) -> None:
+    def end(epochs: int, ckpt_path: Any = None) -> Any:
+        torch.manual_seed(0)
+        module, trainer = WithOneOutside(), make_trainer(strategy_of(strategy), max_epochs=epochs)
+        trainer.fit(module, ckpt_path=ckpt_path)
+        trainer.save_checkpoint(folder / f"{epochs}.ckpt")
+        trainer.strategy.barrier()
+        states = [optimizer.state_dict()["state"] for optimizer in trainer.optimizers]
+        return [module.state_dict(), module.outside[0].detach(), *states]
+
+    whole = end(2)
+    end(1)
+    same_values(end(2, folder / "1.ckpt"), whole, "resumed")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_optimizer_of_what_is_not_the_modules_goes_on_too(run_on, tmp_path, strategy):
+    run_on(2, resumes_beside_the_module, strategy=strategy, folder=tmp_path)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad
 
+from lightning_zero.engine import Engine
 from tests.numbers.test_bf16 import Weight
 from tests.support.workers import rank, world_size
 
@@ -19,8 +20,6 @@ TINY = {torch.bfloat16: 2.0**-10, torch.float16: 2.0**-13}
 
 def late(stage: int, dtype: torch.dtype) -> tuple[nn.Module, Any, Any]:
     """A weight that is frozen when the engine is made, beside one that trains."""
-    from lightning_zero.engine import Engine
-
     module = nn.ModuleDict({"early": Weight(dtype, 1.0), "late": Weight(dtype, 1.0)})
     module["late"].linear.weight.requires_grad_(False)
     optimizer = SGD(module.parameters(), lr=1.0)
@@ -101,6 +100,36 @@ def save_a_foreign_optimizer() -> None:
 
 def test_an_optimizer_that_the_engine_was_not_given_keeps_its_own_state_dict(run_on):
     run_on(2, save_a_foreign_optimizer)
+
+
+def load_beside_a_foreign_parameter(**foreign: Any) -> None:
+    """The state of a parameter that is not the module's, saved in fp32 on the CPU."""
+
+    def make(**options: Any) -> tuple[nn.Module, nn.Parameter, SGD]:
+        module, other = nn.Linear(3, 3), nn.Parameter(torch.ones(3, **options))
+        return module, other, SGD([*module.parameters(), other], lr=1.0, momentum=0.9)
+
+    module, other, saved = make()
+    (module(other).sum() + other.sum()).backward()
+    saved.step()
+    _, expected, plain = make(**foreign)
+    plain.load_state_dict(saved.state_dict())
+    module, other, optimizer = make(**foreign)
+    engine = Engine(module, [optimizer], stage=3)
+    optimizer.load_state_dict(saved.state_dict())
+    state, expected_state = optimizer.state[other]["momentum_buffer"], plain.state[expected]["momentum_buffer"]
+    assert (state.dtype, state.device) == (expected_state.dtype, expected_state.device)
+    assert state.is_meta or torch.equal(state, expected_state)
+    whole = optimizer.state_dict()["state"]
+    assert torch.equal(whole[0]["momentum_buffer"] + 0, saved.state_dict()["state"][0]["momentum_buffer"])
+    del optimizer.state[other]  # at the end it would be moved, which the meta device has no values for
+    engine.close()
+
+
+@pytest.mark.parametrize("foreign", [{"dtype": torch.float64}, {"device": "meta"}], ids=str)
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_state_of_a_foreign_parameter_is_loaded_as_torch_does_to_where_it_is(run_on, size, foreign):
+    run_on(size, load_beside_a_foreign_parameter, **foreign)
 
 
 def load_a_mismatch() -> None:
