@@ -1,19 +1,28 @@
-"""Any stage, ranks, form, precision and offload saves; any other loads every bit, and goes on as if never stopped."""
+"""Any stage, ranks, form, precision and offload saves; any other loads every bit, and goes on as if never stopped.
+
+Each saver writes once for each number of ranks and precision, and one test shows that what is then in a file, and
+what is in a folder, is the same to the last bit whoever wrote it. So a loader need not read every saver's checkpoint in
+every case. In each case every saver's is read, and every loader reads a file and a folder; from case to case it is
+another saver's, until every loader has met every saver.
+"""
 
 from __future__ import annotations
 
 import copy
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils._pytree import tree_map
 
 from lightning_zero import ZeroStrategy, load_weights
 from lightning_zero.checkpoint.reading import open_checkpoint
-from tests.support import models
+from tests.support import WorkerPools, models
 from tests.support.trainer import Learner, fit
 from tests.support.training import CLOSE, same_tensors, same_values
 from tests.support.workers import rank, world_size
@@ -59,95 +68,170 @@ class SeeWhatWasLoaded(Callback):
         self.seen = copy.deepcopy((weights, state))  # DDP's are live
 
 
-def write(folder: Path, savers: list[str], precision: str) -> None:
+def write(folder: Path, precision: str) -> None:
     """A checkpoint of each saver, after the first of two epochs."""
-    for name in savers:
+    for name in savers(precision):
         fit(SAVERS[name](), learner, callbacks=[SaveAtTheEnd(folder / f"{name}.ckpt")], precision=precision)
 
 
-def load(folder: Path, files: list[str], systems: list[str], precision: str, before: int) -> None:
-    """Load every file in every system.
+def savers(precision: str) -> list[str]:
+    return [name for name in SAVERS if name != "ddp" or precision == "32-true"]
+
+
+Saved = Callable[[int, str], Path]
+
+
+@pytest.fixture(scope="module")
+def saved(worker_pools: WorkerPools, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """The folder with every saver's checkpoint, of so many ranks and in a precision; written when first asked for."""
+
+    @cache
+    def folder(ranks: int, precision: str) -> Path:
+        path = tmp_path_factory.mktemp("saved")
+        worker_pools.run_on(ranks, write, folder=path, precision=precision)
+        return path
+
+    return folder
+
+
+# -------------------------------------------------------------------------------------------------------- what is saved
+
+
+def content(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a checkpoint has beside what it says of its writer, and how the tensors of a file lie in their memory."""
+    opened = open_checkpoint(path)
+    whole = tree_map(lambda value: value.clone() if isinstance(value, torch.Tensor) else value, opened.checkpoint)
+    whole.get("lightning_zero", {}).pop("written_by", None)
+    lie = {name: (t.stride(), t.storage_offset()) for name, t in opened.tensors.items() if opened.form == "full"}
+    return whole, lie
+
+
+def without_ours(values: dict[str, Any]) -> dict[str, Any]:
+    """Without what DDP does not write."""
+    return {name: value for name, value in values.items() if name.split(".")[0] != "lightning_zero"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "precision"),
+    [*((ranks, "32-true") for ranks in (1, 2, 3, 4)), (2, "bf16-true"), (3, "bf16-true"), (2, "bf16-mixed")],
+)
+def test_what_is_saved_is_the_same_whoever_saved_it(saved: Saved, ranks: int, precision: str) -> None:
+    """All of a file, and all of a folder; DDP adds up in an order of its own where ranks are more than two."""
+    folder = saved(ranks, precision)
+    for form in ("full", "sharded"):
+        names = [name for name in savers(precision) if name != "ddp" and ("sharded" in name) is (form == "sharded")]
+        first, *others = [content(folder / f"{name}.ckpt") for name in names]
+        for name, other in zip(names[1:], others, strict=True):
+            same_values(other, first, name)
+        if form == "full" and precision == "32-true" and ranks <= 2:
+            expected = tuple(without_ours(each) for each in first)
+            same_values(content(folder / "ddp.ckpt"), expected, "ddp")
+
+
+# ------------------------------------------------------------------------------------------------------- who reads what
+
+
+def meetings(savers: list[str], loaders: list[str], turn: int) -> list[tuple[str, str]]:
+    """Which saver's checkpoint each loader reads, in one of several cases: of each form one, at each turn the next."""
+    met = []
+    for form in (False, True):
+        files = [name for name in savers if ("sharded" in name) is form]
+        # DDP reads files; what it makes of a folder, 'lightning-zero checkpoint convert' gives it
+        systems = [name for name in loaders if name != "ddp" or not form]
+        for number in range(max(len(files), len(systems))):
+            met.append((files[(number + turn) % len(files)], systems[number % len(systems)]))
+    return met
+
+
+def load(folder: Path, files: list[tuple[str, str]], precision: str, before: int) -> None:
+    """Load each file in the system beside it.
 
     Arguments:
         precision: now.
         before: the number of ranks that saved. With more than two, systems add up in orders of their own.
     """
     runs: dict[str, Any] = {}
-    for file in files:
-        reference = file if "ddp" in file or "ddp" not in files else "zero1 full" if before > 2 else "ddp"
-        whole = torch.load(folder / f"{reference if reference == 'ddp' else 'zero1 full'}.ckpt", weights_only=True)
+    for file, system in files:
+        whole = torch.load(folder / f"{'ddp' if file == 'ddp' else 'zero1 full'}.ckpt", weights_only=True)
         dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
         masters = whole.get("lightning_zero", {}).get("masters", {}) if dtype is torch.float32 else {}
         expected = {name: masters.get(name, value).to(dtype) for name, value in whole["state_dict"].items()}
-        # DDP reads files; what it makes of a folder, 'lightning-zero checkpoint convert' gives it
-        for system in systems if "sharded" not in file else [each for each in systems if each != "ddp"]:
-            seeing, what = SeeWhatWasLoaded(), f"{file} into {system}"
-            run = fit(
-                LOADERS[system](),
-                learner,
-                str(folder / f"{file}.ckpt"),
-                callbacks=[seeing],
-                precision=precision,
-                max_epochs=2,
-            )
-            if rank() == 0:
-                weights, state = seeing.seen
-                same_tensors(weights, expected, bound=0)
-                same_values(state, whole["optimizer_states"][0], f"optimizer state, {what}")
-            assert len(run.losses) == BATCHES, what
-            first = runs.setdefault("ddp" if before > 2 and file == "ddp" else "any", run)
-            same_tensors(run.weights, first.weights, bound=0 if world_size() <= 2 else CLOSE)
+        seeing, what = SeeWhatWasLoaded(), f"{file} into {system}"
+        run = fit(
+            LOADERS[system](),
+            learner,
+            str(folder / f"{file}.ckpt"),
+            callbacks=[seeing],
+            precision=precision,
+            max_epochs=2,
+        )
+        if rank() == 0:
+            weights, state = seeing.seen
+            same_tensors(weights, expected, bound=0)
+            same_values(state, whole["optimizer_states"][0], f"optimizer state, {what}")
+        assert len(run.losses) == BATCHES, what
+        first = runs.setdefault("ddp" if before > 2 and file == "ddp" else "any", run)
+        same_tensors(run.weights, first.weights, bound=0 if world_size() <= 2 else CLOSE)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (4, 2), (2, 4), (3, 1), (1, 3)])
-def test_any_stage_world_size_and_form_loads_what_any_other_saved(run_on, tmp_path, before, after):
-    """In fp32, DDP (on one rank: a single device) among them."""
-    run_on(before, write, folder=tmp_path, savers=list(SAVERS), precision="32-true")
-    run_on(after, load, folder=tmp_path, files=list(SAVERS), systems=list(LOADERS), precision="32-true", before=before)
+# The numbers of ranks that saved and that load, in fp32; DDP (on one rank: a single device) is among both.
+SIZES = [(2, 2), (4, 2), (2, 4), (3, 1), (1, 3)]
+
+
+@pytest.mark.parametrize(("before", "after"), SIZES)
+def test_any_stage_world_size_and_form_loads_what_any_other_saved(run_on, saved: Saved, before: int, after: int):
+    files = meetings(list(SAVERS), list(LOADERS), SIZES.index((before, after)))
+    run_on(after, load, folder=saved(before, "32-true"), files=files, precision="32-true", before=before)
 
 
 ZEROS = [name for name in SAVERS if name != "ddp"]
+ZERO_LOADERS = ["zero1", "zero3", "zero3 to a disk"]
+PRECISIONS = [
+    (2, 2, "bf16-true", "bf16-true"),
+    (3, 2, "bf16-true", "bf16-true"),
+    (2, 1, "bf16-true", "32-true"),
+    (2, 3, "32-true", "bf16-true"),
+    (2, 2, "bf16-mixed", "bf16-mixed"),
+    (2, 2, "32-true", "bf16-mixed"),
+]
+
+
+@pytest.mark.parametrize(("before", "after", "was", "now"), PRECISIONS)
+def test_any_precision_loads_what_any_other_saved(run_on, saved: Saved, before: int, after: int, was: str, now: str):
+    """Where both have masters in fp32, these are kept too: the run goes on by the same digits."""
+    files = meetings(ZEROS, ZERO_LOADERS, PRECISIONS.index((before, after, was, now)))
+    run_on(after, load, folder=saved(before, was), files=files, precision=now, before=before)
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "saved", "loaded"),
-    [
-        (2, 2, "bf16-true", "bf16-true"),
-        (3, 2, "bf16-true", "bf16-true"),
-        (2, 1, "bf16-true", "32-true"),
-        (2, 3, "32-true", "bf16-true"),
-        (2, 2, "bf16-mixed", "bf16-mixed"),
-        (2, 2, "32-true", "bf16-mixed"),
-    ],
+    ("savers", "loaders", "cases"), [(list(SAVERS), list(LOADERS), SIZES), (ZEROS, ZERO_LOADERS, PRECISIONS)]
 )
-def test_any_precision_loads_what_any_other_saved(run_on, tmp_path, before, after, saved, loaded):
-    """Where both have masters in fp32, these are kept too: the run goes on by the same digits."""
-    run_on(before, write, folder=tmp_path, savers=ZEROS, precision=saved)
-    run_on(
-        after,
-        load,
-        folder=tmp_path,
-        files=ZEROS,
-        systems=["zero1", "zero3", "zero3 to a disk"],
-        precision=loaded,
-        before=before,
-    )
+def test_over_the_cases_every_loader_meets_every_saver(savers: list[str], loaders: list[str], cases: list[Any]):
+    """In each case every saver is met, and every loader meets a file and a folder; but DDP reads no folder."""
+    able = {
+        (saver, loader) for saver, loader in product(savers, loaders) if (loader != "ddp") or "sharded" not in saver
+    }
+    met = [meetings(savers, loaders, turn) for turn in range(len(cases))]
+    assert {each for case in met for each in case} == able
+    for case in met:
+        assert {saver for saver, _ in case} == set(savers)
+        assert {("sharded" in s, loader) for s, loader in case} == {("sharded" in s, loader) for s, loader in able}
 
 
-def test_a_sharded_checkpoint_says_what_wrote_it(run_on, tmp_path):
-    run_on(2, write, folder=tmp_path, savers=["zero3 sharded"], precision="32-true")
-    opened = open_checkpoint(tmp_path / "zero3 sharded.ckpt")
+def test_a_sharded_checkpoint_says_what_wrote_it(run_on, saved: Saved):
+    path = saved(2, "32-true") / "zero3 sharded.ckpt"
+    opened = open_checkpoint(path)
     assert opened.form == "sharded"
     assert {key: opened.written_by[key] for key in ("stage", "world_size")} == {"stage": 3, "world_size": 2}
     assert opened.names_of_optimizers[0][0] == "model.temperature"
-    run_on(1, load_alone, folder=tmp_path)
+    run_on(1, load_alone, path=path)
 
 
-def load_alone(folder: Path) -> None:
+def load_alone(path: Path) -> None:
     """`load_weights` reads a folder too: into an ordinary module, and into one on the meta device."""
-    opened = open_checkpoint(folder / "zero3 sharded.ckpt").checkpoint["state_dict"]
+    opened = open_checkpoint(path).checkpoint["state_dict"]
     for device in ("cpu", "meta"):
         with torch.device(device):
             module = learner()
-        load_weights(module, folder / "zero3 sharded.ckpt")
+        load_weights(module, path)
         same_tensors(dict(module.state_dict()), {name: value.clone() for name, value in opened.items()}, bound=0)
