@@ -6,7 +6,6 @@ import os
 import resource
 import shutil
 import subprocess
-import sys
 import textwrap
 import warnings
 from functools import partial
@@ -29,6 +28,7 @@ from tests.support import rank
 from tests.support.models import OddModel
 from tests.support.trainer import Learner, make_trainer
 from tests.support.training import same_tensors
+from tests.support.warm import warm_python
 
 FORMS = pytest.mark.parametrize("form", ["full", "sharded"])
 IN_BACKGROUND = pytest.mark.parametrize("is_async", [False, True], ids=["", "in the background"])
@@ -310,7 +310,7 @@ def test_a_run_whose_rank_was_killed_while_it_saved_ends_and_goes_on_from_the_la
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
 
     def start(victim: int) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, script, str(victim), folder, form]
+        command = [warm_python(), script, str(victim), folder, form]
         return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
     killed = start(victim)
@@ -371,7 +371,7 @@ def test_a_process_that_ends_finishes_what_it_saves_in_the_background_or_says_wh
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
-        [sys.executable, tmp_path / "script.py", *arguments],
+        [warm_python(), tmp_path / "script.py", *arguments],
         capture_output=True,
         text=True,
         timeout=150,
