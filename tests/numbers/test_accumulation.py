@@ -29,7 +29,7 @@ def train_both(stage: int, recipe: Recipe, bound: float) -> None:
 @ACCUMULATION
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_three_micro_batches_a_step_train_as_under_ddp(run_on, stage):
-    recipe = Recipe(optimizer=adam_with_large_eps, micro_batches=3)
+    recipe = Recipe(optimizer=adam_with_large_eps, steps=8, micro_batches=3)
     run_on(2, train_both, stage=stage, recipe=recipe, bound=BOUND[stage])
 
 
@@ -40,7 +40,7 @@ def clip_by_norm(parameters) -> None:
 @ACCUMULATION
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_three_micro_batches_a_step_with_clipping_train_as_under_ddp(run_on, stage):
-    recipe = Recipe(optimizer=sgd_nesterov, micro_batches=3, clip=clip_by_norm)
+    recipe = Recipe(optimizer=sgd_nesterov, steps=8, micro_batches=3, clip=clip_by_norm)
     run_on(2, train_both, stage=stage, recipe=recipe, bound=CLOSE)
 
 

@@ -129,7 +129,7 @@ def count_bytes(stage: int, precision: str) -> None:
     from lightning_zero import ZeroStrategy
 
     # Without layers of normalisation, whose few weights autocast wants in fp32.
-    run = fit(ZeroStrategy(stage=stage), partial(Learner, Square), max_epochs=1, precision=precision)
+    run = fit(ZeroStrategy(stage=stage), partial(Learner, Square, batches=9), max_epochs=1, precision=precision)
     counted = difference(run.reports[8], run.reports[2])
     psi = run.reports[8].padded_numel
     elements, nbytes = counted["elements"], counted["bytes"]
@@ -159,8 +159,9 @@ def test_bf16_mixed_equals_ddps_in_every_bit(run_on, size):
 
 def train_beside_fp32(stage: int) -> None:
     # DDP rounds the weights themselves to bf16 at each step, which masters avoid: the run in fp32 is what is followed.
-    reference = fit_ddp()
-    run = fit(f"zero{stage}", precision="bf16-true")
+    learner = partial(Learner, batches=10)
+    reference = fit_ddp(learner)
+    run = fit(f"zero{stage}", learner, precision="bf16-true")
     same_on_every_rank(run.weights)
     for loss, expected in zip(run.losses, reference.losses, strict=True):
         # Roundings of 2**-8 on the way, of which few add up: one percent.
@@ -225,7 +226,7 @@ def keep_buffers(stage: int, precision: str) -> None:
         if not name.startswith("model.model.") and "norm" not in name:
             assert torch.equal(value, expected), f"{name}: {value} instead of {expected}"
     assert run.weights["model.order"].tolist() == [5, 3, 1, 0, 2, 4]
-    assert run.weights["model.seen"] == 4 * 20
+    assert run.weights["model.seen"] == 4 * 10
 
 
 @pytest.mark.behaviour("The numbers", "Buffers keep their dtype; integers survive")

@@ -78,18 +78,18 @@ def write_the_same_file(
 def test_the_file_equals_ddps_with_full_weights_and_optimizer_state_in_torchs_form(
     run_on, tmp_path, strategy, optimizer
 ):
-    run_on(2, write_the_same_file, strategy=strategy, folder=tmp_path, optimizer=optimizer, batches=6)
+    run_on(2, write_the_same_file, strategy=strategy, folder=tmp_path, optimizer=optimizer, batches=3)
 
 
 @pytest.mark.parametrize("strategy", STAGES)
 def test_the_file_equals_ddps_for_parameters_without_elements_too(run_on, tmp_path, strategy):
-    options = {"optimizer": models.adam, "batches": 6, "model": models.OddModel}
+    options = {"optimizer": models.adam, "batches": 3, "model": models.OddModel}
     run_on(2, write_the_same_file, strategy=strategy, folder=tmp_path, **options)
 
 
 @pytest.mark.parametrize("strategy", STAGES)
 def test_the_file_equals_a_single_devices_on_one_rank(run_on, tmp_path, strategy):
-    run_on(1, write_the_same_file, strategy=strategy, folder=tmp_path, optimizer=models.adam, batches=6)
+    run_on(1, write_the_same_file, strategy=strategy, folder=tmp_path, optimizer=models.adam, batches=3)
 
 
 def write_the_same_file_before_any_step(strategy: str, folder: Path) -> None:
@@ -121,15 +121,15 @@ def resume_everywhere(saver: str, folder: Path, precision: str, systems: list[st
     """Stop after the first of two epochs; go on under each system; compare with the run that never stopped."""
     learner = partial(Learner, OddModel, models.adamw_with_decay_groups)
     path = folder / "checkpoint.ckpt"
-    saving = SaveAfter(10, path, at_epoch_end=True)
+    saving = SaveAfter(5, path, at_epoch_end=True)
     whole = fit(saver, learner, callbacks=[saving], precision=precision)
     if world_size() > 1:
         dist.barrier()
     for system in systems:
         resumed = fit(system, learner, ckpt_path=str(path), precision=precision)
-        assert len(resumed.losses) == 10
-        later = {f"loss {index}": loss for index, loss in enumerate(whole.losses[10:], 10)}
-        same_tensors({f"loss {index}": loss for index, loss in enumerate(resumed.losses, 10)}, later, bound=0)
+        assert len(resumed.losses) == 5
+        later = {f"loss {index}": loss for index, loss in enumerate(whole.losses[5:], 5)}
+        same_tensors({f"loss {index}": loss for index, loss in enumerate(resumed.losses, 5)}, later, bound=0)
         same_tensors(resumed.weights, whole.weights, bound=0)
 
 
@@ -152,7 +152,7 @@ def write_at_the_end_of_the_epoch(strategy: str, path: Path) -> None:
 def write(strategy: str, path: Path) -> dict[str, Tensor]:
     """Stop in the middle of the second epoch; the weights at that time, which the next step would change."""
     learner = partial(Learner, OddModel, models.adamw_with_decay_groups)
-    return fit(strategy, learner, callbacks=[SaveAfter(12, path)], max_steps=12).weights
+    return fit(strategy, learner, callbacks=[SaveAfter(7, path)], max_steps=7).weights
 
 
 def load_alone(path: Path, weights: dict[str, Tensor]) -> None:
@@ -165,7 +165,7 @@ def load_alone(path: Path, weights: dict[str, Tensor]) -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
             assert optimizer.state[p]["exp_avg"].shape == p.shape
-            assert optimizer.state[p]["step"] == 12
+            assert optimizer.state[p]["step"] == 7
     learner = partial(Learner, OddModel, models.adamw_with_decay_groups)
     reference = fit("ddp", learner, ckpt_path=str(path))
     assert not torch.equal(reference.weights["model.embed.weight"], weights["model.embed.weight"])
@@ -196,7 +196,7 @@ def test_four_ranks_load_the_file_of_two(run_on, tmp_path, strategy):
 
 
 def write_from_every_rank_once(strategy: str, folder: Path) -> list[str]:
-    fit(strategy, partial(Learner, OddModel), callbacks=[SaveAfter(6, folder / "checkpoint.ckpt")], max_epochs=1)
+    fit(strategy, partial(Learner, OddModel), callbacks=[SaveAfter(3, folder / "checkpoint.ckpt")], max_epochs=1)
     dist.barrier()
     return sorted(file.name for file in folder.iterdir()) if rank() == 0 else []
 

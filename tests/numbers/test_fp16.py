@@ -88,7 +88,7 @@ def fit_all(learner: Any, bound: float = 0, ddp: str = "ddp", **options: Any) ->
 
 
 def skip_together(optimizer: Any) -> None:
-    fit_all(partial(Learner, Lifted, optimizer))
+    fit_all(partial(Learner, Lifted, optimizer, batches=10))
 
 
 @pytest.mark.behaviour(
@@ -135,10 +135,11 @@ class TwoOptimizers(ManualLearner):
 
 
 def skip_otherwise() -> None:
-    fit_all(partial(Learner, Lifted, models.adam_with_large_eps), ROUNDED, max_epochs=1, gradient_clip_val=0.05)
+    by_adam = partial(Learner, Lifted, models.adam_with_large_eps, batches=10)
+    fit_all(by_adam, ROUNDED, max_epochs=1, gradient_clip_val=0.05)
     # 14 batches of an epoch in windows of 3: the overflows are in the first and the third
     fit_all(partial(WithSchedule, Lifted, models.sgd_nesterov, batches=14), ROUNDED, accumulate_grad_batches=3)
-    fit_all(partial(TwoOptimizers, Lifted), ROUNDED, "ddp_find_unused_parameters_true", max_epochs=1)
+    fit_all(partial(TwoOptimizers, Lifted, batches=10), ROUNDED, "ddp_find_unused_parameters_true", max_epochs=1)
 
 
 @pytest.mark.behaviour(

@@ -38,7 +38,7 @@ def describe(options: dict[str, Any]) -> str:
 
 
 def train_both(stage: int, options: dict[str, Any]) -> None:
-    recipe = Recipe(OddModel, adam)
+    recipe = Recipe(OddModel, adam, steps=8)
     same_runs(train_zero(recipe, stage, **options), train_ddp(recipe))
 
 

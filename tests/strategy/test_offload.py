@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,13 @@ from lightning_zero.engine.offload import config
 from tests.examples.running import REPOSITORY
 from tests.fabric.training import make_fabric, set_up, state_of, train, weights
 from tests.support.models import Square
-from tests.support.trainer import Learner, ManualLearner, fit, make_trainer
-from tests.support.training import same_runs, same_values
+from tests.support.trainer import Learner, ManualLearner, TrainerRun, fit, make_trainer
+from tests.support.training import same_runs, same_values, trained_once
 from tests.support.workers import rank, world_size
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 PLACES = pytest.mark.parametrize("place", ["cpu", "nvme"])
+learner = partial(Learner, batches=4)
 
 
 @pytest.fixture
@@ -95,10 +98,16 @@ def moved(stage: int, place: str, path: str, **options: Any) -> ZeroStrategy:
     return ZeroStrategy(stage, OffloadConfig(place, path=path, sub_group=64, **options))
 
 
+@trained_once
+def fit_without(stage: int, learner: Any, **options: Any) -> TrainerRun:
+    """The reference, for both places."""
+    return replace(fit(f"zero{stage}", learner, **options), module=None)
+
+
 def fit_with_and_without(
-    stage: int, place: str, path: str, learner: Any = Learner, bound: float = 0, **options: Any
+    stage: int, place: str, path: str, learner: Any = learner, bound: float = 0, **options: Any
 ) -> None:
-    reference = fit(f"zero{stage}", learner, **options)
+    reference = fit_without(stage, learner, **options)
     found = fit(moved(stage, place, path), learner, **options)
     same_runs(found, reference, bound)
     assert reference.reports[-1].at_rest["optimizer"] > 0 == found.reports[-1].at_rest.get("optimizer", 0)
@@ -121,7 +130,7 @@ def test_losses_and_weights_are_those_without_offload(run_on, tmp_path: Path, st
         {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
         {"gradient_clip_val": 0.1},
         {"precision": "bf16-mixed"},
-        {"learner": ManualLearner},
+        {"learner": partial(ManualLearner, batches=4)},
     ],
     ids=["accumulation", "clipping by value", "clipping by norm", "bf16-mixed", "manual optimization"],
 )
@@ -130,12 +139,12 @@ def test_they_are_so_with_everything_else(run_on, tmp_path: Path, stage, place, 
 
 
 def fit_names(stage: int, path: str) -> None:
-    reference = fit(f"zero{stage}")
+    reference = fit_without(stage, learner)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", path)
         patch.setattr(config, "is_in_memory", lambda folder: False)  # wherever the machine has its temporary files
         for name in (f"zero{stage}_offload", f"zero{stage}_nvme"):
-            same_runs(fit(name), reference, 0)
+            same_runs(fit(name, learner), reference, 0)
 
 
 @STAGES
@@ -222,19 +231,19 @@ def test_after_a_failure_what_was_on_a_disk_is_where_the_next_run_finds_it(run_o
 
 def resume_elsewhere(stage: int, path: str) -> None:
     """Two epochs at a stretch, and one each with and without offload, in all four orders: the checkpoints are equal."""
-    whole = fit(f"zero{stage}")
+    whole = fit_without(stage, learner)
     kept = {}
     for name, make in (("plain", lambda: f"zero{stage}"), ("cpu", lambda: moved(stage, "cpu", path))):
         torch.manual_seed(0)
         trainer = make_trainer(make(), max_epochs=1)
-        trainer.fit(Learner())
+        trainer.fit(learner())
         trainer.save_checkpoint(f"{path}/{name}.ckpt")
         trainer.strategy.barrier()
         kept[name] = torch.load(f"{path}/{name}.ckpt", weights_only=False)
     for part in ("state_dict", "optimizer_states"):
         same_values(kept["cpu"][part], kept["plain"][part], part, 0)
     for start, make in (("plain", lambda: moved(stage, "nvme", path)), ("cpu", lambda: f"zero{stage}")):
-        resumed = fit(make(), ckpt_path=f"{path}/{start}.ckpt")
+        resumed = fit(make(), learner, ckpt_path=f"{path}/{start}.ckpt")
         same_values(resumed.weights, whole.weights, f"from {start}", 0)
 
 

@@ -32,7 +32,7 @@ class Learner(LightningModule):
         self,
         model: Callable[[], nn.Module] = OddModel,
         optimizer: Callable[[nn.Module], Optimizer] = adam,
-        batches: int = 10,
+        batches: int = 5,
         clip: ClipGradients | None = None,
     ) -> None:
         super().__init__()
