@@ -33,7 +33,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """One job at stage 3: its folder, and what it printed."""
     folder = tmp_path_factory.mktemp("alone")
-    return folder / "job", succeed("train", *TINY, "hydra.run.dir=job", folder=folder, launcher=REAL)
+    return folder / "job", succeed("train", *TINY, "hydra.run.dir=job", folder=folder)
 
 
 def results(folder: Path) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import lightning_zero
 from lightning_zero.pytorch_lightning import ZeroMonitor, ZeroStrategy
 from tests.support.trainer import make_trainer
 from tests.support.training import CLOSE
+from tests.support.warm import warm_python
 from tests.support.workers import rank
 from tests.trainer.cases import Body, behaviours, data, observed, same_as_under_ddp, shared_folder
 
@@ -186,6 +186,6 @@ run(ours_last)
 def test_either_order_of_imports_registers_the_names_and_imports_nothing_else():
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run([sys.executable, "-c", ORDERS], capture_output=True, text=True, timeout=90, env=environment)
+    done = subprocess.run([warm_python(), "-c", ORDERS], capture_output=True, text=True, timeout=90, env=environment)
     names = ["pytorch_lightning", "strategy", "lightning_fabric", "fabric"]
     assert done.stdout.splitlines() == [f"lightning_zero.{name} 2" for name in names] * 2, done.stderr
