@@ -449,12 +449,12 @@ def settled_meanwhile() -> None:
     """Another thread settles just before an update is given what it is to do."""
     give, calls = DiskUpdate.give, itertools.count()
 
-    def late(self: DiskUpdate, *args: Any) -> Any:
+    def late(self: DiskUpdate, *args: Any, **options: Any) -> Any:
         if args[1] is not None and next(calls) % 2 == 0:
             thread = threading.Thread(target=settle)
             thread.start()
             thread.join()
-        return give(self, *args)
+        return give(self, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DiskUpdate, "give", late)
