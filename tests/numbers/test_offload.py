@@ -766,6 +766,7 @@ def memory_of_an_update(sub_group: int) -> tuple[int, int]:
     engine = Engine(module, [optimizer], stage=3, offload={"optimizer": "nvme", "path": "swap", "sub_group": sub_group})
     module(torch.randn(4, 256)).square().mean().backward()
     optimizer.step()
+    settle()
     report = engine.report()
     assert report.at_rest.get("host", 0) == 0 == report.at_rest.get("optimizer", 0)
     swap = engine._swap
