@@ -780,16 +780,17 @@ class Bucket:
         states, self.states, self._fetched = self.states, None, None
         if states is None:
             return
-        at_hand = self.full[self._low : self._high] if self._gathered else None
-        at_hand = at_hand if self._source is None else self._source
+        at_hand = self._source
+        if at_hand is None and self._gathered:
+            at_hand = self.full[self._low : self._high].clone()
         if may_read and (at_hand is None or at_hand.dtype != self.master_dtype):
             with suppress(OSError):
                 self.shard = states.read(MASTERS, 0, states.numel)
                 return
         if at_hand is None:
             has_nan = self.master_dtype.is_floating_point or self.master_dtype.is_complex
-            at_hand = torch.full((1,), float("nan") if has_nan else 0, dtype=self.master_dtype).expand(states.numel)
-        self.shard = at_hand.to(self.master_dtype, copy=True)
+            at_hand = torch.full((states.numel,), float("nan") if has_nan else 0, dtype=self.master_dtype)
+        self.shard = at_hand.to(self.master_dtype)
 
     def restore(self, device: torch.device, *, as_gathered: bool = False) -> None:
         """Make the parameters ordinary again, whole, on a device.

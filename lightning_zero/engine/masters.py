@@ -461,7 +461,7 @@ class Masters:
             held = Counter[str]()
             for tensor, state in dict.items(
                 optimizer.state
-            ):  # to look at, so that no error of an update comes from here
+            ):  # as it is settled, and an update's error is told elsewhere
                 held["host" if id(tensor) in away else "optimizer"] += _nbytes(state)
             for category in held.keys() | self._state_bytes.keys():
                 self._ledger.add(category, held[category] - self._state_bytes[category])
