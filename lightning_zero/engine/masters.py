@@ -459,9 +459,7 @@ class Masters:
             self._states_measured = len(optimizer.state)
             away = {id(master.tensor) for master in self._master_of.values() if master.bucket.updates is not None}
             held = Counter[str]()
-            for tensor, state in dict.items(
-                optimizer.state
-            ):  # as it is settled, and an update's error is told elsewhere
+            for tensor, state in dict.items(optimizer.state):  # it is settled, and an update's error is told elsewhere
                 held["host" if id(tensor) in away else "optimizer"] += _nbytes(state)
             for category in held.keys() | self._state_bytes.keys():
                 self._ledger.add(category, held[category] - self._state_bytes[category])
