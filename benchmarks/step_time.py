@@ -1,6 +1,8 @@
-"""Step time and peak memory of DDP, FSDP2, DeepSpeed and the three stages, side by side on a GPT.
+"""Step time and peak memory of DDP, FSDP2, DeepSpeed and the three stages, side by side on one model.
 
     python benchmarks/step_time.py
+    python benchmarks/step_time.py --batch 1 --sequence 16                  # bound by communication
+    python benchmarks/step_time.py --model deep --steps 30                  # bound by overhead: 100 layers of width 64
     python benchmarks/step_time.py --rounds 1 --steps 3 --model tiny --systems ddp,zero3
 
 Every system runs once a round, in fresh processes (two over Gloo, one thread each), and the order is reversed from one
@@ -33,10 +35,7 @@ from common import (
 )
 
 SYSTEMS = ["single", "ddp", "zero1", "zero2", "zero3", "fsdp2", "deepspeed1", "deepspeed2", "deepspeed3"]
-MODELS = {
-    "25m": {"width": 512, "depth": 8, "heads": 8},  # 25.5 M parameters with a head of its own
-    "tiny": {"width": 64, "depth": 2, "heads": 2},
-}
+MODELS = ["25m", "tiny", "deep"]
 RANKS = 2
 WARM_UP = 2  # steps: the first allocates gradients and optimizer state, the second may still find its order
 WORKER_TIMEOUT = 600.0  # seconds
@@ -66,9 +65,8 @@ def work(arguments: argparse.Namespace) -> None:
     """One rank of one system: trains, and writes losses, seconds and memory to the file that the parent named."""
     import torch
     import torch.distributed as dist
+    from models import MODELS
     from systems import SYSTEMS
-
-    from lightning_zero.zoo.gpt import GPT
 
     world_size = int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
@@ -79,7 +77,7 @@ def work(arguments: argparse.Namespace) -> None:
     before = resident_bytes()
 
     torch.manual_seed(0)
-    model = GPT(**MODELS[arguments.model], context=arguments.sequence, tied=False)
+    model = MODELS[arguments.model](context=arguments.sequence)
     parameters = sum(p.numel() for p in model.parameters())
     training = SYSTEMS[arguments.systems](model)
     del model  # what a system does not keep, it need not pay for
@@ -163,7 +161,7 @@ def report(
         rows.append(
             [
                 system,
-                f"{medians[system]:.3f}",
+                f"{medians[system]:.4f}",
                 spread(seconds[system]),
                 *(f"{medians[system] / medians[base]:.2f}" for base in bases),
                 f"{resident / MEBIBYTE:.0f}",
@@ -175,9 +173,9 @@ def report(
     ratios = [f"x {base.upper()}" for base in bases]
     head = ["system", "s a step", "rounds", *ratios, "peak MiB a rank", "of it model states MiB", "last loss"]
     lines = [
-        f"A GPT of {parameters / 1e6:.1f} M parameters, fp32, AdamW, {arguments.batch} x {arguments.sequence} tokens a "
-        f"rank and step; {RANKS} processes over Gloo with one thread each. `single` is one process with one rank's "
-        "data: no communication, and another loss.",
+        f"The model {arguments.model} of {parameters / 1e6:.1f} M parameters, fp32, AdamW, {arguments.batch} x "
+        f"{arguments.sequence} tokens a rank and step; {RANKS} processes over Gloo with one thread each. `single` is "
+        "one process with one rank's data: no communication, and another loss.",
         f"Medians of {arguments.rounds} rounds of {arguments.steps} steps; `rounds` is the lowest and the highest "
         "median of one round. Peak: resident memory beyond what the process held before it made the model.",
         "",

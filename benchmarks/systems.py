@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-
-from lightning_zero.zoo.gpt import GPT
 
 LEARNING_RATE = 3e-4
 
@@ -29,10 +27,10 @@ class Training:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def plain_step(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor, Tensor], Tensor]:
+def plain_step(module: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor, Tensor], Tensor]:
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         loss = cross_entropy(module(tokens), targets)
         loss.backward()
@@ -43,16 +41,16 @@ def plain_step(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Cal
     return step
 
 
-def single(model: GPT) -> Training:
+def single(model: nn.Module) -> Training:
     return Training(plain_step(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)))
 
 
-def ddp(model: GPT) -> Training:
+def ddp(model: nn.Module) -> Training:
     wrapped = DistributedDataParallel(model)
     return Training(plain_step(wrapped, torch.optim.AdamW(wrapped.parameters(), lr=LEARNING_RATE)))
 
 
-def fsdp2(model: GPT) -> Training:
+def fsdp2(model: nn.Module) -> Training:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -60,7 +58,7 @@ def fsdp2(model: GPT) -> Training:
     return Training(plain_step(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)))
 
 
-def zero(model: GPT, stage: int) -> Training:
+def zero(model: nn.Module, stage: int) -> Training:
     from lightning_zero.engine import Engine
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
@@ -68,7 +66,7 @@ def zero(model: GPT, stage: int) -> Training:
     return Training(plain_step(model, optimizer), peak_by_category=lambda: dict(engine.report().peak))
 
 
-def deepspeed(model: GPT, stage: int, **config: Any) -> Training:
+def deepspeed(model: nn.Module, stage: int, **config: Any) -> Training:
     import deepspeed
 
     # with torch's AdamW, as all others, unless the configuration names one of DeepSpeed's own
@@ -95,7 +93,7 @@ def deepspeed(model: GPT, stage: int, **config: Any) -> Training:
     return Training(step)
 
 
-SYSTEMS: dict[str, Callable[[GPT], Training]] = {
+SYSTEMS: dict[str, Callable[[nn.Module], Training]] = {
     "single": single,
     "ddp": ddp,
     "zero1": partial(zero, stage=1),

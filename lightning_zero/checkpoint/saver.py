@@ -88,7 +88,7 @@ class Saver:
         self._background.finish()
         copied = self._copying([entry for entry in content.entries if not _stays_on_disk(entry)])
         # what stays there is read as it is written, and nobody writes to it until then
-        reading = Work(tells=False) if any(map(_stays_on_disk, content.entries)) else nullcontext()
+        reading = Work(tells=False, settles=any(map(_stays_on_disk, content.entries)))
         telling: AbstractContextManager[Gather] = nullcontext(lambda value: [value])
         if store is not None and len(everyone) > 1:
             telling = StoreExchange(store, label, rank, [each for each, _ in everyone], self._abandoned)
@@ -97,7 +97,12 @@ class Saver:
             with reading, telling as exchange:
                 memory = iter(copied())
                 entries = [entry if _stays_on_disk(entry) else next(memory) for entry in content.entries]
-                save_in_parts(replace(content, entries=entries), destination, written_by, rank, exchange)
+
+                def tell(value: Any) -> list[Any]:
+                    reading.end()  # this rank has written its part
+                    return exchange(value)
+
+                save_in_parts(replace(content, entries=entries), destination, written_by, rank, tell)
 
         self._background.submit(save)
 

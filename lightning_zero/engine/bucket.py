@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from lightning_zero.engine.agreement import Agreement
 from lightning_zero.engine.collectives import Communicator, Pending
@@ -238,6 +239,8 @@ class Bucket:
         self.update: Work | None = None  # the last of them; None when ``full`` shows it
         self._is_stale = False  # over one rank: ``full`` is to show it when somebody looks
         self._shows_update = False  # the update itself writes to this rank's part of ``full``
+        self._is_kept = False  # somebody had another tensor over ``full`` when it began
+        self.is_early = False  # the last update is one of those that may begin in backward; on every rank alike
         # Over one rank a shard of what is gathered, beside it, would be all of it a second time.
         shard_is_gathered = self.master_dtype == compute_dtype or self._masters_on is not None
         self.replicated = replicated or (communicator.size == 1 and source_on is None and shard_is_gathered)
@@ -350,6 +353,7 @@ class Bucket:
                 slot.hooks_after_reduction = parameter._post_accumulate_grad_hooks
                 parameter._post_accumulate_grad_hooks = OrderedDict()
             self.parameters.append(weakref.ref(parameter))
+        self._own_holders = _holders(self.full)
         self.is_cut = True
 
     def _keep(self, own: Tensor) -> None:
@@ -414,6 +418,10 @@ class Bucket:
         """Start to fill ``full``; ``wait`` before it is read. Does nothing where it is filled, unless to refresh it."""
         if self._gathered and not refresh and not self._is_stale:
             return
+        with temporarily_clear_interpreter_stack():  # it is no part of a function that ``torch.func`` transforms
+            self._gather()
+
+    def _gather(self) -> None:
         if self.has_begun:
             raise RuntimeError(
                 f"Unit {self.unit_name or 'root'!r} is needed again in a backward in which its update has begun: "
@@ -440,11 +448,22 @@ class Bucket:
         """The masters have changed: let ``full`` show them, where it is filled.
 
         Over one rank that is done when somebody looks: nobody else waits for it, and the update may be under way still.
+        But who keeps a part of ``full`` (a module that has put a row of its weight aside) looks without asking.
         """
-        if self.communicator.size == 1 and self.update is not None:
+        is_kept = self._is_kept if self._shows_update else self._is_full_kept()
+        if self.communicator.size == 1 and self.update is not None and not is_kept:
             self._is_stale = self._gathered
         elif self._gathered:
             self.gather(refresh=True)
+
+    def _is_full_kept(self) -> bool:
+        """Whether somebody else has a tensor over its memory."""
+        return _holders(self.full) != self._own_holders
+
+    @property
+    def is_updated_late(self) -> bool:
+        """Whether a gather is likely to wait for an update: one that did not begin before the optimizer's step."""
+        return self.update is not None and not self.is_early
 
     def _start_gather(self, own: Tensor | None) -> Pending:
         """Put this rank's values in their place, if they are not there, and start to exchange them."""
@@ -458,27 +477,29 @@ class Bucket:
         if own is None or own.device == self.full.device:
             return gather()
         # from the host, on a stream of its own: it passes by what the device computes meanwhile
-        stream = self.communicator.copies
-        stream.wait_event(torch.accelerator.current_stream(self.full.device).record_event())
+        stream, device = self.communicator.copies, self.full.device
+        stream.wait_event(torch.accelerator.current_stream(device).record_event())
         with stream:
             gathered = gather()
             self._left = left = stream.record_event()
 
         def finish() -> None:
             gathered.wait()
-            torch.accelerator.current_stream(self.full.device).wait_event(left)
+            torch.accelerator.current_stream(device).wait_event(left)
 
         return Pending(what, [], [own], finish)
 
     def shown_in(self) -> Tensor | None:
         """Where an update that is about to begin is to put this rank's new values too, in the dtype of computing.
 
-        None where gathers read them from the masters: these are in memory, or backward needs ``full`` still.
+        None where gathers read them from the masters: these are at hand as they are, or backward needs ``full`` still.
         """
-        if self._source is None and self.states is not None and self.replicated and not self.has_begun:
-            self._shows_update = True
-            return self.full[self._low : self._high]
-        return self._source
+        differs = self.states is not None or self.full.dtype != self.master_dtype
+        self._shows_update = self._source is None and differs and self.replicated and not self.has_begun
+        if not self._shows_update:
+            return self._source
+        self._is_kept = self._is_full_kept()  # not later, when the update has parts of it in its thread
+        return self.full.data[self._low : self._high]  # which its views do not take for a write of their module's
 
     @property
     def reads_states(self) -> bool:
@@ -507,7 +528,8 @@ class Bucket:
         def read() -> Tensor:
             if update is not None:
                 update.wait()
-            return states.read(field, 0, states.numel)
+            values = states.read(field, 0, states.numel)
+            return values.pin_memory() if self.full.device.type != "cpu" else values
 
         return states.swap.reader.submit(read)
 
@@ -815,6 +837,11 @@ class Bucket:
             parameter._post_accumulate_grad_hooks = slot.hooks_after_reduction
         self.parameters = []
         self.release()
+
+
+def _holders(tensor: Tensor) -> int:
+    """How many tensors there are over its memory."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def _settle(pending: list[Pending]) -> None:

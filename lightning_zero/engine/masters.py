@@ -329,6 +329,7 @@ class Masters:
                     }
 
         assert bucket.updates is not None
+        bucket.is_early = bucket.has_begun or self.awaits_step
         device = bucket.full.device
         if bucket.states is None:
             bucket.update = bucket.updates.submit(beside(device, in_memory))
@@ -548,16 +549,14 @@ class Masters:
                 if isinstance(kind, _Scalar):
                     state[key] = _copy(kind.value)  # each parameter's own, also after pickling
                     continue
-                write_back = None
                 if master is None or not slot.local_numel:
                     part = torch.empty(0, dtype=kind, device=slot.device)
                 elif (on_disk := slot.bucket.states) is None:
                     part = held[key][master.part_of(slot)]
                 else:
-                    start, stop = slot.local_range.start, slot.local_range.stop
-                    part, write_back = on_disk.tensor(key, start, stop), partial(on_disk.write, key, start)
+                    part = on_disk.tensor(key, slot.local_range.start, slot.local_range.stop)
                 if in_parts:
-                    state[key] = ShardedTensor(slot, part, keep=self, write_back=write_back)
+                    state[key] = ShardedTensor(slot, part, keep=self)
                 else:
                     state[key] = (keep or _unchanged)(slot.collect(part).clone())
         return states

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from lightning_zero.engine.bucket import Bucket
 from lightning_zero.engine.compilation import EntryHook, OwnHook, is_compiled
@@ -62,7 +61,7 @@ class Unit:
 
         Every rank decides alike: whether an update has ended would differ between them.
         """
-        if all(bucket.update is None for bucket in self.buckets):
+        if not any(bucket.is_updated_late for bucket in self.buckets):
             self.gather()
 
     def wait(self) -> None:
@@ -404,9 +403,8 @@ class Schedule:
 
     def _enter(self, unit: Unit) -> None:
         if self._keeping and not unit.stays and not unit.held:
-            with temporarily_clear_interpreter_stack():  # a gather is no part of the function that is transformed
-                unit.gather()
-                unit.wait()
+            unit.gather()
+            unit.wait()
             unit.held = True
             unit.depth += 1
             return

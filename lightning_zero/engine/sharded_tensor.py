@@ -175,13 +175,11 @@ class ShardedTensor(Handle):
             code sees a tensor on the device.
         dtype: the dtype that user code sees.
         keep: whatever has to live as long as this tensor.
-        write_back: is told of ``local`` when it was written to, where it is a copy.
     """
 
     _slot: Slot
     _local: Tensor | None
     keep: Any
-    _write_back: Callable[[Tensor], None] | None
 
     @staticmethod
     def __new__(
@@ -192,14 +190,13 @@ class ShardedTensor(Handle):
         *,
         requires_grad: bool = False,
         keep: Any = None,
-        write_back: Callable[[Tensor], None] | None = None,
     ) -> ShardedTensor:
         dtype = dtype or (local.dtype if local is not None else slot.dtype)
         with _ordinary_tensors():
             self = torch.Tensor._make_wrapper_subclass(
                 cls, slot.shape, dtype=dtype, device=slot.device, requires_grad=requires_grad
             )
-        self._slot, self._local, self.keep, self._write_back = slot, local, keep, write_back
+        self._slot, self._local, self.keep = slot, local, keep
         if keep is None:
             slot.remember(self)
         return self
@@ -238,7 +235,7 @@ class ShardedTensor(Handle):
         return self._slot.collect(self.local).to(self.dtype) if value is None else value
 
     def alias(self) -> Tensor:
-        return ShardedTensor(self._slot, self._local, self.dtype, keep=self.keep, write_back=self._write_back)
+        return ShardedTensor(self._slot, self._local, self.dtype, keep=self.keep)
 
     def write_whole(self, value: Tensor) -> None:
         if self.is_parameter:
@@ -252,8 +249,6 @@ class ShardedTensor(Handle):
         """What ``local`` has given was written to."""
         if self.is_parameter:
             self._slot.written_locally(local)
-        elif self._write_back is not None:
-            self._write_back(local)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], Any]) -> Any:
         """As of every tensor; it is called once ``grad`` is the reduced gradient, at the end of backward."""

@@ -24,13 +24,13 @@ from lightning_zero import full_parameters
 from lightning_zero.disk import ALIGNMENT, DirectFile, aligned
 from lightning_zero.engine import Engine, core, masters
 from lightning_zero.engine.offload.config import OffloadConfig
-from lightning_zero.engine.offload.states import MASTERS, PARAMETERS
+from lightning_zero.engine.offload.states import MASTERS, PARAMETERS, DiskStates
 from lightning_zero.engine.offload.updates import DiskUpdate, Update
 from lightning_zero.engine.settling import settle
 from tests.checkpoint import faults
 from tests.support import models
 from tests.support.training import Recipe, batch, prepare, same_values, trained_once
-from tests.support.workers import rank
+from tests.support.workers import rank, world_size
 
 OFFLOADS = {
     "cpu": {"optimizer": "cpu"},
@@ -395,6 +395,82 @@ def updates_in_forward(stage: int, offload: str) -> None:
 )
 def test_updates_go_on_while_the_next_forward_has_begun(run_on, ranks, stage, offload):
     run_on(ranks, updates_in_forward, stage=stage, offload=offload)
+
+
+def transformed(offload: str | None) -> list[torch.Tensor]:
+    """Gradients by ``torch.func`` in a step, before anything else has computed with what the last one has updated."""
+    module, optimizer = prepare(Recipe(lambda: nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))))
+    engine = Engine(module, [optimizer], stage=2, offload=option(offload, 2))
+    x, losses = torch.randn(6, 5), []
+    for _ in range(3):
+        with engine.window():
+            gradients = torch.func.vmap(torch.func.grad(lambda y: module(y).sum()))(x)
+            loss = module(x).square().mean() + gradients.square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    engine.close()
+    return losses
+
+
+@EACH
+def test_what_an_update_changed_comes_back_within_a_transform_too(run_on, offload):
+    assert run_on(1, transformed, offload=offload) == run_on(1, transformed, offload=None)
+
+
+class Keeping(nn.Linear):
+    """Keeps a part of its weight, as nets that look at themselves do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.row = self.weight[0].detach()
+        return super().forward(x)
+
+
+def kept_parts(offload: str | None) -> list[torch.Tensor]:
+    module, optimizer = prepare(Recipe(lambda: nn.Sequential(Keeping(5, 7), nn.Tanh(), Keeping(7, 1))))
+    engine = Engine(module, [optimizer], stage=2, offload=option(offload, 2))
+    x, rows = torch.randn(6, 5), []
+    for _ in range(3):
+        module(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        rows += [layer.row.clone() for layer in (module[0], module[2])]
+    engine.close()
+    return rows
+
+
+@EACH
+def test_what_a_module_keeps_of_its_weight_has_the_new_values_after_the_step(run_on, offload):
+    ((kept,), (expected,)) = (run_on(1, kept_parts, offload=each) for each in (offload, None))
+    same_values(kept, expected, offload)
+
+
+def traffic_on_disk(stage: int) -> None:
+    """All pieces go through the pipeline once a step; nothing else is read or written."""
+    module, optimizer = prepare(Recipe(Wide))
+    engine = Engine(module, [optimizer], stage=stage, offload=option("disk", stage))
+    calls: list[str] = []
+    for step in range(4):
+        module(*batch(step)).backward()
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("read", "write"):
+                call = getattr(DiskStates, name)
+                patch.setattr(DiskStates, name, lambda *args, call=call, name=name: calls.append(name) or call(*args))
+            optimizer.step()
+            module(*batch(step))
+            assert calls == [] or step == 0
+            calls.clear()
+            optimizer.state[module.head.weight]["exp_avg"].mul_(1.0)
+        assert calls == ["read", "write"] or world_size() > 1 and calls == []  # where none of it is this rank's
+        calls.clear()
+        optimizer.zero_grad()
+    engine.close()
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 1), (1, 3), (2, 2)])
+def test_beside_an_update_nothing_is_read_from_the_disk_or_written_to_it(run_on, ranks, stage):
+    run_on(ranks, traffic_on_disk, stage=stage)
 
 
 def read_in_backward(offload: str) -> None:
