@@ -22,14 +22,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import REPOSITORY, describe, in_turn, markdown_table, run_workers, write_results
+from common import GPTS, REPOSITORY, describe, in_turn, markdown_table, run_workers, write_results
 
 SYSTEMS = ["sharded", "sharded_async", "full", "full_async", "fsdp2", "fsdp2_async"]
-MODELS = {
-    "124m": {"width": 768, "depth": 17, "heads": 12},
-    "25m": {"width": 512, "depth": 8, "heads": 8},
-    "tiny": {"width": 64, "depth": 2, "heads": 2},
-}
 RANKS = 2
 BATCH, SEQUENCE = 1, 64
 STEPS = 3  # timed before the first save
@@ -41,7 +36,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="comma-separated, of: " + " ".join(SYSTEMS))
     parser.add_argument("--rounds", type=int, default=3, help="how often each system is run and timed")
     parser.add_argument("--saves", type=int, default=4, help="saves a round, the first of which is given apart")
-    parser.add_argument("--model", default="124m", choices=MODELS)
+    parser.add_argument("--model", default="124m", choices=GPTS)
     parser.add_argument(
         "--disk", type=Path, help="a folder on the disk to write to; by default that for temporary files"
     )
@@ -60,15 +55,14 @@ def work(arguments: argparse.Namespace) -> None:
     """One rank of one system: trains, saves, loads, and writes the seconds to the file that the parent named."""
     import torch
     import torch.distributed as dist
+    from models import model_of
     from saving_systems import SYSTEMS
     from systems import cross_entropy
-
-    from lightning_zero.zoo.gpt import GPT
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model = GPT(**MODELS[arguments.model], context=SEQUENCE, tied=False)
+    model = model_of(arguments.model, SEQUENCE)
     parameters = sum(p.numel() for p in model.parameters())
     system = SYSTEMS[arguments.systems](model)
     text = torch.randint(256, (BATCH, SEQUENCE + 1))

@@ -23,6 +23,16 @@ from typing import Any, TypeVar
 import psutil
 
 System = TypeVar("System")
+
+GPTS: dict[str, dict[str, int]] = {
+    "tiny": {"width": 64, "depth": 2, "heads": 2},
+    "25m": {"width": 512, "depth": 8, "heads": 8},
+    "124m": {"width": 768, "depth": 17, "heads": 12},
+    "1.3b": {"width": 2048, "depth": 24, "heads": 16},
+    "7b": {"width": 4096, "depth": 32, "heads": 32},
+    "13b": {"width": 5120, "depth": 40, "heads": 40},
+}
+"""Options of `lightning_zero.zoo.gpt.GPT`, with a head of its own, by the number of its parameters."""
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 # glibc keeps freed blocks for later, so that resident memory would show what was once used. With these it hands every

@@ -1,9 +1,7 @@
 """The models that systems are compared on: of tokens, (batch, sequence) of bytes, with their layers in `blocks`."""
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
+from common import GPTS
 from torch import Tensor, nn
 
 from lightning_zero.zoo.gpt import GPT
@@ -19,13 +17,9 @@ class Layer(nn.Module):
 
 
 class Deep(nn.Module):
-    """Many small layers, each of which is a block: what a step costs beside its arithmetic shows.
+    """Many small layers, each of which is a block: what a step costs beside its arithmetic shows."""
 
-    Args:
-        context: of no use here.
-    """
-
-    def __init__(self, width: int = 64, depth: int = 100, context: int = 0) -> None:
+    def __init__(self, width: int = 64, depth: int = 100) -> None:
         super().__init__()
         self.embedding = nn.Embedding(256, width)
         self.blocks = nn.ModuleList(Layer(width) for _ in range(depth))
@@ -38,8 +32,6 @@ class Deep(nn.Module):
         return self.head(x)
 
 
-MODELS: dict[str, Callable[..., nn.Module]] = {
-    "25m": partial(GPT, width=512, depth=8, heads=8, tied=False),  # 25.5 M parameters with a head of its own
-    "tiny": partial(GPT, width=64, depth=2, heads=2, tied=False),
-    "deep": Deep,
-}
+def model_of(name: str, context: int) -> nn.Module:
+    """One of ``common.GPTS``, or ``deep``, for sequences of so many tokens."""
+    return Deep() if name == "deep" else GPT(**GPTS[name], context=context, tied=False)

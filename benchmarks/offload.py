@@ -18,18 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import REPOSITORY, describe, in_turn, markdown_table, peak_resident_bytes, run_workers, write_results
+from common import GPTS, REPOSITORY, describe, in_turn, markdown_table, peak_resident_bytes, run_workers, write_results
 
 OURS = ["none", "cpu", "cpu_serial", "cpu_all", "nvme", "nvme_serial", "nvme_all"]
 PEERS = ["fsdp2", "fsdp2_cpu", "deepspeed", "deepspeed_cpu"]  # _cpu: CPUOffloadPolicy; ZeRO-Offload of all there is
-MODELS = {
-    "tiny": {"width": 64, "depth": 2, "heads": 2},
-    "25m": {"width": 512, "depth": 8, "heads": 8},
-    "124m": {"width": 768, "depth": 17, "heads": 12},
-    "1.3b": {"width": 2048, "depth": 24, "heads": 16},
-    "7b": {"width": 4096, "depth": 32, "heads": 32},
-    "13b": {"width": 5120, "depth": 40, "heads": 40},
-}
 WARM_UP = 2  # steps that are not timed
 WORKER_TIMEOUT = 1800.0  # seconds
 
@@ -38,7 +30,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     default = "none,cpu,cpu_serial,nvme,nvme_serial"
     parser.add_argument("--systems", default=default, help="of: " + " ".join([*OURS, *PEERS]))
-    parser.add_argument("--model", default="25m", choices=MODELS)
+    parser.add_argument("--model", default="25m", choices=GPTS)
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=128)
@@ -58,16 +50,15 @@ def parse_arguments() -> argparse.Namespace:
 def work(arguments: argparse.Namespace) -> None:
     """One system: trains, and writes what it took to the file that the parent named."""
     import torch
+    from models import model_of
     from offload_systems import SYSTEMS, Setting
-
-    from lightning_zero.zoo.gpt import GPT
 
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     torch.set_num_threads(int(os.environ["BENCHMARK_THREADS"]))
     torch.manual_seed(0)
     dtype = torch.bfloat16 if arguments.precision == "bf16" else torch.float32
-    model = GPT(**MODELS[arguments.model], context=arguments.sequence, tied=False)
+    model = model_of(arguments.model, arguments.sequence)
     parameters = sum(p.numel() for p in model.parameters())
     training = SYSTEMS[arguments.systems](model, Setting(device, dtype, arguments.disk, arguments.sub_group))
     text = torch.randint(256, (arguments.batch, arguments.sequence + 1), device=device)

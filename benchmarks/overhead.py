@@ -13,8 +13,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import REPOSITORY, describe, in_turn, markdown_table, median_of_rounds, run_workers, spread, write_results
-from step_time import MODELS, WARM_UP, WORKER_TIMEOUT
+from common import (
+    GPTS,
+    REPOSITORY,
+    describe,
+    in_turn,
+    markdown_table,
+    median_of_rounds,
+    run_workers,
+    spread,
+    write_results,
+)
+from step_time import WARM_UP, WORKER_TIMEOUT
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -22,7 +32,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--strategies", default="auto,zero1,zero2,zero3", help="the first is the measure")
     parser.add_argument("--rounds", type=int, default=5, help="how often each strategy is run and timed")
     parser.add_argument("--steps", type=int, default=10, help="timed steps a round, after the warm-up")
-    parser.add_argument("--model", default="25m", choices=MODELS)
+    parser.add_argument("--model", default="25m", choices=GPTS)
     parser.add_argument("--batch", type=int, default=2, help="sequences a step")
     parser.add_argument("--sequence", type=int, default=128, help="tokens in a sequence")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
@@ -71,7 +81,7 @@ def work(arguments: argparse.Namespace) -> None:
         enable_model_summary=False,
         use_distributed_sampler=False,  # which shuffles: every strategy should see the same data
     )
-    trainer.fit(LanguageModel(**MODELS[arguments.model], context=arguments.sequence, tied=False), loader)
+    trainer.fit(LanguageModel(**GPTS[arguments.model], context=arguments.sequence, tied=False), loader)
     seconds = [end - start for start, end in zip(clock.ends, clock.ends[1:], strict=False)][WARM_UP - 1 :]
     arguments.worker.write_text(json.dumps({"seconds": seconds, "losses": clock.losses}))
 

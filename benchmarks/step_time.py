@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from common import (
+    GPTS,
     REPOSITORY,
     RETURN_MEMORY_AT_ONCE,
     describe,
@@ -35,7 +36,6 @@ from common import (
 )
 
 SYSTEMS = ["single", "ddp", "zero1", "zero2", "zero3", "fsdp2", "deepspeed1", "deepspeed2", "deepspeed3"]
-MODELS = ["25m", "tiny", "deep"]
 RANKS = 2
 WARM_UP = 2  # steps: the first allocates gradients and optimizer state, the second may still find its order
 WORKER_TIMEOUT = 600.0  # seconds
@@ -47,7 +47,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="comma-separated, of: " + " ".join(SYSTEMS))
     parser.add_argument("--rounds", type=int, default=5, help="how often each system is run and timed")
     parser.add_argument("--steps", type=int, default=8, help="timed steps a round, after the warm-up")
-    parser.add_argument("--model", default="25m", choices=MODELS)
+    parser.add_argument("--model", default="25m", choices=[*GPTS, "deep"])
     parser.add_argument("--batch", type=int, default=2, help="sequences a rank and step")
     parser.add_argument("--sequence", type=int, default=128, help="tokens in a sequence")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
@@ -65,7 +65,7 @@ def work(arguments: argparse.Namespace) -> None:
     """One rank of one system: trains, and writes losses, seconds and memory to the file that the parent named."""
     import torch
     import torch.distributed as dist
-    from models import MODELS
+    from models import model_of
     from systems import SYSTEMS
 
     world_size = int(os.environ["WORLD_SIZE"])
@@ -77,7 +77,7 @@ def work(arguments: argparse.Namespace) -> None:
     before = resident_bytes()
 
     torch.manual_seed(0)
-    model = MODELS[arguments.model](context=arguments.sequence)
+    model = model_of(arguments.model, arguments.sequence)
     parameters = sum(p.numel() for p in model.parameters())
     training = SYSTEMS[arguments.systems](model)
     del model  # what a system does not keep, it need not pay for
