@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import psutil
 
 System = TypeVar("System")
+REPOSITORY = Path(__file__).resolve().parent.parent
 
 GPTS: dict[str, dict[str, int]] = {
     "tiny": {"width": 64, "depth": 2, "heads": 2},
@@ -33,7 +34,6 @@ GPTS: dict[str, dict[str, int]] = {
     "13b": {"width": 5120, "depth": 40, "heads": 40},
 }
 """Options of `lightning_zero.zoo.gpt.GPT`, with a head of its own, by the number of its parameters."""
-REPOSITORY = Path(__file__).resolve().parent.parent
 
 # glibc keeps freed blocks for later, so that resident memory would show what was once used. With these it hands every
 # larger block back at once, and resident memory follows the live tensors. It costs page faults: not for timing.

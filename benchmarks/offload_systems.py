@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from systems import LEARNING_RATE, Training, cross_entropy, deepspeed, plain_step
+from systems import LEARNING_RATE, Training, cross_entropy, deepspeed, fully_shard_blocks, plain_step
 from torch import Tensor
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from lightning_zero.engine import Engine
 from lightning_zero.zoo.gpt import GPT
@@ -54,9 +54,7 @@ def fsdp2(model: GPT, setting: Setting, offload: bool) -> Training:
         "mp_policy": MixedPrecisionPolicy(param_dtype=setting.dtype, reduce_dtype=torch.float32),
     }
     model.to("cpu" if offload else setting.device)
-    for block in model.blocks:
-        fully_shard(block, **policy)
-    fully_shard(model, **policy)
+    fully_shard_blocks(model, **policy)
     return Training(plain_step(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)))
 
 

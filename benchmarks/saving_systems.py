@@ -8,11 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from systems import LEARNING_RATE
+from systems import LEARNING_RATE, fully_shard_blocks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.checkpoint.saver import Saver
@@ -70,10 +69,7 @@ class FSDP2:
     """``torch.distributed.checkpoint`` with its defaults; its cache of what asynchronous saves copy to needs a GPU."""
 
     def __init__(self, model: GPT, in_background: bool) -> None:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        fully_shard_blocks(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         self.module: nn.Module = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
         self._in_background, self._future = in_background, None

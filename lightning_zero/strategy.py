@@ -362,12 +362,11 @@ class TrainerStrategy(TrainerCheckpoints):
             if self._after_fit == "sharded" and not self._is_cut_off:
                 self._teardown_but_for_module()
                 return
-            engine, self.engine = self.engine, None
-            try:
+        engine, self.engine = self.engine, None
+        try:
+            if engine is not None:
                 self._end(engine)
-            finally:
-                self._teardown_but_for_engine()
-        else:
+        finally:
             self._teardown_but_for_engine()
 
     def _end(self, engine: Engine) -> None:

@@ -591,14 +591,14 @@ class Masters:
             return state_dict  # torch names the mismatch
         saved = [index for group in saved_groups for index in group["params"]]
         parameters = [p for group in groups for p in group["params"]]
-        self._loaded = {
-            parameter: state_dict["state"][index]
-            for index, parameter in zip(saved, parameters)
-            if index in state_dict["state"] and self.slot_of(parameter) is not None
-        }
-        foreign = {index for index, parameter in zip(saved, parameters) if self.slot_of(parameter) is None}
-        state = {index: state for index, state in state_dict["state"].items() if index in foreign}
-        return {**state_dict, "state": state}
+        states, foreign = state_dict["state"], {}
+        self._loaded = {}
+        for index, parameter in zip(saved, parameters):
+            if index in states and self.slot_of(parameter) is not None:
+                self._loaded[parameter] = states[index]
+            elif index in states:
+                foreign[index] = states[index]
+        return {**state_dict, "state": foreign}
 
     def _after_load(self, optimizer: Optimizer) -> None:
         loaded, self._loaded = self._loaded, None
@@ -708,12 +708,14 @@ def _fields_on_disk(
     optimizer: Optimizer, slot_of: Callable[[Tensor], BucketSlot | None]
 ) -> Iterator[tuple[DiskStates, dict[str, torch.dtype]]]:
     """Of all that lies on a disk, what an optimizer's update will ask for."""
-    fields_of = fields_by_parameter([optimizer])
     members: dict[DiskStates, list[Tensor]] = {}
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         slot = slot_of(parameter)
         if slot is not None and slot.bucket.states is not None:
             members.setdefault(slot.bucket.states, []).append(parameter)
+    if not members:
+        return  # as without offload, where each change of what has gradients comes here
+    fields_of = fields_by_parameter([optimizer])
     for states, parameters in members.items():
         yield states, fields_of(parameters, states.dtype)
 

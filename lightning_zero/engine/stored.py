@@ -143,11 +143,12 @@ class StoredTensor(Handle):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
-            if self._held.write is not None:
+            held, value = self._held, self._held.value
+            if held.write is None:
+                own = replace(held, value=None if value is None else value.clone())
+                memo[id(self)] = StoredTensor._over(own, self.shape, self.dtype)
+            else:
                 memo[id(self)] = self.clone()
-                return memo[id(self)]
-            held = replace(self._held, value=None if self._held.value is None else self._held.value.clone())
-            memo[id(self)] = StoredTensor._over(held, self.shape, self.dtype)
         return memo[id(self)]
 
 
