@@ -46,8 +46,8 @@ class FabricStrategy(ZeroProcesses):
     Arguments:
         stage: 1 shards the optimizer state, 2 the gradients too, 3 the parameters too. Also by the paper's names
             ``"os"``, ``"os+g"``, ``"os+g+p"``.
-        offload, units, prefetch, overlap, reduction_buffers, reduce_dtype, bucket_numel, activation_checkpointing,
-            allow_any_optimizer: as of ``lightning_zero.ZeroStrategy``.
+        offload, units, unit_numel, prefetch, overlap, reduction_buffers, reduce_dtype, bucket_numel,
+            activation_checkpointing, allow_any_optimizer: as of ``lightning_zero.ZeroStrategy``.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: as of every strategy.
         process_group_backend: for example ``"nccl"`` or ``"gloo"``; by default what suits the device.
         timeout: of the process group.
@@ -63,6 +63,7 @@ class FabricStrategy(ZeroProcesses):
         stage: int | str = 3,
         offload: Literal["cpu", "nvme"] | OffloadConfig | Mapping[str, Any] | None = None,
         units: Units = "auto",
+        unit_numel: int | None = None,
         prefetch: int = 1,
         overlap: bool = True,
         reduction_buffers: int = 2,
@@ -95,6 +96,7 @@ class FabricStrategy(ZeroProcesses):
             start_method=start_method,
             stage=stage,
             units=units,
+            unit_numel=unit_numel,
             prefetch=prefetch,
             overlap=overlap,
             reduction_buffers=reduction_buffers,

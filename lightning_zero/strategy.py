@@ -51,6 +51,8 @@ class TrainerStrategy(TrainerCheckpoints):
             fields in a mapping, for more. ``None`` leaves all on the device.
         units: which modules are gathered and released together: ``"auto"``, module classes, or a predicate of
             (qualified name, module).
+        unit_numel: elements up to which neighbouring blocks are gathered together; ``None`` for ``2**20`` with automatic
+            units, and each by itself otherwise.
         prefetch: units gathered ahead of need at stage 3.
         overlap: ``False`` waits for every collective where it is started; for debugging.
         reduction_buffers: gradient buffers that may be in reduction at once.
@@ -83,6 +85,7 @@ class TrainerStrategy(TrainerCheckpoints):
         stage: int | str = 3,
         offload: Literal["cpu", "nvme"] | OffloadConfig | Mapping[str, Any] | None = None,
         units: Units = "auto",
+        unit_numel: int | None = None,
         prefetch: int = 1,
         overlap: bool = True,
         reduction_buffers: int = 2,
@@ -120,6 +123,7 @@ class TrainerStrategy(TrainerCheckpoints):
             start_method=start_method,
             stage=stage,
             units=units,
+            unit_numel=unit_numel,
             prefetch=prefetch,
             overlap=overlap,
             reduction_buffers=reduction_buffers,

@@ -124,10 +124,10 @@ def modules_to_checkpoint(module: nn.Module, plans: list[UnitPlan], wanted: Unit
     if wanted != "units":
         option = "activation_checkpointing"
         return [inner for _, inner in select_modules(module, wanted, option=option, word="units")]
-    units = [plan.module for plan in plans if not plan.is_root]
-    if not units:
+    blocks = [block for plan in plans for block in plan.blocks]
+    if not blocks:
         raise ValueError(
             "activation_checkpointing='units': the module has no unit but the root, so nothing would be checkpointed. "
             "Name the modules instead, activation_checkpointing=[Block]."
         )
-    return units
+    return blocks

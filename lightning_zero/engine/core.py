@@ -101,6 +101,7 @@ class Engine:
         optimizers: over the module's parameters; the objects stay the user's own.
         stage: 1, 2, 3, or one of the paper's names for them (SC20, section 5).
         units: how modules are grouped for gathering; see ``plan_units``.
+        unit_numel: elements up to which neighbouring blocks are gathered together; see ``plan_units``.
         prefetch: units gathered ahead of their forward and backward (stage 3).
         overlap: False waits for every collective where it is started.
         reduction_buffers: gradient buffers that may be in reduction at once.
@@ -109,8 +110,8 @@ class Engine:
         reduce_dtype: dtype in which gradients travel, "fp32", "bf16", "fp16" or a ``torch.dtype``; None for the one in
             which they are kept and added up over micro-batches (fp32, or wider as the parameters are).
         bucket_numel: elements from which on a unit is cut into several collectives.
-        activation_checkpointing: modules whose forward is computed again in backward: ``"units"`` for each unit but the
-            root, module classes, or a predicate of (qualified name, module); None for what the module does by itself.
+        activation_checkpointing: modules whose forward is computed again in backward: ``"units"`` for the blocks of
+            which units are made, module classes, or a predicate of (qualified name, module); None for what the module does by itself.
         allow_any_optimizer: accept optimizer classes that are not known to be elementwise.
         device: where parameters and buffers are to be; None for where they are, which is then one device for all.
         group: the data-parallel process group, None for the default one.
@@ -130,6 +131,7 @@ class Engine:
         *,
         stage: int | str = 3,
         units: Units = "auto",
+        unit_numel: int | None = None,
         prefetch: int = 1,
         overlap: bool = True,
         reduction_buffers: int = 2,
@@ -148,6 +150,7 @@ class Engine:
             ("prefetch", prefetch, 0),
             ("reduction_buffers", reduction_buffers, 1),
             ("bucket_numel", bucket_numel, 1),
+            ("unit_numel", 0 if unit_numel is None else unit_numel, 0),
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
@@ -161,7 +164,7 @@ class Engine:
         for optimizer in optimizers:
             check_optimizer(optimizer, allow_any_optimizer)
         _check_ordinary(module)
-        plans = plan_units(module, units)
+        plans = plan_units(module, units, unit_numel)
         device = torch.device(device) if device is not None else _common_device(plans)
         checkpointed = modules_to_checkpoint(module, plans, activation_checkpointing)
         activations = activation_store(self._offload, activation_checkpointing, device)
@@ -202,7 +205,7 @@ class Engine:
         del sources  # and the values, which are in the buckets now
         self.sync_buffers()
         self.schedule = Schedule(self.units, prefetch if overlap else 0)
-        self.schedule.install(plans)
+        self.schedule.install(module, plans)
         differentiation.serve(self.schedule)
         self._checkpointed = [CheckpointedModule(inner, activations) for inner in checkpointed]
         self._turns = Turns(self.communicator, self.schedule, self.buckets)

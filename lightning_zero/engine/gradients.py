@@ -41,7 +41,6 @@ class _Backward:
     counts: list[list[int]]
     missing: list[int]  # by bucket: gradients that are expected still
     position: int = 0  # in the order of reduction
-    seen: set[tuple[int, int]] = field(default_factory=set)  # parameters whose ordinary view has its gradient
     launched: set[int] = field(default_factory=set)
     sent: set[tuple[int, int]] = field(default_factory=set)  # parameters that the launched reductions had something of
     completed: list[int] = field(default_factory=list)
@@ -119,7 +118,7 @@ class GradientReducer:
         bucket, gradient = self._buckets[number], leaf.grad
         assert gradient is not None
         parameter = bucket.parameter(index)
-        is_view, is_parameter = leaf is bucket.views[index], leaf is parameter
+        is_parameter = leaf is parameter
         if self._backward is None and is_parameter:
             bucket.begin_with(index, gradient)
         backward = self._begin()
@@ -129,12 +128,6 @@ class GradientReducer:
             leaf.grad = None
             if not bucket.shows_unsynchronised(index, gradient):  # else autograd added to the flat buffer itself
                 bucket.accumulate(index, gradient if is_parameter else with_hooks_of(parameter, gradient))
-        if is_view and (number, index) not in backward.seen:
-            backward.seen.add((number, index))
-            unit = self._units[number]
-            unit.missing_gradients -= 1
-            if unit.missing_gradients == 0:
-                self._schedule.gradients_in(unit)
         backward.counts[number][index] += 1
         if backward.counts[number][index] == backward.expectation.counts[number][index]:
             backward.missing[number] -= 1
@@ -169,10 +162,6 @@ class GradientReducer:
                 counts=[[0] * len(bucket.views) for bucket in self._buckets],
                 missing=[sum(count > 0 for count in counts) for counts in expectation.counts],
             )
-            for unit in self._schedule.units:
-                unit.missing_gradients = 0
-            for unit, missing in zip(self._units, self._backward.missing):
-                unit.missing_gradients += missing
             for bucket in self._buckets:
                 bucket.forget_reset_unsynchronised()
             self._deferred = False
@@ -208,7 +197,7 @@ class GradientReducer:
         bucket = self._buckets[number]
         shard = backward.shards[number] = bucket.finish_reduction(pending)
         # What ran twice may be needed again by the other run's backward, though all of its gradients are there.
-        is_done = all(backward.counts[number]) and self._units[number].forwards <= 1
+        is_done = all(backward.counts[number]) and not self._units[number].ran_twice
         if self.on_reduced is not None and backward.expectation.observed and is_done:
             self.on_reduced(bucket, shard, [self._buckets[each] for each in backward.expectation.order])
 

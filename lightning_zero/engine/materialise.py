@@ -76,7 +76,10 @@ class Materialiser:
     ) -> None:
         self._communicator, self._agreement = communicator, agreement
         self._sources = sources
-        self._unit_of = {id(plan.module): (plan, unit) for plan, unit in zip(plans, units)}
+        # by the module with which a unit is complete
+        self._unit_of = {
+            id(module if plan.is_root else plan.blocks[-1]): (plan, unit) for plan, unit in zip(plans, units)
+        }
         self._new_parameters: dict[int, tuple[Bucket, int]] = {}
         for plan, unit in zip(plans, units):
             for bucket in unit.buckets:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import torch
@@ -28,12 +29,11 @@ class Unit:
         self.name, self.is_root, self.buckets = plan.name, plan.is_root, buckets
         self.parameter_names = list(plan.parameters)
         self.numel = sum(parameter.numel() for parameter in plan.parameters.values())
-        self.forwards = 0  # since the last backward, with a graph
+        self.ran: set[_Scope] = set()  # since the last backward, with a graph
+        self.ran_twice = False  # a module of it, since the last backward
         self.held = False  # the root unit, by a window and until the backward after it; others under ``torch.func``
         self.depth = 0  # of nested forwards
         self.outstanding = False  # ran under grad since the last backward
-        self.missing_gradients = 0  # of parameters that a backward is expected to give one
-        self.calls: set[_Call] = set()  # whose backward is under way
 
     def __repr__(self) -> str:
         return f"Unit({self.name or 'root'}: {self.numel} elements in {len(self.buckets)} bucket(s))"
@@ -82,7 +82,7 @@ class _Scope:
         self.may_take_over = False  # see ``Schedule._take_over``
         self.entries: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
         self.recurrent: list[weakref.ref[nn.RNNBase]] = []
-        self.calls: list[tuple[_Call | None, bool] | None] = []  # forwards of the module under way
+        self.calls: list[_Call] = []  # forwards of the module under way
         self.depth = 0
 
     def remove(self) -> None:
@@ -145,79 +145,19 @@ class _Scope:
                 module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]
 
 
-class _Call:
-    """One forward of a unit under grad, as its backward sees it.
+class _Call(Enum):
+    """A forward of a module under way."""
 
-    The gradient of an output announces it; the gradients of the inputs, or those of all parameters, end it.
-    """
-
-    def __init__(self, schedule: Schedule, unit: Unit) -> None:
-        self._schedule, self._unit = schedule, unit
-        self._inputs_missing = 0
-        self._has_inputs = self._first_done = False
-
-    def watch_inputs(self, tensors: Iterator[Tensor]) -> None:
-        # a leaf would keep its hook for ever, and is given no gradient before the end in any case
-        for position, tensor in enumerate(tensor for tensor in tensors if tensor.grad_fn is not None):
-            self._has_inputs = True
-            self._inputs_missing += 1
-            done = self._first_input_done if position == 0 else self._input_done
-            announcement = getattr(tensor, "_announcement", None)
-            if announcement is not None:
-                announcement.ends.append(done)
-            else:
-                tensor.register_hook(done)
-
-    def watch_outputs(self, tensors: Iterator[Tensor]) -> None:
-        for tensor in tensors:
-            if tensor.requires_grad:
-                tensor._announcement = _Announcement(self)  # type: ignore[attr-defined]
-                tensor.register_hook(tensor._announcement)  # type: ignore[attr-defined]
-
-    def end_if_done(self) -> None:
-        """End it if nothing of the unit's values can be needed any more."""
-        unit = self._unit
-        gradients_in = unit.missing_gradients <= 0
-        if self._has_inputs:
-            trainable = all(bucket.views[0].requires_grad for bucket in unit.buckets)
-            done = self._inputs_missing <= 0 or (self._first_done and trainable and gradients_in)
-        else:
-            done = gradients_in
-        if done:
-            unit.calls.discard(self)
-            self._schedule.release_if_idle(unit)
-
-    def begin(self) -> None:
-        """Its backward is about to start."""
-        if self not in self._unit.calls:
-            self._unit.calls.add(self)
-            self._schedule.gather_for_backward(self._unit)
-
-    def _first_input_done(self, gradient: Tensor) -> None:
-        self._first_done = True
-        self._input_done(gradient)
-
-    def _input_done(self, _: Tensor) -> None:
-        self._inputs_missing -= 1
-        if self in self._unit.calls:
-            self.end_if_done()
-
-
-class _Announcement:
-    """The hook on a tensor that one unit put out and others took in: ends theirs, and frees them, before it begins."""
-
-    def __init__(self, call: _Call) -> None:
-        self._call = call
-        self.ends: list[Callable[[Tensor], None]] = []
-
-    def __call__(self, gradient: Tensor) -> None:
-        for end in self.ends:
-            end(gradient)
-        self._call.begin()
+    REPLACED = "with the user's own parameters in the place of all"
+    WATCHED = "outside of any window, in which somebody else looks at what autograd saves"
+    ORDINARY = "as a rule"
 
 
 class Schedule:
-    """Gathers each unit before its forward and its backward, and releases it after.
+    """Gathers each unit before its forward and its backward, and releases it when another one begins.
+
+    Not when it is left: so the last unit of a forward is there when backward begins with it, and several modules of one
+    unit may run one after another.
 
     Args:
         units: the root unit first, if there is one.
@@ -229,7 +169,11 @@ class Schedule:
         self.root = next((unit for unit in units if unit.is_root), None)
         self.windows = 0
         # The order in which units ran in the last window, which the next one is expected to repeat.
-        self._order: list[Unit] = [unit for unit in units if not unit.is_root]
+        self._order: list[Unit] = []
+        self._position: dict[Unit, int] = {}
+        self._expect([unit for unit in units if not unit.is_root])
+        self._current: Unit | None = None  # that has begun last: in forward, or in backward
+        self._is_backward = False
         self._saved = SavedTensors([bucket for unit in units for bucket in unit.buckets])
         self.is_uneven = False  # ranks run different numbers of forwards, of which they take no order for the next step
         self._watched = False
@@ -240,15 +184,16 @@ class Schedule:
 
     # -- hooks ------------------------------------------------------------------------------------------------------
 
-    def install(self, plans: list[UnitPlan]) -> None:
+    def install(self, root: nn.Module, plans: list[UnitPlan]) -> None:
         """Hook the modules. The hooks hold the units; nothing here holds a module."""
         for plan, unit in zip(plans, self.units):
+            block_of = {id(inner): block for block in plan.blocks for inner in block.modules()}
             slots = {slot.name: (bucket, slot.index) for bucket in unit.buckets for slot in bucket.slots}
             scopes: dict[int, tuple[nn.Module, _Scope]] = {}
             for name, owners in plan.owners.items():
                 bucket, index = slots[name]
                 for owner in owners:
-                    module = owner.module if unit.is_root else plan.module
+                    module = block_of.get(id(owner.module), owner.module)
                     scope = scopes.setdefault(id(module), (module, _Scope(module)))[1]
                     view = bucket.views[index]
                     scope.entries.append((owner.module._parameters, owner.attribute, bucket.parameter(index), view))
@@ -256,7 +201,7 @@ class Schedule:
                         if not any(reference() is owner.module for reference in scope.recurrent):
                             scope.recurrent.append(weakref.ref(owner.module))
             if unit.is_root:
-                for module in _regions(plan.module, {id(module) for module, _ in scopes.values()}):
+                for module in _regions(root, {id(module) for module, _ in scopes.values()}):
                     scope = scopes.setdefault(id(module), (module, _Scope(module)))[1]
                     scope.may_take_over = True
             for module, scope in scopes.values():
@@ -287,42 +232,44 @@ class Schedule:
     def _hook(self, module: nn.Module, unit: Unit, scope: _Scope) -> None:
         calls = scope.calls
 
+        def begin_backward(_: Tensor) -> None:
+            self.begin_backward(unit)
+
         def before(from_compiled: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
             if scope.may_take_over and (from_compiled or is_compiled(module)):
                 self._take_over(module, scope)
             if not scope.entries:
                 return
             if scope.is_replaced:
-                calls.append(None)
+                calls.append(_Call.REPLACED)
                 return
             self._enter(unit)
             scope.swap_in()
-            watched = torch.is_grad_enabled() and not unit.stays and not unit.held
-            call = _Call(self, unit) if watched else None
-            alone = call is not None and not self.windows and not in_backward()
-            calls.append((call, alone))
-            if call is not None:
-                call.watch_inputs(tensors_in((args, kwargs)))
-            if alone:
+            is_seen = self.windows or unit.stays or unit.held or in_backward()
+            if torch.is_grad_enabled() and not is_seen:
+                calls.append(_Call.WATCHED)
                 self._saved.watch()
+            else:
+                calls.append(_Call.ORDINARY)
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
             if not calls:
                 return None  # there is nothing to put in here, or the forward failed before ours began
-            begun = calls.pop()
-            if begun is None:
+            call = calls.pop()
+            if call is _Call.REPLACED:
                 return None
-            call, alone = begun
             scope.swap_out()
-            if alone:
+            if call is _Call.WATCHED:
                 self._saved.unwatch()
             if not self._keeping and not unit.stays:
                 output = self._saved.outlive(output)
                 for inner in module.modules():
                     self._saved.outlive_attributes(inner)
-            if call is not None:
-                call.watch_outputs(tensors_in(output))
-            self._leave(unit)
+            if torch.is_grad_enabled() and not unit.stays and not unit.held:
+                for tensor in tensors_in(output):
+                    if tensor.grad_fn is not None:  # a leaf would keep the hook for ever
+                        tensor.register_hook(begin_backward)
+            self._leave(unit, scope)
             return output
 
         scope.handles = [
@@ -360,11 +307,15 @@ class Schedule:
     @property
     def order(self) -> list[int]:
         """The order in which units are expected to run, as indices of ``units``: the same on every rank."""
-        return [self.units.index(unit) for unit in self._order]
+        number_of = {unit: number for number, unit in enumerate(self.units)}
+        return [number_of[unit] for unit in self._order]
 
     @order.setter
     def order(self, order: list[int]) -> None:
-        self._order = [self.units[index] for index in order]
+        self._expect([self.units[index] for index in order])
+
+    def _expect(self, order: list[Unit]) -> None:
+        self._order, self._position = order, {unit: position for position, unit in enumerate(order)}
 
     def open_window(self) -> None:
         """Begin a step: the root unit is whole from here on."""
@@ -375,6 +326,7 @@ class Schedule:
         self._watched = torch.is_grad_enabled()
         if self._watched:
             self._saved.watch()
+        self._turn_to(None)
         for unit in self.units:
             if unit.held and not unit.is_root:  # by ``torch.func`` in the last one
                 unit.held = False
@@ -391,9 +343,12 @@ class Schedule:
         if self._watched:
             self._saved.unwatch()
         if self._ran:
-            self._order = list(dict.fromkeys(self._ran))
+            self._expect(list(dict.fromkeys(self._ran)))
+        last = self._current if torch.is_grad_enabled() else None
+        if last is None or not last.outstanding:
+            last = self._current = None
         for unit in self.units:
-            if unit is not self.root:
+            if unit is not self.root and unit is not last:  # with which backward begins
                 self.release_if_idle(unit)  # a prefetched one that never ran
         if self.root is not None:
             self.root.outstanding = torch.is_grad_enabled()
@@ -412,22 +367,34 @@ class Schedule:
             unit.wait()
             unit.depth += 1
             return
+        is_forward = not in_backward()  # what is computed again there has its backward at once
+        if is_forward and self.windows:
+            self._turn_to(unit)
         unit.gather()
-        if self.windows and not in_backward():
+        if is_forward and self.windows:
             if not self.is_uneven:
                 self._ran.append(unit)
-            if unit in self._order:
-                self._prefetch_after(self._order.index(unit))
+            if unit in self._position:
+                self._prefetch_after(self._position[unit])
         unit.wait()
         unit.depth += 1
 
-    def _leave(self, unit: Unit) -> None:
+    def _leave(self, unit: Unit, scope: _Scope) -> None:
         unit.depth -= 1
         if torch.is_grad_enabled():
             unit.outstanding = True
-            unit.forwards += not in_backward()
-        if not in_backward():  # what was recomputed is needed at once
+            if not in_backward():
+                unit.ran_twice = unit.ran_twice or scope in unit.ran
+                unit.ran.add(scope)
+        # what was recomputed is needed at once, and others follow in a window
+        if not in_backward() and (not self.windows or unit is not self._current):
             self.release_if_idle(unit)
+
+    def _turn_to(self, unit: Unit | None, is_backward: bool = False) -> None:
+        """A unit begins: the one before it has ended."""
+        before, self._current, self._is_backward = self._current, unit, is_backward
+        if before is not None and before is not unit:
+            self.release_if_idle(before)
 
     def _prefetch_after(self, position: int) -> None:
         for unit in self._order[position + 1 : position + 1 + self.prefetch]:
@@ -437,16 +404,23 @@ class Schedule:
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
-    def gather_for_backward(self, unit: Unit) -> None:
+    def begin_backward(self, unit: Unit) -> None:
+        """The gradient of an output of a unit is there: what comes next needs its values."""
+        if self._is_backward and unit is self._current:
+            return
         if torch.is_grad_enabled() and not self.windows:
             # What it saves for a second backward would not be watched, and would be read after its release.
             raise RuntimeError(
                 f"backward(create_graph=True) through unit {unit.name!r}, whose parameters are released, is possible "
                 "only inside of training_step, or of 'with engine.window():' around forward and both backwards."
             )
+        if not self._is_backward:
+            own = weakref.ref(self)  # the callback is not to keep the engine alive
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: _end_differentiation(own()))
+        self._turn_to(unit, is_backward=True)
         unit.gather()
-        if unit in self._order:
-            position = self._order.index(unit)
+        position = self._position.get(unit)
+        if position is not None:
             for before in self._order[max(0, position - self.prefetch) : position][::-1]:
                 if before.outstanding:
                     before.prefetch()
@@ -455,13 +429,8 @@ class Schedule:
                     before.fetch()
         unit.wait()
 
-    def gradients_in(self, unit: Unit) -> None:
-        """Every gradient that was expected of the unit has come."""
-        for call in list(unit.calls):
-            call.end_if_done()
-
     def release_if_idle(self, unit: Unit) -> None:
-        if unit.depth == 0 and not unit.calls and not unit.held:
+        if unit.depth == 0 and not unit.held:
             if in_backward():
                 unit.outstanding = False
             unit.release()
@@ -483,21 +452,28 @@ class Schedule:
                 self._keeping -= 1
 
     def end_differentiation(self) -> None:
-        """Release what gradients asked for by name (``torch.autograd.grad``) had gathered."""
+        """Release what a backward, or gradients asked for by name (``torch.autograd.grad``), had gathered."""
         if not self._keeping:
+            self._turn_to(None)
             for unit in self.units:
-                unit.calls.clear()
                 self.release_if_idle(unit)
 
     def end_backward(self) -> None:
         """Release what is still whole."""
+        self._turn_to(None)
         for unit in self.units:
-            unit.calls.clear()
-            unit.outstanding, unit.forwards = False, 0
+            unit.outstanding, unit.ran_twice = False, False
+            unit.ran.clear()
             if unit.is_root and not self.windows:
                 unit.held = False
             if unit.depth == 0 and not unit.held:
                 unit.release()
+
+
+def _end_differentiation(schedule: Schedule | None) -> None:
+    # not in a backward inside of another one, which goes on: reentrant activation checkpointing
+    if schedule is not None and torch._C._current_autograd_node() is None:
+        schedule.end_differentiation()
 
 
 def _regions(root: nn.Module, owners: set[int]) -> Iterator[nn.Module]:

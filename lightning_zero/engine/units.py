@@ -1,4 +1,4 @@
-"""Which modules form units: the modules whose parameters are gathered and released together."""
+"""Which blocks form units: modules whose parameters are gathered and released together."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from torch import nn
 
 LARGE_LAYER = 2**20
 """Parameters from which on a layer outside of every block is a unit of its own (an embedding, a head)."""
+
+UNIT_NUMEL = 2**20
+"""Parameters up to which neighbouring blocks are one unit: of less, a message costs more than what is in it."""
 
 Units = str | type[nn.Module] | Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]
 
@@ -23,17 +26,18 @@ class Owner:
 
 @dataclass
 class UnitPlan:
-    """A unit before anything is cut: its module, and its parameters with everyone who holds them.
+    """A unit before anything is cut: its blocks, and its parameters with everyone who holds them.
 
     Attributes:
-        name: qualified name of the module; the root's is ``""``.
-        module: whose forward gathers the unit. The root unit has no such forward: it is gathered by the step.
-        parameters: by qualified name, each once, in the order of ``module.named_parameters()``.
+        name: qualified name of the block, or of the first and the last; the root's is ``""``.
+        blocks: modules whose forward gathers the unit. The root unit is gathered by the step; it may have blocks all the
+            same, where the whole module is small.
+        parameters: by qualified name, each once, in the order of ``root.named_parameters()``.
         owners: the holders of each parameter, by the same name.
     """
 
     name: str
-    module: nn.Module
+    blocks: list[nn.Module]
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     owners: dict[str, list[Owner]] = field(default_factory=dict)
 
@@ -42,26 +46,37 @@ class UnitPlan:
         return self.name == ""
 
 
-def plan_units(root: nn.Module, units: Units = "auto") -> list[UnitPlan]:
+def plan_units(root: nn.Module, units: Units = "auto", unit_numel: int | None = None) -> list[UnitPlan]:
     """Choose the units of a module, the root unit first.
 
-    Automatic units are what every rank runs whatever its data: the children of an ``nn.Sequential``, composite blocks
+    Automatic blocks are what every rank runs whatever its data: the children of an ``nn.Sequential``, composite blocks
     repeated in an outermost ``nn.ModuleList``, and large layers outside of both. The stages of a hierarchical vision
-    model, of which each is wider than the one before, are opened: their blocks are the units. A list of experts or of
-    heads, chosen by data, stays inside its block. Parameters tied across units go to the root unit, which covers them
-    all.
+    model, of which each is wider than the one before, are opened: their blocks are taken. A list of experts or of
+    heads, chosen by data, stays inside its block. Each block is a unit, or several where they are small. Parameters tied
+    across units go to the root unit, which covers them all.
 
     Args:
         root: the whole module.
         units: ``"auto"``; a module class or several; or a predicate of (qualified name, module).
+        unit_numel: parameters up to which neighbours in a list or a sequence are one unit, and up to which the whole
+            module is; None for ``UNIT_NUMEL`` where units are automatic, and for no such thing where they are not.
 
     Raises:
         TypeError: if ``units`` is none of these.
         ValueError: if a set of classes or a predicate matches no module.
     """
-    chosen = list(_chosen(root, units))
-    plans = [UnitPlan("", root), *(UnitPlan(name, module) for name, module in chosen)]
-    plan_of_module = {id(inner): plan for plan in plans for inner in plan.module.modules()}
+    first_names: dict[nn.Module, str] = {}
+    for name, block in _chosen(root, units):
+        first_names.setdefault(block, name)
+    blocks = [(name, block) for block, name in first_names.items()]
+    if unit_numel is None:
+        unit_numel = UNIT_NUMEL if units == "auto" else 0
+    if _numel(root) <= unit_numel:
+        plans = [UnitPlan("", [block for _, block in blocks])]
+    else:
+        plans = [UnitPlan("", []), *_merged(root, blocks, unit_numel)]
+    plan_of_module = {id(inner): plans[0] for inner in root.modules()}
+    plan_of_module |= {id(inner): plan for plan in plans for block in plan.blocks for inner in block.modules()}
     holders: dict[int, list[tuple[str, Owner]]] = {}
     for prefix, module in root.named_modules():
         for attribute, parameter in module._parameters.items():
@@ -75,6 +90,35 @@ def plan_units(root: nn.Module, units: Units = "auto") -> list[UnitPlan]:
         plan.parameters[name] = parameter
         plan.owners[name] = owners
     return [plan for plan in plans if plan.parameters]
+
+
+def _merged(root: nn.Module, blocks: list[tuple[str, nn.Module]], unit_numel: int) -> Iterator[UnitPlan]:
+    """A unit for each block, or for several that follow one another and are small together."""
+    group: list[tuple[str, nn.Module]] = []
+    numel = 0
+    for name, block in blocks:
+        if group and (numel + _numel(block) > unit_numel or not _follow_one_another(root, group[-1][0], name)):
+            yield _unit_of(group)
+            group, numel = [], 0
+        group.append((name, block))
+        numel += _numel(block)
+    if group:
+        yield _unit_of(group)
+
+
+def _unit_of(group: list[tuple[str, nn.Module]]) -> UnitPlan:
+    first, last = group[0][0], group[-1][0]
+    return UnitPlan(first if first == last else f"{first} to {last}", [block for _, block in group])
+
+
+def _follow_one_another(root: nn.Module, name: str, other: str) -> bool:
+    """Whether the innermost module that holds both is one whose children run in their order."""
+    common = []
+    for part, other_part in zip(name.split("."), other.split(".")):
+        if part != other_part:
+            break
+        common.append(part)
+    return isinstance(root.get_submodule(".".join(common)), (nn.Sequential, nn.ModuleList))
 
 
 def _chosen(root: nn.Module, units: Units) -> Iterator[tuple[str, nn.Module]]:
@@ -181,6 +225,10 @@ def _is_composite(module: nn.Module) -> bool:
 
 def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _own_numel(module: nn.Module) -> int:

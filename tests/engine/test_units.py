@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from lightning_zero.engine import units as units_module
-from lightning_zero.engine.units import plan_units
+from lightning_zero.engine.units import plan_units as plan_units_of
 
 
 class Block(nn.Module):
@@ -31,6 +31,11 @@ class Decoder(nn.Module):
         self.head = nn.Linear(4, 10, bias=False)
         if tied:
             self.head.weight = self.embedding.weight
+
+
+def plan_units(module, units="auto", unit_numel=0):
+    """Each block by itself, unless something else is asked for: the models here are tiny."""
+    return plan_units_of(module, units, unit_numel)
 
 
 def names(module, units="auto"):
@@ -119,3 +124,52 @@ def test_units_that_match_nothing_are_refused_with_the_classes_there_are():
 def test_units_of_another_kind_are_refused_with_what_to_write(units):
     with pytest.raises(TypeError, match=r"write 'auto'"):
         plan_units(Decoder(), units)
+
+
+NUMEL = sum(parameter.numel() for parameter in Block().parameters())
+
+
+def merged(module, unit_numel, units="auto"):
+    return [plan.name for plan in plan_units(module, units, unit_numel)]
+
+
+@pytest.mark.parametrize(
+    "unit_numel, expected",
+    [
+        (NUMEL - 1, ["", "blocks.0", "blocks.1", "blocks.2"]),
+        (2 * NUMEL - 1, ["", "blocks.0", "blocks.1", "blocks.2"]),
+        (2 * NUMEL, ["", "blocks.0 to blocks.1", "blocks.2"]),
+        (3 * NUMEL, ["", "blocks.0 to blocks.2"]),
+        (3 * NUMEL + 80, [""]),
+    ],
+)
+def test_neighbouring_blocks_are_one_unit_up_to_a_number_of_elements_and_so_is_a_small_module(unit_numel, expected):
+    model = Decoder()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 3 * NUMEL + 80
+    plans = plan_units(model, unit_numel=unit_numel)
+    assert [plan.name for plan in plans] == expected
+    assert [block for plan in plans for block in plan.blocks] == list(model.blocks)
+    held = [name for plan in plans for name in plan.parameters]
+    assert sorted(held) == sorted(name for name, _ in model.named_parameters())
+
+
+def test_blocks_of_a_sequence_in_a_sequence_follow_one_another_those_of_two_towers_do_not():
+    def layers():
+        return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)))
+
+    assert merged(layers(), 59) == ["0.0 to 1.0", "2.0"]
+    towers = nn.ModuleDict({"one": layers(), "two": layers()})
+    assert merged(towers, 100) == ["one.0.0 to one.2.0", "two.0.0 to two.2.0"]
+
+
+def test_units_that_the_user_names_stay_as_he_names_them_unless_he_says_otherwise():
+    names_of = [plan.name for plan in plan_units_of(Decoder(), Block)]
+    assert names_of == ["", "blocks.0", "blocks.1", "blocks.2"]
+    assert merged(Decoder(), 2 * NUMEL, Block) == ["", "blocks.0 to blocks.1", "blocks.2"]
+
+
+def test_a_module_in_two_sequences_belongs_to_the_first():
+    shared = nn.Linear(4, 4)
+    model = nn.ModuleDict({"one": nn.Sequential(shared, nn.Linear(4, 4)), "two": nn.Sequential(nn.Linear(4, 4), shared)})
+    plans = plan_units(model, unit_numel=50)
+    assert [(plan.name, len(plan.blocks)) for plan in plans] == [("one.0 to one.1", 2), ("two.0", 1)]

@@ -1,4 +1,4 @@
-"""Traffic a rank and step: 2 Psi elements at stages 1 and 2, 3 Psi at stage 3 (SC20, section 7)."""
+"""Traffic a rank and step: 2 Psi elements at stages 1 and 2, at most 3 Psi at stage 3 (SC20, section 7)."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ def measure(stage: int, prefetch: int) -> None:
             engine.reset_counters()
     report = engine.report()
     assert report.numel == report.padded_numel == psi
-    factor = {1: 2, 2: 2, 3: 3}[stage]
+    # backward begins with the unit with which forward has ended, and finds it there
+    gathered = {1: psi, 2: psi, 3: 2 * psi - WIDTH * WIDTH}[stage]
     assert report.steps == report.backwards == STEPS
-    assert report.elements_per_step() == factor * psi, f"{report.elements_per_step() / psi} Psi instead of {factor}"
+    assert report.elements_per_step() == psi + gathered, f"{report.elements_per_step() / psi} Psi"
     assert report.elements["reduce_scatter"] == STEPS * psi
-    assert report.elements["all_gather"] == STEPS * (factor - 1) * psi
+    assert report.elements["all_gather"] == STEPS * gathered
     for kind in ("all_gather", "reduce_scatter"):
         assert report.bytes[kind] == 4 * report.elements[kind]
     # What ranks tell each other besides: a few words for each unit, whatever its size.
@@ -42,10 +43,10 @@ def measure(stage: int, prefetch: int) -> None:
 @pytest.mark.behaviour(
     "The numbers",
     "Elements that a step communicates, by the number of parameters Psi (DDP: 2 Psi)",
-    notes={1: "2 Psi", 2: "2 Psi", 3: "3 Psi"},
+    notes={1: "2 Psi", 2: "2 Psi", 3: "3 Psi at most"},
 )
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_step_moves_2_psi_at_stages_1_and_2_and_3_psi_at_stage_3(run_on, stage, size, prefetch):
+def test_a_step_moves_2_psi_at_stages_1_and_2_and_3_psi_less_the_last_unit_at_stage_3(run_on, stage, size, prefetch):
     run_on(size, measure, stage=stage, prefetch=prefetch)

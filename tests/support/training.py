@@ -54,9 +54,9 @@ class Run:
     report: Any = None
 
 
-def batch(index: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets of this rank's micro-batch `index`, the same in every run."""
-    generator = torch.Generator().manual_seed(1000 * index + rank())
+def batch(index: int, of: int | None = None) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of a rank's micro-batch `index` (by default this rank's), the same in every run."""
+    generator = torch.Generator().manual_seed(1000 * index + (rank() if of is None else of))
     tokens = torch.randint(VOCABULARY, (4, 6), generator=generator)
     return tokens, torch.randint(CLASSES, (4, 6), generator=generator)
 
