@@ -38,6 +38,10 @@ if TYPE_CHECKING:
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
+_SMALL = 2**13
+"""Elements up to which gradients are kept as they come and go into the flat buffer together: copying one costs more in
+calls than in bytes."""
+
 
 class Ledger:
     """Bytes that the engine holds, by category, now and at the moment of the highest total."""
@@ -253,6 +257,8 @@ class Bucket:
         weakref.finalize(self, _settle, self._pending).atexit = False
         self._gathered = self.is_cut = False
         self._low, self._high = layout.shard_range(communicator.rank)
+        self._sizes = layout.sizes()
+        self._pieces = [(index, size) for index, size in enumerate(self._sizes) if size]
 
         # What is whole has no memory until it is cut, or gathered.
         self._flat = torch.empty(layout.padded_numel, dtype=dtype, device=device)
@@ -265,7 +271,7 @@ class Bucket:
         self._placeholders = [nan.to(compute_dtype).expand(segment.shape) for segment in layout.segments]
 
         self.flat_gradient: Tensor | None = None
-        self._alone: dict[int, Tensor] = {}  # over one rank: gradients as they came
+        self._apart: dict[int, Tensor] = {}  # gradients as they came: small ones, and over one rank all
         self._filled = [False] * len(layout.segments)
         self._unsynchronised = False
         self._reducing_nbytes = 0
@@ -296,8 +302,8 @@ class Bucket:
     def _opened(self) -> Tensor:
         if self._flat.untyped_storage().nbytes() != self._flat_nbytes:
             self._flat.untyped_storage().resize_(self._flat_nbytes)
-            for start, stop in self.layout.gaps():
-                self._flat[start:stop].zero_()
+            for gap in self._flat.split_with_sizes(self._sizes)[1::2]:
+                gap.zero_()
         return self._flat
 
     def cut(self, parameters: list[nn.Parameter], sources: list[Source]) -> None:
@@ -339,10 +345,10 @@ class Bucket:
                 self.full.copy_(flat)
         del self._flat
         trains = parameters[0].requires_grad
-        self.views = [
-            View(self.segment_view(index) if self.replicated else placeholder, trains)
-            for index, placeholder in enumerate(self._placeholders)
-        ]
+        self._segments: list[Tensor] = []  # of ``full``: views of what has had no memory yet cannot be made
+        if self.replicated:
+            self._find_segments()
+        self.views = [View(shown, trains) for shown in (self._segments if self.replicated else self._placeholders)]
         # a parameter holds its slot, which holds the bucket: the way back is weak, so that both go with the module
         slots = [BucketSlot(self, i, self.dtype) for i in range(len(self.layout.segments))]
         self._slots = [weakref.ref(slot) for slot in slots]
@@ -411,8 +417,13 @@ class Bucket:
         return parameter
 
     def segment_view(self, index: int) -> Tensor:
-        segment = self.layout.segments[index]
-        return self.full[segment.start : segment.stop].view(segment.shape)
+        """A parameter in ``full``, in its shape."""
+        return self._segments[index]
+
+    def _find_segments(self) -> None:
+        ranges = self.full.split_with_sizes(self._sizes)[::2]
+        self._segments = [part.view(segment.shape) for part, segment in zip(ranges, self.layout.segments)]
+        self._own_holders = _holders(self.full)
 
     def gather(self, *, refresh: bool = False) -> None:
         """Start to fill ``full``; ``wait`` before it is read. Does nothing where it is filled, unless to refresh it."""
@@ -435,12 +446,14 @@ class Bucket:
             if not self._gathered:
                 self.full.untyped_storage().resize_(self._full_nbytes)
                 self.ledger.add("gathered", self._full_nbytes)
+                if not self._segments:
+                    self._find_segments()
             own = None if self.shard_in_full or self._shows_update else self._own_values()
             self._pending.append(self._start_gather(own))
         self.update, self._is_stale, self._shows_update = None, False, False
         if not self._gathered and not self.replicated:
-            for index, view in enumerate(self.views):
-                view.show(self.segment_view(index))
+            for view, segment in zip(self.views, self._segments):
+                view.show(segment)
                 view.look()
         self._gathered = True
 
@@ -638,18 +651,19 @@ class Bucket:
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
         with torch.no_grad():
-            if self.communicator.size == 1:
-                if self._filled[index]:
-                    self._alone[index].add_(gradient)
-                else:
-                    self._alone[index] = gradient.to(self._gradient_dtype).contiguous()
-                    self._filled[index] = True
+            if index in self._apart:
+                self._apart[index].add_(gradient)
+                return
+            if self.communicator.size == 1 or (
+                self.reduces and not self._filled[index] and gradient.numel() <= _SMALL
+            ):
+                self._apart[index] = kept = gradient.to(self._gradient_dtype).contiguous()
+                self._filled[index] = True
+                if self.communicator.size > 1:
+                    self.ledger.add("reduction", kept.nbytes)
                 return
             if self.flat_gradient is None:
-                self.flat_gradient = torch.empty(
-                    self.layout.padded_numel, dtype=self._gradient_dtype, device=self.full.device
-                )
-                self.ledger.add("reduction", self.flat_gradient.untyped_storage().nbytes())
+                self.flat_gradient = self._make_flat_gradient()
             target = self._local_gradient(index)
             mean_first = self._can_take_mean_first and self.reduces
             factor = 1.0 / self.communicator.size if mean_first else 1.0
@@ -710,9 +724,22 @@ class Bucket:
         """Drop what was accumulated and not reduced."""
         if self.flat_gradient is not None:
             self.ledger.add("reduction", -self.flat_gradient.untyped_storage().nbytes())
-        self.flat_gradient, self._alone = None, {}
+        self._take_apart()
+        self.flat_gradient = None
         self._filled = [False] * len(self._filled)
         self._unsynchronised = False
+
+    def _make_flat_gradient(self) -> Tensor:
+        flat = torch.empty(self.layout.padded_numel, dtype=self._gradient_dtype, device=self.full.device)
+        self.ledger.add("reduction", flat.untyped_storage().nbytes())
+        return flat
+
+    def _take_apart(self) -> dict[int, Tensor]:
+        """The gradients that were kept as they came, which the bucket keeps no longer."""
+        apart, self._apart = self._apart, {}
+        if apart and self.communicator.size > 1:
+            self.ledger.add("reduction", -sum(gradient.nbytes for gradient in apart.values()))
+        return apart
 
     def _local_gradient(self, index: int) -> Tensor:
         assert self.flat_gradient is not None
@@ -722,28 +749,37 @@ class Bucket:
     def start_reduction(self) -> Pending:
         """Start to sum the flat buffer over ranks, zeros for what got no gradient here."""
         if self.communicator.size == 1:
-            alone, self._alone = self._alone, {}
+            alone = self._take_apart()
             self._filled = [False] * len(self._filled)
             return Pending("", [], [], lambda: alone)
         with torch.no_grad():
-            if self.flat_gradient is None:
-                self.flat_gradient = torch.zeros(
-                    self.layout.padded_numel, dtype=self._gradient_dtype, device=self.full.device
-                )
-                self.ledger.add("reduction", self.flat_gradient.untyped_storage().nbytes())
-            else:
-                for start, stop in self.layout.gaps():
-                    self.flat_gradient[start:stop].zero_()
-                for segment, filled in zip(self.layout.segments, self._filled):
-                    if not filled:
-                        self.flat_gradient[segment.start : segment.stop].zero_()
-            flat, self.flat_gradient = self.flat_gradient, None
+            flat, self.flat_gradient = self._complete_flat_gradient(), None
             self._reducing_nbytes = self.communicator.reduction_bytes(flat, self._wire_dtype)
             self.ledger.add("reduction", self._reducing_nbytes - flat.untyped_storage().nbytes())
             self._filled = [False] * len(self._filled)
             return self.communicator.reduce_scatter(
                 flat, self._wire_dtype, f"the gradient reduction of unit {self.unit_name!r}"
             )
+
+    def _complete_flat_gradient(self) -> Tensor:
+        """The flat buffer, with what was kept beside it, and zeros for what got no gradient here."""
+        flat = self._make_flat_gradient() if self.flat_gradient is None else self.flat_gradient
+        apart = self._take_apart()
+        if len(apart) == len(self._filled):  # the quickest way
+            gaps = flat.new_zeros(max(self._sizes[1::2]))
+            torch.cat([gaps[:n] if i % 2 else apart[i // 2].view(-1) for i, n in self._pieces], out=flat)
+            return flat.mul_(1.0 / self.communicator.size) if self._can_take_mean_first else flat
+        parts = flat.split_with_sizes(self._sizes)
+        if apart:
+            small = [parts[2 * index] for index in apart]
+            torch._foreach_copy_(small, [gradient.view(-1) for gradient in apart.values()])
+            if self._can_take_mean_first:
+                torch._foreach_mul_(small, 1.0 / self.communicator.size)
+        blank = [part for part, filled in zip(parts[::2], self._filled) if not filled]
+        blank += [part for part in parts[1::2] if part.numel()]
+        if blank:
+            torch._foreach_zero_(blank)
+        return flat
 
     def finish_reduction(self, pending: Pending) -> GradientShard:
         """Wait for a reduction and add the mean over ranks to the gradient shard."""
@@ -778,13 +814,12 @@ class Bucket:
             if gradient is not None and not self._shows(slot.index, shard):
                 shard.add_part(slot, gradient)
 
-    def show_gradient(self, index: int, shard: GradientShard) -> None:
-        """Make ``p.grad`` the reduced gradient."""
-        if not self._shows(index, shard):
-            slot = self._slots[index]()
-            assert slot is not None
-            slot.parameter.grad = ShardedTensor(slot, shard.part_of(slot), self.dtype, keep=shard)
-            shard.shown.add(index)
+    def show_gradients(self, used: list[bool], shard: GradientShard) -> None:
+        """Make ``p.grad`` the reduced gradient, for those parameters that any rank had one of."""
+        for slot, is_used in zip(self.slots, used):
+            if is_used and not self._shows(slot.index, shard):
+                slot.parameter.grad = ShardedTensor(slot, shard.part_of(slot), self.dtype, keep=shard)
+                shard.shown.add(slot.index)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 

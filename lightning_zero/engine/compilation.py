@@ -38,9 +38,12 @@ class OwnHook:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
-    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
+        compiler = set_eval_frame(None)
+        try:
+            return self._function(*args, **kwargs)
+        finally:
+            set_eval_frame(compiler)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _no_hook
@@ -60,7 +63,8 @@ class EntryHook(OwnHook):
             set_eval_frame(compiler)
 
 
-_never_traced(EntryHook.__call__)
+for _hook in (OwnHook, EntryHook):
+    _never_traced(_hook.__call__)
 
 
 def _no_hook(*_: Any, **__: Any) -> None:

@@ -280,9 +280,7 @@ class GradientReducer:
         while backward.in_flight:
             self._finish_oldest(backward)
         for number, shard in backward.shards.items():
-            for index, is_used in enumerate(used[number]):
-                if is_used:
-                    self._buckets[number].show_gradient(index, shard)
+            self._buckets[number].show_gradients(used[number], shard)
 
     def _learn(self, backward: _Backward, used: list[list[bool]]) -> None:
         expectation = backward.expectation

@@ -90,16 +90,12 @@ class BucketLayout:
         start = max(self.segments[first].start, low)
         return start, max(start, min(self.segments[last].stop, high))
 
-    def gaps(self) -> list[tuple[int, int]]:
-        """The ranges that belong to no parameter, the padding included."""
-        gaps, position = [], 0
-        for segment in self.segments:
-            if segment.start > position:
-                gaps.append((position, segment.start))
-            position = segment.stop
-        if position < self.padded_numel:
-            gaps.append((position, self.padded_numel))
-        return gaps
+    def sizes(self) -> list[int]:
+        """The bucket cut up: elements of each segment, and of the gap after it, which belongs to no parameter."""
+        sizes = []
+        for segment, end in zip(self.segments, [*(other.start for other in self.segments[1:]), self.padded_numel]):
+            sizes += [segment.numel, end - segment.stop]
+        return sizes
 
 
 def _align(numel: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -76,13 +77,12 @@ class SavedTensors:
             return tree_map_only(Tensor, lambda t: t if self._bucket_showing(t) is None else t.clone(), output)
         return output
 
-    def outlive_attributes(self, module: nn.Module) -> None:
+    def outlive_attributes(self, attributes: Attributes) -> None:
         """The same for what a forward has kept as attributes, such as ``self.row = self.weight[0]``."""
-        for name, value in list(vars(module).items()):
-            if isinstance(value, (Tensor, list, tuple, dict)) and name not in _OF_EVERY_MODULE:
-                kept = self.outlive(value)
-                if kept is not value:
-                    vars(module)[name] = kept
+        for holder, name in attributes.that_may_hold_tensors():
+            kept = self.outlive(holder[name])
+            if kept is not holder[name]:
+                holder[name] = kept
 
     def _bucket_showing(self, tensor: Tensor) -> Bucket | None:
         if tensor.layout is not torch.strided or isinstance(tensor, Handle) or not self._bucket_of:
@@ -97,6 +97,37 @@ class SavedTensors:
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_flat_weights"}
+
+
+class Attributes:
+    """The attributes of a module and of those in it, of which a forward may make some tensors."""
+
+    def __init__(self, module: nn.Module) -> None:
+        # Numbers, words and flags of the constructor stay what they are: of others of a module there are few.
+        self._found = [(weakref.ref(inner), *_others(vars(inner))) for inner in module.modules()]
+
+    def that_may_hold_tensors(self) -> Iterator[tuple[dict[str, Any], str]]:
+        """Where tensors may be now, directly or in lists, tuples and dictionaries."""
+        for position, (reference, names, count) in enumerate(self._found):
+            module = reference()
+            if module is None:
+                continue
+            holder = vars(module)
+            if len(holder) != count:
+                names, count = _others(holder)
+                self._found[position] = reference, names, count
+            for name in names:
+                if isinstance(holder.get(name), (Tensor, list, tuple, dict)):
+                    yield holder, name
+
+
+def _others(holder: dict[str, Any]) -> tuple[list[str], int]:
+    names = [
+        name
+        for name, value in holder.items()
+        if name not in _OF_EVERY_MODULE and not isinstance(value, (bool, int, float, str))
+    ]
+    return names, len(holder)
 
 
 class Saved(NamedTuple):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_zero.engine.bucket import Bucket
 from lightning_zero.engine.compilation import EntryHook, OwnHook, is_compiled
-from lightning_zero.engine.saved_tensors import SavedTensors, tensors_in
+from lightning_zero.engine.saved_tensors import Attributes, SavedTensors, tensors_in
 from lightning_zero.engine.units import UnitPlan
 
 
@@ -31,6 +31,7 @@ class Unit:
         self.numel = sum(parameter.numel() for parameter in plan.parameters.values())
         self.ran: set[_Scope] = set()  # since the last backward, with a graph
         self.ran_twice = False  # a module of it, since the last backward
+        self.stays = all(bucket.replicated for bucket in buckets)  # whole at rest: nothing is to be gathered or released
         self.held = False  # the root unit, by a window and until the backward after it; others under ``torch.func``
         self.depth = 0  # of nested forwards
         self.outstanding = False  # ran under grad since the last backward
@@ -41,11 +42,6 @@ class Unit:
     @property
     def is_gathered(self) -> bool:
         return all(bucket.is_ready for bucket in self.buckets)
-
-    @property
-    def stays(self) -> bool:
-        """Whether its parameters are whole at rest, so that nothing is to be gathered or released."""
-        return all(bucket.replicated for bucket in self.buckets)
 
     def fetch(self) -> None:
         """Start to read what of the values lies on a disk."""
@@ -82,6 +78,7 @@ class _Scope:
         self.may_take_over = False  # see ``Schedule._take_over``
         self.entries: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
         self.recurrent: list[weakref.ref[nn.RNNBase]] = []
+        self.attributes = Attributes(module)
         self.calls: list[_Call] = []  # forwards of the module under way
         self.depth = 0
 
@@ -263,8 +260,7 @@ class Schedule:
                 self._saved.unwatch()
             if not self._keeping and not unit.stays:
                 output = self._saved.outlive(output)
-                for inner in module.modules():
-                    self._saved.outlive_attributes(inner)
+                self._saved.outlive_attributes(scope.attributes)
             if torch.is_grad_enabled() and not unit.stays and not unit.held:
                 for tensor in tensors_in(output):
                     if tensor.grad_fn is not None:  # a leaf would keep the hook for ever

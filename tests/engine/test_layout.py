@@ -31,9 +31,11 @@ def test_shards_are_equal_and_cover_the_bucket(world_size):
 
 def test_segments_and_gaps_cover_the_bucket_once_and_segments_are_aligned():
     layout = BucketLayout.of(SHAPES, 3)
-    covered = sorted([(s.start, s.stop) for s in layout.segments if s.numel] + layout.gaps())
-    assert covered[0][0] == 0 and covered[-1][1] == layout.padded_numel
-    assert all(before[1] == after[0] for before, after in zip(covered, covered[1:]))
+    sizes, position = layout.sizes(), 0
+    assert sum(sizes) == layout.padded_numel and min(sizes) >= 0
+    for segment, numel, gap in zip(layout.segments, sizes[::2], sizes[1::2], strict=True):
+        assert (segment.start, segment.numel) == (position, numel)
+        position += numel + gap
     assert all(segment.start % ALIGNMENT == 0 for segment in layout.segments)
     assert layout.numel == 7 * 15 + 1 + 0 + 16 * 17
 
