@@ -51,8 +51,8 @@ class TrainerStrategy(TrainerCheckpoints):
             fields in a mapping, for more. ``None`` leaves all on the device.
         units: which modules are gathered and released together: ``"auto"``, module classes, or a predicate of
             (qualified name, module).
-        unit_numel: elements up to which neighbouring blocks are gathered together; ``None`` for ``2**20`` with automatic
-            units, and each by itself otherwise.
+        unit_numel: elements up to which neighbouring blocks are gathered together; ``None`` for ``2**20`` with
+            automatic units, and each by itself otherwise.
         prefetch: units gathered ahead of need at stage 3.
         overlap: ``False`` waits for every collective where it is started; for debugging.
         reduction_buffers: gradient buffers that may be in reduction at once.

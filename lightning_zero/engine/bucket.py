@@ -654,9 +654,7 @@ class Bucket:
             if index in self._apart:
                 self._apart[index].add_(gradient)
                 return
-            if self.communicator.size == 1 or (
-                self.reduces and not self._filled[index] and gradient.numel() <= _SMALL
-            ):
+            if self.communicator.size == 1 or (self.reduces and not self._filled[index] and gradient.numel() <= _SMALL):
                 self._apart[index] = kept = gradient.to(self._gradient_dtype).contiguous()
                 self._filled[index] = True
                 if self.communicator.size > 1:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_zero.engine.same_machine import Neighbours, connect
 from lightning_zero.engine.watch import Watch, explained
 
 _REDUCE_TAG = 7701
@@ -152,6 +153,10 @@ class Communicator:
         first = int(number) % 2**11 << 20
         self._tell_tag, self._reduce_tag, self._gather_tag = first + _TELL_TAG, first + _REDUCE_TAG, first + _GATHER_TAG
         self.watch = Watch(self.group, self.name)
+        self._neighbours: Neighbours | None = None
+        if self.backend == "gloo" and device.type == "cpu":
+            timeout = self.group._get_backend(device).options._timeout
+            self._neighbours = connect(self.rank, self.size, timeout, self.gather_objects)
 
     def all_gather(self, full: Tensor, number: int, what: str) -> Pending:
         """Fill a flat buffer of which this rank's slice is already in place.
@@ -171,6 +176,8 @@ class Communicator:
         with explained(what):
             if self.backend != "gloo":
                 works.append(_all_gather_single(full, slices[self.rank], group=self.group, async_op=True))
+            elif self._neighbours is not None:
+                works.append(self._neighbours.gather(self._gather_tag + number, slices))
             else:
                 tag = self._gather_tag + number
                 for peer, source in self._peers():
@@ -198,6 +205,10 @@ class Communicator:
             # the input is kept until the current stream has waited for its reader
             return Pending(what, [work], [sent], lambda: shard.to(dtype), watch=self.watch)
         slices = flat.chunk(self.size)
+        if self._neighbours is not None:
+            theirs = {rank: part.to(wire) for rank, part in enumerate(slices) if rank != self.rank}
+            exchange, total = self._neighbours.reduce(self._reduce_tag, slices[self.rank], theirs)
+            return Pending(what, [exchange], [], lambda: total, watch=self.watch)
         # a copy, where the others are cast, so that the buffer need not be kept for it
         own = slices[self.rank] if wire == dtype else slices[self.rank].clone()
         sent_parts, received, works = [], [], []
@@ -221,6 +232,9 @@ class Communicator:
         part = flat.numel() // self.size
         if self.backend != "gloo":
             return part * wire.itemsize * (self.size + 1)
+        if self._neighbours is not None:
+            copies = 0 if wire == flat.dtype else part * wire.itemsize * (self.size - 1)
+            return flat.nbytes + part * flat.element_size() + copies
         return part * (flat.element_size() + 2 * wire.itemsize * (self.size - 1))
 
     def broadcast_ranges(self, flat: Tensor, ranges: list[tuple[int, int]], what: str) -> None:
@@ -314,6 +328,8 @@ class Communicator:
         self.absent, self.before_gather = [], None
         if self.size > 1:
             self.watch.close()
+            if self._neighbours is not None:
+                self._neighbours.close()
             while self._own_groups:
                 with suppress(RuntimeError, ValueError):  # they may have failed, or be gone with the default group
                     dist.destroy_process_group(self._own_groups.pop())

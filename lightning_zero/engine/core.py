@@ -111,7 +111,8 @@ class Engine:
             which they are kept and added up over micro-batches (fp32, or wider as the parameters are).
         bucket_numel: elements from which on a unit is cut into several collectives.
         activation_checkpointing: modules whose forward is computed again in backward: ``"units"`` for the blocks of
-            which units are made, module classes, or a predicate of (qualified name, module); None for what the module does by itself.
+            which units are made, module classes, or a predicate of (qualified name, module); None for what the module
+            does by itself.
         allow_any_optimizer: accept optimizer classes that are not known to be elementwise.
         device: where parameters and buffers are to be; None for where they are, which is then one device for all.
         group: the data-parallel process group, None for the default one.

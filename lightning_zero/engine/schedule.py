@@ -31,7 +31,7 @@ class Unit:
         self.numel = sum(parameter.numel() for parameter in plan.parameters.values())
         self.ran: set[_Scope] = set()  # since the last backward, with a graph
         self.ran_twice = False  # a module of it, since the last backward
-        self.stays = all(bucket.replicated for bucket in buckets)  # whole at rest: nothing is to be gathered or released
+        self.stays = all(bucket.replicated for bucket in buckets)  # whole at rest
         self.held = False  # the root unit, by a window and until the backward after it; others under ``torch.func``
         self.depth = 0  # of nested forwards
         self.outstanding = False  # ran under grad since the last backward

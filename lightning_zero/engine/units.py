@@ -30,8 +30,8 @@ class UnitPlan:
 
     Attributes:
         name: qualified name of the block, or of the first and the last; the root's is ``""``.
-        blocks: modules whose forward gathers the unit. The root unit is gathered by the step; it may have blocks all the
-            same, where the whole module is small.
+        blocks: modules whose forward gathers the unit. The root unit is gathered by the step; it may have blocks all
+            the same, where the whole module is small.
         parameters: by qualified name, each once, in the order of ``root.named_parameters()``.
         owners: the holders of each parameter, by the same name.
     """
@@ -52,8 +52,8 @@ def plan_units(root: nn.Module, units: Units = "auto", unit_numel: int | None = 
     Automatic blocks are what every rank runs whatever its data: the children of an ``nn.Sequential``, composite blocks
     repeated in an outermost ``nn.ModuleList``, and large layers outside of both. The stages of a hierarchical vision
     model, of which each is wider than the one before, are opened: their blocks are taken. A list of experts or of
-    heads, chosen by data, stays inside its block. Each block is a unit, or several where they are small. Parameters tied
-    across units go to the root unit, which covers them all.
+    heads, chosen by data, stays inside its block. Each block is a unit, or several where they are small. Parameters
+    tied across units go to the root unit, which covers them all.
 
     Args:
         root: the whole module.

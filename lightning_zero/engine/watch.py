@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from lightning_zero.engine.same_machine import sever_all
+
 PATIENCE = 3.0
 """Seconds that a rank waits before it says so, and that another lets such a notice stand."""
 
@@ -241,6 +243,7 @@ def _wake(reason: str, store: Any) -> None:
     """End every wait over the default process group and its kin, here and elsewhere. The first reason counts."""
     with suppress(RuntimeError):  # the store's host may be gone, and with it this rank's peers or their connections
         store.compare_set(_FAILED, "", reason)
+    sever_all(reason)
     for group in list(dist.distributed_c10d._world.pg_map):
         _sever(group)
 

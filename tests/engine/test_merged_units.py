@@ -32,11 +32,14 @@ def compare(recipe: Recipe, stage: int, bound: float = 0, **options: object) -> 
 @STAGES
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_numbers_are_those_of_ddp(run_on, stage, size, grouping):
-    assert units_of(OddModel(), UNIT_NUMELS[grouping]) == {
-        "pairs": ["", "blocks.0 to blocks.1", "blocks.2"],
-        "blocks": ["", "blocks.0 to blocks.2"],
-        "everything": [""],
-    }[grouping]
+    assert (
+        units_of(OddModel(), UNIT_NUMELS[grouping])
+        == {
+            "pairs": ["", "blocks.0 to blocks.1", "blocks.2"],
+            "blocks": ["", "blocks.0 to blocks.2"],
+            "everything": [""],
+        }[grouping]
+    )
     if size == 4:  # DDP adds up in an order of its own
         recipe, bound = Recipe(optimizer=adam_with_large_eps), CLOSE
     else:

@@ -170,6 +170,8 @@ def test_units_that_the_user_names_stay_as_he_names_them_unless_he_says_otherwis
 
 def test_a_module_in_two_sequences_belongs_to_the_first():
     shared = nn.Linear(4, 4)
-    model = nn.ModuleDict({"one": nn.Sequential(shared, nn.Linear(4, 4)), "two": nn.Sequential(nn.Linear(4, 4), shared)})
+    model = nn.ModuleDict(
+        {"one": nn.Sequential(shared, nn.Linear(4, 4)), "two": nn.Sequential(nn.Linear(4, 4), shared)}
+    )
     plans = plan_units(model, unit_numel=50)
     assert [(plan.name, len(plan.blocks)) for plan in plans] == [("one.0 to one.1", 2), ("two.0", 1)]

@@ -60,8 +60,9 @@ def run_other_blocks(choose, prefetch):
         for _ in range(2):
             module(torch.ones(2, 4)).backward()
 
-    wait = "rank {} waits for the gather of unit '{}'"
-    text = f"for ever: {wait.format(0, 'a')}, {wait.format('[12]', 'b')}. Every rank must run"
+    # with prefetching rank 0 has begun the gather of b too, in vain, and the others are through with it
+    other = "the end of backward" if prefetch else "the gather of unit 'b'"
+    text = f"for ever: rank 0 waits for the gather of unit 'a', rank [12] waits for {other}. Every rank must run"
     seconds = seconds_until_error(steps, text)
     engine.close(communicate=False)
     return seconds

@@ -1,0 +1,366 @@
+"""Exchanges between ranks of one machine: each reads what it needs from the memory of the others.
+
+Over Gloo bytes go through the loopback device: into the kernel, out of it, by several threads. Here there is one copy,
+by ``process_vm_readv`` (Linux's cross memory attach, which MPI libraries and UCX use between processes of a node), and
+sockets only say what is ready and what has been read. Measured in ``docs/performance.md``.
+
+It needs the permission to read another process's memory, which Linux gives to processes of one user unless
+``kernel.yama.ptrace_scope`` is above 0. Where a rank has not got it, Gloo does the work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import selectors
+import socket
+import struct
+import sys
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MESSAGE = struct.Struct("<Bqqq")  # what it says, tag, ordinal, address
+_READY, _READ = range(2)
+_CHUNK = 2**15  # elements that are added up at a time: they stay in the cache, and the thread takes no more cores
+_PATIENCE = 30.0  # seconds that ranks wait for each other when they connect
+
+_transports: weakref.WeakSet[Neighbours] = weakref.WeakSet()
+
+
+class _Range(ctypes.Structure):
+    _fields_ = [("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t)]
+
+
+def _reader() -> Any:
+    """The system's function; None where there is none."""
+    if sys.platform != "linux":
+        return None
+    function = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+    if function is not None:
+        ranges, size = ctypes.POINTER(_Range), ctypes.c_ulong
+        function.argtypes = [ctypes.c_int, ranges, size, ranges, size, size]
+        function.restype = ctypes.c_ssize_t
+    return function
+
+
+_read = _reader()
+
+
+def read_memory(process: int, address: int, target: Tensor) -> None:
+    """Fill a contiguous CPU tensor with bytes of another process's memory.
+
+    Raises:
+        OSError: if the process is gone, or the system forbids it.
+    """
+    done, nbytes = 0, target.nbytes
+    while done < nbytes:
+        here, there = _Range(target.data_ptr() + done, nbytes - done), _Range(address + done, nbytes - done)
+        read = _read(process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+        if read <= 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        done += read
+
+
+class Exchange:
+    """One under way: it ends when all is read here, and has been read by the others.
+
+    Args:
+        sources: for each peer, in the order of the transport, what it reads here; kept until the end.
+        take: called with (position of the peer, its process, address) in the thread of the transport, in that order of
+            peers, once what is there is ready.
+        timeout: of the wait.
+    """
+
+    def __init__(self, sources: list[Tensor], take: Callable[[int, int, int], None], timeout: timedelta) -> None:
+        self.sources, self._take, self._timeout = sources, take, timeout
+        self.taken = self.given = 0  # peers
+        self._over = threading.Event()
+        self._error: Exception | None = None
+
+    def take(self, process: int, address: int) -> None:
+        """Take from the next peer."""
+        self._take(self.taken, process, address)
+        self.taken += 1
+
+    def end(self, error: Exception | None = None) -> None:
+        self._error = error
+        self.sources, self._take = [], _nothing
+        self._over.set()
+
+    def wait(self) -> None:
+        """Wait for its end.
+
+        Raises:
+            RuntimeError: if it failed, or did not end in time.
+        """
+        if not self._over.wait(self._timeout.total_seconds()):
+            raise RuntimeError(f"no end after {self._timeout}")
+        if self._error is not None:
+            raise RuntimeError(str(self._error)) from self._error
+
+
+def _nothing(*_: Any) -> None:
+    """In the place of what an exchange that has ended held on to."""
+
+
+class Neighbours:
+    """The other ranks of a group, all on this machine.
+
+    Args:
+        rank: this one's.
+        peers: rank, process and socket of each other one, in the order in which gradients are added up.
+        timeout: of each exchange.
+    """
+
+    def __init__(self, rank: int, peers: list[tuple[int, int, socket.socket]], timeout: timedelta) -> None:
+        self._rank, self._timeout = rank, timeout
+        self._ranks = [other for other, _, _ in peers]
+        self._processes = [process for _, process, _ in peers]
+        self._sockets = [connected for _, _, connected in peers]
+        self._lock = threading.Lock()  # of what comes next
+        self._begun: Counter[int] = Counter()  # exchanges, by tag
+        self._exchanges: dict[tuple[int, int], Exchange] = {}  # under way, by tag and ordinal
+        self._ready: dict[tuple[int, int], dict[int, int]] = {}  # addresses, by position of the peer
+        self._error: Exception | None = None
+        self._unsent: list[deque[bytes]] = [deque() for _ in peers]
+        self._late: deque[tuple[int, int]] = deque()  # begun when others were ready already
+        self._wake, self._woken = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        _transports.add(self)
+        self._thread = threading.Thread(target=self._run, name="lightning_zero-neighbours", daemon=True)
+        self._thread.start()
+
+    def gather(self, tag: int, slices: Sequence[Tensor]) -> Exchange:
+        """Fill the slices of the other ranks from theirs; they read this rank's own.
+
+        Args:
+            tag: every rank begins the exchanges of one tag in the same order.
+            slices: 1-D, one a rank.
+        """
+
+        def take(position: int, process: int, address: int) -> None:
+            read_memory(process, address, slices[self._ranks[position]])
+
+        return self._begin(tag, [slices[self._rank]] * len(self._ranks), take)
+
+    def reduce(self, tag: int, own: Tensor, sent: Mapping[int, Tensor]) -> tuple[Exchange, Tensor]:
+        """Add what the other ranks have for this one to its own; the sum is there when the exchange has ended.
+
+        Args:
+            tag: as of ``gather``.
+            own: 1-D.
+            sent: by rank, what each is to add to its own; of that length, in the dtype in which it travels.
+        """
+        total, (travels, *_) = torch.empty_like(own), sent.values()
+        chunk = torch.empty(_CHUNK, dtype=travels.dtype)
+
+        def take(position: int, process: int, address: int) -> None:
+            for start in range(0, len(total), _CHUNK):
+                added = total[start : start + _CHUNK]
+                is_first = position == 0
+                came = added if is_first and chunk.dtype == total.dtype else chunk[: len(added)]
+                read_memory(process, address + start * chunk.itemsize, came)
+                if not is_first:
+                    added.add_(came)
+                    continue
+                if came is not added:
+                    added.copy_(came)
+                added.add_(own[start : start + _CHUNK])
+
+        return self._begin(tag, [sent[rank] for rank in self._ranks], take), total
+
+    def _begin(self, tag: int, sources: list[Tensor], take: Callable[[int, int, int], None]) -> Exchange:
+        exchange = Exchange(sources, take, self._timeout)
+        with self._lock:
+            key = tag, self._begun[tag]
+            self._begun[tag] += 1
+            if self._error is None:
+                self._exchanges[key] = exchange
+            is_late = key in self._ready
+        if self._error is not None:
+            exchange.end(self._error)
+            return exchange
+        try:
+            for peer, source in zip(self._sockets, sources):
+                peer.send(_MESSAGE.pack(_READY, *key, source.data_ptr()))
+            if is_late:
+                self._late.append(key)
+                self._wake.send(b"x")
+        except OSError as error:
+            self.sever(error)
+        return exchange
+
+    def sever(self, error: Exception) -> None:
+        """End all that is under way, here and on the peers, and that is begun later."""
+        with self._lock:
+            self._error = self._error or error
+            unfinished = list(self._exchanges.values())
+            self._exchanges.clear()
+        for exchange in unfinished:
+            exchange.end(self._error)
+        for each in (*self._sockets, self._wake):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.sever(RuntimeError("the exchange with the other ranks was closed"))
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=2)
+
+    # -- in the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            with self._selector as selector:
+                selector.register(self._woken, selectors.EVENT_READ)
+                for position, peer in enumerate(self._sockets):
+                    selector.register(peer, selectors.EVENT_READ, position)
+                while True:
+                    for key, events in selector.select():
+                        if key.data is None:
+                            self._look_at_late()
+                        elif events & selectors.EVENT_READ:
+                            self._hear(key.data)
+                        else:
+                            self._send(key.data)
+        except Exception as error:
+            self.sever(error)
+        finally:
+            for each in (*self._sockets, self._wake, self._woken):
+                each.close()
+
+    def _look_at_late(self) -> None:
+        if not self._woken.recv(4096):
+            raise RuntimeError("the exchange with the other ranks was closed")
+        while self._late:
+            self._go_on(self._late.popleft())
+
+    def _hear(self, position: int) -> None:
+        message = self._sockets[position].recv(_MESSAGE.size)
+        if not message:
+            raise ConnectionResetError(f"rank {self._ranks[position]} closed the connection")
+        says, tag, ordinal, address = _MESSAGE.unpack(message)
+        key = tag, ordinal
+        if says == _READY:
+            with self._lock:
+                self._ready.setdefault(key, {})[position] = address
+        elif key in self._exchanges:
+            self._exchanges[key].given += 1
+        self._go_on(key)
+
+    def _go_on(self, key: tuple[int, int]) -> None:
+        exchange, ready = self._exchanges.get(key), self._ready.get(key, {})
+        if exchange is None:
+            return
+        while exchange.taken in ready:
+            position = exchange.taken
+            exchange.take(self._processes[position], ready.pop(position))
+            self._unsent[position].append(_MESSAGE.pack(_READ, *key, 0))
+            self._send(position)
+        if exchange.taken == exchange.given == len(self._sockets):
+            with self._lock:
+                self._exchanges.pop(key, None)
+                self._ready.pop(key, None)
+            exchange.end()
+
+    def _send(self, position: int) -> None:
+        """Send what has not been sent. Without waiting: the peer's thread may wait for this one to hear it."""
+        peer, unsent = self._sockets[position], self._unsent[position]
+        events = selectors.EVENT_READ
+        try:
+            while unsent:
+                peer.send(unsent[0], socket.MSG_DONTWAIT)
+                unsent.popleft()
+        except BlockingIOError:
+            events |= selectors.EVENT_WRITE
+        self._selector.modify(peer, events, position)
+
+
+# -- setting up -------------------------------------------------------------------------------------------------------
+
+
+def connect(
+    rank: int, size: int, timeout: timedelta, exchange_objects: Callable[[Any], list[Any]]
+) -> Neighbours | None:
+    """Reach the other ranks of a group by their memory; None on every rank where any of them cannot. Collective.
+
+    Args:
+        timeout: of each exchange to come.
+        exchange_objects: gives every rank's small object to all.
+    """
+    probe = torch.randint(2**62, (8,), generator=torch.Generator().manual_seed(os.getpid()))
+    with ExitStack() as stack:
+        listener = _listener()
+        if listener is not None:
+            stack.enter_context(listener)
+        said = listener and (_machine(), os.getpid(), listener.getsockname(), probe.data_ptr(), probe.tolist())
+        told = exchange_objects(said)
+        if None in told or len({each[0] for each in told}) > 1:
+            return None
+        assert listener is not None
+        peers: list[tuple[int, int, socket.socket]] = []
+        error: Exception | None = None
+        try:
+            for _, process, _, address, expected in told:
+                read_memory(process, address, found := torch.empty_like(probe))
+                if found.tolist() != expected:
+                    raise OSError("the memory of another process is not what it says")
+            sockets = _connect_all(rank, listener, [each[2] for each in told])
+            order = [(rank - k) % size for k in range(1, size)]
+            peers = [(other, told[other][1], sockets[other]) for other in order]
+        except OSError as raised:
+            error = raised
+        if any(exchange_objects(error is not None)):
+            for _, _, peer in peers:
+                peer.close()
+            return None
+        del probe  # which others have read by now
+    return Neighbours(rank, peers, timeout)
+
+
+def _listener() -> socket.socket | None:
+    if _read is None:
+        return None
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.settimeout(_PATIENCE)
+    listener.bind("")  # a name of the system's own choice, of no file
+    listener.listen()
+    return listener
+
+
+def _connect_all(rank: int, listener: socket.socket, names: list[bytes]) -> dict[int, socket.socket]:
+    sockets = {}
+    for other, name in enumerate(names[:rank]):
+        sockets[other] = peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        peer.settimeout(_PATIENCE)
+        peer.connect(name)
+        peer.send(str(rank).encode())
+    for _ in names[rank + 1 :]:
+        peer, _ = listener.accept()
+        peer.settimeout(_PATIENCE)
+        sockets[int(peer.recv(16))] = peer
+    for peer in sockets.values():
+        peer.settimeout(None)
+    return sockets
+
+
+def _machine() -> str:
+    """What processes have in common that may be able to read each other's memory."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    return " ".join([boot, os.readlink("/proc/self/ns/pid"), os.readlink("/proc/self/ns/net")])
+
+
+def sever_all(reason: str) -> None:
+    """End every exchange of this process: the run has failed."""
+    for transport in list(_transports):
+        transport.sever(RuntimeError(reason))

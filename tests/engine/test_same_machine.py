@@ -1,0 +1,155 @@
+"""Exchanges through the memory of other processes: the numbers of Gloo's, and what happens when one of them fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.training import Recipe, same_runs, train_zero
+from tests.support.workers import rank, world_size
+
+SIZES = pytest.mark.parametrize("size", [2, 3, 4])
+MINUTE = timedelta(minutes=1)
+
+
+def objects_of_all(value: object) -> list[object]:
+    found: list[object] = [None] * world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def neighbours():
+    from lightning_zero.engine.same_machine import connect
+
+    found = connect(rank(), world_size(), MINUTE, objects_of_all)
+    assert found is not None, "this machine does not let processes read each other's memory"
+    return found
+
+
+def exchange_slices(numel: int) -> None:
+    transport = neighbours()
+    values = torch.arange(numel * world_size()).view(world_size(), numel) + 1
+    for turn in range(20):
+        full = torch.zeros(world_size(), numel, dtype=torch.int64)
+        full[rank()] = values[rank()] * (turn + 1)
+        if (turn + rank()) % 3 == 0:
+            time.sleep(0.002)  # others are ready before, and after
+        transport.gather(5, list(full)).wait()
+        assert torch.equal(full, values * (turn + 1))
+    dist.barrier()
+    transport.close()
+
+
+@SIZES
+@pytest.mark.parametrize("numel", [1, 100_003])
+def test_each_rank_has_the_slices_of_all(run_on, size, numel):
+    run_on(size, exchange_slices, numel=numel)
+
+
+def add_up(numel: int, wire: torch.dtype) -> None:
+    transport, size = neighbours(), world_size()
+    generator = torch.Generator().manual_seed(3)
+    values = torch.randn(size, size, numel, generator=generator)  # of each rank, for each rank
+    mine = values[rank()]
+    sent = {other: mine[other].to(wire) for other in range(size) if other != rank()}
+    exchanges = [transport.reduce(7, mine[rank()], sent) for _ in range(3)]
+    # in the order of the ring, as over Gloo
+    order = [(rank() - k) % size for k in range(1, size)]
+    expected = values[order[0]][rank()].to(wire).float() + mine[rank()]
+    for other in order[1:]:
+        expected += values[other][rank()].to(wire).float()
+    for exchange, total in exchanges:
+        exchange.wait()
+        assert torch.equal(total, expected)
+    dist.barrier()
+    transport.close()
+
+
+@SIZES
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("numel", [3, 2**15, 100_003])
+def test_each_rank_has_the_sum_of_what_the_others_have_for_it(run_on, size, numel, wire):
+    run_on(size, add_up, numel=numel, wire=wire)
+
+
+def train_both_ways(recipe: Recipe, stage: int, **options: object) -> None:
+    from lightning_zero.engine import collectives
+
+    run = train_zero(recipe, stage, **options)
+    connect, collectives.connect = collectives.connect, lambda *_: None
+    try:
+        over_gloo = train_zero(recipe, stage, **options)
+    finally:
+        collectives.connect = connect
+    same_runs(run, over_gloo)
+
+
+@SIZES
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"reduce_dtype": "bf16"}, {"unit_numel": 2**20}], ids=str)
+def test_training_is_bit_equal_to_that_over_gloo(run_on, size, stage, options):
+    run_on(size, train_both_ways, recipe=Recipe(steps=4), stage=stage, **options)
+
+
+def many_at_once(count: int) -> None:
+    """More messages than a socket holds, in both directions, while nobody waits."""
+    transport = neighbours()
+    buffers = [torch.full((world_size(), 4), -1.0) for _ in range(count)]
+    exchanges = []
+    for number, full in enumerate(buffers):
+        full[rank()] = number
+        exchanges.append(transport.gather(number, list(full)))
+    for number, (full, exchange) in enumerate(zip(buffers, exchanges)):
+        exchange.wait()
+        assert (full == number).all()
+    dist.barrier()
+    transport.close()
+
+
+def test_thousands_of_exchanges_may_be_under_way(run_on):
+    run_on(2, many_at_once, count=5000)
+
+
+def end_while_others_wait() -> None:
+    transport = neighbours()
+    if rank() == 1:
+        dist.barrier()
+        transport.close()
+        return
+    exchange = transport.gather(1, list(torch.zeros(world_size(), 4)))
+    dist.barrier()
+    with pytest.raises(RuntimeError, match="closed"):
+        exchange.wait()
+    with pytest.raises(RuntimeError, match="closed"):
+        transport.gather(1, list(torch.zeros(world_size(), 4))).wait()
+    transport.close()
+
+
+def test_whoever_waits_for_a_rank_that_ends_has_an_error(run_on):
+    run_on(2, end_while_others_wait)
+
+
+def refuse_on(refusing: int) -> None:
+    from lightning_zero.engine import same_machine
+
+    def refuse(*_: object) -> None:
+        raise PermissionError("Operation not permitted")
+
+    read = same_machine.read_memory
+    try:
+        if rank() == refusing:
+            same_machine.read_memory = refuse
+        assert same_machine.connect(rank(), world_size(), MINUTE, objects_of_all) is None
+    finally:
+        same_machine.read_memory = read
+    assert "lightning_zero-neighbours" not in [thread.name for thread in threading.enumerate()]
+
+
+@pytest.mark.parametrize("refusing", [0, 1, 2])
+def test_where_one_rank_may_not_read_no_rank_does(run_on, refusing):
+    run_on(3, refuse_on, refusing=refusing)
