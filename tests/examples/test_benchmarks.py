@@ -75,3 +75,36 @@ def test_offload_compares_systems_that_compute_the_same_losses(tmp_path: Path) -
         < result["rounds"]["none"][0]["peak"]["optimizer"]
     )
     assert all(f"| {system} |" in (tmp_path / "offload.md").read_text() for system in systems)
+
+
+@pytest.mark.timeout(300)  # a dozen processes
+def test_growth_gives_exponents_against_tensors_units_and_ranks(tmp_path: Path) -> None:
+    sizes = ["--tensors", "4,16", "--units", "2,4", "--ranks", "2,64", "--processes", "2,3"]
+    options = ["--rounds", "1", "--steps", "2", "--systems", "zero1,zero3", "--output", str(tmp_path)]
+    run(SCRIPT, "benchmarks/growth.py", *sizes, *options, folder=tmp_path, timeout=280)
+    series = json.loads((tmp_path / "growth.json").read_text())["series"]
+    assert {name: found["sizes"] for name, found in series.items()} == {
+        "tensors": [4, 16],
+        "units": [2, 4],
+        "ranks": [2, 64],
+        "processes": [2, 3],
+    }
+    for found in series.values():
+        for system in ("zero1", "zero3"):
+            cost = found["costs"][system]
+            assert len(cost["step"]) == len(cost["setup"]) == 2
+            assert len(cost["step_exponents"]) == len(cost["setup_exponents"]) == 2
+    assert "ddp" in series["processes"]["costs"]
+    table = (tmp_path / "growth.md").read_text()
+    assert table.count("| exponent |") == table.count("| at the end |") == 4
+    assert (tmp_path / "growth.png").stat().st_size > 0
+
+
+def test_growth_compares_model_states_as_on_64_ranks_with_the_formula(tmp_path: Path) -> None:
+    options = ["--memory", "--model", "tiny", "--output", str(tmp_path)]
+    run(SCRIPT, "benchmarks/growth.py", *options, folder=tmp_path)
+    stages = json.loads((tmp_path / "growth_memory.json").read_text())["stages"]
+    assert [found["stage"] for found in stages] == 2 * [1, 2, 3]
+    # its units are so small that a 64th of one is padded to a multiple of 32 elements
+    assert all(1.0 <= found["of_formula"] < 1.05 for found in stages)
+    assert "| 3 in bfloat16 |" in (tmp_path / "growth_memory.md").read_text()

@@ -1,0 +1,323 @@
+"""What the engine costs beside the arithmetic, against the number of tensors, of units and of ranks.
+
+    python benchmarks/growth.py
+    python benchmarks/growth.py --tensors 10,100 --units 2,8 --ranks 2,64 --processes 2 --rounds 1 --steps 3
+    python benchmarks/growth.py --memory                                   # model states as on 64 ranks
+
+A step's cost is the CPU time of the thread that trains less that of the same step in plain torch on one process: what
+the machine does beside it does not count, and where processes share cores neither does their waiting. Tensors, units
+and ranks are varied each alone, as rank 0 of torch's `fake` group, which communicates nothing; the time in its own
+calls is taken off. Real processes over Gloo stand beside, and DistributedDataParallel on them.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+from collections.abc import Sequence
+from contextlib import nullcontext
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common import GPTS, REPOSITORY, describe, in_turn, markdown_table, run_workers, write_results
+
+SYSTEMS = ["zero1", "zero2", "zero3"]
+RANKS = 8  # of the fake group where tensors or units are varied
+UNITS = 2  # where tensors are varied
+SMALL = (80, 10)  # tensors and units, where ranks are varied
+WIDTH = 48  # elements of a tensor: no multiple of 32, so that none lies against the next, the case that costs most
+WIDE = 4096  # where ranks are varied: 8 of them are 32 elements for each of 1024 ranks, so that none is padding
+LINEAR, CONSTANT = 1.15, 0.15  # exponents up to which growth counts as such: timings of single runs differ
+MEMORY_RANKS = 64
+MEMORY_LIMIT = 1.02  # of the formula
+WARM_UP = 2  # steps: the first allocates, the second finds the order of reductions
+WORKER_TIMEOUT = 900.0  # seconds
+
+
+Rounds = dict[str, list[list[dict[str, Any]]]]  # by system: of each round, what each point took
+
+
+class Point(NamedTuple):
+    tensors: int
+    units: int
+    ranks: int
+    width: int
+
+
+class Series(NamedTuple):
+    """Points of which one number grows; `processes`: the ranks are real ones, over Gloo."""
+
+    name: str
+    points: list[Point]
+    systems: list[str]
+    processes: bool = False
+
+    @property
+    def sizes(self) -> list[int]:
+        return [getattr(point, "ranks" if self.processes else self.name) for point in self.points]
+
+    @property
+    def limit(self) -> float:
+        return LINEAR if self.name in ("tensors", "units") else CONSTANT
+
+
+def parse_arguments() -> argparse.Namespace:
+    def numbers(text: str) -> list[int]:
+        return sorted({int(number) for number in text.split(",") if number})
+
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--systems", default="zero1,zero3", help="comma-separated, of: " + " ".join(SYSTEMS))
+    parser.add_argument("--tensors", type=numbers, default=[10, 100, 1000, 10000], help="numbers of tensors")
+    parser.add_argument("--units", type=numbers, default=[2, 10, 50, 100, 500], help="numbers of units")
+    parser.add_argument("--ranks", type=numbers, default=[2, 8, 64, 1024], help="numbers of ranks of the fake group")
+    parser.add_argument("--processes", type=numbers, default=[2, 4, 8], help="numbers of real ranks; '' for none")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each system is run and timed")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps a round, after the warm-up")
+    parser.add_argument("--memory", action="store_true", help="instead: model states as on 64 ranks, to the formula")
+    parser.add_argument("--model", default="25m", choices=GPTS, help="with --memory")
+    parser.add_argument("--device", default="cpu", help="with --memory: cpu, or cuda")
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
+    parser.add_argument("--points", type=json.loads, help=argparse.SUPPRESS)  # of a worker
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # the parent starts workers with it
+    arguments = parser.parse_args()
+    unknown = set(arguments.systems.split(",")) - {*SYSTEMS, *(("single", "ddp") if arguments.worker else ())}
+    if unknown:
+        parser.error(f"--systems: {', '.join(sorted(unknown))} is not among {', '.join(SYSTEMS)}")
+    if min(arguments.rounds, arguments.steps) < 1:
+        parser.error("--rounds and --steps must be at least 1")
+    for name, least in (("tensors", 2), ("units", 1), ("ranks", 2)):
+        values = getattr(arguments, name)
+        if len(values) < 2 or values[0] < least:
+            parser.error(f"--{name} takes two numbers or more, of at least {least}")
+    return arguments
+
+
+def all_series(arguments: argparse.Namespace) -> list[Series]:
+    systems = arguments.systems.split(",")
+    tensors = 2 * max(arguments.units)
+    chosen = [
+        Series("tensors", [Point(number, UNITS, RANKS, WIDTH) for number in arguments.tensors], systems),
+        Series("units", [Point(tensors, number, RANKS, WIDTH) for number in arguments.units], systems),
+        Series("ranks", [Point(*SMALL, number, WIDE) for number in arguments.ranks], systems),
+    ]
+    if arguments.processes:
+        points = [Point(*SMALL, number, WIDE) for number in arguments.processes]
+        chosen.append(Series("processes", points, ["ddp", *systems], processes=True))
+    return chosen
+
+
+# -- in a worker ------------------------------------------------------------------------------------------------------
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """Measures one system at the points given, or its memory, and writes that to the file that the parent named."""
+    import torch
+    import torch.distributed as dist
+    from growth_systems import fake_ranks, measure
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    if arguments.memory:
+        arguments.worker.write_text(json.dumps(memory_of_stages(arguments)))
+        return
+    is_real = int(os.environ["WORLD_SIZE"]) > 1
+    if is_real:
+        dist.init_process_group("gloo")
+    found = []
+    for tensors, units, ranks, width in arguments.points:
+        is_fake = not is_real and arguments.systems != "single"
+        with fake_ranks(ranks) if is_fake else nullcontext():
+            found.append(measure(arguments.systems, tensors, units, width, WARM_UP, arguments.steps))
+    arguments.worker.write_text(json.dumps(found))
+    if is_real:
+        dist.barrier()  # a rank that leaves first must not take the store away from the others
+        dist.destroy_process_group()
+
+
+def memory_of_stages(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    import torch
+    from growth_systems import fake_ranks, measure_memory
+
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for stage in (1, 2, 3):
+            with fake_ranks(MEMORY_RANKS):
+                found.append(measure_memory(arguments.model, stage, dtype, torch.device(arguments.device)))
+    return found
+
+
+# -- in the parent ----------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if arguments.worker:
+        work(arguments)
+    elif arguments.memory:
+        compare_memory(arguments)
+    else:
+        compare_growth(arguments)
+
+
+def compare_growth(arguments: argparse.Namespace) -> None:
+    chosen = all_series(arguments)
+    rounds: dict[str, Rounds] = {
+        series.name: {system: [] for system in ("single", *series.systems)} for series in chosen
+    }
+    for processes in (False, True):
+        alike = [series for series in chosen if series.processes is processes]
+        systems = ["single", *alike[0].systems] if alike else []
+        for number, turn in in_turn(systems, arguments.rounds):
+            for system in turn:
+                found = iter(run(system, [point for series in alike for point in series.points], processes, arguments))
+                for series in alike:
+                    rounds[series.name][system].append([next(found) for _ in series.points])
+                where = "over Gloo" if processes else "as one of many"
+                print(f"{where}, round {number + 1} of {arguments.rounds}: {system}", flush=True)
+    report(arguments, chosen, rounds)
+
+
+def run(system: str, points: list[Point], processes: bool, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """What a system took at each point: the seconds of setting up, and of each step, on its slowest rank."""
+    options = ["--systems", system, "--steps", str(arguments.steps)]
+
+    def worker(points: list[Point], ranks: int) -> list[Any]:
+        return run_workers(__file__, [*options, "--points", json.dumps(points)], ranks, {}, WORKER_TIMEOUT)
+
+    if not processes or system == "single":
+        return worker(points, 1)[0]
+    found = []
+    for point in points:
+        ranks = [result for (result,) in worker([point], point.ranks)]
+        steps = [max(step) for step in zip(*(rank["seconds"] for rank in ranks))]
+        found.append({"setup": max(rank["setup"] for rank in ranks), "seconds": steps})
+    return found
+
+
+def report(arguments: argparse.Namespace, chosen: list[Series], rounds: dict[str, Rounds]) -> None:
+    results: dict[str, Any] = {}
+    lines = introduction(arguments)
+    for series in chosen:
+        costs = costs_of(series, rounds[series.name])
+        results[series.name] = {"sizes": series.sizes, "points": series.points, "costs": costs}
+        results[series.name]["rounds"] = rounds[series.name]
+        lines += ["", *lines_of(series, costs)]
+    result = {"about": describe(__file__, ("torch", "lightning")), "series": results}
+    write_results(arguments.output, "growth", result, lines)
+    plot(arguments.output / "growth.png", results)
+
+
+def costs_of(series: Series, rounds: Rounds) -> dict[str, Any]:
+    """By system: milliseconds beyond plain torch's of a step at each point, those of setting up, and both exponents."""
+
+    def medians(system: str, key: str) -> list[float]:
+        by_point = zip(*rounds[system])
+        return [1e3 * statistics.median(value for found in point for value in listed(found[key])) for point in by_point]
+
+    plain = medians("single", "seconds")
+    costs: dict[str, Any] = {"single": {"step": plain}}
+    for system in series.systems:
+        step = [whole - arithmetic for whole, arithmetic in zip(medians(system, "seconds"), plain)]
+        costs[system] = {"step": step, "setup": medians(system, "setup")}
+        costs[system] |= {f"{key}_exponents": exponents(series.sizes, costs[system][key]) for key in ("step", "setup")}
+        costs[system]["holds"] = costs[system]["step_exponents"][1] <= series.limit
+    return costs
+
+
+def listed(value: float | list[float]) -> list[float]:
+    return value if isinstance(value, list) else [value]
+
+
+def exponents(sizes: Sequence[int], costs: Sequence[float]) -> tuple[float, float]:
+    """The slope in log-log of all points by least squares, and that between the last two, where a square would show."""
+    x = [math.log(size) for size in sizes]
+    y = [math.log(max(cost, 1e-6)) for cost in costs]
+    mean_x, mean_y = statistics.fmean(x), statistics.fmean(y)
+    slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y)) / sum((a - mean_x) ** 2 for a in x)
+    return slope, (y[-1] - y[-2]) / (x[-1] - x[-2])
+
+
+def introduction(arguments: argparse.Namespace) -> list[str]:
+    return [
+        "CPU time of the thread that trains, in ms: `plain` is a step in plain torch on one process, the others what a "
+        "step takes beyond that; `set up` is making the engine, or wrapping the module for DDP. AdamW in fp32; "
+        f"medians of {arguments.rounds} rounds of {arguments.steps} steps. The exponents are slopes in log-log: of all "
+        "points, and between the last two. Except for `processes`, which are real ones over Gloo, this is rank 0 of "
+        "torch's `fake` group."
+    ]
+
+
+def lines_of(series: Series, costs: dict[str, Any]) -> list[str]:
+    point = series.points[0]
+    fixed = {
+        "tensors": f"{UNITS} units, {RANKS} ranks",
+        "units": f"{point.tensors} tensors, {RANKS} ranks",
+    }.get(series.name, f"{point.tensors} tensors, {point.units} units")
+    head = [series.name, "plain", *series.systems, *(f"{system}: set up" for system in series.systems)]
+    columns = [costs["single"]["step"]]
+    columns += [costs[system][key] for key in ("step", "setup") for system in series.systems]
+    rows = [[str(size), *(f"{value:.2f}" for value in row)] for size, *row in zip(series.sizes, *columns)]
+    for row, title in enumerate(("exponent", "at the end")):
+        cells = [
+            f"{costs[system][f'{key}_exponents'][row]:.2f}" for key in ("step", "setup") for system in series.systems
+        ]
+        rows.append([title, "", *cells])
+    claim = "no worse than linear" if series.limit == LINEAR else "constant"
+    ours = [system for system in series.systems if system != "ddp"]
+    said = [f"{system} {'holds' if costs[system]['holds'] else 'DOES NOT HOLD'}" for system in ours]
+    lines = [f"**Against {series.name}**, with {fixed}:", "", *markdown_table(head, rows), ""]
+    if series.processes:
+        return [*lines, "Over Gloo each rank writes to each other one itself, so the cost of a gather grows with them."]
+    return [*lines, f"A step's cost is {claim} (exponent at the end at most {series.limit}): {', '.join(said)}."]
+
+
+def plot(path: Path, results: dict[str, Any]) -> None:
+    """Draws what a step costs beyond its arithmetic, a panel for each series, where matplotlib is installed."""
+    if find_spec("matplotlib") is None:
+        print("no plot, since the package matplotlib is not installed")
+        return
+    from matplotlib.figure import Figure  # without pyplot no display is needed
+
+    figure = Figure(figsize=(4 * len(results), 4), layout="constrained")
+    for axes, (name, series) in zip(figure.subplots(1, len(results), squeeze=False)[0], results.items()):
+        for system, cost in series["costs"].items():
+            label = "plain torch's own step" if system == "single" else system
+            axes.plot(series["sizes"], cost["step"], marker="o", label=label, ls=":" if system == "single" else "-")
+        axes.set(xscale="log", yscale="log", xlabel=name, ylabel="ms a step beyond plain torch")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def compare_memory(arguments: argparse.Namespace) -> None:
+    options = ["--memory", "--model", arguments.model, "--device", arguments.device]
+    (stages,) = run_workers(__file__, options, 1, {}, WORKER_TIMEOUT)
+    rows = []
+    for found in stages:
+        states = sum(found["held"].values())
+        found["of_formula"] = states / found["formula"]
+        sizes = [found["formula"], states, found["allocated"], sum(found["peak"].values()), found["peak_allocated"]]
+        cells = [f"{size / 1e6:.2f}" if size else "" for size in sizes]
+        ratio = f"{found['of_formula']:.4f}"
+        rows.append([f"{found['stage']} in {found['dtype']}", *cells[:2], ratio, *cells[2:]])
+    head = ["stage", "formula MB", "held MB", "of it", "allocated MB", "peak MB", "peak allocated MB"]
+    holds = all(found["of_formula"] <= MEMORY_LIMIT for found in stages)
+    lines = [
+        f"The model {arguments.model} of {stages[0]['parameters'] / 1e6:.1f} M parameters with AdamW, as on rank 0 of "
+        f"{MEMORY_RANKS}, on {arguments.device}. `held`: parameters, gradients and optimizer state after a backward, "
+        "when all are there, by the engine's count; `allocated`: the same by torch's, on a GPU. `peak`: with what is "
+        "gathered and in reduction, and in torch's count activations. At stage 1 gradients are accumulated first, as "
+        "the formula has them.",
+        "",
+        *markdown_table(head, rows),
+        "",
+        f"At most {MEMORY_LIMIT} x the formula at every stage: {'holds' if holds else 'DOES NOT HOLD'}.",
+    ]
+    result = {"about": describe(__file__, ("torch", "lightning")), "holds": holds, "stages": stages}
+    write_results(arguments.output, "growth_memory", result, lines)
+
+
+if __name__ == "__main__":
+    main()
