@@ -1,0 +1,146 @@
+"""How what the engine does in Python grows: instructions are counted, not timed, so that a square shows at small sizes.
+
+Counting by doubling: where work is linear, twice as many tensors more cost twice as many instructions more; where some
+part is quadratic, four times. Numbers of ranks come from torch's `fake` group, as whose rank 0 one process runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+WIDTH = 33
+"""Elements of a tensor: no multiple of 32, so that none lies against the next and each has a master of its own."""
+
+NEARLY = 1.1
+"""Growth that is still linear: the sizes of dictionaries, and with them some instructions, grow in leaps."""
+
+
+class Layer(nn.Module):
+    def __init__(self, tensors: int) -> None:
+        super().__init__()
+        self.vectors = nn.ParameterList(torch.ones(WIDTH) for _ in range(tensors))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for vector in self.vectors:
+            x = x * vector
+        return x
+
+
+def count(do: Callable[[], Any]) -> int:
+    """Bytecode instructions that this thread runs meanwhile, in whatever function."""
+    instructions = 0
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal instructions
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        instructions += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        do()
+    finally:
+        sys.settrace(before)
+    return instructions
+
+
+@contextmanager
+def group_of(ranks: int) -> Iterator[None]:
+    """As rank 0 of so many; one rank has no group."""
+    if ranks == 1:
+        yield
+        return
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  (makes the backend known)
+
+    # not its FakeStore, which cannot be cloned
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def count_setup_and_step(stage: int, tensors: int, units: int, ranks: int, **options: Any) -> tuple[int, int]:
+    """Instructions of making the engine, and of a step with all that it finds out in the first ones."""
+    from lightning_zero.engine import Engine
+
+    module = nn.Sequential(*(Layer(tensors // units) for _ in range(units)))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, foreach=True)
+    engines: list[Engine] = []
+
+    def step() -> None:
+        with engines[0].last_backward(optimizer):
+            module(torch.ones(WIDTH)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with group_of(ranks):
+        setup = count(lambda: engines.append(Engine(module, [optimizer], stage=stage, **options)))
+        assert len(engines[0].units) == units
+        for _ in range(2):
+            step()
+        counted = count(step)
+        engines[0].close(communicate=False)  # there is nobody to meet
+    return setup, counted
+
+
+def count_each(stage: int, sizes: list[tuple[int, int, int]], **options: Any) -> list[tuple[int, int]]:
+    return [count_setup_and_step(stage, *size, **options) for size in sizes]
+
+
+def check_linear(counts: list[tuple[int, int]], of: str) -> None:
+    """Over three sizes, each twice the one before."""
+    for what, (small, middle, large) in zip(("setting up", "a step"), zip(*counts)):
+        growth = (large - middle) / (middle - small)
+        assert growth <= 2 * NEARLY, f"{what}: {growth:.2f} times as many more for twice as many {of} more"
+
+
+STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
+
+
+@STAGES
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_setting_up_and_a_step_are_linear_in_tensors(run_on, stage, ranks):
+    sizes = [(tensors, 2, ranks) for tensors in (40, 80, 160)]
+    (counts,) = run_on(1, count_each, stage=stage, sizes=sizes)
+    check_linear(counts, "tensors")
+
+
+@STAGES
+def test_setting_up_and_a_step_are_linear_in_units(run_on, stage):
+    sizes = [(2 * units, units, 8) for units in (20, 40, 80)]
+    (counts,) = run_on(1, count_each, stage=stage, sizes=sizes)
+    check_linear(counts, "units")
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_a_step_with_states_elsewhere_is_linear_in_units(run_on, ranks):
+    sizes = [(2 * units, units, ranks) for units in (20, 40, 80)]
+    (counts,) = run_on(1, count_each, stage=3, sizes=sizes, offload={"optimizer": "cpu"})
+    check_linear(counts, "units")
+
+
+@STAGES
+def test_a_step_takes_as_many_instructions_on_1024_ranks_as_on_8(run_on, stage):
+    (counts,) = run_on(1, count_each, stage=stage, sizes=[(20, 5, 8), (20, 5, 1024)])
+    (_, few), (_, many) = counts
+    assert many <= NEARLY * few, f"{many} instructions on 1024 ranks, {few} on 8"
+
+
+@STAGES
+def test_setting_up_takes_a_list_of_ranks_more_for_each_rank_whatever_the_model(run_on, stage):
+    more = []
+    for tensors in (20, 40):
+        (counts,) = run_on(1, count_each, stage=stage, sizes=[(tensors, 5, 8), (tensors, 5, 1024)])
+        (few, _), (many, _) = counts
+        more.append(many - few)
+    assert max(more) <= 50 * (1024 - 8), f"{more} instructions for 1016 ranks more, with 20 and 40 tensors"
