@@ -1,0 +1,136 @@
+"""Several ranks' collectives on one GPU, where NCCL refuses two processes: rank 0 alone, the others as like as twins.
+
+A gather fills the slices of all ranks with rank 0's, a reduction gives its own slice of what it has. So the numbers are
+no training's, but they are the same in every run, whatever the schedule. The work is done as NCCL does it, on a stream
+of its own, after a sleep on the device: whoever reads what has not been waited for reads something else. On the CPU it
+is done when it is waited for, not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+SLEEP = 2_000_000  # cycles, about a millisecond: longer than the small models here compute
+
+
+class Layers(nn.Module):
+    """Layers of which each is a unit; nothing in them is summed in an order that differs from run to run."""
+
+    class Layer(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.linear = nn.Linear(width, width)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.tanh(self.linear(x))
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer(width) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class _Done:
+    """A collective's handle."""
+
+    def __init__(self, wait: Callable[[], Any]) -> None:
+        self.wait = wait
+
+
+@contextmanager
+def twins(ranks: int, cycles: int = 0) -> Iterator[list[int]]:
+    """As rank 0 of so many ranks, all alike; every collective comes so many cycles late. Yields the bytes moved."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  (makes the backend known)
+
+    from lightning_zero.engine import collectives
+
+    moved: list[int] = []
+    streams: dict[torch.device, torch.Stream] = {}
+
+    def beside(device: torch.device, act: Callable[[], Any]) -> _Done:
+        if device.type == "cpu":
+            return _Done(act)
+        stream = streams.setdefault(device, torch.Stream(device))
+        stream.wait_event(torch.accelerator.current_stream(device).record_event())
+        with stream:
+            if cycles:
+                torch.cuda._sleep(cycles)
+            act()
+            done = stream.record_event()
+        return _Done(lambda: torch.accelerator.current_stream(device).wait_event(done))
+
+    def all_gather(full: Tensor, own: Tensor, **_: Any) -> _Done:
+        moved.append(full.nbytes)
+        # `full` may be seen by autograd, whose version of it is not to change: the engine has not written to it
+        whole, part = full.detach(), own.detach()
+
+        def fill() -> None:
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(full):
+                for slice_ in whole.chunk(ranks)[1:]:
+                    slice_.copy_(part)
+
+        return beside(full.device, fill)
+
+    def reduce_scatter(shard: Tensor, flat: Tensor, **_: Any) -> _Done:
+        moved.append(flat.nbytes)
+        return beside(flat.device, lambda: shard.copy_(flat[: len(shard)]))
+
+    # not torch's FakeStore, which cannot be cloned
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=ranks)
+    try:
+        with (
+            patch.object(collectives, "_all_gather_single", all_gather),
+            patch.object(collectives, "_reduce_scatter_single", reduce_scatter),
+        ):
+            yield moved
+    finally:
+        dist.destroy_process_group()
+
+
+def train(
+    device: str,
+    stage: int,
+    *,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    settings: dict[str, Any] | None = None,
+    dtype: torch.dtype = torch.float32,
+    width: int = 96,
+    steps: int = 6,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Losses, and this rank's masters at the end, on the CPU."""
+    from lightning_zero.engine import Engine
+
+    torch.manual_seed(0)
+    module = Layers(width, 5).to(dtype)
+    inputs = torch.randn(steps, 32, width, dtype=dtype).to(device)
+    updater = optimizer(module.parameters(), **(settings or {"lr": 0.01}))
+    engine = Engine(module, [updater], stage=stage, device=device, **options)
+    losses = []
+    for x in inputs:
+        loss = module(x)
+        loss.backward()
+        updater.step()
+        updater.zero_grad()
+        losses.append(loss.detach())
+    found = {"losses": torch.stack(losses).cpu()}
+    for bucket in engine.buckets:
+        for slot in bucket.slots:
+            found[slot.name] = slot.parameter_at_rest().detach().clone().cpu()
+    engine.close(communicate=not dist.is_initialized())  # of twins there is nobody to meet
+    return found
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)

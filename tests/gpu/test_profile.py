@@ -1,0 +1,61 @@
+"""Copies from the host run while the device computes: seen in torch's own profile."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from tests.gpu.one_device import Layers
+
+Span = tuple[float, float]
+
+
+def covered(spans: list[Span], by: list[Span]) -> float:
+    """The part of the spans' time in which one of the others, which may overlap each other, is under way too."""
+    whole = sum(end - start for start, end in spans)
+    merged: list[Span] = []
+    for start, end in sorted(by):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((start, end))
+    both = sum(max(0.0, min(end, stop) - max(start, begin)) for start, end in spans for begin, stop in merged)
+    return both / whole if whole else 0.0
+
+
+def copies_under_compute(device: str, overlap: bool, width: int = 4096, batch: int = 8192) -> float:
+    """Of the time in which parameters come from the host's memory, the part in which kernels run."""
+    from lightning_zero.engine import Engine
+
+    module = Layers(width, 6)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    offload = {"optimizer": "cpu", "parameters": "cpu", "overlap": overlap}
+    engine = Engine(module, [optimizer], offload=offload, overlap=overlap, device=device)
+    x = torch.randn(batch, width, device=device)
+
+    module(x).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    module(x).backward()  # waits for the update, before which nothing is gathered ahead
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    with profile(activities=kinds) as profiled:
+        module(x).backward()
+        if device == "cuda":
+            torch.cuda.synchronize()
+    on_device = [event for event in profiled.events() if event.device_type is DeviceType.CUDA]
+    spans: dict[bool, list[Span]] = {True: [], False: []}
+    for event in on_device:
+        if "Memcpy" not in event.name or "HtoD" in event.name:
+            spans["HtoD" in event.name].append((event.time_range.start, event.time_range.end))
+    engine.close()
+    # the inputs' few bytes aside: a layer's copy takes at least a tenth of the longest
+    longest = max((end - start for start, end in spans[True]), default=0.0)
+    return covered([(start, end) for start, end in spans[True] if end - start > longest / 10], spans[False])
+
+
+def test_copies_of_parameters_run_under_compute(run_on, device):
+    (beside,) = run_on(1, copies_under_compute, timeout=170, device=device, overlap=True)
+    (serial,) = run_on(1, copies_under_compute, timeout=170, device=device, overlap=False)
+    # the first layer of a pass has nothing to hide behind, nor has backward's last
+    assert beside >= 0.5 > 0.2 >= serial, f"{beside:.0%} of copies under compute, {serial:.0%} without overlap"
