@@ -397,7 +397,11 @@ class Bucket:
     @property
     def slots(self) -> list[BucketSlot]:
         """The places of the parameters, in the order of the layout."""
-        slots = [reference() for reference in self._slots]
+        return self.slots_of(0, len(self._slots) - 1)
+
+    def slots_of(self, first: int, last: int) -> list[BucketSlot]:
+        """The places of some neighbours, from the first to the last, inclusive."""
+        slots = [reference() for reference in self._slots[first : last + 1]]
         assert None not in slots, f"parameters of unit {self.unit_name!r} were deleted"
         return slots  # type: ignore[return-value]
 

@@ -212,8 +212,8 @@ class Engine:
         self._turns = Turns(self.communicator, self.schedule, self.buckets)
         self._uneven_methods = [
             UnevenMethod(self._turns, inner)
-            for inner in module.modules()
-            if self._gathers and UnevenMethod.is_method_of(inner)
+            for inner in (module.modules() if self._gathers else ())
+            if UnevenMethod.is_method_of(inner)
         ]
         self.reducer = GradientReducer(
             self.units,

@@ -38,6 +38,7 @@ class _Backward:
     """A backward pass under way."""
 
     expectation: _Expectation
+    order: list[Bucket]  # that expectation's
     counts: list[list[int]]
     missing: list[int]  # by bucket: gradients that are expected still
     position: int = 0  # in the order of reduction
@@ -159,6 +160,7 @@ class GradientReducer:
                 expectation = self._expectations[key] = _Expectation(counts, order)
             self._backward = _Backward(
                 expectation,
+                order=[self._buckets[number] for number in expectation.order],
                 counts=[[0] * len(bucket.views) for bucket in self._buckets],
                 missing=[sum(count > 0 for count in counts) for counts in expectation.counts],
             )
@@ -199,7 +201,7 @@ class GradientReducer:
         # What ran twice may be needed again by the other run's backward, though all of its gradients are there.
         is_done = all(backward.counts[number]) and not self._units[number].ran_twice
         if self.on_reduced is not None and backward.expectation.observed and is_done:
-            self.on_reduced(bucket, shard, [self._buckets[each] for each in backward.expectation.order])
+            self.on_reduced(bucket, shard, backward.order)
 
     # -- at its end -------------------------------------------------------------------------------------------------
 
@@ -249,8 +251,9 @@ class GradientReducer:
         used = [[bool(next(agreed)) for _ in flags] for flags in used]
         late = [bool(next(agreed)) for _ in late]
 
+        in_order = set(expectation.order)
         for number, flags_of_bucket in enumerate(used):
-            if number not in expectation.order and any(flags_of_bucket):
+            if number not in in_order and any(flags_of_bucket):
                 self._launch(backward, number)
         self._collect(backward, used)
         for number, is_late in enumerate(late):
@@ -289,12 +292,10 @@ class GradientReducer:
                 seen = backward.counts[number][index]
                 before = expectation.counts[number][index] if expectation.observed else 0
                 expectation.counts[number][index] = max(seen, before, 1) if is_used else before
-        if not expectation.observed or any(
-            any(flags) and number not in expectation.order for number, flags in enumerate(used)
-        ):
+        in_use = {number for number, flags in enumerate(used) if any(flags)}
+        if not expectation.observed or not in_use.issubset(expectation.order):
             # rank 0 says in which order buckets become complete; those that it had no gradients for come last
-            in_use = [number for number, flags in enumerate(used) if any(flags)]
             seen_order = [number for number in backward.completed if number in in_use]
-            order = seen_order + [number for number in reversed(in_use) if number not in seen_order]
+            order = seen_order + sorted(in_use.difference(seen_order), reverse=True)
             expectation.order = self._communicator.from_first(torch.tensor(order, dtype=torch.int64)).tolist()
             expectation.observed = True

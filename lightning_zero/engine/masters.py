@@ -104,7 +104,7 @@ class Master:
 
     @property
     def slots(self) -> list[BucketSlot]:
-        return self.bucket.slots[self.first : self.last + 1]
+        return self.bucket.slots_of(self.first, self.last)
 
     @property
     def is_here(self) -> bool:
@@ -160,6 +160,7 @@ class Masters:
         self._active: list[Master] = []
         self._signature: Any = None
         self._arranged: list[tuple[list[Master], list[Tensor]]] = []  # by group: masters, and what is not the engine's
+        self._arranged_in: dict[Bucket, list[tuple[int, Master]]] = {}  # the same masters with their group's number
         self._begun: set[Bucket] = set()
         self._streams: dict[Bucket, DiskUpdate] = {}
         self._loaded: dict[Any, dict[str, Any]] | None = None
@@ -259,7 +260,8 @@ class Masters:
             shard: the gradient, of all parameters of the bucket, as it will be then.
             order: in which buckets come, as far as that is known.
         """
-        held = {slot: master for masters, _ in self._arranged for master in masters for slot in master.slots}
+        masters = [master for _, master in self._arranged_in.get(bucket, ())]
+        held = {slot for master in masters for slot in master.slots}
         if (
             bucket.updates is None
             or self._signature is None
@@ -268,10 +270,8 @@ class Masters:
             return
         self._begin_update()
         bucket.before_update()
-        masters = dict.fromkeys(held[slot] for slot in bucket.slots)
         if not self._begun:
-            mine = {slot.bucket for slot in held}
-            self._stream([each for each in order if each in mine])
+            self._stream([each for each in order if each in self._arranged_in])
         self._stream([bucket])
         self._begun.add(bucket)
         bucket.has_begun = True
@@ -286,10 +286,9 @@ class Masters:
         """
         optimizer = self.optimizer
         wanted = [
-            (Update.of(optimizer, group, bucket.full.device), master, gradients[master])
-            for group, (masters, _) in zip(optimizer.param_groups, self._arranged)
-            for master in masters
-            if master.bucket is bucket and master.is_here
+            (Update.of(optimizer, optimizer.param_groups[number], bucket.full.device), master, gradients[master])
+            for number, master in self._arranged_in[bucket]
+            if master.is_here
         ]
 
         shown = bucket.shown_in()
@@ -390,13 +389,15 @@ class Masters:
         signature = [[(id(p), p.grad is None) for p in group["params"]] for group in groups]
         if signature == self._signature:
             return
-        self._signature, self._active, self._arranged = None, [], []
-        for group in groups:
+        self._signature, self._active, self._arranged, self._arranged_in = None, [], [], {}
+        for number, group in enumerate(groups):
             slots = [self.slot_of(p) for p in group["params"] if p.grad is not None]
             foreign = [p for p in group["params"] if p.grad is not None and self.slot_of(p) is None]
             masters = self._masters_of([slot for slot in slots if slot is not None])
             self._active.extend(masters)
             self._arranged.append((masters, foreign))
+            for master in masters:
+                self._arranged_in.setdefault(master.bucket, []).append((number, master))
         make_room(self.optimizer, self.slot_of)
         self._signature = signature
 

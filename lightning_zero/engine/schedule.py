@@ -393,9 +393,10 @@ class Schedule:
             self.release_if_idle(before)
 
     def _prefetch_after(self, position: int) -> None:
-        for unit in self._order[position + 1 : position + 1 + self.prefetch]:
+        next_ones = self._order[position + 1 : position + 1 + 2 * self.prefetch]
+        for unit in next_ones[: self.prefetch]:
             unit.prefetch()
-        for unit in self._order[position + 1 + self.prefetch :][: self.prefetch]:
+        for unit in next_ones[self.prefetch :]:
             unit.fetch()
 
     # -- backward ---------------------------------------------------------------------------------------------------
@@ -415,12 +416,12 @@ class Schedule:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: _end_differentiation(own()))
         self._turn_to(unit, is_backward=True)
         unit.gather()
-        position = self._position.get(unit)
-        if position is not None:
-            for before in self._order[max(0, position - self.prefetch) : position][::-1]:
+        if (position := self._position.get(unit)) is not None:
+            first = max(0, position - self.prefetch)
+            for before in self._order[first:position][::-1]:
                 if before.outstanding:
                     before.prefetch()
-            for before in self._order[: max(0, position - self.prefetch)][-1:] if self.prefetch else ():
+            for before in self._order[max(0, first - 1) : first] if self.prefetch else ():
                 if before.outstanding:
                     before.fetch()
         unit.wait()

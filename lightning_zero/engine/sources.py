@@ -133,7 +133,8 @@ def agree_on_sources(module: nn.Module, communicator: Communicator) -> dict[str,
         if values is not None:
             origin = (is_parameter and _place_of(values, mapped)) or _MEMORY
         mine[name] = (kind, origin)
-    everywhere = communicator.gather_objects(mine)
+    # as a rule all ranks have the same, of which nothing need be sent, nor compared rank by rank
+    everywhere = [mine] if communicator.is_alike(repr(mine)) else communicator.gather_objects(mine)
     _check_alike(everywhere)
     sources = {}
     missing: dict[str, list[int]] = {}
