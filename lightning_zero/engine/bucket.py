@@ -654,15 +654,16 @@ class Bucket:
             gradient = gradient.whole()
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
+        is_small = gradient.numel() <= _SMALL or self.communicator.size == 1
+        if is_small and self.reduces and not self._filled[index]:
+            if gradient.dtype != self._gradient_dtype or not gradient.is_contiguous() or gradient.requires_grad:
+                gradient = gradient.detach().to(self._gradient_dtype).contiguous()
+            self._apart[index] = gradient
+            self._filled[index] = True
+            return
         with torch.no_grad():
             if index in self._apart:
                 self._apart[index].add_(gradient)
-                return
-            if self.communicator.size == 1 or (self.reduces and not self._filled[index] and gradient.numel() <= _SMALL):
-                self._apart[index] = kept = gradient.to(self._gradient_dtype).contiguous()
-                self._filled[index] = True
-                if self.communicator.size > 1:
-                    self.ledger.add("reduction", kept.nbytes)
                 return
             if self.flat_gradient is None:
                 self.flat_gradient = self._make_flat_gradient()
@@ -726,8 +727,7 @@ class Bucket:
         """Drop what was accumulated and not reduced."""
         if self.flat_gradient is not None:
             self.ledger.add("reduction", -self.flat_gradient.untyped_storage().nbytes())
-        self._take_apart()
-        self.flat_gradient = None
+        self.flat_gradient, self._apart = None, {}
         self._filled = [False] * len(self._filled)
         self._unsynchronised = False
 
@@ -735,13 +735,6 @@ class Bucket:
         flat = torch.empty(self.layout.padded_numel, dtype=self._gradient_dtype, device=self.full.device)
         self.ledger.add("reduction", flat.untyped_storage().nbytes())
         return flat
-
-    def _take_apart(self) -> dict[int, Tensor]:
-        """The gradients that were kept as they came, which the bucket keeps no longer."""
-        apart, self._apart = self._apart, {}
-        if apart and self.communicator.size > 1:
-            self.ledger.add("reduction", -sum(gradient.nbytes for gradient in apart.values()))
-        return apart
 
     def _local_gradient(self, index: int) -> Tensor:
         assert self.flat_gradient is not None
@@ -751,7 +744,7 @@ class Bucket:
     def start_reduction(self) -> Pending:
         """Start to sum the flat buffer over ranks, zeros for what got no gradient here."""
         if self.communicator.size == 1:
-            alone = self._take_apart()
+            alone, self._apart = self._apart, {}
             self._filled = [False] * len(self._filled)
             return Pending("", [], [], lambda: alone)
         with torch.no_grad():
@@ -766,7 +759,7 @@ class Bucket:
     def _complete_flat_gradient(self) -> Tensor:
         """The flat buffer, with what was kept beside it, and zeros for what got no gradient here."""
         flat = self._make_flat_gradient() if self.flat_gradient is None else self.flat_gradient
-        apart = self._take_apart()
+        apart, self._apart = self._apart, {}
         if len(apart) == len(self._filled):  # the quickest way
             gaps = flat.new_zeros(max(self._sizes[1::2]))
             torch.cat([gaps[:n] if i % 2 else apart[i // 2].view(-1) for i, n in self._pieces], out=flat)

@@ -128,7 +128,9 @@ class GradientReducer:
         else:
             leaf.grad = None
             if not bucket.shows_unsynchronised(index, gradient):  # else autograd added to the flat buffer itself
-                bucket.accumulate(index, gradient if is_parameter else with_hooks_of(parameter, gradient))
+                if not is_parameter and parameter._backward_hooks:
+                    gradient = with_hooks_of(parameter, gradient)
+                bucket.accumulate(index, gradient)
         backward.counts[number][index] += 1
         if backward.counts[number][index] == backward.expectation.counts[number][index]:
             backward.missing[number] -= 1
