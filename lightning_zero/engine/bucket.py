@@ -17,6 +17,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,7 @@ from lightning_zero.engine.gradient_shard import GradientShard
 from lightning_zero.engine.layout import BucketLayout
 from lightning_zero.engine.offload.states import MASTERS, PARAMETERS, DiskStates, Swap
 from lightning_zero.engine.offload.updates import Updates
+from lightning_zero.engine.same_machine import Piece
 from lightning_zero.engine.settling import Work, settle
 from lightning_zero.engine.sharded_tensor import ShardedTensor, flat_range, local_range_of
 from lightning_zero.engine.view import View
@@ -234,6 +236,12 @@ class Bucket:
         # casts it; and of what travels in less than fp32 it keeps the sum in range.
         self._can_take_mean_first = communicator.size > 1 and (
             compute_dtype == self._gradient_dtype or self._wire_dtype != self._gradient_dtype
+        )
+        # Without a copy into one buffer; not where there are so many that asking for each costs more than the copy.
+        self._reduces_in_pieces = (
+            communicator.takes_pieces
+            and self._wire_dtype == self._gradient_dtype
+            and layout.numel > _SMALL * len(layout.segments)
         )
         self.reduces = True  # what is accumulated now, in this backward
         # what is frozen has no masters of its own
@@ -654,12 +662,14 @@ class Bucket:
             gradient = gradient.whole()
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
-        is_small = gradient.numel() <= _SMALL or self.communicator.size == 1
-        if is_small and self.reduces and not self._filled[index]:
+        stays_apart = self._reduces_in_pieces or gradient.numel() <= _SMALL or self.communicator.size == 1
+        if stays_apart and self.reduces and self.flat_gradient is None and not self._filled[index]:
             if gradient.dtype != self._gradient_dtype or not gradient.is_contiguous() or gradient.requires_grad:
                 gradient = gradient.detach().to(self._gradient_dtype).contiguous()
             self._apart[index] = gradient
             self._filled[index] = True
+            if self._reduces_in_pieces:
+                self.ledger.add("reduction", gradient.nbytes)
             return
         with torch.no_grad():
             if index in self._apart:
@@ -727,7 +737,8 @@ class Bucket:
         """Drop what was accumulated and not reduced."""
         if self.flat_gradient is not None:
             self.ledger.add("reduction", -self.flat_gradient.untyped_storage().nbytes())
-        self.flat_gradient, self._apart = None, {}
+        self._take_apart()
+        self.flat_gradient = None
         self._filled = [False] * len(self._filled)
         self._unsynchronised = False
 
@@ -744,22 +755,50 @@ class Bucket:
     def start_reduction(self) -> Pending:
         """Start to sum the flat buffer over ranks, zeros for what got no gradient here."""
         if self.communicator.size == 1:
-            alone, self._apart = self._apart, {}
+            alone = self._take_apart()
             self._filled = [False] * len(self._filled)
             return Pending("", [], [], lambda: alone)
+        what = f"the gradient reduction of unit {self.unit_name!r}"
         with torch.no_grad():
+            if self._reduces_in_pieces and self.flat_gradient is None:
+                return self._start_in_pieces(what)
             flat, self.flat_gradient = self._complete_flat_gradient(), None
             self._reducing_nbytes = self.communicator.reduction_bytes(flat, self._wire_dtype)
             self.ledger.add("reduction", self._reducing_nbytes - flat.untyped_storage().nbytes())
             self._filled = [False] * len(self._filled)
-            return self.communicator.reduce_scatter(
-                flat, self._wire_dtype, f"the gradient reduction of unit {self.unit_name!r}"
-            )
+            return self.communicator.reduce_scatter(flat, self._wire_dtype, what)
+
+    def _start_in_pieces(self, what: str) -> Pending:
+        apart = {index: gradient.view(-1) for index, gradient in self._take_apart().items()}
+        self._filled = [False] * len(self._filled)
+        pieces = [
+            [
+                Piece(numel, apart[index][offset : offset + numel] if index in apart else None)
+                for numel, index, offset in self._pieces_of[rank]
+            ]
+            for rank in range(self.communicator.size)
+        ]
+        self._reducing_nbytes = sum(gradient.nbytes for gradient in apart.values())
+        self._reducing_nbytes += self.layout.shard_numel * self._gradient_dtype.itemsize
+        self.ledger.add("reduction", self._reducing_nbytes)
+        factor = 1.0 / self.communicator.size if self._can_take_mean_first else 1.0
+        return self.communicator.reduce_pieces(pieces, self._gradient_dtype, factor, what)
+
+    @cached_property
+    def _pieces_of(self) -> list[list[tuple[int, int | None, int]]]:
+        return [self.layout.pieces_of(rank) for rank in range(self.communicator.size)]
+
+    def _take_apart(self) -> dict[int, Tensor]:
+        """The gradients that were kept as they came, which the bucket keeps no longer."""
+        apart, self._apart = self._apart, {}
+        if self._reduces_in_pieces:
+            self.ledger.add("reduction", -sum(gradient.nbytes for gradient in apart.values()))
+        return apart
 
     def _complete_flat_gradient(self) -> Tensor:
         """The flat buffer, with what was kept beside it, and zeros for what got no gradient here."""
         flat = self._make_flat_gradient() if self.flat_gradient is None else self.flat_gradient
-        apart, self._apart = self._apart, {}
+        apart = self._take_apart()
         if len(apart) == len(self._filled):  # the quickest way
             gaps = flat.new_zeros(max(self._sizes[1::2]))
             torch.cat([gaps[:n] if i % 2 else apart[i // 2].view(-1) for i, n in self._pieces], out=flat)

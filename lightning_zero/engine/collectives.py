@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.engine.same_machine import Neighbours, connect
+from lightning_zero.engine.same_machine import Neighbours, Piece, connect
 from lightning_zero.engine.watch import Watch, explained
 
 _REDUCE_TAG = 7701
@@ -71,8 +71,11 @@ class Counters:
         """Count one call that moves these tensors, in their own dtype or in another."""
         self.calls[kind] += 1
         for tensor in tensors:
-            self.elements[kind] += tensor.numel()
-            self.bytes[kind] += tensor.numel() * (dtype or tensor.dtype).itemsize
+            self.count(kind, tensor.numel(), dtype or tensor.dtype)
+
+    def count(self, kind: str, numel: int, dtype: torch.dtype) -> None:
+        self.elements[kind] += numel
+        self.bytes[kind] += numel * dtype.itemsize
 
 
 class Pending:
@@ -130,6 +133,7 @@ class Communicator:
         self.before_gather: Callable[[int], None] | None = None
         initialised = dist.is_available() and dist.is_initialized()
         self._background_group: Any = None
+        self._neighbours: Neighbours | None = None  # all others, where each can read their memory
         self.group = (group or dist.group.WORLD) if initialised else None
         self.size = dist.get_world_size(self.group) if initialised else 1
         self.rank = dist.get_rank(self.group) if initialised else 0
@@ -154,7 +158,6 @@ class Communicator:
         first = int(number) % 2**11 << 20
         self._tell_tag, self._reduce_tag, self._gather_tag = first + _TELL_TAG, first + _REDUCE_TAG, first + _GATHER_TAG
         self.watch = Watch(self.group, self.name)
-        self._neighbours: Neighbours | None = None
         if self.backend == "gloo" and device.type == "cpu":
             timeout = self.group._get_backend(device).options._timeout
             self._neighbours = connect(self.rank, self.size, timeout, self.gather_objects)
@@ -208,9 +211,8 @@ class Communicator:
             return Pending(what, [work], [sent], lambda: shard.to(dtype), watch=self.watch)
         slices = flat.chunk(self.size)
         if self._neighbours is not None:
-            theirs = {rank: part.to(wire) for rank, part in enumerate(slices) if rank != self.rank}
-            exchange, total = self._neighbours.reduce(self._reduce_tag, slices[self.rank], theirs)
-            return Pending(what, [exchange], [], lambda: total, watch=self.watch)
+            pieces = [[Piece(len(part), part if r == self.rank else part.to(wire))] for r, part in enumerate(slices)]
+            return self._add_up(pieces, wire, 1.0, what)
         # a copy, where the others are cast, so that the buffer need not be kept for it
         own = slices[self.rank] if wire == dtype else slices[self.rank].clone()
         sent_parts, received, works = [], [], []
@@ -228,6 +230,30 @@ class Communicator:
             return total
 
         return Pending(what, works, sent_parts, add_up, watch=self.watch)
+
+    @property
+    def takes_pieces(self) -> bool:
+        """Whether ``reduce_pieces`` is offered: what is reduced need not be in one buffer."""
+        return self._neighbours is not None
+
+    def reduce_pieces(self, pieces: list[list[Piece]], dtype: torch.dtype, factor: float, what: str) -> Pending:
+        """``reduce_scatter`` of what lies in pieces, which are kept until the end.
+
+        Args:
+            pieces: by rank, what its slice is made of; cut alike on every rank.
+            dtype: of all of them.
+            factor: by which all is multiplied before it is summed.
+            what: for the error message.
+        """
+        self.counters.calls["reduce_scatter"] += 1
+        self.counters.count("reduce_scatter", sum(piece.numel for part in pieces for piece in part), dtype)
+        return self._add_up(pieces, dtype, factor, what)
+
+    def _add_up(self, pieces: list[list[Piece]], wire: torch.dtype, factor: float, what: str) -> Pending:
+        assert self._neighbours is not None
+        others = {rank: part for rank, part in enumerate(pieces) if rank != self.rank}
+        exchange, total = self._neighbours.reduce(self._reduce_tag, pieces[self.rank], others, wire, factor)
+        return Pending(what, [exchange], [], lambda: total, watch=self.watch)
 
     def reduction_bytes(self, flat: Tensor, wire: torch.dtype) -> int:
         """Bytes held while a flat buffer is reduced: what is sent, what is received, and one's own slice."""

@@ -171,6 +171,8 @@ class Engine:
         activations = activation_store(self._offload, activation_checkpointing, device)
 
         self._module = weakref.ref(module)
+        if device.type == "cpu":
+            _let_freed_memory_stay()
         self.ledger = Ledger()
         self._handshake_timeout = handshake_timeout
         self._join(group, device)
@@ -790,6 +792,15 @@ def slot_of(tensor: Any) -> BucketSlot | None:
     if isinstance(tensor, ShardedTensor) and tensor.is_parameter:
         return tensor.slot  # type: ignore[return-value]
     return None
+
+
+def _let_freed_memory_stay() -> None:
+    """Let buffers be made of memory that others had before them, which the system need not clear again.
+
+    glibc gives back at once what is larger than the largest block freed so far (up to 32 MiB), and what is free at the
+    end of its heap beyond twice that: ``mallopt(3)``, M_MMAP_THRESHOLD. So one that is never touched sets both.
+    """
+    torch.empty(2**25 - 2**16, dtype=torch.uint8)
 
 
 def _check_ordinary(module: nn.Module) -> None:

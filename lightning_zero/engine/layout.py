@@ -90,6 +90,16 @@ class BucketLayout:
         start = max(self.segments[first].start, low)
         return start, max(start, min(self.segments[last].stop, high))
 
+    def pieces_of(self, rank: int) -> list[tuple[int, int | None, int]]:
+        """What a rank's shard is made of, in order: elements, of which segment (None for a gap), from where in it."""
+        (low, high), pieces, position = self.shard_range(rank), [], 0
+        for number, size in enumerate(self.sizes()):
+            start, stop = max(position, low), min(position + size, high)
+            if start < stop:
+                pieces.append((stop - start, None if number % 2 else number // 2, start - position))
+            position += size
+        return pieces
+
     def sizes(self) -> list[int]:
         """The bucket cut up: elements of each segment, and of the gap after it, which belongs to no parameter."""
         sizes = []

@@ -11,6 +11,7 @@ It needs the permission to read another process's memory, which Linux gives to p
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import selectors
 import socket
@@ -23,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,18 +72,29 @@ def read_memory(process: int, address: int, target: Tensor) -> None:
         done += read
 
 
+class Piece(NamedTuple):
+    """Neighbouring elements of what is added up, wherever they are: 1-D; None for zeros."""
+
+    numel: int
+    values: Tensor | None
+
+    @property
+    def address(self) -> int:
+        return self.values.data_ptr() if self.values is not None else 0
+
+
 class Exchange:
     """One under way: it ends when all is read here, and has been read by the others.
 
     Args:
-        sources: for each peer, in the order of the transport, what it reads here; kept until the end.
+        kept: until the end, since others read it.
         take: called with (position of the peer, its process, address) in the thread of the transport, in that order of
             peers, once what is there is ready.
         timeout: of the wait.
     """
 
-    def __init__(self, sources: list[Tensor], take: Callable[[int, int, int], None], timeout: timedelta) -> None:
-        self.sources, self._take, self._timeout = sources, take, timeout
+    def __init__(self, kept: Any, take: Callable[[int, int, int], None], timeout: timedelta) -> None:
+        self._kept, self._take, self._timeout = kept, take, timeout
         self.taken = self.given = 0  # peers
         self._over = threading.Event()
         self._error: Exception | None = None
@@ -94,7 +106,7 @@ class Exchange:
 
     def end(self, error: Exception | None = None) -> None:
         self._error = error
-        self.sources, self._take = [], _nothing
+        self._kept, self._take = None, _nothing
         self._over.set()
 
     def wait(self) -> None:
@@ -153,34 +165,68 @@ class Neighbours:
 
         return self._begin(tag, [slices[self._rank]] * len(self._ranks), take)
 
-    def reduce(self, tag: int, own: Tensor, sent: Mapping[int, Tensor]) -> tuple[Exchange, Tensor]:
+    def reduce(
+        self,
+        tag: int,
+        own: Sequence[Piece],
+        sent: Mapping[int, Sequence[Piece]],
+        wire: torch.dtype,
+        factor: float = 1.0,
+    ) -> tuple[Exchange, Tensor]:
         """Add what the other ranks have for this one to its own; the sum is there when the exchange has ended.
 
         Args:
             tag: as of ``gather``.
-            own: 1-D.
-            sent: by rank, what each is to add to its own; of that length, in the dtype in which it travels.
+            own: what the sum is made of, one piece after another, those of other ranks alike.
+            sent: by rank, what each is to add to its own.
+            wire: the dtype of what travels.
+            factor: by which all is multiplied before it is added up; or after it, if it is a power of two, which gives
+                the same digits.
         """
-        total, (travels, *_) = torch.empty_like(own), sent.values()
-        chunk = torch.empty(_CHUNK, dtype=travels.dtype)
+        dtype = next((piece.values.dtype for piece in own if piece.values is not None), wire)
+        total = torch.empty(sum(piece.numel for piece in own), dtype=dtype)
+        tables = {rank: torch.tensor([piece.address for piece in pieces]) for rank, pieces in sent.items()}
+        kept = [piece.values for pieces in (own, *sent.values()) for piece in pieces]
+        is_exact = math.frexp(factor)[0] == 0.5
+        room, room_of_own = torch.empty(_CHUNK, dtype=wire), torch.empty(_CHUNK, dtype=dtype)
 
         def take(position: int, process: int, address: int) -> None:
-            for start in range(0, len(total), _CHUNK):
-                added = total[start : start + _CHUNK]
-                is_first = position == 0
-                came = added if is_first and chunk.dtype == total.dtype else chunk[: len(added)]
-                read_memory(process, address + start * chunk.itemsize, came)
-                if not is_first:
-                    added.add_(came)
-                    continue
-                if came is not added:
-                    added.copy_(came)
-                added.add_(own[start : start + _CHUNK])
+            addresses = torch.empty(len(own), dtype=torch.int64)
+            read_memory(process, address, addresses)
+            rest = total
+            for piece, there in zip(own, addresses.tolist()):
+                for start in range(0, piece.numel, _CHUNK):
+                    numel = min(_CHUNK, piece.numel - start)
+                    add_up(rest[:numel], piece, start, process, there, position)
+                    rest = rest[numel:]
 
-        return self._begin(tag, [sent[rank] for rank in self._ranks], take), total
+        def add_up(part: Tensor, piece: Piece, start: int, process: int, there: int, position: int) -> None:
+            is_first, is_last = position == 0, position == len(self._ranks) - 1
+            came = part if is_first and wire == dtype else room[: len(part)]
+            if there:
+                read_memory(process, there + start * came.itemsize, came)
+                if not is_exact:
+                    came.mul_(factor)
+            if not is_first:
+                if there:
+                    part.add_(came)
+            else:
+                if not there:
+                    part.zero_()
+                elif came is not part:
+                    part.copy_(came)
+                if piece.values is not None:
+                    mine = piece.values[start : start + len(part)]
+                    part.add_(mine if is_exact else torch.mul(mine, factor, out=room_of_own[: len(part)]))
+            if is_last and is_exact and factor != 1.0:
+                part.mul_(factor)
 
-    def _begin(self, tag: int, sources: list[Tensor], take: Callable[[int, int, int], None]) -> Exchange:
-        exchange = Exchange(sources, take, self._timeout)
+        return self._begin(tag, [tables[rank] for rank in self._ranks], take, kept), total
+
+    def _begin(
+        self, tag: int, sources: list[Tensor], take: Callable[[int, int, int], None], kept: Any = None
+    ) -> Exchange:
+        exchange = Exchange((sources, kept), take, self._timeout)
         with self._lock:
             key = tag, self._begun[tag]
             self._begun[tag] += 1

@@ -51,21 +51,30 @@ def test_each_rank_has_the_slices_of_all(run_on, size, numel):
     run_on(size, exchange_slices, numel=numel)
 
 
-def add_up(numel: int, wire: torch.dtype) -> None:
+def add_up(numel: int, wire: torch.dtype, factor: float) -> None:
+    from lightning_zero.engine.same_machine import Piece
+
     transport, size = neighbours(), world_size()
     generator = torch.Generator().manual_seed(3)
     values = torch.randn(size, size, numel, generator=generator)  # of each rank, for each rank
     mine = values[rank()]
-    sent = {other: mine[other].to(wire) for other in range(size) if other != rank()}
-    exchanges = [transport.reduce(7, mine[rank()], sent) for _ in range(3)]
+
+    def pieces_of(part: torch.Tensor) -> list[Piece]:
+        cut = [part[: numel // 3].clone(), part[numel // 3 :]]
+        return [*(Piece(len(each), each) for each in cut), Piece(5, None)]  # the last is nobody's
+
+    sent = {other: pieces_of(mine[other].to(wire)) for other in range(size) if other != rank()}
+    own = pieces_of(mine[rank()])
+    exchanges = [transport.reduce(7, own, sent, wire, factor) for _ in range(3)]
     # in the order of the ring, as over Gloo
     order = [(rank() - k) % size for k in range(1, size)]
-    expected = values[order[0]][rank()].to(wire).float() + mine[rank()]
+    factor_of_theirs = torch.tensor(factor, dtype=wire)
+    expected = (values[order[0]][rank()].to(wire) * factor_of_theirs).float() + mine[rank()] * factor
     for other in order[1:]:
-        expected += values[other][rank()].to(wire).float()
+        expected += (values[other][rank()].to(wire) * factor_of_theirs).float()
     for exchange, total in exchanges:
         exchange.wait()
-        assert torch.equal(total, expected)
+        assert torch.equal(total, torch.cat([expected, torch.zeros(5)]))
     dist.barrier()
     transport.close()
 
@@ -73,8 +82,11 @@ def add_up(numel: int, wire: torch.dtype) -> None:
 @SIZES
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("numel", [3, 2**15, 100_003])
-def test_each_rank_has_the_sum_of_what_the_others_have_for_it(run_on, size, numel, wire):
-    run_on(size, add_up, numel=numel, wire=wire)
+@pytest.mark.parametrize("factor", [1.0, 0.5, 1 / 3])
+def test_each_rank_has_the_sum_of_what_the_others_have_for_it(run_on, size, numel, wire, factor):
+    if wire is torch.bfloat16:
+        factor = 1.0  # taken before the cast, so that the sum stays in range
+    run_on(size, add_up, numel=numel, wire=wire, factor=factor)
 
 
 def train_both_ways(recipe: Recipe, stage: int, **options: object) -> None:
