@@ -22,7 +22,7 @@ types: $(INSTALLED)
 	$(RUN) -m mypy
 
 bench: $(INSTALLED)
-	$(RUN) benchmarks/step_time.py $(ARGS)
+	$(RUN) -m lightning_zero bench peers $(ARGS)
 	$(RUN) benchmarks/overhead.py
 
 # The stamp is newer than the two files that say what is installed, so a second call does not install again.

@@ -35,6 +35,19 @@ GPTS: dict[str, dict[str, int]] = {
 }
 """Options of `lightning_zero.zoo.gpt.GPT`, with a head of its own, by the number of its parameters."""
 
+MODELS: dict[str, dict[str, Any]] = {
+    **{name: {"kind": "gpt", **sizes} for name, sizes in GPTS.items()},
+    "deep": {"kind": "deep", "width": 64, "depth": 100},  # bound by overhead
+    "deep200": {"kind": "deep", "width": 64, "depth": 200},
+    "wide": {"kind": "wide", "width": 2048, "depth": 4},  # bound by communication: 17 M parameters, little arithmetic
+    "wide2m": {"kind": "wide", "width": 1024, "depth": 2},
+    "vit": {"kind": "vit", "width": 384, "depth": 12, "heads": 6},
+    "moe": {"kind": "moe", "width": 256, "depth": 4, "heads": 4, "experts": 8},
+    "lora": {"kind": "lora", **GPTS["25m"], "rank": 8},
+}
+"""All models of `models.py`, by their kind and its options."""
+READS_TOKENS = {"gpt", "deep", "moe", "lora"}  # kinds whose batches are sequences; those of the others are samples
+
 # glibc keeps freed blocks for later, so that resident memory would show what was once used. With these it hands every
 # larger block back at once, and resident memory follows the live tensors. It costs page faults: not for timing.
 RETURN_MEMORY_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}

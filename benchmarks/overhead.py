@@ -24,7 +24,7 @@ from common import (
     spread,
     write_results,
 )
-from step_time import WARM_UP, WORKER_TIMEOUT
+from peers import WARM_UP, WORKER_TIMEOUT
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -1,9 +1,11 @@
 """How each compared system trains the same model: one function a system, set up as its own documentation recommends.
 
-Each takes the model (ordinary, the same weights on every rank) and returns a `Training`.
+Each takes the model (ordinary, the same weights on every rank, on its device) and the conditions that all train under,
+and returns a `Training`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,42 +14,110 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 LEARNING_RATE = 3e-4
 
 
 @dataclass(frozen=True)
+class Conditions:
+    """What all systems train under: the device, the dtype they compute in, micro-batches a step, and whether blocks
+    compute their activations again in backward.
+    """
+
+    device: torch.device = torch.device("cpu")
+    dtype: torch.dtype = torch.float32
+    accumulate: int = 1
+    checkpoint: bool = False
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, self.dtype)
+
+
+@dataclass(frozen=True)
 class Training:
     step: Callable[[Tensor, Tensor], Tensor]
-    """One step on tokens and targets, (batch, sequence) of bytes each; returns this rank's loss, detached."""
+    """One step on inputs and targets, all micro-batches one behind the other; returns this rank's loss, detached."""
     peak_by_category: Callable[[], dict[str, int]] = dict
     """Bytes of the system's own buffers at their peak, where it tells."""
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return nn.functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 
 
-def plain_step(module: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor, Tensor], Tensor]:
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = cross_entropy(module(tokens), targets)
+def plain_step(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    accumulate: int = 1,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loop that torch's documentation has.
+
+    Args:
+        no_sync: around all micro-batches of a step but the last.
+    """
+
+    def backward(inputs: Tensor, targets: Tensor) -> Tensor:
+        with autocast():
+            loss = cross_entropy(module(inputs), targets)
+        if accumulate > 1:
+            loss = loss / accumulate
         loss.backward()
+        return loss.detach()
+
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        *others, last = zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True)
+        losses = []
+        for batch in others:
+            with no_sync():
+                losses.append(backward(*batch))
+        losses.append(backward(*last))
         optimizer.step()
         optimizer.zero_grad()
-        return loss.detach()
+        return sum(losses[1:], losses[0])
 
     return step
 
 
-def single(model: nn.Module) -> Training:
-    return Training(plain_step(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)))
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
 
 
-def ddp(model: nn.Module) -> Training:
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(trained(model), lr=LEARNING_RATE)
+
+
+def single(model: nn.Module, conditions: Conditions) -> Training:
+    return Training(plain_step(model, adamw(model), conditions.accumulate, conditions.autocast))
+
+
+def data_parallel(model: nn.Module, conditions: Conditions, optimizer: Callable[[nn.Module], Any]) -> Training:
     wrapped = DistributedDataParallel(model)
-    return Training(plain_step(wrapped, torch.optim.AdamW(wrapped.parameters(), lr=LEARNING_RATE)))
+    loop = (conditions.accumulate, conditions.autocast, wrapped.no_sync)
+    return Training(plain_step(wrapped, optimizer(wrapped), *loop))
+
+
+def zero_redundancy(model: nn.Module) -> torch.optim.Optimizer:
+    return ZeroRedundancyOptimizer(trained(model), optimizer_class=torch.optim.AdamW, lr=LEARNING_RATE)
+
+
+def fsdp1(model: nn.Module, conditions: Conditions) -> Training:
+    """Each block by itself, in mixed precision with gradients reduced in fp32."""
+    low = MixedPrecision(param_dtype=conditions.dtype, reduce_dtype=torch.float32)
+    wrapped = FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({type(block) for block in model.blocks}),
+        mixed_precision=low if conditions.dtype != torch.float32 else None,
+        device_id=conditions.device,
+        use_orig_params=True,
+    )
+    return Training(plain_step(wrapped, adamw(wrapped), conditions.accumulate, no_sync=wrapped.no_sync))
 
 
 def fully_shard_blocks(model: nn.Module, **options: Any) -> None:
@@ -57,54 +127,96 @@ def fully_shard_blocks(model: nn.Module, **options: Any) -> None:
     fully_shard(model, **options)
 
 
-def fsdp2(model: nn.Module) -> Training:
-    fully_shard_blocks(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    return Training(plain_step(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)))
+def fsdp2(model: nn.Module, conditions: Conditions, reshard_after_forward: bool) -> Training:
+    options: dict[str, Any] = {"reshard_after_forward": reshard_after_forward}
+    if conditions.dtype != torch.float32:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=conditions.dtype, reduce_dtype=torch.float32)
+    mesh = init_device_mesh(conditions.device.type, (dist.get_world_size(),))
+    fully_shard_blocks(model, mesh=mesh, **options)
+
+    @contextmanager
+    def no_sync() -> Iterator[None]:
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+
+    return Training(plain_step(model, adamw(model), conditions.accumulate, no_sync=no_sync))
 
 
-def zero(model: nn.Module, stage: int) -> Training:
+def zero(model: nn.Module, conditions: Conditions, stage: int) -> Training:
     from lightning_zero.engine import Engine
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    engine = Engine(model, [optimizer], stage=stage)
-    return Training(plain_step(model, optimizer), peak_by_category=lambda: dict(engine.report().peak))
+    optimizer, blocks = adamw(model), set(model.blocks)
+    engine = Engine(
+        model,
+        [optimizer],
+        stage=stage,
+        compute_dtype=conditions.dtype if conditions.dtype != torch.float32 else None,
+        device=conditions.device,
+        activation_checkpointing=(lambda _, module: module in blocks) if conditions.checkpoint else None,
+    )
+    loop = (conditions.accumulate, conditions.autocast, engine.no_sync)
+    return Training(plain_step(model, optimizer, *loop), peak_by_category=lambda: dict(engine.report().peak))
 
 
-def deepspeed(model: nn.Module, stage: int, **config: Any) -> Training:
+def deepspeed(model: nn.Module, stage: int, accumulate: int = 1, **config: Any) -> Training:
     import deepspeed
 
     # with torch's AdamW, as all others, unless the configuration names one of DeepSpeed's own
-    optimizer = None if "optimizer" in config else torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    optimizer = None if "optimizer" in config else adamw(model)
     engine, *_ = deepspeed.initialize(
         model=model,
-        model_parameters=model.parameters(),
+        model_parameters=trained(model),
         optimizer=optimizer,
         config={
-            "train_micro_batch_size_per_gpu": 1,  # required; with one micro-batch a step only its log reads it
+            "train_micro_batch_size_per_gpu": 1,  # required; only its log reads it
+            "gradient_accumulation_steps": accumulate,
             "zero_optimization": {"stage": stage},
             "zero_allow_untested_optimizer": True,
             "gradient_clipping": 0.0,  # its default is to clip to 1.0, which nobody else does here
             **config,
         },
     )
+    dtype = next(engine.module.parameters()).dtype
 
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = cross_entropy(engine(tokens), targets)
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        losses = []
+        for part, wanted in zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True):
+            loss = cross_entropy(engine(part.to(dtype) if part.is_floating_point() else part), wanted)
+            engine.backward(loss)  # which divides by the number of micro-batches
+            engine.step()
+            losses.append(loss.detach())
+        return sum(losses[1:], losses[0]) / accumulate
 
     return Training(step)
 
 
-SYSTEMS: dict[str, Callable[[nn.Module], Training]] = {
-    "single": single,
-    "ddp": ddp,
-    "zero1": partial(zero, stage=1),
+def deepspeed_zero(model: nn.Module, conditions: Conditions, stage: int) -> Training:
+    return deepspeed(model, stage, conditions.accumulate, bf16={"enabled": conditions.dtype == torch.bfloat16})
+
+
+def checkpointed(train: Callable[[nn.Module, Conditions], Training]) -> Callable[[nn.Module, Conditions], Training]:
+    """With torch's checkpointing of each block, if that is wanted, inside of all that a system hooks to the block."""
+
+    def checkpoint_and_train(model: nn.Module, conditions: Conditions) -> Training:
+        for block in model.blocks if conditions.checkpoint else ():
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        return train(model, conditions)
+
+    return checkpoint_and_train
+
+
+SYSTEMS: dict[str, Callable[[nn.Module, Conditions], Training]] = {
+    "single": checkpointed(single),
+    "ddp": checkpointed(partial(data_parallel, optimizer=adamw)),
+    "zero_optimizer": checkpointed(partial(data_parallel, optimizer=zero_redundancy)),
+    "fsdp1": checkpointed(fsdp1),
+    "fsdp2": checkpointed(partial(fsdp2, reshard_after_forward=True)),
+    "fsdp2_keep": checkpointed(partial(fsdp2, reshard_after_forward=False)),
+    "deepspeed1": checkpointed(partial(deepspeed_zero, stage=1)),
+    "deepspeed2": checkpointed(partial(deepspeed_zero, stage=2)),
+    "deepspeed3": checkpointed(partial(deepspeed_zero, stage=3)),
+    "zero1": partial(zero, stage=1),  # with an option of its own for that
     "zero2": partial(zero, stage=2),
     "zero3": partial(zero, stage=3),
-    "fsdp2": fsdp2,
-    "deepspeed1": partial(deepspeed, stage=1),
-    "deepspeed2": partial(deepspeed, stage=2),
-    "deepspeed3": partial(deepspeed, stage=3),
 }

@@ -10,7 +10,8 @@ def main() -> int:
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         print(f"usage: lightning-zero {{{','.join(COMMANDS)}}} ...")
-        print("lightning-zero train --help says what can be set; lightning-zero checkpoint --help, what can be done.")
+        print("lightning-zero train --help says what can be set; lightning-zero checkpoint --help, what can be done;")
+        print("lightning-zero bench --help, what can be measured.")
         return 0
     if name not in COMMANDS:
         print(f"lightning-zero: no subcommand {name!r}; there is {', '.join(COMMANDS)}", file=sys.stderr)

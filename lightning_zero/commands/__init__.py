@@ -1,3 +1,7 @@
 """The subcommands of `lightning-zero`, one a file, each with a `main(arguments) -> exit code`."""
 
-COMMANDS = {"train": "lightning_zero.commands.train", "checkpoint": "lightning_zero.commands.checkpoint"}
+COMMANDS = {
+    "train": "lightning_zero.commands.train",
+    "checkpoint": "lightning_zero.commands.checkpoint",
+    "bench": "lightning_zero.commands.bench",
+}

@@ -10,25 +10,6 @@ from tests.examples.running import SCRIPT, run
 SHORT = ["--rounds", "1", "--steps", "2", "--model", "tiny", "--sequence", "32"]
 
 
-@pytest.mark.timeout(300)  # four pairs of processes, each of which imports torch and Lightning
-def test_step_time_compares_systems_that_compute_the_same_losses(tmp_path: Path) -> None:
-    run(
-        SCRIPT,
-        "benchmarks/step_time.py",
-        *SHORT,
-        *("--systems", "ddp,zero3"),
-        *("--output", str(tmp_path)),
-        folder=tmp_path,
-        timeout=280,
-    )
-    result = json.loads((tmp_path / "step_time.json").read_text())
-    assert result["losses"]["zero3"] == result["losses"]["ddp"]
-    assert sum(result["peak_bytes"]["zero3"]["buffers"].values()) > 0
-    assert set(result["about"]) == {"hardware", "versions", "commit", "command"}
-    table = (tmp_path / "step_time.md").read_text()
-    assert all(f"| {system} |" in table for system in ("ddp", "zero3"))
-
-
 def test_overhead_compares_trainers_that_compute_the_same_losses(tmp_path: Path) -> None:
     options = ["--strategies", "auto,zero3", "--output", str(tmp_path)]
     run(SCRIPT, "benchmarks/overhead.py", *SHORT, *options, folder=tmp_path)

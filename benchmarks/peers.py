@@ -1,0 +1,402 @@
+"""Ours beside DDP, ZeroRedundancyOptimizer, FSDP and DeepSpeed: time, memory, communication, overhead, start-up.
+
+    lightning-zero bench peers                                              # all systems on the GPT of 25 M parameters
+    lightning-zero bench peers --models wide,deep --steps 30                # bound by communication; by overhead
+    lightning-zero bench peers --models 25m,vit,moe,lora --precision bf16 --accumulate 4 --checkpoint-activations
+    lightning-zero bench peers --shrunk --rounds 1 --steps 2 --systems ddp,zero3      # in seconds, to see that it runs
+
+Every system runs once a round, in fresh processes, and the order is reversed from one round to the next, so that a
+machine which gets slower over time treats all alike. The figures are medians over all rounds. Whatever else is read is
+read in runs of its own, so that reading it costs the timed runs nothing. docs/benchmarks.md says what each column is.
+
+The exit code is 1 where a system failed, or did not compute the losses that the first of the others did.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from common import (
+    MODELS,
+    READS_TOKENS,
+    REPOSITORY,
+    RETURN_MEMORY_AT_ONCE,
+    describe,
+    in_turn,
+    markdown_table,
+    median_of_rounds,
+    peak_resident_bytes,
+    resident_bytes,
+    run_workers,
+    spread,
+    write_results,
+)
+
+PACKAGES = {
+    "single": "torch",
+    "ddp": "torch.nn.parallel",
+    "zero_optimizer": "torch.distributed.optim",
+    "fsdp1": "torch.distributed.fsdp",
+    "fsdp2": "torch.distributed.fsdp",
+    "fsdp2_keep": "torch.distributed.fsdp",
+    "deepspeed1": "deepspeed",
+    "deepspeed2": "deepspeed",
+    "deepspeed3": "deepspeed",
+    "zero1": "lightning_zero.engine",
+    "zero2": "lightning_zero.engine",
+    "zero3": "lightning_zero.engine",
+}
+"""The systems of `systems.py`, and what a project imports for each."""
+WARM_UP = 2  # steps: the first allocates gradients and optimizer state, the second may still find its order
+WORKER_TIMEOUT = 1800.0  # seconds
+MEBIBYTE = 2**20
+# How far losses may be apart, relatively. In fp32 systems differ in the order of sums; in bf16 in what they round.
+TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
+OVERHEAD_STEPS = 20  # of the shrunk model
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser("lightning-zero bench peers", description=__doc__.partition("\n")[0])
+    parser.add_argument("--systems", default=",".join(PACKAGES), help="comma-separated, of: " + " ".join(PACKAGES))
+    parser.add_argument("--models", default="25m", help="comma-separated, of: " + " ".join(MODELS))
+    parser.add_argument("--rounds", type=int, default=5, help="how often each system is run and timed")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps a round, after the warm-up")
+    parser.add_argument("--batch", type=int, default=2, help="sequences or samples a rank and micro-batch")
+    parser.add_argument("--sequence", type=int, help="tokens in a sequence, where the models read some (default: 128)")
+    parser.add_argument("--precision", default="fp32", choices=list(TOLERANCE))
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches a step")
+    parser.add_argument("--checkpoint-activations", action="store_true", help="compute blocks again in backward")
+    parser.add_argument(
+        "--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: GPUs, if there are any"
+    )
+    parser.add_argument("--ranks", type=int, help="processes; by default 2 on a CPU, and one a GPU")
+    parser.add_argument("--shrunk", action="store_true", help="models of as many modules that compute next to nothing")
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # the parent starts workers with it
+    parser.add_argument("--readings", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    arguments.systems = arguments.systems.split(",")
+    arguments.models = arguments.models.split(",")
+    if not arguments.worker:
+        check(parser, arguments)
+    return arguments
+
+
+def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Ends with one line for a mistake, before anything is started; else fills in what was left to the machine."""
+    for option, known in (("systems", PACKAGES), ("models", MODELS)):
+        unknown = [name for name in getattr(arguments, option) if name not in known]
+        if unknown:
+            parser.error(f"--{option}: {', '.join(unknown)} is not among {', '.join(known)}")
+    for option in ("rounds", "steps", "batch", "sequence", "accumulate", "ranks"):
+        value = getattr(arguments, option)
+        if value is not None and value < 1:
+            parser.error(f"--{option} {value}: it must be at least 1")
+    without = [name for name in arguments.models if MODELS[name]["kind"] not in READS_TOKENS]
+    if arguments.sequence and without:
+        parser.error(f"--sequence: {', '.join(without)} reads no sequences; leave one of the two out")
+    arguments.sequence = arguments.sequence or 128
+    if arguments.output.exists() and not arguments.output.is_dir():
+        parser.error(f"--output {arguments.output}: this is no folder")
+    if find_spec("deepspeed") is None:
+        absent = [system for system in arguments.systems if PACKAGES[system] == "deepspeed"]
+        arguments.systems = [system for system in arguments.systems if system not in absent]
+        if absent:
+            print(f"left out, since the package deepspeed is not installed: {', '.join(absent)}")
+        if not arguments.systems:
+            parser.error("--systems: none is left; `pip install deepspeed` installs those")
+    gpus = 0 if arguments.device == "cpu" else count_gpus()
+    if arguments.device == "cuda" and not gpus:
+        parser.error("--device cuda: torch finds no GPU on this machine")
+    arguments.device = "cuda" if gpus else "cpu"
+    arguments.ranks = arguments.ranks or gpus or 2
+    if gpus and arguments.ranks > gpus:
+        parser.error(f"--ranks {arguments.ranks}: this machine has {gpus} GPUs; take fewer, or --device cpu")
+
+
+def count_gpus() -> int:
+    """By a process of its own, since this one does without torch."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"], capture_output=True, text=True
+    )
+    return int(done.stdout or 0)
+
+
+def connect(kind: str, alone: bool) -> Any:
+    """This rank's device, with a process group over all ranks unless it is alone. Imports torch."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    device = torch.device(kind)
+    if kind == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    if not alone:
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=device if kind == "cuda" else None)
+    return device
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """One rank of one system: trains, and writes losses, seconds and bytes to the file that the parent named."""
+    (system,), (model,) = arguments.systems, arguments.models
+    started = time.perf_counter()
+    device = connect(arguments.device, alone=system == "single")
+    import_module(PACKAGES[system])
+    start_up = time.perf_counter() - started
+
+    import torch  # from here on with what all systems need for the benchmark alone, and no project needs
+    import torch.distributed as dist
+    from rank import Rank
+    from readings import Live, communication
+    from systems import Conditions
+
+    dtype = torch.bfloat16 if arguments.precision == "bf16" else torch.float32
+    conditions = Conditions(device, dtype, arguments.accumulate, arguments.checkpoint_activations)
+    before = resident_bytes()  # here, so that the memory of code is not counted as the training's
+    started = time.perf_counter()
+
+    def begin() -> Rank:
+        nonlocal start_up
+        rank = Rank(system, model, conditions, arguments.batch, arguments.sequence, arguments.shrunk)
+        for number in range(WARM_UP):
+            rank.step()
+            start_up += time.perf_counter() - started if number == 0 else 0
+        return rank
+
+    result: dict[str, Any] = {}
+    if arguments.readings:
+        with Live() as live:
+            rank = begin()
+        result["live_bytes"] = live.peak
+        result |= communication(rank.step) if system != "single" else {}
+    else:
+        rank = begin()
+        for _ in range(arguments.steps):
+            rank.step()
+    result |= {
+        "parameters": rank.parameters,
+        "losses": rank.losses,
+        "seconds": rank.seconds[WARM_UP:],
+        "cpu_seconds": rank.cpu_seconds[WARM_UP:],
+        "start_up_seconds": start_up,
+        "resident_bytes": peak_resident_bytes() - before,
+        "device": "CPU",
+    }
+    if device.type == "cuda":
+        result |= {
+            "allocated_bytes": torch.cuda.max_memory_allocated(),
+            "reserved_bytes": torch.cuda.max_memory_reserved(),
+            "device": torch.cuda.get_device_name(),
+        }
+    arguments.worker.write_text(json.dumps(result))
+    # DDP's reducer would else be the last to hold the group, and end it without giving up the interpreter's lock, for
+    # which Gloo's threads may wait then: the process would never end.
+    del rank
+    if system != "single":
+        dist.barrier()  # a rank that leaves first must not take the store away from the others
+        dist.destroy_process_group()
+
+
+def run(system: str, model: str, arguments: argparse.Namespace, *more: str, **environment: str) -> list[Any]:
+    """What each rank of one system wrote, all in fresh processes."""
+    options = ["--systems", system, "--models", model, "--device", arguments.device]
+    options += ["--precision", arguments.precision, "--accumulate", str(arguments.accumulate)]
+    options += ["--batch", str(arguments.batch), "--sequence", str(arguments.sequence), "--steps", str(arguments.steps)]
+    options += ["--checkpoint-activations"] * arguments.checkpoint_activations + ["--shrunk"] * arguments.shrunk
+    if arguments.device == "cpu":
+        environment |= {"DS_ACCELERATOR": "cpu"}  # DeepSpeed takes a GPU that it finds
+    return run_workers(__file__, [*options, *more], ranks_of(system, arguments), environment, WORKER_TIMEOUT)
+
+
+def ranks_of(system: str, arguments: argparse.Namespace) -> int:
+    return 1 if system == "single" else arguments.ranks
+
+
+def read(system: str, model: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What is read of a system beside its speed: bytes a rank, and CPU time of a step that computes nothing."""
+    read = run(system, model, arguments, "--readings")
+    empty = run(system, model, arguments, "--shrunk", "--batch", "1", "--sequence", "8", "--steps", str(OVERHEAD_STEPS))
+    found = {
+        "parameters": read[0]["parameters"],
+        "device": read[0]["device"],
+        "overhead_seconds": statistics.fmean(statistics.median(rank["cpu_seconds"]) for rank in empty),
+        **{
+            key: statistics.fmean(rank[key] for rank in read) for key in ("asked_bytes", "sent_bytes") if key in read[0]
+        },
+    }
+    if arguments.device == "cuda":
+        return found | {key: max(rank[key] for rank in read) for key in ("allocated_bytes", "reserved_bytes")}
+    resident = run(system, model, arguments, "--steps", "1", **RETURN_MEMORY_AT_ONCE)
+    found["live_bytes"] = max(rank["live_bytes"] for rank in read)
+    found["resident_bytes"] = max(rank["resident_bytes"] for rank in resident)
+    return found
+
+
+def measure(model: str, arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """What was measured of each system on one model; of one that failed, its error."""
+    measured: dict[str, dict[str, Any]] = {}
+
+    def fail(system: str, error: RuntimeError) -> None:
+        measured[system] = {"error": str(error)}
+        print(f"{model}: {system} FAILED, and is left out from here on: {error}", flush=True)
+
+    for system in arguments.systems:
+        try:
+            measured[system] = read(system, model, arguments) | {"seconds": [], "start_up_seconds": []}
+        except RuntimeError as error:
+            fail(system, error)
+    for number, turn in in_turn(arguments.systems, arguments.rounds):
+        for system in turn:
+            if "error" in measured[system]:
+                continue
+            try:
+                ranks = run(system, model, arguments)
+            except RuntimeError as error:
+                fail(system, error)
+                continue
+            found = measured[system]
+            # A step ends when its slowest rank has ended it.
+            found["seconds"].append([max(step) for step in zip(*(rank["seconds"] for rank in ranks))])
+            found["start_up_seconds"].append(max(rank["start_up_seconds"] for rank in ranks))
+            found["losses"] = [statistics.fmean(step) for step in zip(*(rank["losses"] for rank in ranks))]
+            print(
+                f"{model}, round {number + 1} of {arguments.rounds}: {system:<14} "
+                f"{statistics.median(found['seconds'][-1]):.4f} s a step, last loss {found['losses'][-1]:.7f}",
+                flush=True,
+            )
+    return measured
+
+
+def compare_losses(measured: dict[str, dict[str, Any]], ranks: int) -> str | None:
+    """Notes how far each system's losses are from the reference's, relatively, at worst; returns the reference."""
+    comparable = [
+        system for system, found in measured.items() if "losses" in found and (system != "single" or ranks == 1)
+    ]
+    if not comparable:
+        return None
+    reference = "ddp" if "ddp" in comparable else comparable[0]
+    for system in comparable:
+        pairs = zip(measured[system]["losses"], measured[reference]["losses"])
+        off = [abs(loss - wanted) / abs(wanted) for loss, wanted in pairs]
+        measured[system]["losses_off"] = float("nan") if any(map(math.isnan, off)) else max(off)
+    return reference
+
+
+def is_wrong(found: dict[str, Any], precision: str) -> bool:
+    # not `>`: a loss that is no number is off, too
+    return "error" in found or not found.get("losses_off", 0.0) <= TOLERANCE[precision]
+
+
+def report(model: str, arguments: argparse.Namespace, measured: dict[str, dict[str, Any]]) -> None:
+    reference = compare_losses(measured, arguments.ranks)
+    done = {system: found for system, found in measured.items() if "error" not in found}
+    for found in done.values():
+        found["median_seconds"] = median_of_rounds(found["seconds"])
+    about = describe(__file__, ("torch", "lightning", "deepspeed"))
+    bases = [system for system in ("ddp", "fsdp2") if system in done]
+    memory = ("live", "resident") if arguments.device == "cpu" else ("allocated", "reserved")
+    reads = MODELS[model]["kind"] in READS_TOKENS
+    head = ["system", "s a step", "rounds", *(f"x {base.upper()}" for base in bases)]
+    head += [f"{'tokens' if reads else 'samples'} a s", *(f"{kind} MiB" for kind in memory)]
+    head += ["asked MiB", "sent MiB", "overhead ms", "start-up s", "losses off"]
+    rows = [row(system, found, done, bases, memory, reads, arguments) for system, found in measured.items()]
+    lines = [
+        *description(model, arguments, measured, reference),
+        "",
+        *markdown_table(head, rows),
+        "",
+        "docs/benchmarks.md says what each column is.",
+    ]
+    result = {"about": about, "reference": reference, "systems": measured}
+    write_results(arguments.output, file_name(model, arguments), result, lines)
+
+
+def description(
+    model: str, arguments: argparse.Namespace, measured: dict[str, dict[str, Any]], reference: str | None
+) -> list[str]:
+    first = next((found for found in measured.values() if "error" not in found), {"parameters": 0, "device": "none"})
+    size = f"{arguments.batch} x {arguments.sequence} tokens"
+    if MODELS[model]["kind"] not in READS_TOKENS:
+        size = f"{arguments.batch} samples"
+    over = "Gloo, one thread each" if arguments.device == "cpu" else "NCCL"
+    return [
+        f"The model {model}{', shrunk,' * arguments.shrunk} of {first['parameters'] / 1e6:.1f} M parameters, "
+        f"{arguments.precision}, AdamW, {size} a rank and micro-batch, {arguments.accumulate} micro-batches a step"
+        f"{', activations checkpointed' * arguments.checkpoint_activations}; {arguments.ranks} processes over {over}, "
+        f"on {first['device']}. `single` is one process with one rank's data: no communication, and other losses.",
+        f"Medians of {arguments.rounds} rounds of {arguments.steps} steps; `rounds` is the lowest and the highest "
+        f"median of one round. Losses off: at worst, from those of {reference}; up to "
+        f"{TOLERANCE[arguments.precision]:g} counts as the same.",
+    ]
+
+
+def row(
+    system: str,
+    found: dict[str, Any],
+    done: dict[str, dict[str, Any]],
+    bases: list[str],
+    memory: tuple[str, str],
+    reads: bool,
+    arguments: argparse.Namespace,
+) -> list[str]:
+    if "error" in found:
+        return [system, "FAILED", *[""] * (10 + len(bases) - 1)]
+    median = found["median_seconds"]
+    count = arguments.batch * arguments.accumulate * ranks_of(system, arguments) * (arguments.sequence if reads else 1)
+    off = f"{found['losses_off']:.1e}" if "losses_off" in found else ""
+    return [
+        system,
+        f"{median:.4f}",
+        spread(found["seconds"]),
+        *(f"{median / done[base]['median_seconds']:.2f}" for base in bases),
+        f"{count / median:.0f}",
+        *(f"{found[f'{kind}_bytes'] / MEBIBYTE:.1f}" for kind in memory),
+        *(f"{found[key] / MEBIBYTE:.2f}" if key in found else "" for key in ("asked_bytes", "sent_bytes")),
+        f"{found['overhead_seconds'] * 1e3:.2f}",
+        f"{statistics.median(found['start_up_seconds']):.2f}",
+        f"DIFFERENT: {off}" if is_wrong(found, arguments.precision) else off,
+    ]
+
+
+def file_name(model: str, arguments: argparse.Namespace) -> str:
+    """Says what is not as by default, so that results under other conditions lie beside each other."""
+    parts = ["peers", model, *(["shrunk"] if arguments.shrunk else [])]
+    parts += ["cuda"] if arguments.device == "cuda" else []
+    parts += [f"ranks{arguments.ranks}"] if arguments.ranks != 2 else []
+    parts += [arguments.precision] if arguments.precision != "fp32" else []
+    parts += [f"batch{arguments.batch}"] if arguments.batch != 2 else []
+    parts += [f"sequence{arguments.sequence}"] if arguments.sequence != 128 else []
+    parts += [f"accumulate{arguments.accumulate}"] if arguments.accumulate != 1 else []
+    parts += ["checkpointed"] if arguments.checkpoint_activations else []
+    return "_".join(parts)
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    if arguments.worker:
+        work(arguments)
+        return 0
+    wrong = []
+    for model in arguments.models:
+        measured = measure(model, arguments)
+        report(model, arguments, measured)
+        for system, found in measured.items():
+            if is_wrong(found, arguments.precision):
+                what = "failed" if "error" in found else f"has LOSSES THAT DIFFER, by {found['losses_off']:.1e}"
+                wrong.append(f"{model}: {system} {what}")
+    print("\n".join(wrong), file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

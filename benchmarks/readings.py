@@ -1,0 +1,147 @@
+"""What a step of a system communicates and holds, read in one way for all systems, in runs that nobody times."""
+
+import os
+import socket
+import stat
+import struct
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# Which argument of a collective holds all of its data, and how often a rank sends these over: with the best algorithms
+# each rank sends (N - 1) / N of them, twice in a sum; as a mean over ranks where one alone sends or receives.
+WHOLE: dict[str, tuple[int, int]] = {
+    "allreduce_": (0, 2),
+    "allreduce_coalesced_": (0, 2),
+    "broadcast_": (0, 1),
+    "reduce_": (0, 1),
+    "_allgather_base_": (0, 1),
+    "allgather_": (0, 1),
+    "allgather_coalesced_": (0, 1),
+    "allgather_into_tensor_coalesced_": (0, 1),
+    "_reduce_scatter_base_": (1, 1),
+    "reduce_scatter_": (1, 1),
+    "reduce_scatter_tensor_coalesced_": (1, 1),
+    "alltoall_": (1, 1),
+    "alltoall_base_": (1, 1),
+}
+NOTHING = {"recv_", "recv_any_source_", "barrier", "monitored_barrier_"}  # what is received another rank sends
+
+
+class Asked(TorchDispatchMode):
+    """Bytes that a rank is asked to send, by every call of c10d within the block, from Python and from C++ alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_inside_a_wrapper(types):
+            return NotImplemented
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.bytes += asked_by(func.overloadpacket.__name__, args, dist.get_world_size())
+        return func(*args, **(kwargs or {}))
+
+
+def is_inside_a_wrapper(types: Any) -> bool:
+    """Whether an operator is called on a tensor of a class that handles it by calling others, which come by again."""
+    wrappers = [kind for kind in types if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__]
+    return bool(wrappers) and FakeTensor not in wrappers  # those leave it to modes, by which FSDP2 plans its shards
+
+
+def asked_by(name: str, args: Any, ranks: int) -> float:
+    """Bytes that one call has a rank send, of a group of so many ranks.
+
+    Raises:
+        NotImplementedError: for a call that is not known, so that none goes uncounted.
+    """
+    if name in NOTHING:
+        return 0.0
+    if name == "send":
+        return float(bytes_of(args[0]))
+    if name not in WHOLE:
+        raise NotImplementedError(f"c10d::{name}: benchmarks/readings.py does not know what it sends")
+    position, times = WHOLE[name]
+    return times * bytes_of(args[position]) * (ranks - 1) / ranks
+
+
+def bytes_of(tensors: Any) -> int:
+    return sum(tensor.nbytes for tensor in tree_leaves(tensors))
+
+
+def sent_by_sockets() -> int:
+    """Bytes that this process's TCP connections have sent and had acknowledged: all that Gloo does, and the store."""
+    total = 0
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        try:
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            copy = socket.socket(fileno=os.dup(descriptor))
+        except OSError:  # closed meanwhile
+            continue
+        with copy:
+            if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
+                info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
+                total += struct.unpack_from("=Q", info, 120)[0]  # tcpi_bytes_acked in linux/tcp.h
+    return total
+
+
+def communication(step: Callable[[], None]) -> dict[str, float]:
+    """Bytes that a rank is asked to send in one step, and on a CPU what its sockets have sent in another."""
+    found = {}
+    if dist.get_backend() == "gloo" and sys.platform == "linux":
+        all_is_sent()
+        before = sent_by_sockets()
+        step()
+        all_is_sent()
+        found["sent_bytes"] = float(sent_by_sockets() - before)
+    with Asked() as asked:
+        step()
+    return found | {"asked_bytes": asked.bytes}
+
+
+def all_is_sent() -> None:
+    """Wait until what ranks have begun to send is there: some systems leave gathers for the next step under way."""
+    dist.barrier()
+    time.sleep(0.2)
+
+
+class Live(TorchDispatchMode):
+    """The most bytes of tensors on the CPU that lived at once, of those made within the block: `peak`.
+
+    It knows each storage that an operator has returned, to Python or to C++, and asks at every new one how many bytes
+    all have that still live. torch's profiler is no use for it: it sees no tensor go that a thread of Gloo was the last
+    to hold.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, Any] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_inside_a_wrapper(types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        new = [storage for tensor in tree_leaves(result) if (storage := self._unknown(tensor)) is not None]
+        if new:
+            for storage in new:
+                self._storages[storage._cdata] = weakref.ref(storage)  # torch keeps it as long as the storage lives
+            self._storages = {key: kept for key, kept in self._storages.items() if kept() is not None}
+            self.peak = max(self.peak, sum(kept().nbytes() for kept in self._storages.values()))
+        return result
+
+    def _unknown(self, tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor) or tensor.device.type != "cpu" or type(tensor) not in (Tensor, nn.Parameter):
+            return None
+        storage = tensor.untyped_storage()
+        known = self._storages.get(storage._cdata)
+        return storage if known is None or known() is not storage else None

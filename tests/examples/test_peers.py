@@ -1,0 +1,162 @@
+"""`lightning-zero bench`: systems do the same work side by side, what is counted is right, mistakes are told at once."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_zero.commands import bench
+from lightning_zero.engine import Engine
+from tests.app.commands import finish, start, succeed
+
+sys.path.append(str(bench.SCRIPTS))  # whose modules import each other as scripts do
+
+from peers import compare_losses, is_wrong  # noqa: E402
+from readings import Asked, Live, all_is_sent, asked_by, sent_by_sockets  # noqa: E402
+
+SHORT = ("--shrunk", "--rounds", "1", "--steps", "2", "--batch", "1", "--ranks", "2", "--device", "cpu")
+
+
+@pytest.mark.timeout(300)  # eight pairs of processes, each of which imports torch
+def test_peers_compares_systems_that_compute_the_same_losses(tmp_path: Path) -> None:
+    options = ["--systems", "ddp,zero3", "--models", "moe", "--accumulate", "2", "--checkpoint-activations"]
+    succeed("bench", "peers", *SHORT, *options, "--output", str(tmp_path), folder=tmp_path)
+    (name,) = (path.stem for path in tmp_path.glob("*.json"))
+    assert name == "peers_moe_shrunk_batch1_accumulate2_checkpointed"
+    result = json.loads((tmp_path / f"{name}.json").read_text())
+    assert set(result["about"]) == {"hardware", "versions", "commit", "command"}
+    ddp, ours = result["systems"]["ddp"], result["systems"]["zero3"]
+    assert ddp["losses_off"] == 0 and ours["losses_off"] < 1e-5
+    assert len(ours["seconds"][0]) == 2 and len(ours["start_up_seconds"]) == 1
+    gradients = 4 * ddp["parameters"]
+    assert ddp["asked_bytes"] == gradients, "2 (N - 1) / N of them; micro-batches are added up first"
+    assert gradients <= ddp["sent_bytes"] < 1.2 * gradients
+    for system in (ddp, ours):
+        assert min(system[key] for key in ("median_seconds", "live_bytes", "resident_bytes", "overhead_seconds")) > 0
+    table = (tmp_path / f"{name}.md").read_text()
+    assert all(f"| {system} |" in table for system in ("ddp", "zero3"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["nothing"], "there is no benchmark 'nothing', but peers, ratios"),
+        (["peers", "--systems", "ddp,dpp"], "--systems: dpp is not among single, ddp"),
+        (["peers", "--models", "25"], "--models: 25 is not among tiny, 25m"),
+        (["peers", "--precision", "fp8"], "invalid choice: 'fp8'"),
+        (["peers", "--rounds", "0"], "--rounds 0: it must be at least 1"),
+        (["peers", "--models", "25m,vit", "--sequence", "64"], "--sequence: vit reads no sequences"),
+        (["peers", "--output", __file__], "this is no folder"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_started(
+    arguments: list[str], told: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.main(arguments) == 2
+    assert told in capfd.readouterr().err.splitlines()[-1]
+
+
+def test_an_installed_package_says_where_benchmarks_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "SCRIPTS", tmp_path)
+    assert bench.main(["peers"]) == 2
+    assert capsys.readouterr().err.startswith("lightning-zero bench: benchmarks come with the repository")
+
+
+def test_help_names_the_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main([]) == bench.main(["--help"]) == 0
+    assert "{peers,ratios}" in capsys.readouterr().out
+
+
+def test_losses_that_differ_are_wrong() -> None:
+    measured: dict[str, dict[str, Any]] = {
+        "single": {"losses": [5.0]},
+        "ddp": {"losses": [2.0, 1.0]},
+        "zero3": {"losses": [2.0, 1.00001]},
+        "other": {"losses": [2.0, 1.01]},
+        "broken": {"losses": [2.0, float("nan")]},
+        "failed": {"error": "so"},
+    }
+    assert compare_losses(measured, ranks=2) == "ddp"
+    assert {system for system, found in measured.items() if is_wrong(found, "fp32")} == {"other", "broken", "failed"}
+    assert {system for system, found in measured.items() if is_wrong(found, "bf16")} == {"broken", "failed"}
+
+
+def count_a_step() -> list[tuple[float, float, int]]:
+    """Bytes that DDP and our stages are asked to send and have sent in a step, and those of their parameters."""
+    counted = []
+    for stage in (0, 1, 2, 3):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
+        size = sum(p.nbytes for p in model.parameters())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        module = model if stage else DistributedDataParallel(model)
+        engine = Engine(model, [optimizer], stage=stage) if stage else None
+
+        def step(module: nn.Module = module, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            module(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        step()
+        all_is_sent()
+        before = sent_by_sockets()
+        step()
+        all_is_sent()
+        sent = sent_by_sockets() - before
+        with Asked() as asked:
+            step()
+        counted.append((asked.bytes, sent, size))
+        all_is_sent()
+        if engine is not None:
+            engine.close()
+    return counted
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's count of what sockets sent")
+def test_communication_is_what_the_systems_are_known_for(run_on: Callable[..., list[Any]]) -> None:
+    for rank in run_on(2, count_a_step):
+        for stage, (asked, sent, size) in enumerate(rank):
+            # a rank sends (N - 1) / N of what is reduced or gathered: twice at stages 1 and 2, and under DDP. At stage
+            # 3 three times, but for the last unit, or the root, which stays gathered into backward.
+            least, most = (size, size) if stage < 3 else (size, 1.5 * size)
+            assert 0.99 * least <= asked <= 1.02 * most, (stage, asked, size)
+            assert 0.99 * asked <= sent <= 1.25 * asked + 2000, (stage, sent, asked)
+
+
+def test_a_collective_that_is_not_known_is_an_error() -> None:
+    whole = torch.zeros(100)
+    assert asked_by("allreduce_", ([whole],), ranks=4) == 2 * 400 * 3 / 4
+    assert asked_by("allgather_", ([[whole, whole]], [whole]), ranks=2) == 400
+    assert asked_by("send", ([whole],), ranks=4) == 400 and asked_by("recv_", ([whole],), ranks=4) == 0
+    with pytest.raises(NotImplementedError, match="c10d::new_one"):
+        asked_by("new_one", (), ranks=2)
+
+
+def test_live_bytes_are_those_of_storages_at_their_peak() -> None:
+    with Live() as live:
+        kept = torch.zeros(1000)
+        view = kept[10:]
+        del kept
+        gone = torch.ones(500)
+        gone = None  # noqa: F841
+        other = torch.ones(250)
+        other.untyped_storage().resize_(0)
+        last = torch.empty(100)
+    assert live.peak == 4 * 1500
+    assert view.numel() == 990 and last.numel() == 100
+
+
+@pytest.mark.timeout(400)
+def test_no_stage_has_become_slower_beside_ddp(tmp_path: Path) -> None:
+    code, output, errors = finish(start("bench", "ratios", folder=tmp_path), timeout=380)
+    assert code == 0, f"{output}\n{errors}"
