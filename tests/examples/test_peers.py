@@ -1,4 +1,4 @@
-"""`lightning-zero bench`: systems do the same work side by side, what is counted is right, mistakes are told at once."""
+"""`lightning-zero bench`: systems do the same work side by side, counts are right, mistakes are told at once."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tests.app.commands import finish, start, succeed
 sys.path.append(str(bench.SCRIPTS))  # whose modules import each other as scripts do
 
 from peers import compare_losses, is_wrong  # noqa: E402
+from ratios import UNKNOWN, slower_ones  # noqa: E402
 from readings import Asked, Live, all_is_sent, asked_by, sent_by_sockets  # noqa: E402
 
 SHORT = ("--shrunk", "--rounds", "1", "--steps", "2", "--batch", "1", "--ranks", "2", "--device", "cpu")
@@ -156,7 +157,17 @@ def test_live_bytes_are_those_of_storages_at_their_peak() -> None:
     assert view.numel() == 990 and last.numel() == 100
 
 
-@pytest.mark.timeout(400)
+def test_a_stage_that_lost_more_than_15_percent_is_told() -> None:
+    stored = {"zero1": 1.0, "zero2": 1.0, "zero3": 2.0}
+    assert slower_ones({"zero1": 1.14, "zero2": 0.5, "zero3": 2.29}, stored) == []
+    assert slower_ones({"zero1": 1.0, "zero2": 1.0, "zero3": 2.31}, stored) == [
+        "zero3 takes 2.31 times DDP's step, where it was 2.00"
+    ]
+
+
+@pytest.mark.timeout(600)
 def test_no_stage_has_become_slower_beside_ddp(tmp_path: Path) -> None:
-    code, output, errors = finish(start("bench", "ratios", folder=tmp_path), timeout=380)
+    code, output, errors = finish(start("bench", "ratios", folder=tmp_path), timeout=580)
+    if code == UNKNOWN:
+        pytest.skip(errors)
     assert code == 0, f"{output}\n{errors}"
