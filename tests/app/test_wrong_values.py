@@ -83,4 +83,4 @@ def test_job_of_a_sweep_with_a_wrong_value_does_not_keep_the_others_from_trainin
 def test_unknown_subcommand_gets_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-zero", "trian"])
     assert __main__.main() == 2
-    assert capsys.readouterr().err == "lightning-zero: no subcommand 'trian'; there is train, checkpoint\n"
+    assert capsys.readouterr().err == "lightning-zero: no subcommand 'trian'; there is train, checkpoint, bench\n"

@@ -45,10 +45,11 @@ def expected_traffic(padded: dict[str, int], stage: int, steps: int, backwards: 
 
     Gradients are reduced once a step at stage 1, and once a backward above. Weights are gathered once a step at stages
     1 and 2; at stage 3 in the forward and in the backward of each unit, except the root unit, which is whole from the
-    beginning of the one to the end of the other.
+    beginning of the one to the end of the other, and the last one, with which the one ends and the other begins.
     """
+    stay = ("", list(padded)[-1])
     reductions = dict.fromkeys(padded, steps if stage == 1 else backwards)
-    gathers = {name: steps if stage < 3 else backwards * (1 if name == "" else 2) for name in padded}
+    gathers = {name: steps if stage < 3 else backwards * (1 if name in stay else 2) for name in padded}
     times = {"all_gather": gathers, "reduce_scatter": reductions}
     elements = {kind: sum(times[kind][name] * padded[name] for name in padded) for kind in times}
     return {
