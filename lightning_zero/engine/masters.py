@@ -26,6 +26,7 @@ from lightning_zero.engine.bucket import Bucket, BucketSlot, Ledger
 from lightning_zero.engine.gradient_shard import GradientShard
 from lightning_zero.engine.offload.states import MASTERS, PARAMETERS, DiskStates
 from lightning_zero.engine.offload.updates import DiskUpdate, Update, beside, fields_by_parameter
+from lightning_zero.engine.pieces_of_updates import CutMaster
 from lightning_zero.engine.settling import is_settled, settle
 from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.stored import StoredTensor
@@ -161,6 +162,7 @@ class Masters:
         self._signature: Any = None
         self._arranged: list[tuple[list[Master], list[Tensor]]] = []  # by group: masters, and what is not the engine's
         self._arranged_in: dict[Bucket, list[tuple[int, Master]]] = {}  # the same masters with their group's number
+        self._cut_masters: list[CutMaster] = []  # while the optimizer updates
         self._begun: set[Bucket] = set()
         self._streams: dict[Bucket, DiskUpdate] = {}
         self._loaded: dict[Any, dict[str, Any]] | None = None
@@ -244,7 +246,20 @@ class Masters:
             for master in here:
                 gradient = gradients[master]
                 master.tensor.grad = gradient.to(master.tensor.dtype) if gradient is not None else None
-            group["params"] = [master.tensor for master in here if master.is_here] + foreign
+            updated = (each for master in here if master.is_here for each in self._updated(group, master.tensor))
+            group["params"] = [*updated, *foreign]
+
+    def _updated(self, group: dict[str, Any], master: Tensor) -> list[Tensor]:
+        """What the optimizer is given of a master: itself, or pieces of it."""
+        if master.grad is None or not CutMaster.is_of_use(self.optimizer, group, master):
+            return [master]
+        state: dict[Any, Any] = self.optimizer.state
+        cut = CutMaster(master, dict.pop(state, master, {}))
+        self._cut_masters.append(cut)
+        for piece, part in zip(cut.pieces, cut.states):
+            if part:
+                state[piece] = part
+        return list(cut.pieces)
 
     def _begin_update(self) -> None:
         """Masters are about to change, unless some have begun to: nothing may still be reading them."""
@@ -380,6 +395,12 @@ class Masters:
         for group, parameters in zip(self.optimizer.param_groups, self._module_parameters):
             group["params"] = parameters
         self._module_parameters = None
+        state: dict[Any, Any] = self.optimizer.state
+        while self._cut_masters:
+            cut = self._cut_masters.pop()
+            joined = cut.joined([dict.pop(state, piece, {}) for piece in cut.pieces])
+            if joined:
+                state[cut.master] = joined
         for master in self._active:
             if master.bucket.updates is None:
                 master.tensor.grad = None

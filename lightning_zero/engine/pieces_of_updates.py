@@ -1,0 +1,82 @@
+"""Large masters in pieces that the cache holds, for as long as an optimizer updates them.
+
+torch's optimizers go over a tensor once for each of their operations (Adam nine times), unless they are fused. What is
+larger than the cache comes from memory each time. All known optimizers here are elementwise, so they may as well do all
+of a piece before the next one; every bit is the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+PIECE_NUMEL = 2**18
+"""Elements of a piece: a megabyte each of values, gradient and two states, in fp32. A multiple of ``ALIGNMENT``."""
+
+
+class CutMaster:
+    """A master while it is updated in pieces.
+
+    Args:
+        master: 1-D, with its gradient.
+        state: the optimizer's, of the whole; of a first update nothing.
+
+    Attributes:
+        pieces: parameters over the master's own values, with their part of its gradient.
+        states: of each piece, as the optimizer keeps them: views of the whole's where these are elementwise.
+    """
+
+    def __init__(self, master: Tensor, state: dict[str, Any]) -> None:
+        self.master, self._whole = master, state
+        values, gradients = master.detach().split(PIECE_NUMEL), _split(master.grad)
+        self.pieces = [nn.Parameter(part) for part in values]
+        for piece, gradient in zip(self.pieces, gradients):
+            piece.grad = gradient
+        self._parts = {key: _split(value) for key, value in state.items() if _is_cut(value, master)}
+        self.states = [
+            {key: self._parts[key][i] if key in self._parts else _copy(value) for key, value in state.items()}
+            for i in range(len(self.pieces))
+        ]
+
+    @staticmethod
+    def is_of_use(optimizer: Optimizer, group: dict[str, Any], master: Tensor) -> bool:
+        """Whether pieces are quicker to update: not by kernels that go over a tensor once in any case."""
+        return (
+            master.numel() >= 2 * PIECE_NUMEL
+            and master.device.type == "cpu"
+            and type(optimizer).__module__.startswith("torch.optim")
+            and not any(group.get(option) for option in ("fused", "foreach", "differentiable", "capturable"))
+        )
+
+    def joined(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        """The whole's state after the update, of the pieces' own; they are taken over."""
+        if not all(states):
+            return {}  # a first update that has failed
+        first = states[0]
+        return {
+            key: self._join(key, states) if _is_cut(first[key], self.pieces[0]) else first[key] for key in list(first)
+        }
+
+    def _join(self, key: str, states: list[dict[str, Any]]) -> Tensor:
+        parts = [state.pop(key) for state in states]
+        before = self._parts.get(key, ())
+        if len(before) == len(parts) and all(after is part for after, part in zip(parts, before)):
+            whole: Tensor = self._whole[key]
+            return whole
+        return torch.cat(parts)
+
+
+def _split(tensor: Tensor | None) -> tuple[Tensor, ...]:
+    assert tensor is not None
+    return tensor.split(PIECE_NUMEL)
+
+
+def _is_cut(value: Any, like: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == like.shape
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
