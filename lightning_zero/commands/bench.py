@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHMARKS = ("peers", "ratios")
+BENCHMARKS = ("peers", "ratios", "growth")
 SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 

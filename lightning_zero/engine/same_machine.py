@@ -135,7 +135,7 @@ class Neighbours:
     """
 
     def __init__(self, rank: int, peers: list[tuple[int, int, socket.socket]], timeout: timedelta) -> None:
-        self._rank, self._timeout = rank, timeout
+        self._rank, self._timeout, self._process = rank, timeout, os.getpid()
         self._ranks = [other for other, _, _ in peers]
         self._processes = [process for _, process, _ in peers]
         self._sockets = [connected for _, _, connected in peers]
@@ -248,6 +248,8 @@ class Neighbours:
 
     def sever(self, error: Exception) -> None:
         """End all that is under way, here and on the peers, and that is begun later."""
+        if os.getpid() != self._process:
+            return  # a copy in a forked process (of a DataLoader), in which the connections are still the other's
         with self._lock:
             self._error = self._error or error
             unfinished = list(self._exchanges.values())
@@ -260,7 +262,7 @@ class Neighbours:
 
     def close(self) -> None:
         self.sever(RuntimeError("the exchange with the other ranks was closed"))
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is not self._thread and os.getpid() == self._process:
             self._thread.join(timeout=2)
 
     # -- in the thread ----------------------------------------------------------------------------------------------
@@ -346,14 +348,14 @@ def connect(
     """
     probe = torch.randint(2**62, (8,), generator=torch.Generator().manual_seed(os.getpid()))
     with ExitStack() as stack:
-        listener = _listener()
-        if listener is not None:
-            stack.enter_context(listener)
-        said = listener and (_machine(), os.getpid(), listener.getsockname(), probe.data_ptr(), probe.tolist())
+        said = None
+        with suppress(OSError):
+            if _read is not None:
+                listener = stack.enter_context(_listener())
+                said = _machine(), os.getpid(), listener.getsockname(), probe.data_ptr(), probe.tolist()
         told = exchange_objects(said)
         if None in told or len({each[0] for each in told}) > 1:
             return None
-        assert listener is not None
         peers: list[tuple[int, int, socket.socket]] = []
         error: Exception | None = None
         try:
@@ -361,7 +363,7 @@ def connect(
                 read_memory(process, address, found := torch.empty_like(probe))
                 if found.tolist() != expected:
                     raise OSError("the memory of another process is not what it says")
-            sockets = _connect_all(rank, listener, [each[2] for each in told])
+            sockets = _connect_all(rank, listener, [each[2] for each in told], [each[1] for each in told])
             order = [(rank - k) % size for k in range(1, size)]
             peers = [(other, told[other][1], sockets[other]) for other in order]
         except OSError as raised:
@@ -374,9 +376,7 @@ def connect(
     return Neighbours(rank, peers, timeout)
 
 
-def _listener() -> socket.socket | None:
-    if _read is None:
-        return None
+def _listener() -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.settimeout(_PATIENCE)
     listener.bind("")  # a name of the system's own choice, of no file
@@ -384,7 +384,9 @@ def _listener() -> socket.socket | None:
     return listener
 
 
-def _connect_all(rank: int, listener: socket.socket, names: list[bytes]) -> dict[int, socket.socket]:
+def _connect_all(
+    rank: int, listener: socket.socket, names: list[bytes], processes: list[int]
+) -> dict[int, socket.socket]:
     sockets = {}
     for other, name in enumerate(names[:rank]):
         sockets[other] = peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -394,7 +396,11 @@ def _connect_all(rank: int, listener: socket.socket, names: list[bytes]) -> dict
     for _ in names[rank + 1 :]:
         peer, _ = listener.accept()
         peer.settimeout(_PATIENCE)
-        sockets[int(peer.recv(16))] = peer
+        other = int(peer.recv(16))
+        process, _, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if process != processes[other]:
+            raise OSError("the memory of another process is not what it says")
+        sockets[other] = peer
     for peer in sockets.values():
         peer.settimeout(None)
     return sockets

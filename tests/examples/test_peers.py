@@ -49,7 +49,7 @@ def test_peers_compares_systems_that_compute_the_same_losses(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["nothing"], "there is no benchmark 'nothing', but peers, ratios"),
+        (["nothing"], "there is no benchmark 'nothing', but peers, ratios, growth"),
         (["peers", "--systems", "ddp,dpp"], "--systems: dpp is not among single, ddp"),
         (["peers", "--models", "25"], "--models: 25 is not among tiny, 25m"),
         (["peers", "--precision", "fp8"], "invalid choice: 'fp8'"),
