@@ -356,24 +356,32 @@ def connect(
         told = exchange_objects(said)
         if None in told or len({each[0] for each in told}) > 1:
             return None
-        peers: list[tuple[int, int, socket.socket]] = []
-        error: Exception | None = None
+        processes = [each[1] for each in told]
+        if any(exchange_objects(_is_unreadable(probe, told))):  # before any rank waits for another that gives up
+            return None
+        sockets, error = {}, None
         try:
-            for _, process, _, address, expected in told:
-                read_memory(process, address, found := torch.empty_like(probe))
-                if found.tolist() != expected:
-                    raise OSError("the memory of another process is not what it says")
-            sockets = _connect_all(rank, listener, [each[2] for each in told], [each[1] for each in told])
-            order = [(rank - k) % size for k in range(1, size)]
-            peers = [(other, told[other][1], sockets[other]) for other in order]
+            sockets = _connect_all(rank, listener, [each[2] for each in told], processes)
         except OSError as raised:
             error = raised
         if any(exchange_objects(error is not None)):
-            for _, _, peer in peers:
-                peer.close()
+            for connected in sockets.values():
+                connected.close()
             return None
-        del probe  # which others have read by now
+    peers = [(other, processes[other], sockets[other]) for other in ((rank - k) % size for k in range(1, size))]
     return Neighbours(rank, peers, timeout)
+
+
+def _is_unreadable(probe: Tensor, told: list[Any]) -> bool:
+    """Whether the memory of any process cannot be read, or holds something else than it has told."""
+    try:
+        for _, process, _, address, expected in told:
+            read_memory(process, address, found := torch.empty_like(probe))
+            if found.tolist() != expected:
+                return True
+    except OSError:
+        return True
+    return False
 
 
 def _listener() -> socket.socket:
@@ -399,7 +407,7 @@ def _connect_all(
         other = int(peer.recv(16))
         process, _, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if process != processes[other]:
-            raise OSError("the memory of another process is not what it says")
+            raise OSError(f"process {process} is not rank {other}")
         sockets[other] = peer
     for peer in sockets.values():
         peer.settimeout(None)
