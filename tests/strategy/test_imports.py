@@ -1,0 +1,37 @@
+"""What importing this package imports, and when Lightning learns the names."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+ENGINE_FIRST = """
+import sys
+import lightning_zero
+from lightning_zero.engine import Engine
+lightning = ("lightning", "lightning_fabric", "pytorch_lightning")
+assert not [name for name in sys.modules if name.partition(".")[0] in lightning]
+assert not hasattr(lightning_zero, "nothing")
+
+from lightning.fabric import Fabric
+print(type(Fabric(strategy="zero2", accelerator="cpu", devices=1).strategy).__module__)
+from lightning.pytorch import Trainer
+trainer = Trainer(strategy="zero3", accelerator="cpu", devices=1, logger=False)
+print(type(trainer.strategy) is lightning_zero.ZeroStrategy)
+from lightning_zero import *
+print(ZeroStrategy.__module__, load_weights.__module__)
+"""
+
+
+def test_the_engine_does_without_lightning_which_learns_the_names_when_it_is_imported():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    # not the Python that starts at once: Lightning is imported there already
+    python = [sys.executable, "-c", ENGINE_FIRST]
+    done = subprocess.run(python, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.stdout.splitlines() == [
+        "lightning_zero.fabric",
+        "True",
+        "lightning_zero.strategy lightning_zero.weights",
+    ], done.stderr
