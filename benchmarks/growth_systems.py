@@ -92,7 +92,7 @@ def measure(system: str, tensors: int, units: int, width: int, warm_up: int, ste
         started = time.thread_time()
         module: nn.Module = DistributedDataParallel(plain) if system == "ddp" else plain
         if system.startswith("zero"):
-            engine = Engine(plain, [optimizer], stage=int(system[-1]))
+            engine = Engine(plain, [optimizer], stage=int(system[-1]), unit_numel=0)  # each block by itself
         setup = time.thread_time() - started
         batch, seconds = torch.ones(1, width), []
         for _ in range(warm_up + steps):

@@ -95,7 +95,8 @@ class Exchange:
 
     def __init__(self, kept: Any, take: Callable[[int, int, int], None], timeout: timedelta) -> None:
         self._kept, self._take, self._timeout = kept, take, timeout
-        self.taken = self.given = 0  # peers
+        self.taken = 0  # peers, in their order
+        self.given: set[int] = set()  # peers that have read
         self._over = threading.Event()
         self._error: Exception | None = None
 
@@ -143,7 +144,8 @@ class Neighbours:
         self._begun: Counter[int] = Counter()  # exchanges, by tag
         self._exchanges: dict[tuple[int, int], Exchange] = {}  # under way, by tag and ordinal
         self._ready: dict[tuple[int, int], dict[int, int]] = {}  # addresses, by position of the peer
-        self._error: Exception | None = None
+        self._error: Exception | None = None  # of all that is begun from here on
+        self._lost: set[int] = set()  # peers that have closed their end
         self._unsent: list[deque[bytes]] = [deque() for _ in peers]
         self._late: deque[tuple[int, int]] = deque()  # begun when others were ready already
         self._wake, self._woken = socket.socketpair()
@@ -188,7 +190,6 @@ class Neighbours:
         tables = {rank: torch.tensor([piece.address for piece in pieces]) for rank, pieces in sent.items()}
         kept = [piece.values for pieces in (own, *sent.values()) for piece in pieces]
         is_exact = math.frexp(factor)[0] == 0.5
-        room, room_of_own = torch.empty(_CHUNK, dtype=wire), torch.empty(_CHUNK, dtype=dtype)
 
         def take(position: int, process: int, address: int) -> None:
             addresses = torch.empty(len(own), dtype=torch.int64)
@@ -202,7 +203,7 @@ class Neighbours:
 
         def add_up(part: Tensor, piece: Piece, start: int, process: int, there: int, position: int) -> None:
             is_first, is_last = position == 0, position == len(self._ranks) - 1
-            came = part if is_first and wire == dtype else room[: len(part)]
+            came = part if is_first and wire == dtype else torch.empty(len(part), dtype=wire)
             if there:
                 read_memory(process, there + start * came.itemsize, came)
                 if not is_exact:
@@ -217,7 +218,7 @@ class Neighbours:
                     part.copy_(came)
                 if piece.values is not None:
                     mine = piece.values[start : start + len(part)]
-                    part.add_(mine if is_exact else torch.mul(mine, factor, out=room_of_own[: len(part)]))
+                    part.add_(mine if is_exact else mine * factor)
             if is_last and is_exact and factor != 1.0:
                 part.mul_(factor)
 
@@ -242,8 +243,10 @@ class Neighbours:
             if is_late:
                 self._late.append(key)
                 self._wake.send(b"x")
-        except OSError as error:
-            self.sever(error)
+        except OSError as error:  # a peer has closed its end, or this one has
+            with self._lock:
+                self._exchanges.pop(key, None)
+            exchange.end(error)
         return exchange
 
     def sever(self, error: Exception) -> None:
@@ -294,17 +297,39 @@ class Neighbours:
             self._go_on(self._late.popleft())
 
     def _hear(self, position: int) -> None:
-        message = self._sockets[position].recv(_MESSAGE.size)
+        try:
+            message = self._sockets[position].recv(_MESSAGE.size)
+        except OSError:
+            message = b""
         if not message:
-            raise ConnectionResetError(f"rank {self._ranks[position]} closed the connection")
+            self._lose(position, ConnectionResetError(f"rank {self._ranks[position]} closed the connection"))
+            return
         says, tag, ordinal, address = _MESSAGE.unpack(message)
         key = tag, ordinal
         if says == _READY:
             with self._lock:
                 self._ready.setdefault(key, {})[position] = address
-        elif key in self._exchanges:
-            self._exchanges[key].given += 1
+        elif (exchange := self._exchanges.get(key)) is not None:
+            exchange.given.add(position)
         self._go_on(key)
+
+    def _lose(self, position: int, error: Exception) -> None:
+        """A peer has closed its end, as when it has no more use of it: others may be in what it has left behind."""
+        if position in self._lost:
+            return
+        self._lost.add(position)
+        self._selector.unregister(self._sockets[position])
+        with self._lock:
+            self._error = self._error or error
+            lost = {
+                key: exchange
+                for key, exchange in self._exchanges.items()
+                if exchange.taken <= position or position not in exchange.given
+            }
+            for key in lost:
+                del self._exchanges[key]
+        for exchange in lost.values():
+            exchange.end(error)
 
     def _go_on(self, key: tuple[int, int]) -> None:
         exchange, ready = self._exchanges.get(key), self._ready.get(key, {})
@@ -312,10 +337,14 @@ class Neighbours:
             return
         while exchange.taken in ready:
             position = exchange.taken
-            exchange.take(self._processes[position], ready.pop(position))
+            try:
+                exchange.take(self._processes[position], ready.pop(position))
+            except OSError as error:
+                self._lose(position, error)
+                return
             self._unsent[position].append(_MESSAGE.pack(_READ, *key, 0))
             self._send(position)
-        if exchange.taken == exchange.given == len(self._sockets):
+        if exchange.taken == len(exchange.given) == len(self._sockets):
             with self._lock:
                 self._exchanges.pop(key, None)
                 self._ready.pop(key, None)
@@ -323,6 +352,8 @@ class Neighbours:
 
     def _send(self, position: int) -> None:
         """Send what has not been sent. Without waiting: the peer's thread may wait for this one to hear it."""
+        if position in self._lost:
+            return
         peer, unsent = self._sockets[position], self._unsent[position]
         events = selectors.EVENT_READ
         try:
@@ -331,6 +362,9 @@ class Neighbours:
                 unsent.popleft()
         except BlockingIOError:
             events |= selectors.EVENT_WRITE
+        except OSError as error:
+            self._lose(position, error)
+            return
         self._selector.modify(peer, events, position)
 
 

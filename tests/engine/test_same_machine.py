@@ -147,6 +147,27 @@ def test_whoever_waits_for_a_rank_that_ends_has_an_error(run_on):
     run_on(2, end_while_others_wait)
 
 
+def end_one_after_another() -> None:
+    """A rank that has all it wants closes its end while the others are in what it has taken part in."""
+    for turn in range(30):
+        transport = neighbours()
+        full = torch.full((world_size(), 3), -1.0)
+        full[rank()] = rank()
+        exchange = transport.gather(1, list(full))
+        if rank() == turn % world_size():
+            exchange.wait()
+            transport.close()
+        dist.barrier() if turn % 2 else time.sleep(0.001 * rank())
+        exchange.wait()
+        assert full[:, 0].tolist() == list(range(world_size()))
+        transport.close()
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_a_rank_may_end_before_the_others_have_noticed_that_all_is_done(run_on, size):
+    run_on(size, end_one_after_another)
+
+
 def refuse_on(refusing: int) -> None:
     from lightning_zero.engine import same_machine
 

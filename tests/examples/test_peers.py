@@ -21,7 +21,7 @@ sys.path.append(str(bench.SCRIPTS))  # whose modules import each other as script
 
 from peers import compare_losses, is_wrong  # noqa: E402
 from ratios import UNKNOWN, slower_ones  # noqa: E402
-from readings import Asked, Live, all_is_sent, asked_by, sent_by_sockets  # noqa: E402
+from readings import Live, all_is_sent, asked_by, communication  # noqa: E402
 
 SHORT = ("--shrunk", "--rounds", "1", "--steps", "2", "--batch", "1", "--ranks", "2", "--device", "cpu")
 
@@ -109,14 +109,8 @@ def count_a_step() -> list[tuple[float, float, int]]:
 
         step()
         step()
-        all_is_sent()
-        before = sent_by_sockets()
-        step()
-        all_is_sent()
-        sent = sent_by_sockets() - before
-        with Asked() as asked:
-            step()
-        counted.append((asked.bytes, sent, size))
+        found = communication(step)
+        counted.append((found["asked_bytes"], found["sent_bytes"], size))
         all_is_sent()
         if engine is not None:
             engine.close()

@@ -103,7 +103,6 @@ def train_all_stages() -> None:
         assert abs(loss - expected) <= 0.01 * abs(expected)
     in_fp32 = train_zero(Recipe(), 2, reduce_dtype=torch.float32)
     same_runs(in_fp32, reference)
-    assert others[0].report.peak["reduction"] < in_fp32.report.peak["reduction"], "its buffers are smaller too"
 
 
 def test_the_three_stages_give_the_same_bits_and_follow_ddp(run_on):
