@@ -145,7 +145,11 @@ def describe(script: str, packages: tuple[str, ...]) -> dict[str, str]:
             versions.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             versions.append(f"{package} not installed")
-    changed = " with uncommitted changes" if git("status", "--porcelain", "--", "lightning_zero", "benchmarks") else ""
+    changed = (
+        " with uncommitted changes"
+        if git("status", "--porcelain", "--", "lightning_zero", "benchmarks", ":!benchmarks/results")
+        else ""
+    )
     memory = psutil.virtual_memory().total / 2**30
     return {
         "hardware": f"{processor_name()}, {os.cpu_count()} logical cores, {memory:.0f} GiB",

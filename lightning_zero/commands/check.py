@@ -41,6 +41,7 @@ PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-t
 RULES: dict[str, Rule] = {
     "seed": NOT_NEGATIVE,
     "stage.units": (lambda v: v == "auto" or not isinstance(v, str), '"auto"'),
+    "stage.unit_numel": (lambda v: v is None or _whole(v, 0), "a whole number, 0 or more, or null"),
     "stage.prefetch": NOT_NEGATIVE,
     "stage.reduction_buffers": POSITIVE,
     "stage.reduce_dtype": (lambda v: v in (None, "fp32", "bf16", "fp16"), "fp32, bf16, fp16 or null"),

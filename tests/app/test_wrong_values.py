@@ -36,6 +36,7 @@ WRONG = [
     ("trainer.precision=half", "trainer.precision=half: expected one of 32-true,"),
     ("trainer.gradient_clip_val=some", "trainer: `gradient_clip_val` should be an int or a float"),
     ("stage.prefetch=-1", "stage.prefetch=-1: expected a whole number, 0 or more"),
+    ("stage.unit_numel=many", "stage.unit_numel=many: expected a whole number, 0 or more, or null"),
     ("stage.reduce_dtype=fp8", "stage.reduce_dtype=fp8: expected fp32, bf16, fp16 or null"),
     ("stage.activation_checkpointing=all", "stage.activation_checkpointing=all: expected units or null"),
     ("offload=gpu", "offload=gpu: no such option; there are cpu, cpu_params, none, nvme, nvme_params"),
