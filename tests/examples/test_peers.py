@@ -75,7 +75,7 @@ def test_an_installed_package_says_where_benchmarks_are(
 
 def test_help_names_the_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main([]) == bench.main(["--help"]) == 0
-    assert "{peers,ratios}" in capsys.readouterr().out
+    assert "{peers,ratios,growth}" in capsys.readouterr().out
 
 
 def test_losses_that_differ_are_wrong() -> None:
