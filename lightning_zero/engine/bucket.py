@@ -266,7 +266,6 @@ class Bucket:
         self._gathered = self.is_cut = False
         self._low, self._high = layout.shard_range(communicator.rank)
         self._sizes = layout.sizes()
-        self._pieces = [(index, size) for index, size in enumerate(self._sizes) if size]
 
         # What is whole has no memory until it is cut, or gathered.
         self._flat = torch.empty(layout.padded_numel, dtype=dtype, device=device)
@@ -801,7 +800,8 @@ class Bucket:
         apart = self._take_apart()
         if len(apart) == len(self._filled):  # the quickest way
             gaps = flat.new_zeros(max(self._sizes[1::2]))
-            torch.cat([gaps[:n] if i % 2 else apart[i // 2].view(-1) for i, n in self._pieces], out=flat)
+            cut = [gaps[:n] if i % 2 else apart[i // 2].view(-1) for i, n in enumerate(self._sizes) if n]
+            torch.cat(cut, out=flat)
             return flat.mul_(1.0 / self.communicator.size) if self._can_take_mean_first else flat
         parts = flat.split_with_sizes(self._sizes)
         if apart:

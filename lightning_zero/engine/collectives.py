@@ -364,9 +364,9 @@ class Communicator:
         """End the watch over its waits, a turn in which a failure has left it, and the groups that it made."""
         self.absent, self.before_gather = [], None
         if self.size > 1:
-            self.watch.close()
             if self._neighbours is not None:
                 self._neighbours.close()
+            self.watch.close()
             while self._own_groups:
                 with suppress(RuntimeError, ValueError):  # they may have failed, or be gone with the default group
                     dist.destroy_process_group(self._own_groups.pop())

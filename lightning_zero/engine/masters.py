@@ -26,7 +26,7 @@ from lightning_zero.engine.bucket import Bucket, BucketSlot, Ledger
 from lightning_zero.engine.gradient_shard import GradientShard
 from lightning_zero.engine.offload.states import MASTERS, PARAMETERS, DiskStates
 from lightning_zero.engine.offload.updates import DiskUpdate, Update, beside, fields_by_parameter
-from lightning_zero.engine.pieces_of_updates import CutMaster
+from lightning_zero.engine.pieces_of_updates import CutMaster, copied, is_elementwise
 from lightning_zero.engine.settling import is_settled, settle
 from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.stored import StoredTensor
@@ -328,7 +328,7 @@ class Masters:
                 inside, first = slice(low - start, high - start), master.range.start
                 values = fields[MASTERS][inside]
                 before = optimizer.state.get(master.tensor, {})
-                known = {key: fields[key][inside] if key in fields else _copy(value) for key, value in before.items()}
+                known = {key: fields[key][inside] if key in fields else copied(value) for key, value in before.items()}
                 whole = gradient() if callable(gradient) else gradient
                 part = whole[low - first : high - first] if whole is not None else None
                 after = update.act(values, part, known)
@@ -451,8 +451,8 @@ class Masters:
                         key: part.stored(key)
                         if isinstance(value, StoredTensor)
                         else value[kept].clone()
-                        if _is_elementwise(value, master.tensor.shape)
-                        else _copy(value)
+                        if is_elementwise(value, master.tensor.shape)
+                        else copied(value)
                         for key, value in state.items()
                     }
 
@@ -554,7 +554,7 @@ class Masters:
             if master is not None and (slot.local_numel or slot.shape.numel() == 0):
                 state = self.optimizer.state.get(master.tensor, {})
                 local[number] = {
-                    key: value.dtype if _is_elementwise(value, master.tensor.shape) else _Scalar(value)
+                    key: value.dtype if is_elementwise(value, master.tensor.shape) else _Scalar(value)
                     for key, value in state.items()
                 }
         # what a rank owns nothing of, another knows the keys and the step counts of
@@ -569,7 +569,7 @@ class Masters:
             held = self.optimizer.state.get(master.tensor, {}) if master is not None else {}
             for key, kind in known.get(number, {}).items():
                 if isinstance(kind, _Scalar):
-                    state[key] = _copy(kind.value)  # each parameter's own, also after pickling
+                    state[key] = copied(kind.value)  # each parameter's own, also after pickling
                     continue
                 if master is None or not slot.local_numel:
                     part = torch.empty(0, dtype=kind, device=slot.device)
@@ -637,7 +637,7 @@ class Masters:
         for parameter, state in states.items():
             slot = self.slot_of(parameter)
             if slot is None:
-                optimizer.state[parameter] = {key: _copy(value) for key, value in state.items()}
+                optimizer.state[parameter] = {key: copied(value) for key, value in state.items()}
             elif state:
                 by_slot[slot] = state
         group_of = {
@@ -651,7 +651,7 @@ class Masters:
             scalars = tuple(
                 (key, float(value) if isinstance(value, Tensor) else repr(value))
                 for key, value in state.items()
-                if not _is_elementwise(value, slot.shape) or (value.dim() == 0 and key in _COUNTERS)
+                if not is_elementwise(value, slot.shape) or (value.dim() == 0 and key in _COUNTERS)
             )
             alike.setdefault((group_of[slot], scalars), []).append(slot)
         for slots in alike.values():
@@ -667,10 +667,10 @@ class Masters:
         for key, first in states[0].items():
             whole = [state[key] for state in states]
             elementwise = key not in _COUNTERS and all(
-                _is_elementwise(value, slot.shape) for value, slot in zip(whole, master.slots)
+                is_elementwise(value, slot.shape) for value, slot in zip(whole, master.slots)
             )
             if not elementwise:
-                cut[key] = _copy(first)
+                cut[key] = copied(first)
                 continue
             dtype = torch.promote_types(first.dtype, master.tensor.dtype) if first.is_floating_point() else first.dtype
             if (on_disk := master.bucket.states) is not None:
@@ -887,16 +887,8 @@ def _are_neighbours(before: BucketSlot, slot: BucketSlot) -> bool:
     return adjoining and slot.bucket.communicator.size > 1
 
 
-def _is_elementwise(value: Any, shape: torch.Size) -> bool:
-    return isinstance(value, Tensor) and value.shape == shape
-
-
 def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _nbytes(state: dict[str, Any]) -> int:

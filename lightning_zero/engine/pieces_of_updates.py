@@ -35,9 +35,9 @@ class CutMaster:
         self.pieces = [nn.Parameter(part) for part in values]
         for piece, gradient in zip(self.pieces, gradients):
             piece.grad = gradient
-        self._parts = {key: _split(value) for key, value in state.items() if _is_cut(value, master)}
+        self._parts = {key: _split(value) for key, value in state.items() if is_elementwise(value, master.shape)}
         self.states = [
-            {key: self._parts[key][i] if key in self._parts else _copy(value) for key, value in state.items()}
+            {key: self._parts[key][i] if key in self._parts else copied(value) for key, value in state.items()}
             for i in range(len(self.pieces))
         ]
 
@@ -57,7 +57,8 @@ class CutMaster:
             return {}  # a first update that has failed
         first = states[0]
         return {
-            key: self._join(key, states) if _is_cut(first[key], self.pieces[0]) else first[key] for key in list(first)
+            key: self._join(key, states) if is_elementwise(first[key], self.pieces[0].shape) else first[key]
+            for key in list(first)
         }
 
     def _join(self, key: str, states: list[dict[str, Any]]) -> Tensor:
@@ -74,9 +75,10 @@ def _split(tensor: Tensor | None) -> tuple[Tensor, ...]:
     return tensor.split(PIECE_NUMEL)
 
 
-def _is_cut(value: Any, like: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == like.shape
+def is_elementwise(value: Any, shape: torch.Size) -> bool:
+    """Whether a state is one number for each element of a tensor of this shape."""
+    return isinstance(value, Tensor) and value.shape == shape
 
 
-def _copy(value: Any) -> Any:
+def copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import select
 import selectors
 import socket
 import struct
@@ -98,15 +99,14 @@ class Exchange:
         self.taken = 0  # peers, in their order
         self.given: set[int] = set()  # peers that have read
         self._over = threading.Event()
-        self._error: Exception | None = None
+        self._failure: str | None = None
 
     def take(self, process: int, address: int) -> None:
-        """Take from the next peer."""
+        """Take from the next peer; it has counted once the caller has seen that the peer is still there."""
         self._take(self.taken, process, address)
-        self.taken += 1
 
-    def end(self, error: Exception | None = None) -> None:
-        self._error = error
+    def end(self, failure: str | None = None) -> None:
+        self._failure = failure
         self._kept, self._take = None, _nothing
         self._over.set()
 
@@ -118,8 +118,8 @@ class Exchange:
         """
         if not self._over.wait(self._timeout.total_seconds()):
             raise RuntimeError(f"no end after {self._timeout}")
-        if self._error is not None:
-            raise RuntimeError(str(self._error)) from self._error
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
 
 
 def _nothing(*_: Any) -> None:
@@ -142,12 +142,18 @@ class Neighbours:
         self._sockets = [connected for _, _, connected in peers]
         self._lock = threading.Lock()  # of what comes next
         self._begun: Counter[int] = Counter()  # exchanges, by tag
-        self._exchanges: dict[tuple[int, int], Exchange] = {}  # under way, by tag and ordinal
+        # under way, by tag and ordinal; whoever takes one out ends it
+        self._exchanges: dict[tuple[int, int], Exchange] = {}
         self._ready: dict[tuple[int, int], dict[int, int]] = {}  # addresses, by position of the peer
-        self._error: Exception | None = None  # of all that is begun from here on
+        self._failure: str | None = None  # of all that is begun from here on
+        self._closing = False
         self._lost: set[int] = set()  # peers that have closed their end
         self._unsent: list[deque[bytes]] = [deque() for _ in peers]
         self._late: deque[tuple[int, int]] = deque()  # begun when others were ready already
+        self._ends: list[select.poll] = []  # of each peer: whether it has closed its end, whatever is to be read before
+        for connected in self._sockets:
+            self._ends.append(select.poll())
+            self._ends[-1].register(connected, select.POLLRDHUP)
         self._wake, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         _transports.add(self)
@@ -231,11 +237,12 @@ class Neighbours:
         with self._lock:
             key = tag, self._begun[tag]
             self._begun[tag] += 1
-            if self._error is None:
+            failure = self._failure
+            if failure is None:
                 self._exchanges[key] = exchange
             is_late = key in self._ready
-        if self._error is not None:
-            exchange.end(self._error)
+        if failure is not None:
+            exchange.end(failure)
             return exchange
         try:
             for peer, source in zip(self._sockets, sources):
@@ -245,27 +252,36 @@ class Neighbours:
                 self._wake.send(b"x")
         except OSError as error:  # a peer has closed its end, or this one has
             with self._lock:
-                self._exchanges.pop(key, None)
-            exchange.end(error)
+                is_under_way = self._exchanges.pop(key, None) is not None
+            if is_under_way:
+                exchange.end(str(error))
         return exchange
 
-    def sever(self, error: Exception) -> None:
+    def sever(self, reason: str) -> None:
         """End all that is under way, here and on the peers, and that is begun later."""
         if os.getpid() != self._process:
             return  # a copy in a forked process (of a DataLoader), in which the connections are still the other's
         with self._lock:
-            self._error = self._error or error
+            self._failure, self._closing = self._failure or reason, True
             unfinished = list(self._exchanges.values())
             self._exchanges.clear()
-        for exchange in unfinished:
-            exchange.end(self._error)
+        # before what is kept for the peers goes: none is to take what it reads then for the right thing
         for each in (*self._sockets, self._wake):
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
+        for exchange in unfinished:
+            exchange.end(reason)
 
     def close(self) -> None:
-        self.sever(RuntimeError("the exchange with the other ranks was closed"))
-        if threading.current_thread() is not self._thread and os.getpid() == self._process:
+        """Begin nothing more. What is under way goes on, here or in the thread, until it ends: peers need it."""
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            self._failure = self._failure or "the exchange with the other ranks was closed"
+            self._closing = True
+        with suppress(OSError):
+            self._wake.send(b"x")
+        if threading.current_thread() is not self._thread:
             self._thread.join(timeout=2)
 
     # -- in the thread ----------------------------------------------------------------------------------------------
@@ -276,7 +292,7 @@ class Neighbours:
                 selector.register(self._woken, selectors.EVENT_READ)
                 for position, peer in enumerate(self._sockets):
                     selector.register(peer, selectors.EVENT_READ, position)
-                while True:
+                while not self._has_ended():
                     for key, events in selector.select():
                         if key.data is None:
                             self._look_at_late()
@@ -285,24 +301,28 @@ class Neighbours:
                         else:
                             self._send(key.data)
         except Exception as error:
-            self.sever(error)
+            self.sever(str(error))
         finally:
             for each in (*self._sockets, self._wake, self._woken):
                 each.close()
 
+    def _has_ended(self) -> bool:
+        return self._closing and not self._exchanges and not any(self._unsent)
+
     def _look_at_late(self) -> None:
-        if not self._woken.recv(4096):
-            raise RuntimeError("the exchange with the other ranks was closed")
+        self._woken.recv(4096)
         while self._late:
             self._go_on(self._late.popleft())
 
     def _hear(self, position: int) -> None:
         try:
             message = self._sockets[position].recv(_MESSAGE.size)
+        except ConnectionResetError:
+            return  # it left something unread; what it has sent before that comes next
         except OSError:
             message = b""
         if not message:
-            self._lose(position, ConnectionResetError(f"rank {self._ranks[position]} closed the connection"))
+            self._lose(position, f"rank {self._ranks[position]} closed the connection")
             return
         says, tag, ordinal, address = _MESSAGE.unpack(message)
         key = tag, ordinal
@@ -313,14 +333,15 @@ class Neighbours:
             exchange.given.add(position)
         self._go_on(key)
 
-    def _lose(self, position: int, error: Exception) -> None:
+    def _lose(self, position: int, failure: str) -> None:
         """A peer has closed its end, as when it has no more use of it: others may be in what it has left behind."""
         if position in self._lost:
             return
         self._lost.add(position)
+        self._unsent[position].clear()
         self._selector.unregister(self._sockets[position])
         with self._lock:
-            self._error = self._error or error
+            self._failure = self._failure or failure
             lost = {
                 key: exchange
                 for key, exchange in self._exchanges.items()
@@ -329,7 +350,7 @@ class Neighbours:
             for key in lost:
                 del self._exchanges[key]
         for exchange in lost.values():
-            exchange.end(error)
+            exchange.end(failure)
 
     def _go_on(self, key: tuple[int, int]) -> None:
         exchange, ready = self._exchanges.get(key), self._ready.get(key, {})
@@ -339,16 +360,20 @@ class Neighbours:
             position = exchange.taken
             try:
                 exchange.take(self._processes[position], ready.pop(position))
+                if self._ends[position].poll(0):
+                    raise ConnectionResetError(f"rank {self._ranks[position]} closed the connection")
             except OSError as error:
-                self._lose(position, error)
+                self._lose(position, str(error))
                 return
+            exchange.taken += 1
             self._unsent[position].append(_MESSAGE.pack(_READ, *key, 0))
             self._send(position)
         if exchange.taken == len(exchange.given) == len(self._sockets):
             with self._lock:
-                self._exchanges.pop(key, None)
+                is_under_way = self._exchanges.pop(key, None) is not None
                 self._ready.pop(key, None)
-            exchange.end()
+            if is_under_way:
+                exchange.end()
 
     def _send(self, position: int) -> None:
         """Send what has not been sent. Without waiting: the peer's thread may wait for this one to hear it."""
@@ -363,7 +388,7 @@ class Neighbours:
         except BlockingIOError:
             events |= selectors.EVENT_WRITE
         except OSError as error:
-            self._lose(position, error)
+            self._lose(position, str(error))
             return
         self._selector.modify(peer, events, position)
 
@@ -457,4 +482,4 @@ def _machine() -> str:
 def sever_all(reason: str) -> None:
     """End every exchange of this process: the run has failed."""
     for transport in list(_transports):
-        transport.sever(RuntimeError(reason))
+        transport.sever(reason)

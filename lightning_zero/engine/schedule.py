@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -78,9 +79,15 @@ class _Scope:
         self.may_take_over = False  # see ``Schedule._take_over``
         self.entries: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
         self.recurrent: list[weakref.ref[nn.RNNBase]] = []
-        self.attributes = Attributes(module)
         self.calls: list[_Call] = []  # forwards of the module under way
         self.depth = 0
+
+    @cached_property
+    def attributes(self) -> Attributes:
+        """Of the module, for units that are released."""
+        module = self.module()
+        assert module is not None, "the module was deleted in its forward"
+        return Attributes(module)
 
     def remove(self) -> None:
         for handle in self.handles:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import sys
+import time
 import weakref
 from typing import NamedTuple
 
@@ -461,6 +463,31 @@ def delete_everything(stage):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deleting_the_module_frees_its_memory_without_a_garbage_collection(run_on, world_size, stage):
     run_on(world_size, delete_everything, stage=stage)
+
+
+def delete_while_another_rank_still_reads(stage):
+    from lightning_zero.engine import same_machine
+
+    read, ignored = same_machine.read_memory, []
+    hook, sys.unraisablehook = sys.unraisablehook, lambda what: ignored.append(what.exc_value)
+
+    def read_slowly(*arguments):
+        time.sleep(0.01)
+        read(*arguments)
+
+    if rank() == 1:
+        same_machine.read_memory = read_slowly
+    try:
+        for _ in range(3):
+            delete_everything(stage)
+    finally:
+        same_machine.read_memory, sys.unraisablehook = read, hook
+    assert ignored == []
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_module_may_be_deleted_while_another_rank_reads_what_it_gathers(run_on, stage):
+    run_on(2, delete_while_another_rank_still_reads, stage=stage)
 
 
 # ----------------------------------------------------------------------------------- what ranks do differently

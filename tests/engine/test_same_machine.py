@@ -168,6 +168,71 @@ def test_a_rank_may_end_before_the_others_have_noticed_that_all_is_done(run_on, 
     run_on(size, end_one_after_another)
 
 
+def close_while_another_is_late() -> None:
+    transport = neighbours()
+    full = torch.full((world_size(), 3), -1.0)
+    full[rank()] = rank()
+    if rank() == 0:
+        exchange = transport.gather(1, list(full))
+        transport.close()  # comes back after a while, and leaves the rest to the thread
+        dist.barrier()
+    else:
+        dist.barrier()
+        exchange = transport.gather(1, list(full))
+    exchange.wait()
+    assert full[:, 0].tolist() == list(range(world_size()))
+    transport.close()
+
+
+def test_what_is_under_way_when_a_rank_closes_its_end_comes_to_its_end(run_on):
+    run_on(2, close_while_another_is_late)
+
+
+def fail_before_the_last_has_read() -> None:
+    """Rank 1 fails, and lets go of what others are to read, while rank 0 is busy with what comes from rank 2."""
+    from lightning_zero.engine import same_machine
+
+    read, is_reading, may_read = same_machine.read_memory, threading.Event(), threading.Event()
+
+    def read_late(*arguments: object) -> None:
+        is_reading.set()
+        may_read.wait(20)
+        read(*arguments)
+
+    transport = neighbours()
+    full = torch.full((world_size(), 3), -1.0)
+    full[rank()] = rank()
+    if rank() == 0:
+        same_machine.read_memory = read_late
+    try:
+        if rank() != 2:
+            exchange = transport.gather(1, list(full))
+        while rank() == 0 and exchange.given != {1}:  # positions: rank 2 comes first, rank 1 last
+            time.sleep(0.001)
+        dist.barrier()
+        if rank() == 2:
+            exchange = transport.gather(1, list(full))
+        if rank() == 0:
+            assert is_reading.wait(20)
+        dist.barrier()
+        if rank() == 1:
+            transport.sever("it failed")
+            full.fill_(7)
+        dist.barrier()
+        may_read.set()
+        if rank() == 0:
+            with pytest.raises(RuntimeError, match="rank 1 closed the connection"):
+                exchange.wait()
+    finally:
+        same_machine.read_memory = read
+    dist.barrier()
+    transport.close()
+
+
+def test_what_a_rank_that_failed_leaves_behind_is_not_taken_for_its_contribution(run_on):
+    run_on(3, fail_before_the_last_has_read)
+
+
 def refuse_on(refusing: int) -> None:
     from lightning_zero.engine import same_machine
 

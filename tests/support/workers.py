@@ -77,6 +77,7 @@ def _work(rank: int, world_size: int, conn: Connection, folder: str, path: list[
     stacks = open(Path(folder) / "stacks", "w")  # noqa: SIM115  (must stay open: the signal handler writes to it)
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+    signal.signal = _without_ours(signal.signal)
     sys.path[:] = path
 
     import torch
@@ -111,6 +112,16 @@ def _redirect_output(file: Path) -> None:
     # Python's own streams may have been replaced in the fork server, or be closed.
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+
+
+def _without_ours(register: Callable[..., Any]) -> Callable[..., Any]:
+    """`signal.signal` for all signals but the one that shows the stacks.
+
+    A Trainer puts back for each what `signal.getsignal` told it, which knows nothing of faulthandler's.
+    """
+    return lambda number, handler: (
+        signal.getsignal(number) if number == signal.SIGUSR1 else register(number, handler)
+    )
 
 
 def _join_group(rank: int, world_size: int, conn: Connection) -> None:
