@@ -916,7 +916,7 @@ def _holders(tensor: Tensor) -> int:
 def _settle(pending: list[Pending]) -> None:
     """A bucket is deleted: the peers of what it still exchanges need it to end."""
     for exchange in pending:
-        exchange.wait()
+        exchange.let_go()
 
 
 def become(tensor: Tensor, other: Tensor) -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.engine.same_machine import Neighbours, Piece, connect
+from lightning_zero.engine.same_machine import Exchange, Neighbours, Piece, connect
 from lightning_zero.engine.watch import Watch, explained
 
 _REDUCE_TAG = 7701
@@ -115,6 +115,15 @@ class Pending:
         result = self._finish() if self._finish is not None else None
         self._buffers = []
         return result
+
+
+    def let_go(self) -> None:
+        """Nobody here needs it any more, but peers may.
+
+        Exchanges through memory go on without anybody who waits. (A garbage collection may call this in their thread.)
+        """
+        if not all(isinstance(work, Exchange) for work in self._works):
+            self.wait()
 
 
 class Communicator:

@@ -140,7 +140,8 @@ class Neighbours:
         self._ranks = [other for other, _, _ in peers]
         self._processes = [process for _, process, _ in peers]
         self._sockets = [connected for _, _, connected in peers]
-        self._lock = threading.Lock()  # of what comes next
+        # Of what comes next. Reentrant: a garbage collection may end the transport from inside any allocation.
+        self._lock = threading.RLock()
         self._begun: Counter[int] = Counter()  # exchanges, by tag
         # under way, by tag and ordinal; whoever takes one out ends it
         self._exchanges: dict[tuple[int, int], Exchange] = {}

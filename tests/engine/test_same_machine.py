@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -231,6 +234,42 @@ def fail_before_the_last_has_read() -> None:
 
 def test_what_a_rank_that_failed_leaves_behind_is_not_taken_for_its_contribution(run_on):
     run_on(3, fail_before_the_last_has_read)
+
+
+class CollectsGarbage(dict[Any, Any]):
+    """A collection may fall into any allocation, of any thread."""
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        gc.collect()
+        return super().setdefault(key, default)
+
+
+def collect_in_the_thread() -> None:
+    """Whoever had the transport is garbage in a cycle, and the transport's own thread collects it."""
+
+    class Owner:
+        pass
+
+    transport = neighbours()
+    gc.disable()
+    transport._ready = CollectsGarbage()
+    owner = Owner()
+    owner.itself = owner
+    weakref.finalize(owner, transport.close)
+    full = torch.full((world_size(), 3), -1.0)
+    full[rank()] = rank()
+    exchange = transport.gather(1, list(full))
+    del owner
+    dist.barrier()
+    for _ in range(2):  # what comes calls for a collection
+        transport.gather(2, list(full.clone()))
+    dist.barrier()
+    transport.sever("it failed")
+    gc.enable()
+
+
+def test_a_collection_of_garbage_in_the_thread_may_close_its_own_transport(run_on):
+    run_on(2, collect_in_the_thread)
 
 
 def refuse_on(refusing: int) -> None:
