@@ -258,7 +258,7 @@ def collect_in_the_thread() -> None:
     weakref.finalize(owner, transport.close)
     full = torch.full((world_size(), 3), -1.0)
     full[rank()] = rank()
-    exchange = transport.gather(1, list(full))
+    transport.gather(1, list(full))
     del owner
     dist.barrier()
     for _ in range(2):  # what comes calls for a collection
