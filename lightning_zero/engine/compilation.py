@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch._C._dynamo import eval_frame
 from torch._C._dynamo.eval_frame import set_eval_frame
-from torch._dynamo.eval_frame import OptimizedModule, skip_code
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -27,7 +28,9 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _never_traced(function: Any) -> Any:
-    skip_code(function.__code__)
+    # By the interface in C: the compiler itself takes half a second to import, for projects that may have no use of it.
+    strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
     function._torchdynamo_disable = True
     return function
 
@@ -78,8 +81,9 @@ def _made_no_hook() -> Callable[..., None]:
 def is_compiled(module: nn.Module) -> bool:
     """Whether compiled code begins in the forward of a module."""
     forward = vars(module).get("forward")  # of `model.forward = torch.compile(model.forward)`, and as Lightning does it
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # as long as it is not imported nothing is compiled
     return (
-        isinstance(module, OptimizedModule)
+        (compiler is not None and isinstance(module, compiler.OptimizedModule))
         or getattr(module, "_compiled_call_impl", None) is not None
         or hasattr(forward, "_torchdynamo_orig_callable")
     )

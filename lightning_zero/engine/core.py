@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_zero.engine import differentiation
@@ -804,10 +804,11 @@ def _let_freed_memory_stay() -> None:
 
 
 def _check_ordinary(module: nn.Module) -> None:
+    tensors = sys.modules.get("torch.distributed.tensor")  # whose import takes half a second
     for name, parameter in module.named_parameters():
         if isinstance(parameter, ShardedTensor):
             raise ValueError(f"{name} is sharded already: one module belongs to one engine at a time.")
-        if isinstance(parameter, DTensor):
+        if tensors is not None and isinstance(parameter, tensors.DTensor):
             raise ValueError(
                 f"{name} is a DTensor, cut by another: take fully_shard(...) or distribute_tensor(...) out of the "
                 "module, whose parameters must be ordinary tensors."

@@ -12,18 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.pieces import Box, boxes
 from lightning_zero.engine.settling import settle
+
+if TYPE_CHECKING:  # they take a while to import, and a checkpoint needs them at the earliest
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 aten = torch.ops.aten
 
@@ -270,6 +272,9 @@ class ShardedTensor(Handle):
     # What torch.distributed.checkpoint asks for: the rectangles that this rank has. Each is a view of the local range.
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         properties = TensorProperties(dtype=self.local.dtype)
         return [
             WriteItem(
@@ -281,6 +286,8 @@ class ShardedTensor(Handle):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
         return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self._boxes()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:

@@ -14,6 +14,7 @@ from lightning_zero.engine import Engine
 lightning = ("lightning", "lightning_fabric", "pytorch_lightning")
 assert not [name for name in sys.modules if name.partition(".")[0] in lightning]
 assert not hasattr(lightning_zero, "nothing")
+assert not {"torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoint"} & set(sys.modules)
 
 from lightning.fabric import Fabric
 print(type(Fabric(strategy="zero2", accelerator="cpu", devices=1).strategy).__module__)
