@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from common import GPTS, REPOSITORY, describe, in_turn, markdown_table, run_workers, write_results
 
 SYSTEMS = ["zero1", "zero2", "zero3"]
+COLORS = {"single": "grey", "ddp": "tab:red", "zero1": "tab:blue", "zero2": "tab:green", "zero3": "tab:orange"}
 RANKS = 8  # of the fake group where tensors or units are varied
 UNITS = 2  # where tensors are varied
 SMALL = (80, 10)  # tensors and units, where ranks are varied
@@ -274,7 +275,7 @@ def lines_of(series: Series, costs: dict[str, Any]) -> list[str]:
     said = [f"{system} {'holds' if costs[system]['holds'] else 'DOES NOT HOLD'}" for system in ours]
     lines = [f"**Against {series.name}**, with {fixed}:", "", *markdown_table(head, rows), ""]
     if series.processes:
-        return [*lines, "Over Gloo each rank writes to each other one itself, so the cost of a gather grows with them."]
+        return [*lines, "On a CPU each rank exchanges with each other one itself, so the cost of a gather grows with them."]
     return [*lines, f"A step's cost is {claim} (exponent at the end at most {series.limit}): {', '.join(said)}."]
 
 
@@ -289,7 +290,8 @@ def plot(path: Path, results: dict[str, Any]) -> None:
     for axes, (name, series) in zip(figure.subplots(1, len(results), squeeze=False)[0], results.items()):
         for system, cost in series["costs"].items():
             label = "plain torch's own" if system == "single" else system
-            axes.plot(series["sizes"], cost["step"], marker="o", label=label, ls=":" if system == "single" else "-")
+            style = {"color": COLORS[system], "ls": ":" if system == "single" else "-"}
+            axes.plot(series["sizes"], cost["step"], marker="o", label=label, **style)
         axes.set(xscale="log", yscale="log", xlabel=name, ylabel="ms a step beyond plain torch")
         axes.grid(alpha=0.3)
         axes.legend()

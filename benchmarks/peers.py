@@ -205,6 +205,7 @@ def work(arguments: argparse.Namespace) -> None:
     if system != "single":
         dist.barrier()  # a rank that leaves first must not take the store away from the others
         dist.destroy_process_group()
+    os._exit(0)  # threads that DeepSpeed has left abort the interpreter's end now and then
 
 
 def run(system: str, model: str, arguments: argparse.Namespace, *more: str, **environment: str) -> list[Any]:
