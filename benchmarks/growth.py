@@ -275,7 +275,8 @@ def lines_of(series: Series, costs: dict[str, Any]) -> list[str]:
     said = [f"{system} {'holds' if costs[system]['holds'] else 'DOES NOT HOLD'}" for system in ours]
     lines = [f"**Against {series.name}**, with {fixed}:", "", *markdown_table(head, rows), ""]
     if series.processes:
-        return [*lines, "On a CPU each rank exchanges with each other one itself, so the cost of a gather grows with them."]
+        note = "On a CPU each rank exchanges with each other one itself, so the cost of a gather grows with them."
+        return [*lines, note]
     return [*lines, f"A step's cost is {claim} (exponent at the end at most {series.limit}): {', '.join(said)}."]
 
 
