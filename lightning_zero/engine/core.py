@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import logging
 import sys
 import weakref
@@ -798,9 +799,14 @@ def _let_freed_memory_stay() -> None:
     """Let buffers be made of memory that others had before them, which the system need not clear again.
 
     glibc gives back at once what is larger than the largest block freed so far (up to 32 MiB), and what is free at the
-    end of its heap beyond twice that: ``mallopt(3)``, M_MMAP_THRESHOLD. So one that is never touched sets both.
+    end of its heap beyond twice that: ``mallopt(3)``, M_MMAP_THRESHOLD. So one that is never touched sets both; not by
+    ``mallopt``, which would set aside what a user says in the environment.
     """
-    torch.empty(2**25 - 2**16, dtype=torch.uint8)
+    if sys.platform == "linux":
+        system = ctypes.CDLL(None)
+        system.malloc.argtypes, system.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
+        system.free.argtypes = [ctypes.c_void_p]
+        system.free(system.malloc(2**25 - 2**16))
 
 
 def _check_ordinary(module: nn.Module) -> None:
