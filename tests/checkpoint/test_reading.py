@@ -19,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from omegaconf import OmegaConf
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -26,6 +27,7 @@ from lightning_zero.checkpoint.checksums import DamagedCheckpointError
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.checkpoint.records import BrokenArchiveError, tensor_in
+from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_dcp_metadata
 from lightning_zero.checkpoint.saving import Entry, content_of, save_in_parts
 from lightning_zero.engine.sharded_tensor import flat_range
 from lightning_zero.engine.sources import MappedFiles
@@ -526,6 +528,25 @@ def test_nothing_in_a_checkpoint_is_run(tmp_path, monkeypatch, where):
     with pytest.raises(ValueError, match=r"posix\.mkdir"):
         open_checkpoint("file" if where == "file" else "dcp")
     assert not os.path.exists("it ran")
+
+
+class PickledByGetattr:
+    """As Python 3.11.2 (Debian 12's) pickles a member of an enumeration; and what somebody may make of that."""
+
+    def __init__(self, owner, name):
+        self._owner, self._name = owner, name
+
+    def __reduce__(self):
+        return getattr, (self._owner, self._name)
+
+
+def test_metadata_that_python_3_11_2_wrote():
+    kind = TensorProperties().__getstate__()[3].__class__
+    for member in kind:
+        assert load_dcp_metadata(pickle.dumps(PickledByGetattr(kind, member.name))) is member
+    for owner, name in [(TensorProperties, "__init__"), (kind, "__class__"), (kind, "mro")]:
+        with pytest.raises(ForbiddenClassError):
+            load_dcp_metadata(pickle.dumps(PickledByGetattr(owner, name)))
 
 
 @pytest.mark.parametrize("form", ["full", "sharded"])
