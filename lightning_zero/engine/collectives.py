@@ -116,7 +116,6 @@ class Pending:
         self._buffers = []
         return result
 
-
     def let_go(self) -> None:
         """Nobody here needs it any more, but peers may.
 

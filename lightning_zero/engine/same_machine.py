@@ -252,11 +252,15 @@ class Neighbours:
                 self._late.append(key)
                 self._wake.send(b"x")
         except OSError as error:  # a peer has closed its end, or this one has
-            with self._lock:
-                is_under_way = self._exchanges.pop(key, None) is not None
-            if is_under_way:
-                exchange.end(str(error))
+            self._end(key, str(error))
         return exchange
+
+    def _end(self, key: tuple[int, int], failure: str | None = None) -> None:
+        """End an exchange, unless another thread has."""
+        with self._lock:
+            exchange = self._exchanges.pop(key, None)
+        if exchange is not None:
+            exchange.end(failure)
 
     def sever(self, reason: str) -> None:
         """End all that is under way, here and on the peers, and that is begun later."""
@@ -371,10 +375,8 @@ class Neighbours:
             self._send(position)
         if exchange.taken == len(exchange.given) == len(self._sockets):
             with self._lock:
-                is_under_way = self._exchanges.pop(key, None) is not None
                 self._ready.pop(key, None)
-            if is_under_way:
-                exchange.end()
+            self._end(key)
 
     def _send(self, position: int) -> None:
         """Send what has not been sent. Without waiting: the peer's thread may wait for this one to hear it."""

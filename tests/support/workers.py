@@ -119,9 +119,7 @@ def _without_ours(register: Callable[..., Any]) -> Callable[..., Any]:
 
     A Trainer puts back for each what `signal.getsignal` told it, which knows nothing of faulthandler's.
     """
-    return lambda number, handler: (
-        signal.getsignal(number) if number == signal.SIGUSR1 else register(number, handler)
-    )
+    return lambda number, handler: signal.getsignal(number) if number == signal.SIGUSR1 else register(number, handler)
 
 
 def _join_group(rank: int, world_size: int, conn: Connection) -> None:
