@@ -28,7 +28,7 @@ from lightning_zero.checkpoint.reading import by_number
 from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.collectives import Communicator
-from lightning_zero.engine.masters import check_optimizer
+from lightning_zero.engine.elementwise import check_optimizer
 from lightning_zero.engine.offload.config import OffloadConfig
 from lightning_zero.engine.promises import awaits_values
 from lightning_zero.engine.reunion import reunite

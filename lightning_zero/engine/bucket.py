@@ -1,4 +1,4 @@
-"""One flat buffer: its shard at rest, its gathering and release, and the reduction of its gradients.
+"""One flat buffer: its shard at rest, its gathering and release.
 
 ==============================  =====================  ====================  =====================
 stage and state                 ``shard``              ``full``              ``views`` show
@@ -17,7 +17,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,11 +25,9 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from lightning_zero.engine.agreement import Agreement
 from lightning_zero.engine.collectives import Communicator, Pending
-from lightning_zero.engine.gradient_shard import GradientShard
 from lightning_zero.engine.layout import BucketLayout
 from lightning_zero.engine.offload.states import MASTERS, PARAMETERS, DiskStates, Swap
 from lightning_zero.engine.offload.updates import Updates
-from lightning_zero.engine.same_machine import Piece
 from lightning_zero.engine.settling import Work, settle
 from lightning_zero.engine.sharded_tensor import ShardedTensor, flat_range, local_range_of
 from lightning_zero.engine.view import View
@@ -39,10 +36,6 @@ if TYPE_CHECKING:
     from lightning_zero.engine.sources import Source
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-
-_SMALL = 2**13
-"""Elements up to which gradients are kept as they come and go into the flat buffer together: copying one costs more in
-calls than in bytes."""
 
 
 class Ledger:
@@ -198,8 +191,6 @@ class Bucket:
         parameters: the module's own, in the order of the layout; they stay as they are until ``cut``.
         number: the bucket's own among all, the same on every rank.
         compute_dtype: the dtype in which they are gathered.
-        reduce_dtype: the dtype in which gradients travel, where it is narrower than the one in which they are kept;
-            None for that.
         replicated: whether all values stay here at rest (stages 1 and 2).
         masters_on: the device on which masters are kept, and updated, if not where the module computes; or the disk.
         source_on: the device on which a rank keeps its part of the parameters at rest (stage 3), likewise.
@@ -214,7 +205,6 @@ class Bucket:
         number: int,
         unit_name: str,
         compute_dtype: torch.dtype,
-        reduce_dtype: torch.dtype | None,
         replicated: bool,
         masters_on: torch.device | Swap | None,
         source_on: torch.device | Swap | None,
@@ -229,21 +219,6 @@ class Bucket:
         self.dtype = dtype
         trainable = parameters[0].requires_grad
         self.master_dtype = torch.float32 if trainable and dtype in LOW_PRECISION else dtype
-        self._gradient_dtype = self._wire_dtype = torch.float32 if dtype in LOW_PRECISION else dtype
-        if reduce_dtype is not None and dtype.is_floating_point:
-            self._wire_dtype = min(reduce_dtype, self._gradient_dtype, key=lambda kind: kind.itemsize)
-        # The mean over ranks is free where it is taken with the copy of a gradient into the flat buffer, unless that
-        # casts it; and of what travels in less than fp32 it keeps the sum in range.
-        self._can_take_mean_first = communicator.size > 1 and (
-            compute_dtype == self._gradient_dtype or self._wire_dtype != self._gradient_dtype
-        )
-        # Without a copy into one buffer; not where there are so many that asking for each costs more than the copy.
-        self._reduces_in_pieces = (
-            communicator.takes_pieces
-            and self._wire_dtype == self._gradient_dtype
-            and layout.numel > _SMALL * len(layout.segments)
-        )
-        self.reduces = True  # what is accumulated now, in this backward
         # what is frozen has no masters of its own
         self._masters_on, self._source_on = (masters_on if trainable else source_on), source_on
         self.updates = updates if self._masters_on is not None else None
@@ -276,13 +251,6 @@ class Bucket:
         has_nan = compute_dtype.is_floating_point or compute_dtype.is_complex
         nan = torch.full((), float("nan") if has_nan else 0, device=device)
         self._placeholders = [nan.to(compute_dtype).expand(segment.shape) for segment in layout.segments]
-
-        self.flat_gradient: Tensor | None = None
-        self._apart: dict[int, Tensor] = {}  # gradients as they came: small ones, and over one rank all
-        self._filled = [False] * len(layout.segments)
-        self._unsynchronised = False
-        self._reducing_nbytes = 0
-        self._gradient_shard: weakref.ref[GradientShard] | None = None
 
     # -- setting up -------------------------------------------------------------------------------------------------
 
@@ -644,216 +612,6 @@ class Bucket:
         self.full.untyped_storage().resize_(0)
         self.ledger.add("gathered", -self._full_nbytes)
         self._gathered = False
-
-    # -- gradients --------------------------------------------------------------------------------------------------
-
-    @property
-    def gradient_shard(self) -> GradientShard | None:
-        """The reduced gradient, if any ``p.grad`` still shows it."""
-        return self._gradient_shard() if self._gradient_shard is not None else None
-
-    def accumulate(self, index: int, gradient: Tensor) -> None:
-        """Add a local gradient of one parameter (its full shape) to the flat buffer, in which gradients are kept.
-
-        The tensor is taken over: the caller has no other use of it.
-        """
-        if isinstance(gradient, ShardedTensor):
-            gradient = gradient.whole()
-        if gradient.layout is not torch.strided:
-            gradient = gradient.to_dense()
-        stays_apart = self._reduces_in_pieces or gradient.numel() <= _SMALL or self.communicator.size == 1
-        if stays_apart and self.reduces and self.flat_gradient is None and not self._filled[index]:
-            if gradient.dtype != self._gradient_dtype or not gradient.is_contiguous() or gradient.requires_grad:
-                gradient = gradient.detach().to(self._gradient_dtype).contiguous()
-            self._apart[index] = gradient
-            self._filled[index] = True
-            if self._reduces_in_pieces:
-                self.ledger.add("reduction", gradient.nbytes)
-            return
-        with torch.no_grad():
-            if index in self._apart:
-                self._apart[index].add_(gradient)
-                return
-            if self.flat_gradient is None:
-                self.flat_gradient = self._make_flat_gradient()
-            target = self._local_gradient(index)
-            mean_first = self._can_take_mean_first and self.reduces
-            factor = 1.0 / self.communicator.size if mean_first else 1.0
-            if self._filled[index]:
-                target.add_(gradient, alpha=factor)
-            elif mean_first and gradient.dtype == target.dtype:
-                torch.mul(gradient, factor, out=target)
-            else:
-                target.copy_(gradient)
-                if mean_first:
-                    target.mul_(factor)
-            self._filled[index] = True
-
-    def has_gradient(self, index: int) -> bool:
-        return self._filled[index]
-
-    @property
-    def has_any_gradient(self) -> bool:
-        return any(self._filled)
-
-    def show_unsynchronised(self) -> list[BucketSlot]:
-        """Make ``p.grad`` the local gradient accumulated so far: at stage 1 under ``no_sync``, as DDP does.
-
-        Returns:
-            The places of those parameters whose users want to be told.
-        """
-        shown = [slot for slot, filled in zip(self.slots, self._filled) if filled]
-        for slot in shown:
-            self._unsynchronised = True
-            slot.parameter.grad = self._local_gradient(slot.index).to(self.dtype)
-        return [slot for slot in shown if slot.hooks_after_reduction]
-
-    def begin_with(self, index: int, gradient: Tensor) -> None:
-        """A backward begins with autograd adding to the ``.grad`` that ``show_unsynchronised`` gave out as a copy."""
-        if self._unsynchronised and not self.shows_unsynchronised(index, gradient):
-            self._filled[index] = False  # what is taken now holds the earlier gradient too
-
-    def shows_unsynchronised(self, index: int, gradient: Tensor) -> bool:
-        """Whether a gradient is the flat buffer's own range, as ``show_unsynchronised`` gave it out."""
-        if self.flat_gradient is None or not self._filled[index]:
-            return False
-        return gradient.data_ptr() == self._local_gradient(index).data_ptr() != 0
-
-    def forget_reset_unsynchronised(self) -> None:
-        """Drop what was accumulated for parameters whose ``.grad`` the user has reset since, and hide the rest."""
-        if not self._unsynchronised:
-            return
-        self._unsynchronised = False
-        for index, filled in enumerate(self._filled):
-            if filled:
-                parameter = self.parameter(index)
-                self._filled[index] = parameter.grad is not None
-                parameter.grad = None
-                if self._can_take_mean_first and self.reduces:
-                    self._local_gradient(index).mul_(1.0 / self.communicator.size)
-
-    def drop_gradients(self) -> None:
-        """Drop what was accumulated and not reduced."""
-        if self.flat_gradient is not None:
-            self.ledger.add("reduction", -self.flat_gradient.untyped_storage().nbytes())
-        self._take_apart()
-        self.flat_gradient = None
-        self._filled = [False] * len(self._filled)
-        self._unsynchronised = False
-
-    def _make_flat_gradient(self) -> Tensor:
-        flat = torch.empty(self.layout.padded_numel, dtype=self._gradient_dtype, device=self.full.device)
-        self.ledger.add("reduction", flat.untyped_storage().nbytes())
-        return flat
-
-    def _local_gradient(self, index: int) -> Tensor:
-        assert self.flat_gradient is not None
-        segment = self.layout.segments[index]
-        return self.flat_gradient[segment.start : segment.stop].view(segment.shape)
-
-    def start_reduction(self) -> Pending:
-        """Start to sum the flat buffer over ranks, zeros for what got no gradient here."""
-        if self.communicator.size == 1:
-            alone = self._take_apart()
-            self._filled = [False] * len(self._filled)
-            return Pending("", [], [], lambda: alone)
-        what = f"the gradient reduction of unit {self.unit_name!r}"
-        with torch.no_grad():
-            if self._reduces_in_pieces and self.flat_gradient is None:
-                return self._start_in_pieces(what)
-            flat, self.flat_gradient = self._complete_flat_gradient(), None
-            self._reducing_nbytes = self.communicator.reduction_bytes(flat, self._wire_dtype)
-            self.ledger.add("reduction", self._reducing_nbytes - flat.untyped_storage().nbytes())
-            self._filled = [False] * len(self._filled)
-            return self.communicator.reduce_scatter(flat, self._wire_dtype, what)
-
-    def _start_in_pieces(self, what: str) -> Pending:
-        apart = {index: gradient.view(-1) for index, gradient in self._take_apart().items()}
-        self._filled = [False] * len(self._filled)
-        pieces = [
-            [
-                Piece(numel, apart[index][offset : offset + numel] if index in apart else None)
-                for numel, index, offset in self._pieces_of[rank]
-            ]
-            for rank in range(self.communicator.size)
-        ]
-        self._reducing_nbytes = sum(gradient.nbytes for gradient in apart.values())
-        self._reducing_nbytes += self.layout.shard_numel * self._gradient_dtype.itemsize
-        self.ledger.add("reduction", self._reducing_nbytes)
-        factor = 1.0 / self.communicator.size if self._can_take_mean_first else 1.0
-        return self.communicator.reduce_pieces(pieces, self._gradient_dtype, factor, what)
-
-    @cached_property
-    def _pieces_of(self) -> list[list[tuple[int, int | None, int]]]:
-        return [self.layout.pieces_of(rank) for rank in range(self.communicator.size)]
-
-    def _take_apart(self) -> dict[int, Tensor]:
-        """The gradients that were kept as they came, which the bucket keeps no longer."""
-        apart, self._apart = self._apart, {}
-        if self._reduces_in_pieces:
-            self.ledger.add("reduction", -sum(gradient.nbytes for gradient in apart.values()))
-        return apart
-
-    def _complete_flat_gradient(self) -> Tensor:
-        """The flat buffer, with what was kept beside it, and zeros for what got no gradient here."""
-        flat = self._make_flat_gradient() if self.flat_gradient is None else self.flat_gradient
-        apart = self._take_apart()
-        if len(apart) == len(self._filled):  # the quickest way
-            gaps = flat.new_zeros(max(self._sizes[1::2]))
-            cut = [gaps[:n] if i % 2 else apart[i // 2].view(-1) for i, n in enumerate(self._sizes) if n]
-            torch.cat(cut, out=flat)
-            return flat.mul_(1.0 / self.communicator.size) if self._can_take_mean_first else flat
-        parts = flat.split_with_sizes(self._sizes)
-        if apart:
-            small = [parts[2 * index] for index in apart]
-            torch._foreach_copy_(small, [gradient.view(-1) for gradient in apart.values()])
-            if self._can_take_mean_first:
-                torch._foreach_mul_(small, 1.0 / self.communicator.size)
-        blank = [part for part, filled in zip(parts[::2], self._filled) if not filled]
-        blank += [part for part in parts[1::2] if part.numel()]
-        if blank:
-            torch._foreach_zero_(blank)
-        return flat
-
-    def finish_reduction(self, pending: Pending) -> GradientShard:
-        """Wait for a reduction and add the mean over ranks to the gradient shard."""
-        with torch.no_grad():
-            total = pending.wait()
-            self.ledger.add("reduction", -self._reducing_nbytes)
-            self._reducing_nbytes = 0
-            if self.communicator.size > 1 and not self._can_take_mean_first:
-                total.mul_(1.0 / self.communicator.size)
-            arrival = None
-            if self.updates is not None and self.updates.gradients:
-                total, arrival = self.updates.to_host(total)
-            shard = self.gradient_shard
-            # Where the user has reset a gradient, he may still hold what was there: it is not written to again.
-            if shard is not None and all(self._shows(index, shard) for index in shard.shown):
-                self._follow_user(shard)
-                shard.add(total, arrival)
-            else:
-                shard = GradientShard(self, total, arrival)
-                self._gradient_shard = weakref.ref(shard)
-                self._follow_user(shard)
-            return shard
-
-    def _shows(self, index: int, shard: GradientShard) -> bool:
-        gradient = self.parameter(index).grad
-        return isinstance(gradient, ShardedTensor) and gradient.keep is shard
-
-    def _follow_user(self, shard: GradientShard) -> None:
-        """Add what is in ``p.grad`` from elsewhere: an earlier shard, or a tensor of the user's own."""
-        for slot in self.slots:
-            gradient = slot.parameter.grad
-            if gradient is not None and not self._shows(slot.index, shard):
-                shard.add_part(slot, gradient)
-
-    def show_gradients(self, used: list[bool], shard: GradientShard) -> None:
-        """Make ``p.grad`` the reduced gradient, for those parameters that any rank had one of."""
-        for slot, is_used in zip(self.slots, used):
-            if is_used and not self._shows(slot.index, shard):
-                slot.parameter.grad = ShardedTensor(slot, shard.part_of(slot), self.dtype, keep=shard)
-                shard.shown.add(slot.index)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 

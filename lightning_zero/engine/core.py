@@ -25,9 +25,10 @@ from lightning_zero.engine.bucket import LOW_PRECISION, Bucket, BucketSlot, Ledg
 from lightning_zero.engine.checkpointing import CheckpointedModule, modules_to_checkpoint
 from lightning_zero.engine.collectives import Communicator, wire_dtype_of
 from lightning_zero.engine.compilation import OwnHook
+from lightning_zero.engine.elementwise import check_optimizer
 from lightning_zero.engine.gradients import GradientReducer
 from lightning_zero.engine.layout import BucketLayout
-from lightning_zero.engine.masters import Masters, check_optimizer, make_room, masters_of
+from lightning_zero.engine.masters import Masters, make_room, masters_of
 from lightning_zero.engine.materialise import Materialiser, check_can_be_initialised
 from lightning_zero.engine.offload.activations import activation_store
 from lightning_zero.engine.offload.config import offload_config
@@ -156,7 +157,7 @@ class Engine:
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
-        self._reduce_dtype = wire_dtype_of(reduce_dtype)
+        wire_dtype = wire_dtype_of(reduce_dtype)
         self._offload, self._numel_that_stay = offload_config(offload), 0
         self._elsewhere = Updates()
         if self._offload is not None:
@@ -222,6 +223,7 @@ class Engine:
             self.units,
             self.schedule,
             self.communicator,
+            reduce_dtype=wire_dtype,
             in_flight=reduction_buffers,
             overlap=overlap,
             reduces_every_backward=self.placements.gradients is Placement.SHARDED,
@@ -269,7 +271,6 @@ class Engine:
                         number=self._numbers,
                         unit_name=plan.name or "root",
                         compute_dtype=compute,
-                        reduce_dtype=self._reduce_dtype,
                         replicated=self.placements.parameters is Placement.REPLICATED,
                         masters_on=None if stays else self._place("optimizer"),
                         source_on=self._place("parameters"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -11,13 +12,15 @@ from lightning_zero.engine.settling import Work
 from lightning_zero.engine.sharded_tensor import local_range_of
 
 if TYPE_CHECKING:
-    from lightning_zero.engine.bucket import Bucket, BucketSlot
+    from lightning_zero.engine.bucket import BucketSlot
+    from lightning_zero.engine.bucket_gradients import BucketGradients
 
 
 class GradientShard:
     """The reduced gradient of a bucket: this rank's part. It lives as long as some ``p.grad`` shows it.
 
     Args:
+        gradients: those of the bucket.
         flat: the shard. Over one rank instead each parameter's own gradient, by index: nothing was to be laid out for a
             reduction, and so nothing was copied.
         arrival: what ends when the values are there; None where they are.
@@ -26,15 +29,18 @@ class GradientShard:
         shown: the parameters, by index, to which it was given as ``p.grad``.
     """
 
-    def __init__(self, bucket: Bucket, flat: Tensor | dict[int, Tensor], arrival: Work | None = None) -> None:
+    def __init__(
+        self, gradients: BucketGradients, flat: Tensor | dict[int, Tensor], arrival: Work | None = None
+    ) -> None:
         self._flat, self._arrival = flat, arrival
         self.shown: set[int] = set()
-        self._bucket = weakref.ref(bucket)
+        self._gradients = weakref.ref(gradients)
         tensors = flat.values() if isinstance(flat, dict) else [flat]
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         category = "gradients" if arrival is None else "host"
-        bucket.ledger.add(category, nbytes)
-        weakref.finalize(self, bucket.ledger.add, category, -nbytes)
+        ledger = gradients.bucket.ledger
+        ledger.add(category, nbytes)
+        weakref.finalize(self, ledger.add, category, -nbytes)
 
     @property
     def flat(self) -> Tensor | dict[int, Tensor]:
@@ -44,9 +50,18 @@ class GradientShard:
             self._arrival = None
         return self._flat
 
-    def part_of(self, slot: BucketSlot) -> Tensor:
-        """This rank's range of one parameter's gradient, 1-D."""
-        return self.flat[slot.index].view(-1) if isinstance(self.flat, dict) else self.flat[slot.local_range]
+    def parts(self, pieces: list[tuple[int, int | None, int]]) -> dict[int, Tensor]:
+        """This rank's range of each parameter's gradient, 1-D, by the parameter's index.
+
+        Args:
+            pieces: what the shard is made of, see ``BucketLayout.pieces_of``.
+        """
+        flat = self.flat
+        if isinstance(flat, dict):
+            return {index: gradient.view(-1) for index, gradient in flat.items()}
+        parts = flat.split_with_sizes([numel for numel, _, _ in pieces])  # all views in one call
+        here = {index: part for part, (_, index, _) in zip(parts, pieces) if index is not None}
+        return defaultdict(lambda: flat[:0], here)
 
     def range_of(self, slots: list[BucketSlot], part: slice) -> Tensor:
         """This rank's range of the gradients of neighbouring parameters, 1-D.
@@ -80,6 +95,6 @@ class GradientShard:
 
     def accumulate(self, slot: BucketSlot, gradient: Tensor) -> None:
         """Take a local gradient that autograd adds to a parameter's reduced one; it is reduced with the others."""
-        bucket = self._bucket()
-        assert bucket is not None
-        bucket.accumulate(slot.index, gradient.clone())
+        gradients = self._gradients()
+        assert gradients is not None
+        gradients.accumulate(slot.index, gradient.clone())

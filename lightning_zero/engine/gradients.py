@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.engine.bucket import Bucket, BucketSlot
+from lightning_zero.engine.bucket_gradients import BucketGradients
 from lightning_zero.engine.collectives import Communicator, Pending
 from lightning_zero.engine.differentiation import with_hooks_of
 from lightning_zero.engine.gradient_shard import GradientShard
@@ -50,12 +51,13 @@ class _Backward:
 
 
 class GradientReducer:
-    """Collects local gradients in flat buffers, reduces each bucket once it is complete, and shows the result.
+    """Collects local gradients, reduces those of each bucket once it is complete, and shows the result.
 
     Buckets are reduced in one order, whatever a rank's data: one that is complete waits for those before it. What a
     rank has no gradient for is reduced as zeros at the end of backward, where ranks tell each other what they used.
 
     Args:
+        reduce_dtype: see ``BucketGradients``.
         in_flight: how many reductions, with their buffers, may be under way at once.
         overlap: wait for each reduction where it is started, if not.
         reduces_every_backward: False at stage 1, where ``no_sync`` accumulates locally.
@@ -67,6 +69,7 @@ class GradientReducer:
         schedule: Schedule,
         communicator: Communicator,
         *,
+        reduce_dtype: torch.dtype | None,
         in_flight: int,
         overlap: bool,
         reduces_every_backward: bool,
@@ -77,6 +80,7 @@ class GradientReducer:
         self.backwards = 0
         self._units = [unit for unit in units for _ in unit.buckets]
         self._buckets = [bucket for unit in units for bucket in unit.buckets]
+        self._gradients = [BucketGradients(bucket, reduce_dtype) for bucket in self._buckets]
         self.synchronise = True
         self._expectations: dict[tuple[bool, ...], _Expectation] = {}
         self._backward: _Backward | None = None
@@ -116,21 +120,23 @@ class GradientReducer:
 
     def _take(self, leaf: Tensor, number: int, index: int) -> None:
         """A leaf has its gradient: the ordinary parameter that a forward used, or the sharded one itself."""
-        bucket, gradient = self._buckets[number], leaf.grad
+        gradients, gradient = self._gradients[number], leaf.grad
         assert gradient is not None
-        parameter = bucket.parameter(index)
+        parameter = gradients.bucket.parameter(index)
         is_parameter = leaf is parameter
         if self._backward is None and is_parameter:
-            bucket.begin_with(index, gradient)
-        backward = self._begin()
+            gradients.begin_with(index, gradient)
+        backward = self._backward
+        if backward is None or self._deferred:
+            backward = self._begin()
         if isinstance(gradient, ShardedTensor) and gradient.keep is not None:
             pass  # autograd added to the reduced gradient: it has come by GradientShard.accumulate
         else:
             leaf.grad = None
-            if not bucket.shows_unsynchronised(index, gradient):  # else autograd added to the flat buffer itself
+            if not gradients.shows_unsynchronised(index, gradient):  # else autograd added to the flat buffer itself
                 if not is_parameter and parameter._backward_hooks:
                     gradient = with_hooks_of(parameter, gradient)
-                bucket.accumulate(index, gradient)
+                gradients.accumulate(index, gradient)
         backward.counts[number][index] += 1
         if backward.counts[number][index] == backward.expectation.counts[number][index]:
             backward.missing[number] -= 1
@@ -148,8 +154,8 @@ class GradientReducer:
     def synchronise(self, synchronise: bool) -> None:
         self._synchronise = synchronise
         self._synchronises = synchronise or self._reduces_every_backward or self._communicator.size == 1
-        for bucket in self._buckets:
-            bucket.reduces = self._synchronises
+        for gradients in self._gradients:
+            gradients.reduces = self._synchronises
 
     def _begin(self) -> _Backward:
         if self._backward is None:
@@ -166,8 +172,8 @@ class GradientReducer:
                 counts=[[0] * len(bucket.views) for bucket in self._buckets],
                 missing=[sum(count > 0 for count in counts) for counts in expectation.counts],
             )
-            for bucket in self._buckets:
-                bucket.forget_reset_unsynchronised()
+            for gradients in self._gradients:
+                gradients.forget_reset_unsynchronised()
             self._deferred = False
             torch.autograd.Variable._execution_engine.queue_callback(self._at_end)
         elif self._deferred:
@@ -182,7 +188,7 @@ class GradientReducer:
             backward.position += 1
 
     def _launch(self, backward: _Backward, number: int) -> None:
-        bucket = self._buckets[number]
+        bucket, gradients = self._buckets[number], self._gradients[number]
         if bucket.has_begun:
             raise RuntimeError(
                 f"A parameter of unit {self._units[number].name or 'root'!r} got a gradient more than in any backward "
@@ -191,19 +197,18 @@ class GradientReducer:
         while backward.in_flight and len(backward.in_flight) >= max(self._in_flight, 1):
             self._finish_oldest(backward)
         backward.launched.add(number)
-        backward.sent.update((number, i) for i in range(len(bucket.views)) if bucket.has_gradient(i))
-        backward.in_flight.append((number, bucket.start_reduction()))
+        backward.sent.update((number, i) for i in range(len(bucket.views)) if gradients.has(i))
+        backward.in_flight.append((number, gradients.start_reduction()))
         if self._in_flight == 0:
             self._finish_oldest(backward)
 
     def _finish_oldest(self, backward: _Backward) -> None:
         number, pending = backward.in_flight.popleft()
-        bucket = self._buckets[number]
-        shard = backward.shards[number] = bucket.finish_reduction(pending)
+        shard = backward.shards[number] = self._gradients[number].finish_reduction(pending)
         # What ran twice may be needed again by the other run's backward, though all of its gradients are there.
         is_done = all(backward.counts[number]) and not self._units[number].ran_twice
         if self.on_reduced is not None and backward.expectation.observed and is_done:
-            self.on_reduced(bucket, shard, backward.order)
+            self.on_reduced(self._buckets[number], shard, backward.order)
 
     # -- at its end -------------------------------------------------------------------------------------------------
 
@@ -230,8 +235,8 @@ class GradientReducer:
         if self._synchronises:
             with_hooks = self._complete(backward)
         else:
-            for bucket in self._buckets:
-                with_hooks += bucket.show_unsynchronised()
+            for gradients in self._gradients:
+                with_hooks += gradients.show_unsynchronised()
         self._schedule.end_backward()
         for slot in with_hooks:
             for hook in list(slot.hooks_after_reduction.values()):
@@ -244,10 +249,10 @@ class GradientReducer:
         for number in expectation.order[backward.position :]:
             self._launch(backward, number)
         used = [
-            [count > 0 or (number, i) in backward.sent or bucket.has_gradient(i) for i, count in enumerate(counts)]
-            for number, (bucket, counts) in enumerate(zip(self._buckets, backward.counts))
+            [count > 0 or (number, i) in backward.sent or gradients.has(i) for i, count in enumerate(counts)]
+            for number, (gradients, counts) in enumerate(zip(self._gradients, backward.counts))
         ]
-        late = [number in backward.launched and bucket.has_any_gradient for number, bucket in enumerate(self._buckets)]
+        late = [number in backward.launched and gradients.has_any for number, gradients in enumerate(self._gradients)]
         flags = torch.tensor([*(flag for flags in used for flag in flags), *late], dtype=torch.uint8)
         agreed = iter(self._communicator.agree(flags, "the end of backward").tolist())
         used = [[bool(next(agreed)) for _ in flags] for flags in used]
@@ -277,15 +282,15 @@ class GradientReducer:
             return
         while backward.in_flight:
             self._finish_oldest(backward)
-        for bucket in self._buckets:
-            bucket.drop_gradients()
+        for gradients in self._gradients:
+            gradients.drop()
         self._schedule.end_backward()
 
     def _collect(self, backward: _Backward, used: list[list[bool]]) -> None:
         while backward.in_flight:
             self._finish_oldest(backward)
         for number, shard in backward.shards.items():
-            self._buckets[number].show_gradients(used[number], shard)
+            self._gradients[number].show(used[number], shard)
 
     def _learn(self, backward: _Backward, used: list[list[bool]]) -> None:
         expectation = backward.expectation

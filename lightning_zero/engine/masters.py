@@ -11,63 +11,27 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_zero.engine.bucket import Bucket, BucketSlot, Ledger
 from lightning_zero.engine.gradient_shard import GradientShard
-from lightning_zero.engine.offload.states import MASTERS, PARAMETERS, DiskStates
-from lightning_zero.engine.offload.updates import DiskUpdate, Update, beside, fields_by_parameter
+from lightning_zero.engine.master import Master, runs_of
+from lightning_zero.engine.offload.masters_elsewhere import MastersElsewhere
+from lightning_zero.engine.offload.states import DiskStates
+from lightning_zero.engine.offload.updates import fields_by_parameter
 from lightning_zero.engine.pieces_of_updates import CutMaster, copied, is_elementwise
 from lightning_zero.engine.settling import is_settled, settle
 from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.stored import StoredTensor
-
-ELEMENTWISE = frozenset(
-    {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"}
-)
-"""The optimizers of ``torch.optim`` that update each element from its own gradient and state alone."""
-
-_WHY_NOT = {
-    "LBFGS": "it takes inner products of whole gradients and calls the closure several times",
-    "Adafactor": "it factors the second moment over the rows and columns of each matrix",
-    "Muon": "it orthogonalises each whole matrix",
-    "SparseAdam": "it takes sparse gradients, which cannot be laid in a flat buffer",
-}
-
-
-def check_optimizer(optimizer: Optimizer, allow_any: bool) -> None:
-    """Refuse an optimizer that cannot update a part of a parameter without the rest.
-
-    Raises:
-        TypeError: if it is not elementwise, or not known to be and ``allow_any`` is not set.
-    """
-    cls = type(optimizer)
-    known = next((base for base in cls.__mro__ if base.__module__.startswith("torch.optim")), Optimizer)
-    # torch wraps the method of every class that is instantiated: whose it is shows beneath
-    inherits_step = inspect.unwrap(cls.step).__module__.startswith("torch.optim")
-    if known.__name__ in ELEMENTWISE and inherits_step:
-        return
-    if known.__name__ in _WHY_NOT:
-        raise TypeError(
-            f"{cls.__name__} cannot be used with ZeRO: {_WHY_NOT[known.__name__]}, while each rank holds only a part "
-            f"of every parameter. Use an elementwise optimizer ({', '.join(sorted(ELEMENTWISE))}) or strategy='ddp'."
-        )
-    if not allow_any:
-        raise TypeError(
-            f"{cls.__name__} is not known to be elementwise, that is, to update each element from its own gradient and "
-            "state alone; each rank holds only a part of every parameter. If you know that it is, pass "
-            "ZeroStrategy(allow_any_optimizer=True); otherwise use one of "
-            f"{', '.join(sorted(ELEMENTWISE))} or strategy='ddp'."
-        )
 
 
 class Owner(Protocol):
@@ -81,56 +45,6 @@ class Owner(Protocol):
     def begin_update(self) -> None: ...
 
     def updated(self, buckets: list[Bucket]) -> None: ...
-
-
-class Master:
-    """This rank's part of a run of neighbouring segments, as one 1-D leaf over the bucket's shard.
-
-    Attributes:
-        first, last: the segments, inclusive.
-        tensor: what the optimizer updates; empty where the rank owns nothing of them.
-    """
-
-    def __init__(self, bucket: Bucket, first: int, last: int) -> None:
-        self.bucket, self.first, self.last = bucket, first, last
-        bucket.promote()
-        start, stop = bucket.layout.owned_range(first, last, bucket.communicator.rank)
-        low, _ = bucket.layout.shard_range(bucket.communicator.rank)
-        self.range = slice(start - low, stop - low) if stop > start else slice(0, 0)
-        if bucket.states is None:
-            self.tensor = nn.Parameter(bucket.shard[self.range])
-        else:  # of its shape, and what its state is found by
-            numel = self.range.stop - self.range.start
-            self.tensor = nn.Parameter(torch.empty(numel, dtype=bucket.master_dtype, device="meta"))
-
-    @property
-    def slots(self) -> list[BucketSlot]:
-        return self.bucket.slots_of(self.first, self.last)
-
-    @property
-    def is_here(self) -> bool:
-        """Whether this rank updates it: it owns some of it, or there is nothing to own, as DDP's optimizer does."""
-        return self.tensor.numel() > 0 or all(slot.shape.numel() == 0 for slot in self.slots)
-
-    @property
-    def device(self) -> torch.device:
-        """Where it is updated."""
-        return self.bucket.shard.device if self.bucket.states is None else torch.device("cpu")
-
-    def values(self) -> Tensor:
-        """What is updated, where it is in memory."""
-        return self.tensor.detach() if self.bucket.states is None else torch.empty(0, dtype=self.tensor.dtype)
-
-    def stored(self, key: str) -> Tensor:
-        """A state of it that is on a disk."""
-        assert self.bucket.states is not None
-        return self.bucket.states.tensor(key, self.range.start, self.range.stop)
-
-    def part_of(self, slot: BucketSlot) -> slice:
-        """The range of one segment within this master's tensor."""
-        if slot.local_numel == 0:
-            return slice(0, 0)
-        return slice(slot.local_range.start - self.range.start, slot.local_range.stop - self.range.start)
 
 
 class Masters:
@@ -164,7 +78,7 @@ class Masters:
         self._arranged_in: dict[Bucket, list[tuple[int, Master]]] = {}  # the same masters with their group's number
         self._cut_masters: list[CutMaster] = []  # while the optimizer updates
         self._begun: set[Bucket] = set()
-        self._streams: dict[Bucket, DiskUpdate] = {}
+        self._elsewhere = MastersElsewhere()
         self._loaded: dict[Any, dict[str, Any]] | None = None
         self._own_state: Any = None
         self._states_measured = 0
@@ -235,10 +149,10 @@ class Masters:
         self._module_parameters = [group["params"] for group in groups]
         gradients = {master: self._gradient(master) for master in self._active if master.bucket not in self._begun}
         buckets = list(dict.fromkeys(master.bucket for master in gradients if master.bucket.updates is not None))
-        self._stream(buckets)
+        self._elsewhere.read_ahead(buckets)
         for bucket in buckets:
             self._update_elsewhere(bucket, gradients)
-        self._drop_streams()
+        self._elsewhere.drop()
         if not all(bucket.updates.overlap for bucket in buckets if bucket.updates is not None):
             settle()
         for group, (masters, foreign) in zip(groups, self._arranged):
@@ -286,73 +200,17 @@ class Masters:
         self._begin_update()
         bucket.before_update()
         if not self._begun:
-            self._stream([each for each in order if each in self._arranged_in])
-        self._stream([bucket])
+            self._elsewhere.read_ahead(each for each in order if each in self._arranged_in)
+        self._elsewhere.read_ahead([bucket])
         self._begun.add(bucket)
         bucket.has_begun = True
         # not asked for here: it may be on its way still
         self._update_elsewhere(bucket, {m: partial(shard.range_of, m.slots, m.range) for m in masters})
 
     def _update_elsewhere(self, bucket: Bucket, gradients: Mapping[Master, Any]) -> None:
-        """Let the masters of a bucket be updated in a thread, with the options that their groups have now.
-
-        Args:
-            gradients: of each, or what returns it.
-        """
-        optimizer = self.optimizer
-        wanted = [
-            (Update.of(optimizer, optimizer.param_groups[number], bucket.full.device), master, gradients[master])
-            for number, master in self._arranged_in[bucket]
-            if master.is_here
-        ]
-
-        shown = bucket.shown_in()
-
-        def show(part: slice, values: Tensor) -> None:
-            if shown is not None:
-                shown[part].copy_(values, non_blocking=True)
-
-        def in_memory(wanted: list[Any] = wanted) -> None:
-            for update, master, gradient in wanted:
-                values = master.values()
-                gradient = gradient() if callable(gradient) else gradient
-                state = update.act(values, gradient, optimizer.state.get(master.tensor, {}))
-                optimizer.state[master.tensor] = state
-                show(master.range, values)
-
-        def on_disk(start: int, stop: int, fields: dict[str, Tensor]) -> None:
-            for update, master, gradient in wanted:
-                low, high = max(start, master.range.start), min(stop, master.range.stop)
-                if low >= high:
-                    continue
-                inside, first = slice(low - start, high - start), master.range.start
-                values = fields[MASTERS][inside]
-                before = optimizer.state.get(master.tensor, {})
-                known = {key: fields[key][inside] if key in fields else copied(value) for key, value in before.items()}
-                whole = gradient() if callable(gradient) else gradient
-                part = whole[low - first : high - first] if whole is not None else None
-                after = update.act(values, part, known)
-                for key in (key for key in after if key in fields and after[key] is not known.get(key)):
-                    fields[key][inside] = after[key]
-                show(slice(low, high), values)
-                if PARAMETERS in fields:
-                    fields[PARAMETERS][inside] = values
-                if high == master.range.stop:  # only now, as all pieces have the same count of steps before
-                    optimizer.state[master.tensor] = {
-                        key: master.stored(key) if key in fields else value for key, value in after.items()
-                    }
-
-        assert bucket.updates is not None
-        bucket.is_early = bucket.has_begun or self.awaits_step
-        device = bucket.full.device
-        if bucket.states is None:
-            bucket.update = bucket.updates.submit(beside(device, in_memory))
-            return
-        in_memory([each for each in wanted if not each[1].tensor.numel()])  # what has no elements is in no piece
-        act, until_written = beside(device, on_disk), bucket.reads_states
-        while (update := self._streams[bucket].give(bucket.states, act, until_written=until_written)) is None:
-            self._stream([bucket])
-        bucket.update = update
+        is_early = bucket.has_begun or self.awaits_step
+        masters = self._arranged_in[bucket]
+        self._elsewhere.update(self.optimizer, bucket, masters, gradients, is_early=is_early)
 
     def _after_step(self) -> None:
         if self._module_parameters is None:
@@ -369,25 +227,7 @@ class Masters:
         for bucket in self._begun:
             bucket.has_begun = False
         self._begun, self.awaits_step = set(), False
-        self._drop_streams()
-
-    def _stream(self, buckets: Iterable[Bucket]) -> None:
-        """Begin to read what of these buckets lies on a disk."""
-        on_disk = {
-            each: each.states
-            for each in buckets
-            if each.states is not None
-            and (each not in self._streams or each.states not in self._streams[each].waiting)  # it was cut short
-        }
-        for bucket in on_disk:
-            assert bucket.updates is not None
-            self._streams |= dict.fromkeys(on_disk, bucket.updates.stream(list(on_disk.values())))
-            break
-
-    def _drop_streams(self) -> None:
-        for stream in self._streams.values():
-            stream.drop()
-        self._streams = {}
+        self._elsewhere.drop()
 
     def _put_back(self) -> None:
         if self._module_parameters is None:
@@ -429,7 +269,7 @@ class Masters:
             if not wanted.issuperset(master.slots):
                 self._split(master, wanted)
         new = [slot for slot in slots if slot not in self._master_of]
-        for run in _runs(new):
+        for run in runs_of(new):
             self._own(Master(run[0].bucket, run[0].index, run[-1].index))
         return list(dict.fromkeys(self._master_of[slot] for slot in slots))
 
@@ -441,7 +281,7 @@ class Masters:
         """Split a master whose segments no longer all have gradients: each part keeps its own state."""
         state = self.optimizer.state.pop(master.tensor, {})
         for chosen in (True, False):
-            for run in _runs([slot for slot in master.slots if (slot in wanted) == chosen]):
+            for run in runs_of([slot for slot in master.slots if (slot in wanted) == chosen]):
                 part = Master(master.bucket, run[0].index, run[-1].index)
                 self._own(part)
                 if state and part.is_here:
@@ -459,14 +299,17 @@ class Masters:
     def _gradient(self, master: Master) -> Tensor | None:
         if not master.is_here:
             return None
-        shard = master.bucket.gradient_shard
-        pieces = [master.bucket.parameter(slot.index).grad for slot in master.slots]
+        pieces = [slot.parameter.grad for slot in master.slots]
         if len(pieces) == 1 and isinstance(pieces[0], ShardedTensor):
             return pieces[0].local
+        shard = pieces[0].keep if isinstance(pieces[0], ShardedTensor) else None
         if (
-            shard is not None
+            isinstance(shard, GradientShard)
             and not isinstance(shard.flat, dict)
-            and all(isinstance(g, ShardedTensor) and g.keep is shard for g in pieces)
+            and all(
+                isinstance(piece, ShardedTensor) and piece.keep is shard and piece.slot is slot
+                for piece, slot in zip(pieces, master.slots)
+            )
         ):
             return shard.flat[master.range]
         gathered = torch.zeros_like(master.tensor, device=master.device)  # the user put gradients of his own in p.grad
@@ -655,7 +498,7 @@ class Masters:
             )
             alike.setdefault((group_of[slot], scalars), []).append(slot)
         for slots in alike.values():
-            for run in _runs(slots):
+            for run in runs_of(slots):
                 master = Master(run[0].bucket, run[0].index, run[-1].index)
                 self._own(master)
                 if master.is_here:
@@ -858,33 +701,6 @@ _INITIAL = {"sum": "initial_accumulator_value"}
 
 # Zero-dimensional states of zero-dimensional parameters that are nevertheless not by element.
 _COUNTERS = {"step", "mu_product", "eta", "mu"}
-
-
-def _runs(slots: list[BucketSlot]) -> list[list[BucketSlot]]:
-    """Maximal runs of adjoining segments, in the order of each bucket."""
-    by_bucket: dict[Bucket, list[BucketSlot]] = {}
-    for slot in slots:
-        by_bucket.setdefault(slot.bucket, []).append(slot)
-    runs: list[list[BucketSlot]] = []
-    for members in by_bucket.values():
-        members.sort(key=lambda slot: slot.index)
-        for position, slot in enumerate(members):
-            before = members[position - 1] if position else None
-            if before is None or not _are_neighbours(before, slot):
-                runs.append([])
-            runs[-1].append(slot)
-    return runs
-
-
-def _are_neighbours(before: BucketSlot, slot: BucketSlot) -> bool:
-    """Whether one follows the other without a gap.
-
-    Over a gap a run would end in the middle of what a kernel treats as the end of a parameter (see ``ALIGNMENT``). And
-    over one rank gradients are not laid out as a bucket, so that each parameter is a run of its own.
-    """
-    segments = slot.bucket.layout.segments
-    adjoining = slot.index == before.index + 1 and segments[before.index].stop == segments[slot.index].start
-    return adjoining and slot.bucket.communicator.size > 1
 
 
 def _unchanged(tensor: Tensor) -> Tensor:

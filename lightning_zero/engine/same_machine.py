@@ -4,8 +4,9 @@ Over Gloo bytes go through the loopback device: into the kernel, out of it, by s
 by ``process_vm_readv`` (Linux's cross memory attach, which MPI libraries and UCX use between processes of a node), and
 sockets only say what is ready and what has been read. Measured in ``docs/performance.md``.
 
-It needs the permission to read another process's memory, which Linux gives to processes of one user unless
-``kernel.yama.ptrace_scope`` is above 0. Where a rank has not got it, Gloo does the work.
+It needs the permission to read another process's memory, which Linux gives to processes of one user. Where
+``kernel.yama.ptrace_scope`` is 1 (Ubuntu's default) a process has to allow it, which ranks do for each other; where it
+is above, or a rank has not got the permission for another reason, Gloo does the work.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from torch import Tensor
 _MESSAGE = struct.Struct("<Bqqq")  # what it says, tag, ordinal, address
 _READY, _READ = range(2)
 _CHUNK = 2**15  # elements that are added up at a time: they stay in the cache, and the thread takes no more cores
+_PR_SET_PTRACER = 0x59616D61
 _PATIENCE = 30.0  # seconds that ranks wait for each other when they connect
 
 _transports: weakref.WeakSet[Neighbours] = weakref.WeakSet()
@@ -419,8 +421,10 @@ def connect(
         if None in told or len({each[0] for each in told}) > 1:
             return None
         processes = [each[1] for each in told]
-        if any(exchange_objects(_is_unreadable(probe, told))):  # before any rank waits for another that gives up
-            return None
+        if any(exchange_objects(_is_unreadable(probe, told))):
+            allowed = all(exchange_objects(_let_relatives_read()))
+            if not allowed or any(exchange_objects(_is_unreadable(probe, told))):
+                return None  # before any rank waits for another that gives up
         sockets, error = {}, None
         try:
             sockets = _connect_all(rank, listener, [each[2] for each in told], processes)
@@ -444,6 +448,20 @@ def _is_unreadable(probe: Tensor, told: list[Any]) -> bool:
     except OSError:
         return True
     return False
+
+
+def _let_relatives_read() -> bool:
+    """Let what descends from this process's parent read its memory, as far as Yama alone has forbidden it.
+
+    So ranks can that one process has started, or rank 0 all others: each names what it was started by, and the system
+    lets that process's descendants in (``prctl(2)``, PR_SET_PTRACER).
+
+    Returns:
+        Whether Yama takes such permissions.
+    """
+    prctl = ctypes.CDLL(None).prctl
+    prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
+    return prctl(_PR_SET_PTRACER, os.getppid(), 0, 0, 0) == 0
 
 
 def _listener() -> socket.socket:

@@ -11,7 +11,6 @@ To user code it is a tensor of the full shape. What it does is decided by what a
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -194,10 +193,7 @@ class ShardedTensor(Handle):
         keep: Any = None,
     ) -> ShardedTensor:
         dtype = dtype or (local.dtype if local is not None else slot.dtype)
-        with _ordinary_tensors():
-            self = torch.Tensor._make_wrapper_subclass(
-                cls, slot.shape, dtype=dtype, device=slot.device, requires_grad=requires_grad
-            )
+        self = made(cls, slot.shape, dtype=dtype, device=slot.device, requires_grad=requires_grad)
         self._slot, self._local, self.keep = slot, local, keep
         if keep is None:
             slot.remember(self)
@@ -350,10 +346,8 @@ class _View(Handle):
             base, steps = base._base_tensor, base._steps + steps
         shape = torch.empty(base.shape, dtype=base.dtype, device="meta")
         meta = _replay(shape, steps)
-        with _ordinary_tensors():
-            self = torch.Tensor._make_wrapper_subclass(
-                cls, meta.shape, strides=meta.stride(), storage_offset=0, dtype=meta.dtype, device=base.device
-            )
+        strides = meta.stride()
+        self = made(cls, meta.shape, strides=strides, storage_offset=0, dtype=meta.dtype, device=base.device)
         self._base_tensor, self._steps = base, steps
         return self
 
@@ -392,9 +386,12 @@ class _View(Handle):
         return self.whole().detach().clone()
 
 
-def _ordinary_tensors() -> AbstractContextManager[Any]:
-    """Where a handle is made: a view or alias of an ordinary tensor is ordinary, under ``inference_mode`` too."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+def made(cls: Any, shape: torch.Size, **options: Any) -> Any:
+    """A handle: a view or alias of an ordinary tensor is ordinary, under ``inference_mode`` too."""
+    if not torch.is_inference_mode_enabled():
+        return torch.Tensor._make_wrapper_subclass(cls, shape, **options)
+    with torch.inference_mode(False):
+        return torch.Tensor._make_wrapper_subclass(cls, shape, **options)
 
 
 def _replay(value: Tensor, steps: list[tuple[Any, Any, Any]]) -> Tensor:

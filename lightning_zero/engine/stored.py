@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.sharded_tensor import Handle, _ordinary_tensors
+from lightning_zero.engine.sharded_tensor import Handle, made
 
 aten = torch.ops.aten
 _OF_THE_SHAPE = {
@@ -75,8 +75,7 @@ class StoredTensor(Handle):
 
     @classmethod
     def _over(cls, held: _Held, shape: Sequence[int], dtype: torch.dtype) -> StoredTensor:
-        with _ordinary_tensors():
-            self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=torch.device("cpu"))
+        self = made(cls, torch.Size(shape), dtype=dtype, device=torch.device("cpu"))
         self._held = held
         return self
 

@@ -272,6 +272,40 @@ def test_a_collection_of_garbage_in_the_thread_may_close_its_own_transport(run_o
     run_on(2, collect_in_the_thread)
 
 
+def refuse_until_asked() -> None:
+    """As the kernel does where `kernel.yama.ptrace_scope` is 1: which this machine's may not have."""
+    from lightning_zero.engine import same_machine
+
+    read, let = same_machine.read_memory, same_machine._let_relatives_read
+    asked: list[bool] = []
+
+    def read_if_allowed(process: int, address: int, target: torch.Tensor) -> None:
+        if not asked:
+            raise PermissionError("Operation not permitted")
+        read(process, address, target)
+
+    def let_read() -> bool:
+        let()
+        asked.append(True)
+        return True
+
+    try:
+        same_machine.read_memory, same_machine._let_relatives_read = read_if_allowed, let_read
+        transport = same_machine.connect(rank(), world_size(), MINUTE, objects_of_all)
+        assert transport is not None
+        full = torch.full((2 * world_size(),), float(rank()))
+        transport.gather(0, full.chunk(world_size())).wait()
+        assert full.tolist() == [float(r) for r in range(world_size()) for _ in range(2)]
+        dist.barrier()
+        transport.close()
+    finally:
+        same_machine.read_memory, same_machine._let_relatives_read = read, let
+
+
+def test_ranks_let_each_other_read_where_the_kernel_asks_for_it(run_on):
+    run_on(3, refuse_until_asked)
+
+
 def refuse_on(refusing: int) -> None:
     from lightning_zero.engine import same_machine
 

@@ -1,0 +1,85 @@
+"""What an optimizer is given in the place of neighbouring parameters: this rank's part of them, as one tensor."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.engine.bucket import Bucket, BucketSlot
+
+
+class Master:
+    """This rank's part of a run of neighbouring segments, as one 1-D leaf over the bucket's shard.
+
+    Attributes:
+        first, last: the segments, inclusive.
+        tensor: what the optimizer updates; empty where the rank owns nothing of them.
+    """
+
+    def __init__(self, bucket: Bucket, first: int, last: int) -> None:
+        self.bucket, self.first, self.last = bucket, first, last
+        bucket.promote()
+        start, stop = bucket.layout.owned_range(first, last, bucket.communicator.rank)
+        low, _ = bucket.layout.shard_range(bucket.communicator.rank)
+        self.range = slice(start - low, stop - low) if stop > start else slice(0, 0)
+        if bucket.states is None:
+            self.tensor = nn.Parameter(bucket.shard[self.range])
+        else:  # of its shape, and what its state is found by
+            numel = self.range.stop - self.range.start
+            self.tensor = nn.Parameter(torch.empty(numel, dtype=bucket.master_dtype, device="meta"))
+
+    @property
+    def slots(self) -> list[BucketSlot]:
+        return self.bucket.slots_of(self.first, self.last)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank updates it: it owns some of it, or there is nothing to own, as DDP's optimizer does."""
+        return self.tensor.numel() > 0 or all(slot.shape.numel() == 0 for slot in self.slots)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is updated."""
+        return self.bucket.shard.device if self.bucket.states is None else torch.device("cpu")
+
+    def values(self) -> Tensor:
+        """What is updated, where it is in memory."""
+        return self.tensor.detach() if self.bucket.states is None else torch.empty(0, dtype=self.tensor.dtype)
+
+    def stored(self, key: str) -> Tensor:
+        """A state of it that is on a disk."""
+        assert self.bucket.states is not None
+        return self.bucket.states.tensor(key, self.range.start, self.range.stop)
+
+    def part_of(self, slot: BucketSlot) -> slice:
+        """The range of one segment within this master's tensor."""
+        if slot.local_numel == 0:
+            return slice(0, 0)
+        return slice(slot.local_range.start - self.range.start, slot.local_range.stop - self.range.start)
+
+
+def runs_of(slots: list[BucketSlot]) -> list[list[BucketSlot]]:
+    """Maximal runs of adjoining segments, in the order of each bucket."""
+    by_bucket: dict[Bucket, list[BucketSlot]] = {}
+    for slot in slots:
+        by_bucket.setdefault(slot.bucket, []).append(slot)
+    runs: list[list[BucketSlot]] = []
+    for members in by_bucket.values():
+        members.sort(key=lambda slot: slot.index)
+        for position, slot in enumerate(members):
+            before = members[position - 1] if position else None
+            if before is None or not _are_neighbours(before, slot):
+                runs.append([])
+            runs[-1].append(slot)
+    return runs
+
+
+def _are_neighbours(before: BucketSlot, slot: BucketSlot) -> bool:
+    """Whether one follows the other without a gap.
+
+    Over a gap a run would end in the middle of what a kernel treats as the end of a parameter (see ``ALIGNMENT``). And
+    over one rank gradients are not laid out as a bucket, so that each parameter is a run of its own.
+    """
+    segments = slot.bucket.layout.segments
+    adjoining = slot.index == before.index + 1 and segments[before.index].stop == segments[slot.index].start
+    return adjoining and slot.bucket.communicator.size > 1
