@@ -161,8 +161,10 @@ class Live(TorchDispatchMode):
         if new:
             for storage in new:
                 self._storages[storage._cdata] = weakref.ref(storage)  # torch keeps it as long as the storage lives
-            self._storages = {key: kept for key, kept in self._storages.items() if kept() is not None}
-            self.peak = max(self.peak, sum(kept().nbytes() for kept in self._storages.values()))
+            # a garbage collection may free some at any time
+            alive = [storage for kept in self._storages.values() if (storage := kept()) is not None]
+            self._storages = {storage._cdata: self._storages[storage._cdata] for storage in alive}
+            self.peak = max(self.peak, sum(storage.nbytes() for storage in alive))
         return result
 
     def _unknown(self, tensor: Any) -> Any:

@@ -34,6 +34,7 @@ from lightning_zero.engine.pieces import Box, boxes
 from lightning_zero.engine.sharded_tensor import Handle, ShardedTensor
 from lightning_zero.engine.sources import listed
 from lightning_zero.engine.stored import StoredTensor
+from lightning_zero.engine.streams import own_stream
 
 Gather = Callable[[Any], list[Any]]
 """Every rank's value, in the order of ranks; each rank calls it."""
@@ -303,7 +304,7 @@ class HostMemory:
             if targets:
                 torch._foreach_copy_(targets, sources)
         else:
-            stream = torch.Stream(device)
+            stream = own_stream(device)
             stream.wait_event(after or torch.accelerator.current_stream(device).record_event())
             with stream:
                 torch._foreach_copy_(targets, sources, non_blocking=True)

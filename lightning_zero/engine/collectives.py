@@ -12,6 +12,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -53,6 +54,11 @@ def wire_dtype_of(reduce_dtype: torch.dtype | str | None) -> torch.dtype | None:
         f"reduce_dtype={reduce_dtype!r} is not a dtype in which gradients can travel: write 'fp32', 'bf16' or 'fp16', "
         "the torch.dtype itself, or None for the one in which they are kept (fp32; fp64 for fp64)."
     )
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """NCCL has no complex dtypes; sums of these are sums of their parts."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 class Counters:
@@ -152,8 +158,12 @@ class Communicator:
         self._ranks = dist.get_process_group_ranks(self.group)
         # Ranks whose data differ may complete a gradient before or after the next gather starts. Over NCCL the two must
         # not share a queue, in which they would have to come in one order.
+        # And what others ask of the group (Lightning once a batch) would wait for all gathers that came before it.
         self._own_groups: list[Any] = []
-        self._reduce_group = self.group if self.backend == "gloo" else self._new_group(self.backend)
+        is_gloo = self.backend == "gloo"
+        self._gather_group, self._reduce_group = (
+            self.group if is_gloo else self._new_group(self.backend) for _ in range(2)
+        )
         # What ranks tell each other (bitmaps, orders) goes over the CPU, so that no device is synchronised for it.
         has_cpu = "cpu:" in dist.get_backend_config(self.group)
         self.control_group = self.group if has_cpu else self._new_group("gloo")
@@ -166,8 +176,7 @@ class Communicator:
         first = int(number) % 2**11 << 20
         self._tell_tag, self._reduce_tag, self._gather_tag = first + _TELL_TAG, first + _REDUCE_TAG, first + _GATHER_TAG
         self.watch = Watch(self.group, self.name)
-        if self.backend == "gloo" and device.type == "cpu":
-            timeout = self.group._get_backend(device).options._timeout
+        if is_gloo and device.type == "cpu" and (timeout := self._timeout) is not None:
             self._neighbours = connect(self.rank, self.size, timeout, self.gather_objects)
 
     def all_gather(self, full: Tensor, number: int, what: str) -> Pending:
@@ -188,7 +197,7 @@ class Communicator:
             if self.backend != "gloo":
                 part = full.numel() // self.size
                 own = full[self.rank * part : (self.rank + 1) * part]  # of a thousand ranks not all slices are made
-                works.append(_all_gather_single(full, own, group=self.group, async_op=True))
+                works.append(_all_gather_single(full, own, group=self._gather_group, async_op=True))
             elif self._neighbours is not None:
                 works.append(self._neighbours.gather(self._gather_tag + number, full.chunk(self.size)))
             else:
@@ -213,8 +222,9 @@ class Communicator:
         if self.backend != "gloo":
             sent = flat.to(wire)
             shard = torch.empty_like(sent[: sent.numel() // self.size])
+            mine, all_of_it = _as_real(shard), _as_real(sent)
             with explained(what):
-                work = _reduce_scatter_single(shard, sent, group=self._reduce_group, async_op=True)
+                work = _reduce_scatter_single(mine, all_of_it, group=self._reduce_group, async_op=True)
             # the input is kept until the current stream has waited for its reader
             return Pending(what, [work], [sent], lambda: shard.to(dtype), watch=self.watch)
         slices = flat.chunk(self.size)
@@ -391,8 +401,14 @@ class Communicator:
         return self._background_group
 
     def _new_group(self, backend: str) -> Any:
-        self._own_groups.append(dist.new_group(self._ranks, backend=backend))
+        self._own_groups.append(dist.new_group(self._ranks, timeout=self._timeout, backend=backend))
         return self._own_groups[-1]
+
+    @property
+    def _timeout(self) -> timedelta | None:
+        """That of the group, which the user has chosen."""
+        options = getattr(self.group._get_backend(self.device), "options", None)  # type: ignore[union-attr]
+        return getattr(options, "_timeout", None)
 
     def _peers(self) -> list[tuple[int, int]]:
         """In the order of a ring, so that no rank is everybody's first: (whom to send to, whom to receive from)."""

@@ -413,6 +413,8 @@ class Masters:
             for key, kind in known.get(number, {}).items():
                 if isinstance(kind, _Scalar):
                     state[key] = copied(kind.value)  # each parameter's own, also after pickling
+                    if kind.is_on_device:
+                        state[key] = (keep or _unchanged)(kind.value.to(slot.device))
                     continue
                 if master is None or not slot.local_numel:
                     part = torch.empty(0, dtype=kind, device=slot.device)
@@ -502,10 +504,11 @@ class Masters:
                 master = Master(run[0].bucket, run[0].index, run[-1].index)
                 self._own(master)
                 if master.is_here:
-                    optimizer.state[master.tensor] = self._cut(master, [by_slot[slot] for slot in run])
+                    group = optimizer.param_groups[group_of[run[0]]]
+                    optimizer.state[master.tensor] = self._cut(master, group, [by_slot[slot] for slot in run])
         self.measure()
 
-    def _cut(self, master: Master, states: list[dict[str, Any]]) -> dict[str, Any]:
+    def _cut(self, master: Master, group: dict[str, Any], states: list[dict[str, Any]]) -> dict[str, Any]:
         cut: dict[str, Any] = {}
         for key, first in states[0].items():
             whole = [state[key] for state in states]
@@ -513,7 +516,7 @@ class Masters:
                 is_elementwise(value, slot.shape) for value, slot in zip(whole, master.slots)
             )
             if not elementwise:
-                cut[key] = copied(first)
+                cut[key] = _placed(key, first, group, master)
                 continue
             dtype = torch.promote_types(first.dtype, master.tensor.dtype) if first.is_floating_point() else first.dtype
             if (on_disk := master.bucket.states) is not None:
@@ -680,20 +683,32 @@ def masters_that_hold(parameter: Tensor) -> Masters | None:
     return None
 
 
-class _Scalar:
-    """A state that is not by element, such as a count of steps, on its way between ranks."""
+def _placed(key: str, value: Any, group: dict[str, Any], master: Master) -> Any:
+    """A state that is not by element where torch's own ``load_state_dict`` puts it: with the parameter, as a rule."""
+    if not isinstance(value, Tensor) or key == "step" and not (group.get("capturable") or group.get("fused")):
+        return copied(value)
+    return value.to(master.device, torch.float32 if key == "step" else value.dtype, copy=True)
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+
+class _Scalar:
+    """A state that is not by element, such as a count of steps, on its way between ranks.
+
+    Args:
+        is_on_device: whether it is with the parameter, on each rank's own device, and not in the host's memory.
+    """
+
+    def __init__(self, value: Any, is_on_device: bool = False) -> None:
+        self.value, self.is_on_device = value, is_on_device
 
     def __reduce__(self) -> Any:
         if not isinstance(self.value, Tensor):
             return _Scalar, (self.value,)
-        return _scalar_of, (self.value.tolist(), self.value.dtype, self.value.device)  # a tensor takes ten times longer
+        is_on_device = self.value.device.type != "cpu"
+        return _scalar_of, (self.value.tolist(), self.value.dtype, is_on_device)  # a tensor takes ten times longer
 
 
-def _scalar_of(value: Any, dtype: torch.dtype, device: torch.device) -> _Scalar:
-    return _Scalar(torch.tensor(value, dtype=dtype, device=device))
+def _scalar_of(value: Any, dtype: torch.dtype, is_on_device: bool) -> _Scalar:
+    return _Scalar(torch.tensor(value, dtype=dtype), is_on_device)
 
 
 # States that exist from the start (Adagrad's), and the option that says what they begin with.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
@@ -542,11 +543,14 @@ def _beside(value: Tensor, local: Tensor) -> Tensor:
 
 
 def _act_on_lists(func: Any, args: Any, kwargs: Any) -> Any:
-    """The ``_foreach_*`` operators: on local ranges where every tensor of the first list is sharded."""
+    """The ``_foreach_*`` operators: on the local ranges of what is sharded in the first list, apart from the rest."""
     lists = [arg for arg in args if isinstance(arg, (list, tuple)) and any(isinstance(t, Tensor) for t in arg)]
     first = args[0]
     in_place = bool(_targets(func))
-    alike = all(isinstance(t, ShardedTensor) and t.whole_at_hand() is None for t in first) and all(
+    are_cut = [isinstance(t, ShardedTensor) and t.whole_at_hand() is None for t in first]
+    if any(are_cut) and not all(are_cut):
+        return _act_apart(func, args, kwargs, are_cut)
+    alike = all(are_cut) and all(
         isinstance(t, ShardedTensor) and t._slot is other._slot for tensors in lists for t, other in zip(tensors, first)
     )
     plain = any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values()))
@@ -567,6 +571,18 @@ def _act_on_lists(func: Any, args: Any, kwargs: Any) -> Any:
             tensor.written(local)
         return None
     return [ShardedTensor(tensor._slot, local) for tensor, local in zip(first, out)]
+
+
+def _act_apart(func: Any, args: Any, kwargs: Any, are_cut: list[bool]) -> Any:
+    """On the tensors of a list that are cut, and on the others."""
+    out: list[Any] = [None] * len(are_cut)
+    for chosen in ([i for i, is_cut in enumerate(are_cut) if is_cut is wanted] for wanted in (True, False)):
+        parts = [
+            [arg[i] for i in chosen] if isinstance(arg, (list, tuple)) and len(arg) == len(out) else arg for arg in args
+        ]
+        for i, result in zip(chosen, func(*parts, **kwargs) or ()):
+            out[i] = result
+    return None if _targets(func) else out
 
 
 def _foreach_norm(args: Any, kwargs: Any) -> list[Tensor]:
@@ -688,12 +704,15 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> Any:
     gradients, found_inf, inverse_scale = args
     if any(isinstance(gradient, _View) for gradient in gradients):
         return NotImplemented
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         part = gradient.local if isinstance(gradient, ShardedTensor) else gradient
-        by_dtype.setdefault(part.dtype, []).append(part)
-    for parts in by_dtype.values():
-        func(parts, found_inf, inverse_scale)
+        alike.setdefault((part.device, part.dtype), []).append(part)
+    for parts in alike.values():
+        found = _beside(found_inf, parts[0])  # gradients may be kept on the host
+        func(parts, found, _beside(inverse_scale, parts[0]))
+        if found is not found_inf:
+            found_inf.copy_(found)  # it has begun with what was found before
     sharded = next(gradient for gradient in gradients if isinstance(gradient, ShardedTensor))
     sharded._slot.reduce(found_inf, dist.ReduceOp.MAX)
     return None
@@ -714,6 +733,10 @@ _HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
     aten.all.default: _extreme,
     aten.any.default: _extreme,
 }
+
+# Whoever asks for many at once if torch's own kernels can take them, as clipping does, may ask for these: that is one
+# reduction over ranks for all, not one each.
+_foreach_utils._foreach_supported_types.append(ShardedTensor)
 
 # Act on each element alone, though torch does not tag them so.
 _LOCAL = {

@@ -24,16 +24,16 @@ class Layers(nn.Module):
     """Layers of which each is a unit; nothing in them is summed in an order that differs from run to run."""
 
     class Layer(nn.Module):
-        def __init__(self, width: int) -> None:
+        def __init__(self, width: int, bias: bool) -> None:
             super().__init__()
-            self.linear = nn.Linear(width, width)
+            self.linear = nn.Linear(width, width, bias=bias)
 
         def forward(self, x: Tensor) -> Tensor:
             return x + torch.tanh(self.linear(x))
 
-    def __init__(self, width: int, depth: int) -> None:
+    def __init__(self, width: int, depth: int, bias: bool = True) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(self.Layer(width) for _ in range(depth))
+        self.layers = nn.ModuleList(self.Layer(width, bias) for _ in range(depth))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from math import inf
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from tests.support.models import OddModel, sgd_nesterov
 from tests.support.trainer import Learner, ManualLearner, fit, fit_ddp
-from tests.support.training import CLOSE, Recipe, same_runs, same_tensors, train_ddp, train_zero
+from tests.support.training import CLOSE, Recipe, batch, prepare, same_runs, same_tensors, train_ddp, train_zero
 
 CLIPPING = pytest.mark.behaviour(
     "The numbers",
@@ -62,6 +62,43 @@ def test_torchs_clip_grad_norm_before_a_step_acts_as_under_ddp(run_on, stage, no
 def test_so_it_does_on_one_rank_and_on_four(run_on, stage, size):
     recipe = Recipe(model, sgd_nesterov, clip=partial(clip_norm_of, norm_type=2.0))
     run_on(size, train_both, stage=stage, recipe=recipe, bound=CLOSE)
+
+
+def count_reductions(stage: int) -> None:
+    from lightning_zero.engine import Engine
+
+    module, optimizer = prepare(Recipe(model))
+    engine = Engine(module, [optimizer], stage=stage)
+    foreign = nn.Parameter(torch.ones(3))
+    foreign.grad = torch.full((3,), 2.0)
+
+    def calls_of(clip: Callable[[], object]) -> int:
+        before = engine.report().calls
+        clip()
+        after = engine.report().calls
+        assert after.get("all_gather", 0) == before.get("all_gather", 0)
+        return after["control"] - before["control"]
+
+    module(*batch(0)).backward()
+    used = [p for p in module.parameters() if p.grad is not None]
+    assert len({p.grad.dtype for p in used}) == 1 and len(used) > 5
+    squares = sum(p.grad.square().sum() for p in used)
+    assert calls_of(lambda: clip_norm_of(used, 2.0)) == 1, "one sum over ranks, not one of each parameter"
+    assert calls_of(lambda: clip_value_of(used)) == 0
+    # among others, such as a loss's own, which no rank has a part of
+    used_norm = torch.stack([p.grad.norm() for p in used]).norm()
+    assert used_norm < squares.sqrt()
+    norms: list[Tensor] = []
+    assert calls_of(lambda: norms.append(clip_norm_of([used[0], foreign, *used[1:]], 2.0))) == 1
+    torch.testing.assert_close(norms[0], (used_norm.square() + 12).sqrt())
+    torch.testing.assert_close(foreign.grad, torch.full((3,), 2.0) * MAX_NORM / norms[0])
+    torch.testing.assert_close(torch.stack([p.grad.norm() for p in used]).norm(), used_norm * MAX_NORM / norms[0])
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_clipping_takes_one_reduction_however_many_parameters_there_are(run_on, stage):
+    run_on(2, count_reductions, stage=stage)
 
 
 @CLIPPING

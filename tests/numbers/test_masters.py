@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adagrad
+from torch.optim import SGD, Adagrad, Optimizer
 
 from lightning_zero.engine import Engine
 from tests.numbers.test_bf16 import Weight
@@ -148,3 +149,19 @@ def load_a_mismatch() -> None:
 
 def test_a_state_dict_with_other_groups_is_refused_by_torch_and_nothing_of_it_is_kept(run_on):
     run_on(2, load_a_mismatch)
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"capturable": True}])
+@pytest.mark.parametrize("key", ["step", "mu_product"])
+def test_counts_are_loaded_to_where_torch_loads_them(key, options):
+    from lightning_zero.engine.masters import _placed
+
+    parameter, count = nn.Parameter(torch.empty(4, device="meta")), torch.tensor(3, dtype=torch.int64)
+    if key != "step":
+        count = count.float()
+    expected = Optimizer._process_value_according_to_param_policy(
+        parameter, count, 0, [{"params": [0], **options}], key
+    )
+    found = _placed(key, count, {"params": [parameter], **options}, SimpleNamespace(device=parameter.device))
+    assert (found.device, found.dtype) == (expected.device, expected.dtype)
+    assert found is not count

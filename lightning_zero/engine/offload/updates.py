@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from lightning_zero.engine.offload.states import DiskStates
 from lightning_zero.engine.offload.swap import stream
 from lightning_zero.engine.settling import Work
+from lightning_zero.engine.streams import own_stream
 
 
 class Updates:
@@ -209,7 +210,7 @@ def beside(device: torch.device, act: Callable[P, None]) -> Callable[P, None]:
     ready = torch.accelerator.current_stream(device).record_event()
 
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        stream = torch.Stream(device)
+        stream = own_stream(device)
         stream.wait_event(ready)
         with stream:
             act(*args, **kwargs)

@@ -1,0 +1,121 @@
+"""Over a backend that is not Gloo, as NCCL: which groups there are, what travels, who notices that a rank has failed.
+
+No GPU is needed: collectives are those of `tests/gpu/one_device.py`, or Gloo's, taken for another's.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.gpu.one_device import Layers, twins
+from tests.support.models import Square
+from tests.support.training import Recipe, batch, prepare
+from tests.support.workers import rank
+
+
+def groups_in_use() -> None:
+    from lightning_zero.engine import Engine, collectives
+
+    used: dict[str, set[object]] = {"gather": set(), "reduce": set()}
+    with twins(2):
+        gather, reduce = collectives._all_gather_single, collectives._reduce_scatter_single
+
+        def note(kind, act):
+            def run(*tensors, group, **options):
+                used[kind].add(group)
+                return act(*tensors, group=group, **options)
+
+            return run
+
+        with (
+            patch.object(collectives, "_all_gather_single", note("gather", gather)),
+            patch.object(collectives, "_reduce_scatter_single", note("reduce", reduce)),
+        ):
+            module = Layers(8, 3)
+            engine = Engine(module, [torch.optim.SGD(module.parameters(), lr=0.1)], stage=3)
+            module(torch.ones(2, 8)).backward()
+            engine.close(communicate=False)
+        ((gathers,), (reductions,)) = used["gather"], used["reduce"]
+        assert len({gathers, reductions, dist.group.WORLD}) == 3
+
+
+def test_gathers_and_reductions_have_groups_of_their_own_in_which_nobody_else_waits(run_on):
+    run_on(1, groups_in_use)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.complex(torch.ones(64), torch.ones(64)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).abs().sum()
+
+
+def reduce_complex(stage: int) -> None:
+    from lightning_zero.engine import Engine, collectives
+
+    with twins(2):
+        reduce, dtypes = collectives._reduce_scatter_single, []
+
+        def note(shard, flat, **options):
+            dtypes.extend([shard.dtype, flat.dtype])
+            return reduce(shard, flat, **options)
+
+        module = Complex()
+        expected = torch.autograd.grad(module(torch.arange(64.0)), module.weight)[0]
+        with patch.object(collectives, "_reduce_scatter_single", note):
+            engine = Engine(module, [torch.optim.SGD(module.parameters(), lr=0.1)], stage=stage)
+            module(torch.arange(64.0)).backward()
+        assert dtypes == [torch.float32, torch.float32]  # NCCL has no complex ones
+        local = module.weight.grad.local
+        assert torch.equal(local, expected[: len(local)] / 2), "rank 0's part of half the twin's own"
+        engine.close(communicate=False)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_complex_gradients_travel_as_pairs_of_real_numbers(run_on, stage):
+    run_on(1, reduce_complex, stage=stage)
+
+
+def timeouts_of_own_groups() -> None:
+    from lightning_zero.engine import Engine
+
+    device, group = torch.device("cpu"), dist.new_group(timeout=timedelta(seconds=77))
+    module, optimizer = prepare(Recipe(Square))
+    engine = Engine(module, [optimizer], group=group)
+    assert engine.communicator.background_group()._get_backend(device).options._timeout == timedelta(seconds=77)
+    module(*batch(0)).backward()
+    engine.close()
+
+
+def test_groups_of_the_engines_own_have_the_timeout_that_the_user_has_chosen(run_on):
+    run_on(2, timeouts_of_own_groups)
+
+
+def fail_while_the_other_waits_for_a_device() -> None:
+    from lightning_zero.engine import Engine, watch
+
+    module, optimizer = prepare(Recipe(Square))
+    engine = Engine(module, [optimizer])
+    dist.barrier()
+    (lookout,) = watch._lookouts
+    if rank() == 0:
+        watch.fail("rank 0 failed: out of memory")
+    else:
+        lookout._is_gloo = False
+        lookout._thread.join(timeout=20)  # as a kernel behind a collective that does not end would hold it up
+        assert not lookout._thread.is_alive()
+        with pytest.raises(RuntimeError, match="rank 0 failed: out of memory"):
+            module(*batch(0)).backward()
+    engine.close(communicate=False)
+
+
+def test_a_rank_that_waits_for_its_device_alone_learns_that_another_has_failed(run_on):
+    run_on(2, fail_while_the_other_waits_for_a_device)
