@@ -58,16 +58,32 @@ class Agreement:
                 "made stays in parts: make it on all of them."
             )
         number, self.meetings = self.meetings, self.meetings + 1
-        self._store.set(f"meeting/{number}/{self._rank}", what)
         others = [rank for rank in range(self._size) if rank != self._rank]
-        deadline, pause = time.monotonic() + self._timeout, 1e-4
-        missing = others
+        keys = [f"meeting/{number}/{rank}" for rank in others]
+        self._store.set(f"meeting/{number}/{self._rank}", what)
+        pause = 1e-4
+        while not self._store.check(keys):  # one request for all of them; a wait that ends without them would be logged
+            if pause > 0.05:
+                self._await(others, what, number)
+                break
+            time.sleep(pause)
+            pause *= 2
+        asked = {rank: said.decode() for rank, said in zip(others, self._store.multi_get(keys))}
+        different = [rank for rank in others if asked[rank] != what]
+        if different:
+            self._fail(what, different, f"asked for {asked[different[0]]}")
+        if number >= 2:  # everybody has read the one before the last
+            self._store.delete_key(f"meeting/{number - 2}/{self._rank}")
+
+    def _await(self, missing: list[int], what: str, number: int) -> None:
+        """Wait for ranks that have not come at once, and find out whether they will."""
+        deadline = time.monotonic() + self._timeout
         seen: dict[int, tuple[str, float]] = {}
         while missing := [rank for rank in missing if not self._store.check([f"meeting/{number}/{rank}"])]:
             if time.monotonic() > deadline:
                 self._call_off(number)
                 self._fail(what, missing, f"did not come within {self._timeout:.0f} s")
-            if pause >= 0.1 and (reason := failure()):
+            if reason := failure():
                 raise RuntimeError(f"Rank {self._rank} needs every rank for {what}, but {reason}")
             for rank in missing:
                 # A notice may be a moment old: only one that stands says that its rank will not come.
@@ -77,14 +93,7 @@ class Agreement:
                 elif time.monotonic() - seen[rank][1] > PATIENCE:
                     self._call_off(number)
                     self._fail(what, missing, f"wait in {name_in(notice)}")
-            time.sleep(pause)
-            pause = min(2 * pause, 0.1)
-        asked = {rank: self._store.get(f"meeting/{number}/{rank}").decode() for rank in others}
-        different = [rank for rank in others if asked[rank] != what]
-        if different:
-            self._fail(what, different, f"asked for {asked[different[0]]}")
-        if number >= 2:  # everybody has read the one before the last
-            self._store.delete_key(f"meeting/{number - 2}/{self._rank}")
+            time.sleep(0.1)
 
     @contextmanager
     def met(self, what: str) -> Iterator[None]:

@@ -457,6 +457,34 @@ def test_a_rank_that_was_late_is_no_reason_to_fail_the_next_handshake(run_on):
     run_on(2, stall)
 
 
+class Counted:
+    """A store that counts requests."""
+
+    def __init__(self, store):
+        self._store, self.requests = store, 0
+
+    def __getattr__(self, name):
+        self.requests += 1
+        return getattr(self._store, name)
+
+
+def count_requests():
+    _, _, _, engine = make(3)
+    engine.agreement._store = store = Counted(engine.agreement._store)
+    for turn in range(10):
+        if (turn + rank()) % 2:
+            time.sleep(0.02)
+        before = store.requests
+        engine.agreement.meet(f"meeting {turn}")
+        assert store.requests - before <= 3 + 12, "what it says, what the others say, what is over; and the questions"
+    engine.close()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_handshake_takes_as_many_requests_however_many_ranks_there_are(run_on, size):
+    run_on(size, count_requests)
+
+
 def replace_gradients(stage):
     module, reference, _, engine = make(stage)
     for ours, theirs in pairs(module, reference):
