@@ -412,9 +412,8 @@ class Masters:
             held = self.optimizer.state.get(master.tensor, {}) if master is not None else {}
             for key, kind in known.get(number, {}).items():
                 if isinstance(kind, _Scalar):
-                    state[key] = copied(kind.value)  # each parameter's own, also after pickling
-                    if kind.is_on_device:
-                        state[key] = (keep or _unchanged)(kind.value.to(slot.device))
+                    value = copied(kind.value)  # each parameter's own, also after pickling
+                    state[key] = (keep or _unchanged)(value.to(slot.device)) if kind.is_on_device else value
                     continue
                 if master is None or not slot.local_numel:
                     part = torch.empty(0, dtype=kind, device=slot.device)

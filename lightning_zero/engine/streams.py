@@ -17,7 +17,7 @@ def own_stream(device: torch.device) -> torch.Stream:
     """
     streams: dict[torch.device, torch.Stream] = _own.__dict__.setdefault("streams", {})
     if device not in streams:
-        if device.index is not None:
+        if device.index is not None and threading.current_thread() is not threading.main_thread():
             torch.accelerator.set_device_index(device.index)
         streams[device] = torch.Stream(device)
     return streams[device]
