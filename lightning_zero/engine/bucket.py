@@ -177,9 +177,13 @@ class BucketSlot:
         owned = (layout.owned_range(self.index, self.index, rank) for rank in range(layout.world_size))
         return [(start - first, stop - first) for start, stop in owned]
 
-    def reduce(self, value: Tensor, op: Any) -> Tensor:
+    @property
+    def group(self) -> Any:
+        return self.bucket.communicator
+
+    def reduce(self, value: Tensor, op: Any, what: str | None = None) -> Tensor:
         if self.bucket.communicator.size > 1:
-            self.bucket.agreement.meet(f"a sum or norm over parts of '{self.name}'")
+            self.bucket.agreement.meet(what or f"a sum or norm over parts of '{self.name}'")
         return self.bucket.communicator.all_reduce(value, op)
 
 

@@ -49,7 +49,7 @@ class BucketGradients:
         self._may_all_stay_apart = self._reduces_in_pieces or communicator.size == 1 or copied_together
         self._sizes, self._mean = layout.sizes(), 1.0 / communicator.size
         self.flat: Tensor | None = None
-        self._apart: dict[int, Tensor] = {}  # gradients as they came: small ones, and over one rank all
+        self._apart: dict[int, Tensor] = {}  # gradients as they came
         self._filled = [False] * len(layout.segments)
         self._unsynchronised = False
         self._reducing_nbytes = 0

@@ -175,7 +175,7 @@ class Communicator:
         # the modules of a process have engines of their own, which begin to communicate in an order that data decide
         first = int(number) % 2**11 << 20
         self._tell_tag, self._reduce_tag, self._gather_tag = first + _TELL_TAG, first + _REDUCE_TAG, first + _GATHER_TAG
-        self.watch = Watch(self.group, self.name)
+        self.watch = Watch(self.group, self.name, sees_waits=is_gloo)
         if is_gloo and device.type == "cpu" and (timeout := self._timeout) is not None:
             self._neighbours = connect(self.rank, self.size, timeout, self.gather_objects)
 

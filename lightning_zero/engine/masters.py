@@ -697,13 +697,13 @@ class _Scalar:
     """
 
     def __init__(self, value: Any, is_on_device: bool = False) -> None:
-        self.value, self.is_on_device = value, is_on_device
+        self.value = value
+        self.is_on_device = is_on_device or isinstance(value, Tensor) and value.device.type != "cpu"
 
     def __reduce__(self) -> Any:
         if not isinstance(self.value, Tensor):
             return _Scalar, (self.value,)
-        is_on_device = self.value.device.type != "cpu"
-        return _scalar_of, (self.value.tolist(), self.value.dtype, is_on_device)  # a tensor takes ten times longer
+        return _scalar_of, (self.value.tolist(), self.value.dtype, self.is_on_device)  # a tensor takes ten times longer
 
 
 def _scalar_of(value: Any, dtype: torch.dtype, is_on_device: bool) -> _Scalar:

@@ -422,8 +422,9 @@ def connect(
             return None
         processes = [each[1] for each in told]
         if any(exchange_objects(_is_unreadable(probe, told))):
-            allowed = all(exchange_objects(_let_relatives_read()))
+            allowed = all(exchange_objects(_let_read(os.getppid())))
             if not allowed or any(exchange_objects(_is_unreadable(probe, told))):
+                _let_read(0)
                 return None  # before any rank waits for another that gives up
         sockets, error = {}, None
         try:
@@ -450,18 +451,21 @@ def _is_unreadable(probe: Tensor, told: list[Any]) -> bool:
     return False
 
 
-def _let_relatives_read() -> bool:
-    """Let what descends from this process's parent read its memory, as far as Yama alone has forbidden it.
+def _let_read(ancestor: int) -> bool:
+    """Let a process, and what descends from it, read this one's memory, as far as Yama alone has forbidden it.
 
-    So ranks can that one process has started, or rank 0 all others: each names what it was started by, and the system
-    lets that process's descendants in (``prctl(2)``, PR_SET_PTRACER).
+    With each rank's own parent, ranks can that one process has started, or rank 0 all others (``prctl(2)``,
+    PR_SET_PTRACER).
+
+    Args:
+        ancestor: the process; 0 takes the permission back.
 
     Returns:
         Whether Yama takes such permissions.
     """
     prctl = ctypes.CDLL(None).prctl
     prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
-    return prctl(_PR_SET_PTRACER, os.getppid(), 0, 0, 0) == 0
+    return prctl(_PR_SET_PTRACER, ancestor, 0, 0, 0) == 0
 
 
 def _listener() -> socket.socket:

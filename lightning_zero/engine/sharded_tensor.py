@@ -10,6 +10,7 @@ To user code it is a tensor of the full shape. What it does is decided by what a
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -43,6 +44,10 @@ class Slot(Protocol):
     """What users registered by ``register_post_accumulate_grad_hook``."""
     take_gradient: Callable[[Tensor], None] | None
     """Takes the gradient of another leaf that user code computed with in its place."""
+
+    @property
+    def group(self) -> Any:
+        """The same for all that are cut over the same ranks."""
 
     @property
     def view(self) -> Tensor:
@@ -79,8 +84,12 @@ class Slot(Protocol):
     def ranges(self) -> list[tuple[int, int]]:
         """What each rank has of the flattened parameter, in the order of ranks."""
 
-    def reduce(self, value: Tensor, op: Any) -> Tensor:
-        """Reduce a small tensor over ranks, in place. Collective."""
+    def reduce(self, value: Tensor, op: Any, what: str | None = None) -> Tensor:
+        """Reduce a small tensor over ranks, in place. Collective.
+
+        Args:
+            what: it is, where it is more than a sum or norm over parts of this parameter.
+        """
 
 
 class Handle(torch.Tensor):
@@ -547,15 +556,18 @@ def _act_on_lists(func: Any, args: Any, kwargs: Any) -> Any:
     lists = [arg for arg in args if isinstance(arg, (list, tuple)) and any(isinstance(t, Tensor) for t in arg)]
     first = args[0]
     in_place = bool(_targets(func))
-    are_cut = [isinstance(t, ShardedTensor) and t.whole_at_hand() is None for t in first]
-    if any(are_cut) and not all(are_cut):
-        return _act_apart(func, args, kwargs, are_cut)
-    alike = all(are_cut) and all(
+    is_norm = func is aten._foreach_norm.Scalar
+    kinds = [_kind_in_list(tensor, is_norm) for tensor in first]
+    if len(set(kinds)) > 1:
+        return _act_apart(func, args, kwargs, kinds)
+    alike = kinds[:1] != [None] and all(
         isinstance(t, ShardedTensor) and t._slot is other._slot for tensors in lists for t, other in zip(tensors, first)
     )
     plain = any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values()))
-    if not alike or (plain and not in_place) or func is aten._foreach_norm.Scalar:
-        return _foreach_norm(args, kwargs) if func is aten._foreach_norm.Scalar and alike else NotImplemented
+    if alike and is_norm:
+        return _foreach_norm(args, kwargs)
+    if not alike or (plain and not in_place) or func._schema.name in _REDUCTIONS_OF_LISTS:
+        return NotImplemented
 
     def to_local(value: Any) -> Any:
         if isinstance(value, ShardedTensor):
@@ -573,10 +585,17 @@ def _act_on_lists(func: Any, args: Any, kwargs: Any) -> Any:
     return [ShardedTensor(tensor._slot, local) for tensor, local in zip(first, out)]
 
 
-def _act_apart(func: Any, args: Any, kwargs: Any, are_cut: list[bool]) -> Any:
-    """On the tensors of a list that are cut, and on the others."""
-    out: list[Any] = [None] * len(are_cut)
-    for chosen in ([i for i, is_cut in enumerate(are_cut) if is_cut is wanted] for wanted in (True, False)):
+def _kind_in_list(tensor: Any, is_norm: bool) -> Any:
+    """What those tensors of a list share that are acted on together: the ranks, and where parts are; None if whole."""
+    if not isinstance(tensor, ShardedTensor) or tensor.whole_at_hand() is not None:
+        return None
+    return tensor._slot.group, None if is_norm else tensor.local.device  # some may be kept on the host
+
+
+def _act_apart(func: Any, args: Any, kwargs: Any, kinds: list[Any]) -> Any:
+    """On the tensors of each kind in a list."""
+    out: list[Any] = [None] * len(kinds)
+    for chosen in ([i for i, kind in enumerate(kinds) if kind == wanted] for wanted in dict.fromkeys(kinds)):
         parts = [
             [arg[i] for i in chosen] if isinstance(arg, (list, tuple)) and len(arg) == len(out) else arg for arg in args
         ]
@@ -589,8 +608,13 @@ def _foreach_norm(args: Any, kwargs: Any) -> list[Tensor]:
     """Norms of many sharded tensors with one reduction: what clipping by norm asks for."""
     tensors, order = args[0], float(args[1]) if len(args) > 1 else float(kwargs.get("ord", 2))
     slot: Slot = tensors[0]._slot
-    parts = [_partial_norm(tensor.local, order) for tensor in tensors]
-    return list(_finish_norm(torch.stack(parts), order, slot).unbind())
+    parts = [_partial_norm(tensor.local, order).to(slot.device) for tensor in tensors]
+    names = [tensor._slot.name for tensor in tensors]
+    # Ranks meet for the same: of the same parameters, in one order.
+    what = (
+        f"the norms of {len(names)} tensors, '{names[0]}' to '{names[-1]}' ({zlib.crc32(' '.join(names).encode()):x})"
+    )
+    return list(_finish_norm(torch.stack(parts), order, slot, what).to(tensors[0].dtype.to_real()).unbind())
 
 
 def _partial_norm(local: Tensor, order: float) -> Tensor:
@@ -607,22 +631,20 @@ def _partial_norm(local: Tensor, order: float) -> Tensor:
     return torch.linalg.vector_norm(local, order) ** order
 
 
-def _finish_norm(parts: Tensor, order: float, slot: Slot) -> Tensor:
-    if order == float("inf"):
-        return _extreme_over_ranks(parts, slot, largest=True)
-    if order == -float("inf"):
-        return _extreme_over_ranks(parts, slot, largest=False)
-    total = slot.reduce(parts, dist.ReduceOp.SUM)
+def _finish_norm(parts: Tensor, order: float, slot: Slot, what: str | None = None) -> Tensor:
+    if order in (float("inf"), -float("inf")):
+        return _extreme_over_ranks(parts, slot, largest=order > 0, what=what)
+    total = slot.reduce(parts, dist.ReduceOp.SUM, what)
     return total if order == 0 else total ** (1.0 / order)
 
 
-def _extreme_over_ranks(part: Tensor, slot: Slot, *, largest: bool) -> Tensor:
+def _extreme_over_ranks(part: Tensor, slot: Slot, *, largest: bool, what: str | None = None) -> Tensor:
     """As torch's max and min, NaN where any part has one: backends keep or lose it by the order of ranks."""
     if not part.is_floating_point():
-        return slot.reduce(part, dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN)
+        return slot.reduce(part, dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN, what)
     signed, nan = part if largest else -part, part.isnan()
     flagged = torch.stack([signed.masked_fill(nan, -float("inf")), nan.to(part.dtype)])
-    found, nan = slot.reduce(flagged, dist.ReduceOp.MAX).unbind()
+    found, nan = slot.reduce(flagged, dist.ReduceOp.MAX, what).unbind()
     return (found if largest else -found).masked_fill(nan > 0, float("nan"))
 
 
@@ -737,6 +759,8 @@ _HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
 # Whoever asks for many at once if torch's own kernels can take them, as clipping does, may ask for these: that is one
 # reduction over ranks for all, not one each.
 _foreach_utils._foreach_supported_types.append(ShardedTensor)
+
+_REDUCTIONS_OF_LISTS = {"aten::_foreach_norm", "aten::_foreach_max", "aten::_foreach_powsum"}
 
 # Act on each element alone, though torch does not tag them so.
 _LOCAL = {

@@ -52,11 +52,14 @@ class Watch:
     Args:
         group: the process group.
         name: of what the ranks do together, the same on all of them and new each time.
+        sees_waits: whether ranks wait for each other where they say so. Otherwise they wait for a device as a rule, in
+            whatever asks it for a value.
     """
 
-    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+    def __init__(self, group: dist.ProcessGroup, name: str, *, sees_waits: bool = True) -> None:
         self._name = name
-        self._lookout = next((each for each in _lookouts if each.group is group), None) or _Lookout(group)
+        known = next((each for each in _lookouts if each.group is group), None)
+        self._lookout = known or _Lookout(group, sees_waits)
         self._lookout.users.append(self)
 
     def begin(self, what: str) -> int:
@@ -93,12 +96,12 @@ class Watch:
 class _Lookout:
     """Over the waits of one rank of a group, in whichever engine: ranks may wait for each other in two of them."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, sees_waits: bool) -> None:
         self.group = group
         self.users: list[Watch] = []
         _lookouts.append(self)
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        self._is_gloo = dist.get_backend(group) == "gloo"
+        self._sees_waits = sees_waits
         self._rank, self._others = rank, [other for other in range(size) if other != rank]
         self._begun: Counter[str] = Counter()
         self._wait: _Wait | None = None
@@ -162,9 +165,9 @@ class _Lookout:
         while not self._closed.wait(PATIENCE / 3):
             wait = self._wait
             if wait is None or time.monotonic() - wait.since < PATIENCE:
-                # Of a wait for a device nobody is told: any call that asks for a value may be one.
-                if not self._is_gloo and (reason := failure(self._store)) is not None:
-                    _wake(reason, self._store)
+                if not self._sees_waits and (reason := failure(self._store)) is not None:
+                    if not _have_all_failed(self._store):
+                        _wake(reason, self._store)
                     return
                 continue
             reason = failure(self._store)
@@ -239,9 +242,17 @@ def fail(reason: str) -> None:
     with suppress(RuntimeError):
         store.set(f"{_FAILED}/{dist.get_rank()}", "")
         store.compare_set(_FAILED, "", reason)
+    if not _have_all_failed(store):
+        _wake(reason, store)
+
+
+def _have_all_failed(store: Any) -> bool:
+    """Whether every rank has said so, or does at once."""
+    try:
         store.wait([f"{_FAILED}/{rank}" for rank in range(dist.get_world_size())], _AT_ONCE)
-        return
-    _wake(reason, store)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _wake(reason: str, store: Any) -> None:
@@ -292,6 +303,8 @@ def renew(**options: Any) -> None:
     """
     rank, size, backend = dist.get_rank(), dist.get_world_size(), dist.get_backend()
     store = dist.PrefixStore("lightning_zero/renewed", dist.distributed_c10d._get_default_store())
+    for lookout in list(_lookouts):
+        lookout.close()  # what they would find in the old store is not about the new group
     dist.destroy_process_group()
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, **options)
 

@@ -109,12 +109,31 @@ def fail_while_the_other_waits_for_a_device() -> None:
     if rank() == 0:
         watch.fail("rank 0 failed: out of memory")
     else:
-        lookout._is_gloo = False
+        lookout._sees_waits = False
         lookout._thread.join(timeout=20)  # as a kernel behind a collective that does not end would hold it up
         assert not lookout._thread.is_alive()
         with pytest.raises(RuntimeError, match="rank 0 failed: out of memory"):
             module(*batch(0)).backward()
     engine.close(communicate=False)
+
+
+def fail_alike() -> None:
+    from lightning_zero.engine import Engine, watch
+
+    module, optimizer = prepare(Recipe(Square))
+    engine = Engine(module, [optimizer])
+    (lookout,) = watch._lookouts
+    lookout._sees_waits = False
+    dist.barrier()
+    watch.fail(f"rank {rank()} failed: out of memory")
+    lookout._thread.join(timeout=20)
+    assert not lookout._thread.is_alive(), "there is nothing more to look for"
+    dist.barrier()  # the group is left as it is
+    engine.close()
+
+
+def test_where_all_ranks_fail_alike_the_group_is_left_as_it_is(run_on):
+    run_on(2, fail_alike)
 
 
 def test_a_rank_that_waits_for_its_device_alone_learns_that_another_has_failed(run_on):

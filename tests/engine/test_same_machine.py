@@ -276,7 +276,7 @@ def refuse_until_asked() -> None:
     """As the kernel does where `kernel.yama.ptrace_scope` is 1: which this machine's may not have."""
     from lightning_zero.engine import same_machine
 
-    read, let = same_machine.read_memory, same_machine._let_relatives_read
+    read, let = same_machine.read_memory, same_machine._let_read
     asked: list[bool] = []
 
     def read_if_allowed(process: int, address: int, target: torch.Tensor) -> None:
@@ -284,13 +284,13 @@ def refuse_until_asked() -> None:
             raise PermissionError("Operation not permitted")
         read(process, address, target)
 
-    def let_read() -> bool:
-        let()
+    def let_read(ancestor: int) -> bool:
+        let(ancestor)
         asked.append(True)
         return True
 
     try:
-        same_machine.read_memory, same_machine._let_relatives_read = read_if_allowed, let_read
+        same_machine.read_memory, same_machine._let_read = read_if_allowed, let_read
         transport = same_machine.connect(rank(), world_size(), MINUTE, objects_of_all)
         assert transport is not None
         full = torch.full((2 * world_size(),), float(rank()))
@@ -299,7 +299,7 @@ def refuse_until_asked() -> None:
         dist.barrier()
         transport.close()
     finally:
-        same_machine.read_memory, same_machine._let_relatives_read = read, let
+        same_machine.read_memory, same_machine._let_read = read, let
 
 
 def test_ranks_let_each_other_read_where_the_kernel_asks_for_it(run_on):

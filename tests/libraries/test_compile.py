@@ -62,7 +62,8 @@ def compare(name, way):
     assert allowed["graphs"] > 0, "nothing was compiled"
     run, found = count(ZeroStrategy(3), name, way)
     unnamed = {key.replace("_orig_mod.", ""): value for key, value in run.weights.items()}
-    same_learning(replace(run, weights=unnamed), reference, bound=1e-6)
+    # The reference is not compiled; how compiled kernels round differs from one kind of CPU to the next.
+    same_learning(replace(run, weights=unnamed), reference, bound=5e-6)
     assert found["operators"] >= allowed["operators"], f"{found}, with FSDP2 {allowed}"
     for what in ("graphs", "unique graphs", "breaks"):
         assert found[what] <= allowed[what], f"{found}, with FSDP2 {allowed}"

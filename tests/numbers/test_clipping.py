@@ -8,13 +8,16 @@ from math import inf
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tests.support.models import OddModel, sgd_nesterov
+from tests.support.models import OddModel, Square, sgd_nesterov
+from tests.support.patience import little_patience
 from tests.support.trainer import Learner, ManualLearner, fit, fit_ddp
 from tests.support.training import CLOSE, Recipe, batch, prepare, same_runs, same_tensors, train_ddp, train_zero
+from tests.support.workers import rank, world_size
 
 CLIPPING = pytest.mark.behaviour(
     "The numbers",
@@ -94,6 +97,45 @@ def count_reductions(stage: int) -> None:
     torch.testing.assert_close(foreign.grad, torch.full((3,), 2.0) * MAX_NORM / norms[0])
     torch.testing.assert_close(torch.stack([p.grad.norm() for p in used]).norm(), used_norm * MAX_NORM / norms[0])
     engine.close()
+
+
+def clip_in_two_groups() -> None:
+    """Modules over all ranks and over this one alone, as of experts, clipped together."""
+    from lightning_zero.engine import Engine
+
+    alone = [dist.new_group([r]) for r in range(world_size())][rank()]
+    shared, own = (nn.Linear(6, 4) for _ in range(2))
+    with torch.no_grad():
+        for p in (*shared.parameters(), *own.parameters()):
+            p.fill_(0.5)
+    engines = [Engine(shared, stage=3), Engine(own, stage=3, group=alone)]
+    (shared(torch.ones(2, 6)).sum() + own(torch.full((2, 6), 1.0 + rank())).sum()).backward()
+    expected = 4 * 4 * 6 + 4 * 4 + (2.0 + 2 * rank()) ** 2 * 4 * 6 + 4 * 4
+    norm = clip_norm_of([*shared.parameters(), *own.parameters()], 2.0)
+    torch.testing.assert_close(norm, torch.tensor(expected).sqrt())
+    for engine in engines:
+        engine.close()
+
+
+def test_each_parameters_norm_is_taken_over_the_ranks_that_have_parts_of_it(run_on):
+    run_on(2, clip_in_two_groups)
+
+
+@little_patience()
+def clip_fewer_on_rank_1() -> None:
+    from lightning_zero.engine import Engine
+
+    module, optimizer = prepare(Recipe(Square))
+    engine = Engine(module, [optimizer], stage=3)
+    module(*batch(0)).backward()
+    used = list(module.parameters())
+    with pytest.raises(RuntimeError, match=r"the norms of (5|6) tensors.*asked for the norms of (5|6) tensors"):
+        clip_norm_of(used[: len(used) - rank()], 2.0)
+    engine.close()
+
+
+def test_ranks_that_clip_different_parameters_are_told(run_on):
+    run_on(2, clip_fewer_on_rank_1)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -19,7 +19,7 @@ from tests.support.models import CLASSES, VOCABULARY, OddModel, adam
 from tests.support.workers import rank, world_size
 
 STEPS = 8
-"""Enough for what is wrong with any state to reach the weights. The contract of 20 is kept where optimizers are compared."""
+"""Enough for what is wrong with any state to reach the weights; the contract of 20 is kept by test_optimizers."""
 
 CLOSE = 1e-6
 """Relative bound where numbers are summed in another order, or a global norm is involved."""
