@@ -30,8 +30,9 @@ HEAD = """\
 # Compatibility
 
 What an existing project does, and whether it gives DDP's result: bit for bit in fp32 on two ranks, within 1e-6 where a
-global norm is involved or gradients are added in another order, within 5e-6 where the module is compiled and DDP's is not.
-This page is written by the tests (`pytest --compatibility=write`), and the tests fail where it says something else than they do.
+global norm is involved or gradients are added in another order, within 5e-6 where the module is compiled and DDP's is
+not. This page is written by the tests (`pytest --compatibility=write`), and the tests fail where it says something else
+than they do.
 """
 
 
