@@ -253,11 +253,12 @@ class BucketGradients:
 
     def show(self, used: list[bool], shard: GradientShard) -> None:
         """Make ``p.grad`` the reduced gradient, for those parameters that any rank had one of."""
-        parts = shard.parts(self._own_pieces)
-        for slot, is_used in zip(self.bucket.slots, used):
-            if is_used and not _is_part_of(shard, (parameter := slot.parameter).grad):
-                parameter.grad = ShardedTensor(slot, parts[slot.index], self.bucket.dtype, keep=shard)
-                shard.shown.add(slot.index)
+        slots = [slot for slot, is_used in zip(self.bucket.slots, used) if is_used]
+        unshown = [slot for slot in slots if not _is_part_of(shard, slot.parameter.grad)]
+        parts = shard.parts(self._own_pieces) if unshown else {}  # after the first of several micro-batches all are
+        for slot in unshown:
+            slot.parameter.grad = ShardedTensor(slot, parts[slot.index], self.bucket.dtype, keep=shard)
+            shard.shown.add(slot.index)
 
 
 def _is_part_of(shard: GradientShard, gradient: Tensor | None) -> bool:
