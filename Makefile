@@ -13,7 +13,7 @@ demo: $(INSTALLED)
 	$(RUN) -m lightning_zero train $(ARGS)
 
 test: $(INSTALLED)
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .

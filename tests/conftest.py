@@ -9,7 +9,7 @@ import pytest
 
 from tests.support import WorkerPools
 
-pytest_plugins = ["pytester", "tests.support.compatibility"]
+pytest_plugins = ["pytester", "tests.support.alone", "tests.support.compatibility"]
 
 
 @pytest.fixture(scope="session")

@@ -159,6 +159,7 @@ def test_a_stage_that_lost_more_than_15_percent_is_told() -> None:
     ]
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_no_stage_has_become_slower_beside_ddp(tmp_path: Path) -> None:
     code, output, errors = finish(start("bench", "ratios", folder=tmp_path), timeout=580)

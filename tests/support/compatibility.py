@@ -16,9 +16,9 @@ of the whole suite fails at its end if the table in the repository is another.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,50 +65,78 @@ def render(rows: dict[tuple[str, str], Row]) -> str:
     return "\n".join(lines)
 
 
-class Compatibility:
-    """Collects the outcomes of the tests of a run, and compares or writes the page at its end."""
+_SAYS = "behaviour"
+"""What is handed from pytest-xdist's workers, which collect and run, to the process that gathers their reports."""
+
+
+class Marked:
+    """The marked tests, in the process that runs them: pytest itself, or each worker of pytest-xdist."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self.file = config.rootpath / FILE
-        self.writes = config.getoption("--compatibility") == "write"
-        self.is_whole = config.args_source is not pytest.Config.ArgsSource.ARGS and not config.getoption("ignore")
-        self.items: list[pytest.Item] = []
-        self.passed: dict[str, bool] = {}
-        self.verdict: str | None = None
+        self.config = config
+        self.number = 0
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        if item.get_closest_marker("behaviour"):
-            self.items.append(item)
+        callspec = getattr(item, "callspec", None)  # pytest has it where a test has parameters
+        only = callspec.params.get("stage") if callspec else None
+        stages = STAGES if only is None else [only]
+        said = [[stages, *_read(*marker.args, **marker.kwargs)] for marker in item.iter_markers("behaviour")]
+        if said:
+            item.user_properties.append((_SAYS, [self.number, said]))
+            self.number += 1
 
-    def pytest_deselected(self, items: Iterable[pytest.Item]) -> None:
-        self.is_whole = self.is_whole and not any(item.get_closest_marker("behaviour") for item in items)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        for marker in item.iter_markers("behaviour"):
+            if marker.args[0] not in SECTIONS:
+                pytest.fail(f"there is no section {marker.args[0]!r} of behaviours, only {SECTIONS}", pytrace=False)
 
-    def pytest_collection_finish(self) -> None:
-        self.rows()  # a marker that is written wrongly is refused before the first test
-        if self.writes and not self.is_whole:
+    def pytest_sessionfinish(self) -> None:
+        if hasattr(self.config, "workeroutput"):
+            self.config.workeroutput[_SAYS] = self.number
+
+
+class Compatibility:
+    """Gathers the outcomes of the tests of a run, and compares or writes the page at its end."""
+
+    def __init__(self, config: pytest.Config, marked: Marked) -> None:
+        self.file = config.rootpath / FILE
+        self.writes = config.getoption("--compatibility") == "write"
+        has_paths = config.args_source is pytest.Config.ArgsSource.ARGS
+        chooses = any(map(config.getoption, ("ignore", "ignore_glob", "deselect", "keyword", "lf")))
+        self.may_be_whole = not (has_paths or chooses or config.getoption("markexpr") not in ("", "behaviour"))
+        if self.writes and not self.may_be_whole:
             raise pytest.UsageError("--compatibility=write needs every marked test: leave out paths, -k and the like.")
+        self.marked = marked
+        self.number: int | None = None  # of marked tests, as workers say it
+        self.passed: dict[int, bool] = {}
+        self.said: dict[int, list[tuple[list[int], str, str, dict[int, str]]]] = {}
+        self.verdict: str | None = None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        before = self.passed.get(report.nodeid, True)
-        if report.when == "call" or not report.passed:
-            self.passed[report.nodeid] = before and report.passed
+        found = dict(report.user_properties).get(_SAYS)
+        if found and (report.when == "call" or not report.passed):
+            place, said = found
+            self.said[place] = said
+            self.passed[place] = self.passed.get(place, True) and report.passed
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self.number = getattr(node, "workeroutput", {}).get(_SAYS, self.number)
 
     def rows(self) -> dict[tuple[str, str], Row]:
         rows: dict[tuple[str, str], Row] = {}
-        for item in self.items:
-            for marker in item.iter_markers("behaviour"):
-                section, words, notes = _read(item, *marker.args, **marker.kwargs)
+        for place in sorted(self.said):
+            for stages, section, words, notes in self.said[place]:
                 row = rows.setdefault((section, words), Row())
                 row.notes.update(notes)
-                callspec = getattr(item, "callspec", None)  # pytest has it where a test has parameters
-                only = callspec.params.get("stage") if callspec else None
-                for stage in STAGES if only is None else [only]:
-                    row.outcomes.setdefault(stage, []).append(self.passed.get(item.nodeid, False))
+                for stage in stages:
+                    row.outcomes.setdefault(stage, []).append(self.passed[place])
         return rows
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        is_over = self.items and all(item.nodeid in self.passed for item in self.items)
-        if not self.is_whole or not is_over or (session.testsfailed and not self.writes):
+        number = self.number or self.marked.number
+        is_over = number > 0 and len(self.passed) == number
+        if not self.may_be_whole or not is_over or (session.testsfailed and not self.writes):
             return  # a test that failed is to be mended, not to be written down
         page = render(self.rows())
         if self.writes:
@@ -125,11 +153,7 @@ class Compatibility:
             terminalreporter.line(self.verdict)
 
 
-def _read(
-    item: pytest.Item, section: str, words: str, notes: dict[int, str] | None = None
-) -> tuple[str, str, dict[int, str]]:
-    if section not in SECTIONS:
-        raise pytest.UsageError(f"{item.nodeid}: there is no section {section!r} of behaviours, only {SECTIONS}.")
+def _read(section: str, words: str, notes: dict[int, str] | None = None) -> tuple[str, str, dict[int, str]]:
     return section, words, notes or {}
 
 
@@ -139,4 +163,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "behaviour(section, words, notes={}): a row of docs/compatibility.md")
-    config.pluginmanager.register(Compatibility(config))
+    config.pluginmanager.register(marked := Marked(config))
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Compatibility(config, marked))

@@ -1,0 +1,53 @@
+"""`@pytest.mark.alone`: a test that measures time, beside which no other test runs, however many workers there are.
+
+A file lock that workers of pytest-xdist share, with a gate before it: without the gate, others that begin one after
+another would keep such a test waiting for ever.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import pytest
+
+
+class Alone:
+    """In a worker of pytest-xdist.
+
+    Arguments:
+        folder: the same for all workers.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._gate, self._room = folder / "gate", folder / "room"
+
+    # Around pytest-timeout's, for which waiting would count.
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        is_alone = item.get_closest_marker("alone") is not None
+        with _locked(self._gate, fcntl.LOCK_EX) if is_alone else nullcontext():
+            if not is_alone:
+                with _locked(self._gate, fcntl.LOCK_EX):
+                    pass
+            with _locked(self._room, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH):
+                return (yield)
+
+
+@contextmanager
+def _locked(file: Path, how: int) -> Iterator[None]:
+    with open(file, "a") as opened:
+        fcntl.flock(opened, how)
+        yield  # closing unlocks
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "alone: measures time; no other test runs beside it")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):
+        folder = session.config._tmp_path_factory.getbasetemp().parent  # type: ignore[attr-defined]
+        session.config.pluginmanager.register(Alone(folder))
