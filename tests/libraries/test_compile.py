@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 
 import pytest
 import torch
@@ -55,15 +54,13 @@ def count(strategy, name, way, **options):
 
 def compare(name, way):
     warnings.simplefilter("ignore")
-    reference = fit("ddp", lambda: Learner(name), limit_val_batches=0)
+    reference, _ = count("ddp", name, way)
     fsdp2 = ModelParallelStrategy(data_parallel_size=world_size(), tensor_parallel_size=1)
     # Lightning refuses a compiled module there; its training_step is what is compiled of one
     _, allowed = count(fsdp2, name, "training_step" if way == "module" else way, fsdp2=True)
     assert allowed["graphs"] > 0, "nothing was compiled"
     run, found = count(ZeroStrategy(3), name, way)
-    unnamed = {key.replace("_orig_mod.", ""): value for key, value in run.weights.items()}
-    # The reference is not compiled; how compiled kernels round differs from one kind of CPU to the next.
-    same_learning(replace(run, weights=unnamed), reference, bound=5e-6)
+    same_learning(run, reference, bound=0)
     assert found["operators"] >= allowed["operators"], f"{found}, with FSDP2 {allowed}"
     for what in ("graphs", "unique graphs", "breaks"):
         assert found[what] <= allowed[what], f"{found}, with FSDP2 {allowed}"
@@ -71,5 +68,6 @@ def compare(name, way):
 
 @pytest.mark.behaviour("The module", "`torch.compile` of a transformers model, and of the whole LightningModule")
 @pytest.mark.parametrize("way", ["model", "module"])
+@pytest.mark.timeout(360)  # three compilations
 def test_a_compiled_model_learns_as_under_ddp_with_no_more_graphs_than_under_fsdp2(run_on, way):
-    run_on(2, compare, timeout=150, name="Llama", way=way)
+    run_on(2, compare, timeout=330, name="Llama", way=way)

@@ -40,7 +40,10 @@ class Alone:
 def _locked(file: Path, how: int) -> Iterator[None]:
     with open(file, "a") as opened:
         fcntl.flock(opened, how)
-        yield  # closing unlocks
+        try:
+            yield
+        finally:
+            fcntl.flock(opened, fcntl.LOCK_UN)  # closing would not, were a forked process to have it still
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -30,9 +30,8 @@ HEAD = """\
 # Compatibility
 
 What an existing project does, and whether it gives DDP's result: bit for bit in fp32 on two ranks, within 1e-6 where a
-global norm is involved or gradients are added in another order, within 5e-6 where the module is compiled and DDP's is
-not. This page is written by the tests (`pytest --compatibility=write`), and the tests fail where it says something else
-than they do.
+global norm is involved, gradients are added in another order, or the module is compiled and DDP's is not. This page is
+written by the tests (`pytest --compatibility=write`), and the tests fail where it says something else than they do.
 """
 
 
@@ -102,7 +101,7 @@ class Compatibility:
         self.file = config.rootpath / FILE
         self.writes = config.getoption("--compatibility") == "write"
         has_paths = config.args_source is pytest.Config.ArgsSource.ARGS
-        chooses = any(map(config.getoption, ("ignore", "ignore_glob", "deselect", "keyword", "lf")))
+        chooses = any(map(config.getoption, ("ignore", "ignore_glob", "deselect", "keyword")))
         self.may_be_whole = not (has_paths or chooses or config.getoption("markexpr") not in ("", "behaviour"))
         if self.writes and not self.may_be_whole:
             raise pytest.UsageError("--compatibility=write needs every marked test: leave out paths, -k and the like.")
