@@ -46,7 +46,7 @@ def archived(tensor: Tensor) -> bytearray:
 @lru_cache(maxsize=1024)
 def _template(dtype: torch.dtype, shape: tuple[int, ...]) -> _Template:
     buffer = io.BytesIO()
-    torch.save(torch.zeros(shape, dtype=dtype), buffer)
+    torch.save(torch.zeros(shape, dtype=dtype, device="cpu"), buffer)
     archive = buffer.getvalue()
     data = next(record for record in records_of(buffer) if record.name.endswith("/data/0"))
     stop = data.start + data.length

@@ -109,7 +109,7 @@ def put_together(
             if entry.values.numel():
                 dist.send(entry.values, group=group, group_dst=0)
             continue
-        flat = torch.empty(entry.shape.numel(), dtype=entry.dtype)
+        flat = torch.empty(entry.shape.numel(), dtype=entry.dtype, device="cpu")
         flat[: entry.values.numel()] = entry.values
         for source, (start, stop) in enumerate(owned[1:], 1):
             if stop > start:

@@ -71,7 +71,7 @@ def write_full(opened: OpenedCheckpoint, out: str, advance: Callable[[int], Any]
 
 def _at(mapping: Any, place: int, like: Tensor) -> Tensor:
     if not like.numel():
-        return torch.empty(like.shape, dtype=like.dtype)
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu")
     return torch.frombuffer(mapping, dtype=like.dtype, count=like.numel(), offset=place).reshape(like.shape)
 
 

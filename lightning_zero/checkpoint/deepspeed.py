@@ -372,7 +372,7 @@ def _stored(name: str, shape: tuple[int, ...], parts: list[Tensor]) -> Tensor:
     dtype = torch.float32 if dtype in _LOW_PRECISION else dtype
 
     def read(start: int, stop: int) -> Tensor:
-        out, first = torch.empty(stop - start, dtype=dtype), 0
+        out, first = torch.empty(stop - start, dtype=dtype, device="cpu"), 0
         for part in parts:
             last = first + part.numel()
             low, high = max(start, first), min(stop, last)
@@ -437,7 +437,7 @@ def _optimizer_state(
                     for key in per_rank[0]
                 }
                 if values and "step" in group:
-                    values.setdefault("step", torch.tensor(float(group["step"])))
+                    values.setdefault("step", torch.tensor(float(group["step"]), device="cpu"))
                 if values:
                     by_number[len(names)] = values
                 names.append(name)
@@ -451,7 +451,7 @@ def _state_value(
 ) -> Any:
     value = per_rank[0][key]
     if not isinstance(value, Tensor):  # torch's Adam counts steps by a tensor, those of DeepSpeed by a number
-        return torch.tensor(float(value)) if key == "step" else value
+        return torch.tensor(float(value), device="cpu") if key == "step" else value
     if value.dim() == 0:
         return value.clone()
     flats = [state[key] for state in per_rank]

@@ -261,7 +261,7 @@ class Folder:
             tensor = self._tensor(chunks[0], dtype)
             if tensor.is_contiguous() and tensor.data_ptr() % dtype.itemsize == 0:
                 return tensor.view(-1)[start - chunks[0].start : stop - chunks[0].start]
-        out = torch.empty(stop - start, dtype=dtype)
+        out = torch.empty(stop - start, dtype=dtype, device="cpu")
         wanted: list[Box] | None = None
         for chunk in chunks:
             if chunk.is_range:

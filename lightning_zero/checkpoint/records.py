@@ -246,7 +246,7 @@ def tensor_in(buffer: memoryview, known: dict[Any, Plain], kind: Any) -> Tensor:
             return torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
         known[kind, len(buffer)] = plain
     if plain.numel == 0:
-        return torch.empty(plain.shape, dtype=plain.dtype)
+        return torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
     flat = torch.frombuffer(buffer, dtype=plain.dtype, count=plain.numel, offset=len(plain.head))
     return flat.as_strided(plain.shape, plain.strides, plain.offset)
 

@@ -252,7 +252,7 @@ def entry_of(tensor: Tensor, rank: int, names: tuple[str, ...] = ()) -> Entry:
         is_guarded = not (tensor.is_parameter and tensor.slot.is_written_by_modules)
         return Entry(names, tensor.shape, tensor.dtype, tensor.at_rest().detach(), start, stop, is_guarded)
     # Other tensors are the same on every rank, or meant for rank 0 to write.
-    values = tensor if tensor.numel() else torch.empty(0, dtype=tensor.dtype)
+    values = tensor if tensor.numel() else torch.empty(0, dtype=tensor.dtype, device="cpu")
     return Entry(names, tensor.shape, tensor.dtype, values, 0, tensor.numel() if rank == 0 else 0)
 
 
@@ -273,14 +273,16 @@ class HostMemory:
     """Memory on the CPU into which checkpoint after checkpoint is copied; pinned where there is a GPU."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def reserve(self, entries: list[Entry]) -> None:
         """Make sure that there is room."""
         needed = sum(_aligned(entry.nbytes) for entry in entries)
         if len(self._memory) < needed:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # so that the two are not there at once
-            self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=device_of(entries) is not None)
+            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # so that the two are not there at once
+            self._memory = torch.empty(
+                needed, dtype=torch.uint8, pin_memory=device_of(entries) is not None, device="cpu"
+            )
 
     def copied(self, entries: list[Entry], after: torch.Event | None = None) -> list[Entry]:
         """The same entries, which training does not change.

@@ -367,7 +367,7 @@ class Bucket:
         if device == values.device:
             kept = values.to(dtype, copy=True)
         else:
-            kept = torch.empty(values.shape, dtype=dtype, pin_memory=True).copy_(values)
+            kept = torch.empty(values.shape, dtype=dtype, pin_memory=True, device="cpu").copy_(values)
         self.ledger.add("parameters" if device == self.full.device else "host", kept.nbytes)
         return kept
 
@@ -642,7 +642,7 @@ class Bucket:
                 return
         if at_hand is None:
             has_nan = self.master_dtype.is_floating_point or self.master_dtype.is_complex
-            at_hand = torch.full((states.numel,), float("nan") if has_nan else 0, dtype=self.master_dtype)
+            at_hand = torch.full((states.numel,), float("nan") if has_nan else 0, dtype=self.master_dtype, device="cpu")
         self.shard = at_hand.to(self.master_dtype)
 
     def restore(self, device: torch.device, *, as_gathered: bool = False) -> None:

@@ -168,7 +168,7 @@ class Communicator:
         has_cpu = "cpu:" in dist.get_backend_config(self.group)
         self.control_group = self.group if has_cpu else self._new_group("gloo")
         # a name for what is kept in the store, which rank 0 gives: a failure may have left the ranks' counts apart
-        number = torch.tensor(next(_communicators))
+        number = torch.tensor(next(_communicators), device="cpu")
         with explained("setting up the sharded module"):
             dist.broadcast(number, self._ranks[0], self.control_group)
         self.name = f"{self._ranks[0]}/{number.item()}"

@@ -253,7 +253,7 @@ class GradientReducer:
             for number, (gradients, counts) in enumerate(zip(self._gradients, backward.counts))
         ]
         late = [number in backward.launched and gradients.has_any for number, gradients in enumerate(self._gradients)]
-        flags = torch.tensor([*(flag for flags in used for flag in flags), *late], dtype=torch.uint8)
+        flags = torch.tensor([*(flag for flags in used for flag in flags), *late], dtype=torch.uint8, device="cpu")
         agreed = iter(self._communicator.agree(flags, "the end of backward").tolist())
         used = [[bool(next(agreed)) for _ in flags] for flags in used]
         late = [bool(next(agreed)) for _ in late]
@@ -304,5 +304,6 @@ class GradientReducer:
             # rank 0 says in which order buckets become complete; those that it had no gradients for come last
             seen_order = [number for number in backward.completed if number in in_use]
             order = seen_order + sorted(in_use.difference(seen_order), reverse=True)
-            expectation.order = self._communicator.from_first(torch.tensor(order, dtype=torch.int64)).tolist()
+            told = torch.tensor(order, dtype=torch.int64, device="cpu")
+            expectation.order = self._communicator.from_first(told).tolist()
             expectation.observed = True

@@ -44,7 +44,9 @@ class Master:
 
     def values(self) -> Tensor:
         """What is updated, where it is in memory."""
-        return self.tensor.detach() if self.bucket.states is None else torch.empty(0, dtype=self.tensor.dtype)
+        if self.bucket.states is not None:
+            return torch.empty(0, dtype=self.tensor.dtype, device="cpu")
+        return self.tensor.detach()
 
     def stored(self, key: str) -> Tensor:
         """A state of it that is on a disk."""

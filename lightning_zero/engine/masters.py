@@ -522,7 +522,9 @@ class Masters:
                 on_disk.add_fields({key: dtype})
                 for value, slot in zip(whole, master.slots):
                     if slot.local_numel:
-                        shown = torch.full(slot.shape, self._initial(key, slot)) if value.is_meta else value
+                        shown = value
+                        if value.is_meta:
+                            shown = torch.full(slot.shape, self._initial(key, slot), device="cpu")
                         on_disk.write(key, slot.local_range.start, local_range_of(shown.detach(), slot))
                 cut[key] = master.stored(key)
                 continue
@@ -707,7 +709,7 @@ class _Scalar:
 
 
 def _scalar_of(value: Any, dtype: torch.dtype, is_on_device: bool) -> _Scalar:
-    return _Scalar(torch.tensor(value, dtype=dtype), is_on_device)
+    return _Scalar(torch.tensor(value, dtype=dtype, device="cpu"), is_on_device)
 
 
 # States that exist from the start (Adagrad's), and the option that says what they begin with.

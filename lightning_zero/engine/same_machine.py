@@ -195,13 +195,14 @@ class Neighbours:
                 the same digits.
         """
         dtype = next((piece.values.dtype for piece in own if piece.values is not None), wire)
-        total = torch.empty(sum(piece.numel for piece in own), dtype=dtype)
-        tables = {rank: torch.tensor([piece.address for piece in pieces]) for rank, pieces in sent.items()}
+        total = torch.empty(sum(piece.numel for piece in own), dtype=dtype, device="cpu")
+        addresses_of = {rank: [piece.address for piece in pieces] for rank, pieces in sent.items()}
+        tables = {rank: torch.tensor(addresses, device="cpu") for rank, addresses in addresses_of.items()}
         kept = [piece.values for pieces in (own, *sent.values()) for piece in pieces]
         is_exact = math.frexp(factor)[0] == 0.5
 
         def take(position: int, process: int, address: int) -> None:
-            addresses = torch.empty(len(own), dtype=torch.int64)
+            addresses = torch.empty(len(own), dtype=torch.int64, device="cpu")
             read_memory(process, address, addresses)
             rest = total
             for piece, there in zip(own, addresses.tolist()):
@@ -212,7 +213,7 @@ class Neighbours:
 
         def add_up(part: Tensor, piece: Piece, start: int, process: int, there: int, position: int) -> None:
             is_first, is_last = position == 0, position == len(self._ranks) - 1
-            came = part if is_first and wire == dtype else torch.empty(len(part), dtype=wire)
+            came = part if is_first and wire == dtype else torch.empty(len(part), dtype=wire, device="cpu")
             if there:
                 read_memory(process, there + start * came.itemsize, came)
                 if not is_exact:
@@ -410,7 +411,7 @@ def connect(
         timeout: of each exchange to come.
         exchange_objects: gives every rank's small object to all.
     """
-    probe = torch.randint(2**62, (8,), generator=torch.Generator().manual_seed(os.getpid()))
+    probe = torch.randint(2**62, (8,), generator=torch.Generator().manual_seed(os.getpid()), device="cpu")
     with ExitStack() as stack:
         said = None
         with suppress(OSError):

@@ -87,7 +87,7 @@ class StoredTensor(Handle):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func in _OF_THE_SHAPE:
-            args = (torch.empty((), dtype=args[0].dtype).expand(args[0].shape), *args[1:])
+            args = (torch.empty((), dtype=args[0].dtype, device="cpu").expand(args[0].shape), *args[1:])
             return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
 

@@ -91,7 +91,7 @@ class Turns:
         self._end()
         communicator = self._communicator
         while True:
-            positions = torch.zeros(communicator.size, dtype=torch.int64)
+            positions = torch.zeros(communicator.size, dtype=torch.int64, device="cpu")
             positions[communicator.rank] = own
             communicator.agree(positions, "the other ranks' next batch or forward")
             behind = int(positions.min())
@@ -124,7 +124,7 @@ class Turns:
         """Tell the absent which bucket is gathered next, and the order of units that the turn has left behind."""
         message = self._message()
         message[0] = number
-        message[1 : 1 + len(self._schedule.order)] = torch.tensor(self._schedule.order, dtype=torch.int64)
+        message[1 : 1 + len(self._schedule.order)] = torch.tensor(self._schedule.order, dtype=torch.int64, device="cpu")
         works = self._communicator.tell(self._communicator.absent, message)
         self._sent.extend((message, work) for work in works)
 
@@ -144,7 +144,7 @@ class Turns:
                 bucket.release()
 
     def _message(self) -> Tensor:
-        return torch.full((1 + len(self._schedule.units),), -1, dtype=torch.int64)
+        return torch.full((1 + len(self._schedule.units),), -1, dtype=torch.int64, device="cpu")
 
 
 class UnevenMethod:

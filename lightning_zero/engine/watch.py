@@ -332,6 +332,6 @@ def _sever(group: dist.ProcessGroup) -> None:
             # Gloo closes all connections when one receive is not served in time. (Its abort() wakes nobody.)
             peer = (group.rank() + 1) % group.size()
             try:
-                backend.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+                backend.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
             except RuntimeError:
                 pass

@@ -32,7 +32,7 @@ class HostMemory:
 
     def memory(self, nbytes: int) -> Tensor:
         """Bytes to be filled, and handed over by ``put``."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._is_pinned)
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._is_pinned, device="cpu")
 
     def put(self, memory: Tensor, filled: torch.Event | None) -> Tensor:
         """Take the bytes over, which are there once an event has come. What is returned says where they are."""
@@ -100,7 +100,7 @@ class Disk:
     def _aligned(self, nbytes: int) -> Tensor:
         nbytes = aligned(nbytes)
         if self._is_pinned:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)  # is at the begin of a page
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")  # is at the begin of a page
         return torch.frombuffer(aligned_memory(nbytes), dtype=torch.uint8)
 
     def _write(self, memory: Tensor, start: int, filled: torch.Event | None) -> tuple[int | None, str | None] | None:

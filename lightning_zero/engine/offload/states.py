@@ -231,7 +231,7 @@ class DiskStates:
 
 
 def _read(layout: _Layout, file: SwapFile, field: str, start: int, stop: int) -> Tensor:
-    out = torch.empty(stop - start, dtype=layout.fields[field])
+    out = torch.empty(stop - start, dtype=layout.fields[field], device="cpu")
     for extent in layout.extents(field, start, stop):
         memory = aligned_memory(extent.nbytes)
         file.read(memory, extent.position)

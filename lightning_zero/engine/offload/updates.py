@@ -58,7 +58,7 @@ class Updates:
         """Copy gradients to the host's memory; where they will be, and what ends when they are there."""
         sources = list(gradients.values()) if isinstance(gradients, dict) else [gradients]
         device = sources[0].device if sources else torch.device("cpu")
-        targets = [torch.empty(t.shape, dtype=t.dtype, pin_memory=device.type != "cpu") for t in sources]
+        targets = [torch.empty(t.shape, dtype=t.dtype, pin_memory=device.type != "cpu", device="cpu") for t in sources]
 
         def copy() -> None:
             for target, source in zip(targets, sources):
@@ -286,7 +286,7 @@ class Update(NamedTuple):
 
     def fields(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         """What the optimizer keeps of each element of a tensor of a dtype, by trying it on one."""
-        tried = torch.zeros(1, dtype=dtype)
+        tried = torch.zeros(1, dtype=dtype, device="cpu")
         state = self.act(tried, torch.zeros_like(tried), {})
         return {key: value.dtype for key, value in state.items() if isinstance(value, Tensor) and value.shape == (1,)}
 
@@ -339,7 +339,7 @@ def _beside_it(gradient: Tensor, values: Tensor) -> Tensor:
     if gradient.device == values.device:
         return gradient.to(values.dtype)
     # torch keeps pinned memory that was given back for the next who asks
-    host = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=True)
+    host = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=True, device="cpu")
     host.copy_(gradient, non_blocking=True)
     torch.accelerator.current_stream(gradient.device).synchronize()
     return host.to(values.dtype)

@@ -1,0 +1,89 @@
+"""A default device that the user has set (``torch.set_default_device``) is for user code, and not for the engine.
+
+What the engine keeps on the CPU or tells other ranks would be lost on torch's "meta" device, which stands for a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero.checkpoint.reading import open_checkpoint
+from lightning_zero.checkpoint.saver import Saver
+from lightning_zero.engine import Engine
+from tests.support import rank
+from tests.support.training import same_values
+
+
+def make() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3, bias=False))
+
+
+def train(module: nn.Module, folder: Path, **options: Any) -> dict[str, Any]:
+    """Three steps, what they give, and what is read from a checkpoint of them."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    engine = Engine(module, [optimizer], **options)
+    for step in range(3):
+        inputs = torch.linspace(-1, 1 + step + rank(), 20, device="cpu").view(4, 5)
+        module(inputs).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    parts = engine.optimizer_state_dict_in_parts(optimizer)["state"]
+    tree = {"state_dict": module.state_dict(), "optimizer_0": {str(number): state for number, state in parts.items()}}
+    for saver, path in ((Saver(in_background=True), "begun"), (Saver(in_background=False), "waited for")):
+        saver.save_in_parts(tree, {}, str(folder / path), {}, rank(), engine.communicator.gather_objects)
+        saver.finish()
+    whole, states = engine.full_state_dict(), engine.full_optimizer_state_dict(optimizer)
+    optimizer.load_state_dict(states)
+    for path in ("begun", "waited for"):
+        opened = open_checkpoint(folder / path)
+        opened.verify()
+        module.load_state_dict(opened.checkpoint["state_dict"])
+        same_values(engine.full_state_dict(), whole, path)
+    engine.close()
+    return {"weights": whole, "states": states, "at the end": module.state_dict()}
+
+
+def compare(folder: Path, **options: Any) -> None:
+    torch.manual_seed(0)
+    module = make()
+    other = copy.deepcopy(module)
+    expected = train(module, folder / "without", **options)
+    torch.set_default_device("meta")
+    try:
+        found = train(other, folder / "with", **options)
+    finally:
+        torch.set_default_device(None)
+    same_values(found, expected, "")
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "stage 3": {"stage": 3},
+    "bf16": {"stage": 3, "compute_dtype": torch.bfloat16, "reduce_dtype": "bf16"},
+    "on the CPU": {"stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu", "gradients": "cpu"}},
+    "on a disk": {"stage": 3, "offload": {"optimizer": "nvme", "parameters": "nvme", "path": "swap", "sub_group": 8}},
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_default_device_changes_nothing(run_on, tmp_path, options, ranks):
+    run_on(ranks, compare, folder=tmp_path, **OPTIONS[options])
+
+
+def test_nor_where_ranks_do_not_read_each_others_memory(run_on, tmp_path):
+    run_on(2, compare_over_gloo, folder=tmp_path, stage=3)
+
+
+def compare_over_gloo(folder: Path, **options: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_zero.engine.collectives.connect", lambda *_: None)
+        compare(folder, **options)
