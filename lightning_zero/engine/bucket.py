@@ -338,7 +338,8 @@ class Bucket:
                 slot.hooks_after_reduction = parameter._post_accumulate_grad_hooks
                 parameter._post_accumulate_grad_hooks = OrderedDict()
             self.parameters.append(weakref.ref(parameter))
-        self._own_holders = _holders(self.full)
+        self._masters: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._own_holders: int | None = None  # of ``full`` at rest, but for masters; known once all has come
         self.is_cut = True
 
     def _keep(self, own: Tensor) -> None:
@@ -406,7 +407,7 @@ class Bucket:
     def _find_segments(self) -> None:
         ranges = self.full.split_with_sizes(self._sizes)[::2]
         self._segments = [part.view(segment.shape) for part, segment in zip(ranges, self.layout.segments)]
-        self._own_holders = _holders(self.full)
+        self._own_holders = None
 
     def gather(self, *, refresh: bool = False) -> None:
         """Start to fill ``full``; ``wait`` before it is read. Does nothing where it is filled, unless to refresh it."""
@@ -440,21 +441,35 @@ class Bucket:
                 view.look()
         self._gathered = True
 
-    def refresh(self) -> None:
+    def refresh(self) -> bool:
         """The masters have changed: let ``full`` show them, where it is filled.
 
         Over one rank that is done when somebody looks: nobody else waits for it, and the update may be under way still.
-        But who keeps a part of ``full`` (a module that has put a row of its weight aside) looks without asking.
+
+        Returns:
+            Whether it has begun and is to be waited for, as somebody looks without asking: who keeps a part of ``full``
+            (a module that has put a row of its weight aside).
         """
-        is_kept = self._is_kept if self._shows_update else self._is_full_kept()
+        is_kept = self._gathered and (self._is_kept if self._shows_update else self._is_full_kept())
         if self.communicator.size == 1 and self.update is not None and not is_kept:
             self._is_stale = self._gathered
         elif self._gathered:
             self.gather(refresh=True)
+            return is_kept
+        return False
+
+    def has_master(self, master: Any) -> None:
+        """Some of ``shard`` is a tensor of its own, as long as what has it lives."""
+        self._masters.add(master)
 
     def _is_full_kept(self) -> bool:
         """Whether somebody else has a tensor over its memory."""
-        return _holders(self.full) != self._own_holders
+        return self._own_holders is not None and self._holders_but_masters() != self._own_holders
+
+    def _holders_but_masters(self) -> int:
+        """How many tensors there are over the memory of ``full``, apart from masters'."""
+        masters = len(self._masters) if self.shard_in_full else 0
+        return torch._C._storage_Use_Count(self.full.untyped_storage()._cdata) - masters
 
     @property
     def is_updated_late(self) -> bool:
@@ -542,6 +557,8 @@ class Bucket:
         if self._is_stale:
             self.gather()
         self._finish_gather()
+        if self._own_holders is None:
+            self._own_holders = self._holders_but_masters()
 
     def _finish_gather(self) -> None:
         if self._pending:
@@ -566,6 +583,7 @@ class Bucket:
             former.close()
             return
         before = 0 if self.shard_in_full else self.shard.nbytes
+        self._own_holders = None
         self.shard, self.shard_in_full, self.master_dtype = self.shard.float(), False, torch.float32
         self.ledger.add("parameters", self.shard.nbytes - before)
 
@@ -668,11 +686,6 @@ class Bucket:
             parameter._post_accumulate_grad_hooks = slot.hooks_after_reduction
         self.parameters = []
         self.release()
-
-
-def _holders(tensor: Tensor) -> int:
-    """How many tensors there are over its memory."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def _settle(pending: list[Pending]) -> None:

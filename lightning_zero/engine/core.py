@@ -474,13 +474,16 @@ class Engine:
         self._steps += 1
         self._updates += 1
         self._is_updating = False
-        changed = set(buckets)
+        changed, kept = set(buckets), []
         for unit in self.units:
             for bucket in unit.buckets:
                 if bucket in changed:
-                    bucket.refresh()
+                    if bucket.refresh():
+                        kept.append(bucket)
                     if not self._overlap:
                         bucket.wait()
+        for bucket in kept:
+            bucket.wait()
 
     # -- looking inside ---------------------------------------------------------------------------------------------
 

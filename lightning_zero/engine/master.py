@@ -24,6 +24,7 @@ class Master:
         self.range = slice(start - low, stop - low) if stop > start else slice(0, 0)
         if bucket.states is None:
             self.tensor = nn.Parameter(bucket.shard[self.range])
+            bucket.has_master(self)
         else:  # of its shape, and what its state is found by
             numel = self.range.stop - self.range.start
             self.tensor = nn.Parameter(torch.empty(numel, dtype=bucket.master_dtype, device="meta"))

@@ -8,6 +8,7 @@ import gc
 import itertools
 import os
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -427,16 +428,18 @@ class Keeping(nn.Linear):
         return super().forward(x)
 
 
-def kept_parts(offload: str | None) -> list[torch.Tensor]:
+def kept_parts(offload: str | None, stage: int = 2, sharded: bool = True) -> list[torch.Tensor]:
     module, optimizer = prepare(Recipe(lambda: nn.Sequential(Keeping(5, 7), nn.Tanh(), Keeping(7, 1))))
-    engine = Engine(module, [optimizer], stage=2, offload=option(offload, 2))
+    engine = Engine(module, [optimizer], stage=stage, offload=option(offload, stage)) if sharded else None
     x, rows = torch.randn(6, 5), []
     for _ in range(3):
         module(x).square().mean().backward()
+        time.sleep(0.2 * rank())  # the others have their own part long before
         optimizer.step()
         optimizer.zero_grad()
         rows += [layer.row.clone() for layer in (module[0], module[2])]
-    engine.close()
+    if engine is not None:
+        engine.close()
     return rows
 
 
@@ -444,6 +447,14 @@ def kept_parts(offload: str | None) -> list[torch.Tensor]:
 def test_what_a_module_keeps_of_its_weight_has_the_new_values_after_the_step(run_on, offload):
     ((kept,), (expected,)) = (run_on(1, kept_parts, offload=each) for each in (offload, None))
     same_values(kept, expected, offload)
+
+
+@pytest.mark.parametrize("offload", [None, *OFFLOADS])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_so_it_has_when_the_parts_of_other_ranks_come_late(run_on, stage, offload):
+    (expected,) = run_on(1, kept_parts, offload=None, sharded=False)
+    for found in run_on(2, kept_parts, offload=offload, stage=stage):
+        same_values(found, expected, offload or "")
 
 
 def traffic_on_disk(stage: int) -> None:

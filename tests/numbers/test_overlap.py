@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from tests.support.models import Block, OddModel, adam
-from tests.support.training import Recipe, same_runs, train_ddp, train_zero
+from tests.support.training import Recipe, batch, prepare, same_runs, train_ddp, train_zero
 from tests.support.workers import rank
 
 
@@ -116,3 +117,27 @@ def train_both_with_late_collectives(stage: int, options: dict[str, Any], delays
 @pytest.mark.parametrize("options", [{"overlap": True, "prefetch": p} for p in (0, 1, 2)], ids=describe)
 def test_random_sleeps_around_collectives_change_nothing(run_on, stage, options, seed):
     run_on(2, train_both_with_late_collectives, stage=stage, options=options, delays_from=seed)
+
+
+def step_while_another_does_not(stage: int) -> None:
+    import torch.distributed as dist
+
+    from lightning_zero.engine import Engine
+
+    module, optimizer = prepare(Recipe(OddModel, adam))
+    engine = Engine(module, [optimizer], stage=stage, units=Block)
+    told = torch.zeros(1)
+    for index in range(3):
+        module(*batch(index)).backward()
+        if rank() == 1:
+            dist.recv(told, 0)  # that its step has ended
+        optimizer.step()
+        if rank() == 0:
+            dist.send(told, 1)
+        optimizer.zero_grad()
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_waits_for_no_other_rank(run_on, stage):
+    run_on(2, step_while_another_does_not, stage=stage)
