@@ -599,7 +599,7 @@ class Bucket:
             if PARAMETERS in self.states.fields:
                 self.states.write(PARAMETERS, part.start, values)
         if self._source is not None:  # what gathers begin with
-            self._source[part].copy_(values, non_blocking=True)
+            self._source[part].copy_(values)  # at once: an update may change them next, on the host
 
     def follow(self, part: slice, written: Tensor) -> None:
         """Give masters what was written to their parameters; those with more digits keep them where nothing changed."""

@@ -198,13 +198,15 @@ class Kept:
 
     _where: Any = None
     _arriving: tuple[Tensor, Future[Any]] | None = None
+    _original: Saved | None = None  # held until the copy is made, and by `stay` for longer
+    _copied: Any = None
 
     def __init__(self, tensor: Tensor, region: _Region, copies: _Copies, place: HostMemory | Disk) -> None:
         self.region = region
         self._copies, self._place = copies, place
         self._form = _Form.of(tensor)
         self._storage = StorageWeakRef(tensor.untyped_storage())
-        self._original: Saved | None = Saved.of(tensor)  # held until the copy is made, and by `stay` for longer
+        self._original = Saved.of(tensor)
         self._version = tensor._version
         self._changed_to: int | None = None  # the version, if the copy may be of another than it should
         self._stays = False
@@ -286,6 +288,8 @@ class Kept:
             self._place.free(where)
 
     def __del__(self) -> None:
+        if self._original is not None and self._copied is not None:  # no module came after it, nor its backward
+            self._copies.wait(self._copied)  # which reads memory that is about to be somebody else's
         self._forget()
 
 
