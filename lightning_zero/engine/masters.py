@@ -686,9 +686,14 @@ def masters_that_hold(parameter: Tensor) -> Masters | None:
 
 def _placed(key: str, value: Any, group: dict[str, Any], master: Master) -> Any:
     """A state that is not by element where torch's own ``load_state_dict`` puts it: with the parameter, as a rule."""
-    if not isinstance(value, Tensor) or key == "step" and not (group.get("capturable") or group.get("fused")):
+    if not isinstance(value, Tensor):
         return copied(value)
-    return value.to(master.device, torch.float32 if key == "step" else value.dtype, copy=True)
+    if key != "step":
+        return value.to(master.device, copy=True)
+    if group.get("capturable") or group.get("fused"):
+        return value.to(master.device, torch.float32, copy=True)
+    # A kernel for the CPU needs it there, where an optimizer may not have made it: with a default device of the user's.
+    return value.to("cpu", copy=True) if master.device.type == "cpu" else copied(value)
 
 
 class _Scalar:
