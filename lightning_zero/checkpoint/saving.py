@@ -280,9 +280,8 @@ class HostMemory:
         needed = sum(_aligned(entry.nbytes) for entry in entries)
         if len(self._memory) < needed:
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # so that the two are not there at once
-            self._memory = torch.empty(
-                needed, dtype=torch.uint8, pin_memory=device_of(entries) is not None, device="cpu"
-            )
+            is_pinned = device_of(entries) is not None
+            self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=is_pinned, device="cpu")
 
     def copied(self, entries: list[Entry], after: torch.Event | None = None) -> list[Entry]:
         """The same entries, which training does not change.

@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.checkpoint.saver import Saver
+from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.engine import Engine
 from tests.support import rank
 from tests.support.training import same_values
@@ -34,8 +35,9 @@ def train(module: nn.Module, folder: Path, **options: Any) -> dict[str, Any]:
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    parts = engine.optimizer_state_dict_in_parts(optimizer)["state"]
-    tree = {"state_dict": module.state_dict(), "optimizer_0": {str(number): state for number, state in parts.items()}}
+    names = names_in(optimizer, {id(p): name for name, p in module.named_parameters()})
+    states = by_name(engine.optimizer_state_dict_in_parts(optimizer), names)
+    tree = {"state_dict": module.state_dict(), "optimizer_0": states}
     for saver, path in ((Saver(in_background=True), "begun"), (Saver(in_background=False), "waited for")):
         saver.save_in_parts(tree, {}, str(folder / path), {}, rank(), engine.communicator.gather_objects)
         saver.finish()

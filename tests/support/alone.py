@@ -1,14 +1,14 @@
 """`@pytest.mark.alone`: a test that measures time, beside which no other test runs, however many workers there are.
 
-A file lock that workers of pytest-xdist share, with a gate before it: without the gate, others that begin one after
-another would keep such a test waiting for ever.
+A file lock that workers of pytest-xdist share, with a gate before it, in which such a test waits until the others have
+ended. Without the gate those that begin one after another would keep it waiting for ever.
 """
 
 from __future__ import annotations
 
 import fcntl
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -28,12 +28,10 @@ class Alone:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         is_alone = item.get_closest_marker("alone") is not None
-        with _locked(self._gate, fcntl.LOCK_EX) if is_alone else nullcontext():
-            if not is_alone:
-                with _locked(self._gate, fcntl.LOCK_EX):
-                    pass
-            with _locked(self._room, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH):
-                return (yield)
+        with ExitStack() as stack:
+            with _locked(self._gate, fcntl.LOCK_EX):
+                stack.enter_context(_locked(self._room, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH))
+            return (yield)
 
 
 @contextmanager
