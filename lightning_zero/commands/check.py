@@ -138,7 +138,7 @@ def _check_made(config: DictConfig) -> None:
         with torch.device("meta"):
             instantiate(config.model)
         group = "optimizer"
-        instantiate(config.optimizer)([torch.nn.Parameter(torch.empty(1))])
+        instantiate(config.optimizer)([torch.nn.Parameter(torch.empty(1, device="cpu"))])
         group = "stage"
         instantiate(config.stage)
         group = "callbacks"

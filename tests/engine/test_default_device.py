@@ -5,6 +5,7 @@ What the engine keeps on the CPU or tells other ranks would be lost on torch's "
 
 from __future__ import annotations
 
+import ast
 import copy
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+import lightning_zero
 from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.saving import by_name, names_in
@@ -89,3 +91,23 @@ def compare_over_gloo(folder: Path, **options: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_zero.engine.collectives.connect", lambda *_: None)
         compare(folder, **options)
+
+
+MAKES_A_TENSOR = set(
+    "arange as_tensor empty empty_strided eye full linspace logspace ones rand randint randn randperm scalar_tensor "
+    "tensor zeros".split()
+)
+
+
+def test_every_tensor_that_is_made_says_where():
+    """Also where no case above comes by. The models of the zoo are as user code: theirs are where the default says."""
+    package = Path(lightning_zero.__file__).parent
+    silent = []
+    for file in sorted(package.rglob("*.py")):
+        for call in ast.walk(ast.parse(file.read_text())):
+            if file.parent.name == "zoo" or not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+                continue
+            says = any(keyword.arg == "device" for keyword in call.keywords)
+            if call.func.attr in MAKES_A_TENSOR and ast.unparse(call.func.value) == "torch" and not says:
+                silent.append(f"{file.relative_to(package)}:{call.lineno}: {ast.unparse(call)}")
+    assert not silent, "\n".join(silent)

@@ -79,7 +79,7 @@ def train(recipe: Recipe, stage: int, offload: str | None, early: bool = False, 
     losses = []
     for index in range(recipe.steps * recipe.micro_batches):
         is_last = (index + 1) % recipe.micro_batches == 0
-        loss = module(*batch(index)) / recipe.micro_batches
+        loss = module(*batch(index, device=recipe.device)) / recipe.micro_batches
         with engine.last_backward(optimizer) if is_last and early else nullcontext():
             loss.backward()
         losses.append(loss.detach().clone())

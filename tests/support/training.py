@@ -36,6 +36,7 @@ class Recipe:
         micro_batches: backward passes a step.
         clip: called with the module's parameters before each step.
         dtype: of the parameters; the inputs are integers.
+        device: where parameters and inputs are.
     """
 
     model: Callable[[], nn.Module] = OddModel
@@ -44,6 +45,7 @@ class Recipe:
     micro_batches: int = 1
     clip: Callable[[Iterable[nn.Parameter]], Any] | None = None
     dtype: torch.dtype = torch.float32
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -55,16 +57,16 @@ class Run:
     report: Any = None
 
 
-def batch(index: int, of: int | None = None) -> tuple[Tensor, Tensor]:
+def batch(index: int, of: int | None = None, device: str = "cpu") -> tuple[Tensor, Tensor]:
     """Tokens and targets of a rank's micro-batch `index` (by default this rank's), the same in every run."""
     generator = torch.Generator().manual_seed(1000 * index + (rank() if of is None else of))
     tokens = torch.randint(VOCABULARY, (4, 6), generator=generator)
-    return tokens, torch.randint(CLASSES, (4, 6), generator=generator)
+    return tokens.to(device), torch.randint(CLASSES, (4, 6), generator=generator).to(device)
 
 
 def prepare(recipe: Recipe) -> tuple[nn.Module, Optimizer]:
     torch.manual_seed(0)
-    model = recipe.model().to(recipe.dtype)
+    model = recipe.model().to(recipe.device, recipe.dtype)
     return model, recipe.optimizer(model)
 
 
@@ -126,7 +128,7 @@ def _loop(
     for index in range(recipe.steps * recipe.micro_batches):
         last = (index + 1) % recipe.micro_batches == 0
         with contextlib.nullcontext() if last else no_sync():
-            loss = model(*batch(index)) / recipe.micro_batches
+            loss = model(*batch(index, device=recipe.device)) / recipe.micro_batches
             loss.backward()
         losses.append(loss.detach().clone())
         if last:
@@ -148,7 +150,7 @@ def same_tensors(tensors: dict[str, Tensor], reference: dict[str, Tensor], bound
     """Same names, shapes and dtypes; values equal bit for bit where `bound` is 0, else relative to the norm."""
     assert list(tensors) == list(reference), f"{list(tensors)} instead of {list(reference)}"
     for name, expected in reference.items():
-        value = tensors[name]
+        value, expected = tensors[name].cpu(), expected.cpu()
         assert value.shape == expected.shape, f"{name}: {tuple(value.shape)} instead of {tuple(expected.shape)}"
         assert value.dtype == expected.dtype, f"{name}: {value.dtype} instead of {expected.dtype}"
         if value.numel() == 0 or torch.equal(value, expected):

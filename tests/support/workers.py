@@ -1,4 +1,4 @@
-"""Pools of worker processes: one function runs on every rank of a Gloo group; failures and hangs come back as text."""
+"""Pools of worker processes: one function runs on every rank of a group; failures and hangs come back as text."""
 
 from __future__ import annotations
 
@@ -37,6 +37,19 @@ class CaseFailed(AssertionError):
 
 
 @dataclass(frozen=True)
+class Kind:
+    """What the workers of a pool are.
+
+    Arguments:
+        backend: of their process group, as for `torch.distributed.init_process_group`.
+        prepare: called in each before it joins the group; travels by pickle.
+    """
+
+    backend: str = "gloo"
+    prepare: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True)
 class Case:
     """A function by name, so that it is found again in the worker whatever the test was imported as."""
 
@@ -69,7 +82,7 @@ def world_size() -> int:
     return _world_size
 
 
-def _work(rank: int, world_size: int, conn: Connection, folder: str, path: list[str]) -> None:
+def _work(rank: int, world_size: int, conn: Connection, folder: str, path: list[str], kind: Kind) -> None:
     """A worker's whole life: join the group, then serve cases till the other end of `conn` is closed."""
     global _rank, _world_size
     _rank, _world_size = rank, world_size
@@ -83,8 +96,10 @@ def _work(rank: int, world_size: int, conn: Connection, folder: str, path: list[
     import torch
 
     torch.set_num_threads(1)
+    if kind.prepare is not None:
+        kind.prepare()
     if world_size > 1:
-        _join_group(rank, world_size, conn)
+        _join_group(rank, world_size, conn, kind.backend)
     gc.collect()
     gc.freeze()  # what was imported stays: the collection after each case then looks at the case's objects only
     conn.send_bytes(pickle.dumps(Outcome()))
@@ -122,8 +137,8 @@ def _without_ours(register: Callable[..., Any]) -> Callable[..., Any]:
     return lambda number, handler: signal.getsignal(number) if number == signal.SIGUSR1 else register(number, handler)
 
 
-def _join_group(rank: int, world_size: int, conn: Connection) -> None:
-    """Form a Gloo group on a port that the system chose, and look to Lightning as if torchrun had started us."""
+def _join_group(rank: int, world_size: int, conn: Connection, backend: str) -> None:
+    """Form a group on a port that the system chose, and look to Lightning as if torchrun had started us."""
     import torch.distributed as dist
 
     timeout = timedelta(seconds=START_TIMEOUT)
@@ -145,7 +160,7 @@ def _join_group(rank: int, world_size: int, conn: Connection) -> None:
         TORCHELASTIC_RUN_ID="tests",
         TORCHELASTIC_USE_AGENT_STORE="False",
     )
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def _run(case: Case) -> Outcome:
@@ -214,7 +229,8 @@ def _clean_surroundings(work: Path) -> Iterator[None]:
 class WorkerPools:
     """One pool for each world size, made when first asked for and replaced after a case that failed."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Kind | None = None) -> None:
+        self._kind = kind or Kind()
         self._pools: dict[int, _Pool] = {}
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
@@ -243,7 +259,7 @@ class WorkerPools:
             raise ValueError(
                 f"{fn.__qualname__} is not at the top of its module, where a worker could find it; move it"
             )
-        pool = self._pools.pop(world_size, None) or _Pool(self._context, world_size)
+        pool = self._pools.pop(world_size, None) or _Pool(self._context, world_size, self._kind)
         try:
             values = pool.run(Case(fn.__module__, fn.__name__, kwargs, seed, list(sys.path)), timeout)
         finally:
@@ -260,7 +276,7 @@ class WorkerPools:
 
 
 class _Pool:
-    def __init__(self, context: Any, world_size: int) -> None:
+    def __init__(self, context: Any, world_size: int, kind: Kind) -> None:
         self.closed = False
         self.folder = Path(tempfile.mkdtemp(prefix="lightning-zero-tests-"))
         self.processes: list[BaseProcess] = []
@@ -271,7 +287,7 @@ class _Pool:
                 folder = self.folder / str(rank)
                 folder.mkdir()
                 ours, theirs = context.Pipe()
-                args = (rank, world_size, theirs, str(folder), list(sys.path))
+                args = (rank, world_size, theirs, str(folder), list(sys.path), kind)
                 # Not daemonic: a case may use a DataLoader with workers, or launch processes of its own.
                 process = context.Process(target=_work, args=args, name=f"rank {rank} of {world_size}", daemon=False)
                 process.start()

@@ -1,0 +1,29 @@
+"""Pools of workers that know the emulated device. Without a compiler all of it is skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.emulated import device
+from tests.support.workers import Kind, WorkerPools
+
+
+@pytest.fixture(scope="session")
+def device_pools(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerPools]:
+    if missing := device.missing():
+        pytest.skip(f"needs {missing} to compile the device with")
+    cache = getattr(pytestconfig, "cache", None)  # not with -p no:cacheprovider
+    library = device.build(cache.mkdir("emulated") if cache is not None else tmp_path_factory.mktemp("emulated"))
+    pools = WorkerPools(Kind(device.BACKENDS, partial(device.load, library)))
+    yield pools
+    pools.close()
+
+
+@pytest.fixture
+def run_on_device(device_pools: WorkerPools) -> Callable[..., list[Any]]:
+    """As `run_on`, in processes that know the device."""
+    return device_pools.run_on

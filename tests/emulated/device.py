@@ -1,0 +1,121 @@
+"""The device of device.cpp: how it is compiled, and what makes torch know it in a process."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import platform
+import shutil
+import subprocess
+import sysconfig
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SOURCE = Path(__file__).with_name("device.cpp")
+NAME = "emulated"
+BACKENDS = f"cpu:gloo,{NAME}:{NAME}"
+"""What a process group is made of that has both the CPU's collectives and the device's."""
+
+native: Any = None
+"""The module of device.cpp, once `load` was called."""
+
+
+def missing() -> str | None:
+    """What is not here to compile it with; None where all is."""
+    if shutil.which("g++") is None:
+        return "g++"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "Python's headers (Python.h)"
+    return None
+
+
+def build(folder: Path) -> Path:
+    """The compiled library, made in this folder unless it is there; a minute, once for each torch and Python."""
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    described = SOURCE.read_bytes() + f"{torch.__version__} {platform.python_version()}".encode()
+    library = folder / f"{NAME}_{hashlib.sha256(described).hexdigest()[:16]}.so"
+    with open(folder / "lock", "w") as lock:  # pytest's workers are several processes
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            unfinished = library.with_suffix(".part")
+            includes = [f"-I{path}" for path in (*include_paths(), sysconfig.get_path("include"))]
+            command = ["g++", "-std=c++20", "-O0", "-w", "-fPIC", "-shared", str(SOURCE), "-o", str(unfinished)]
+            command += ["-DTORCH_EXTENSION_NAME=native", "-DUSE_C10D", "-DUSE_DISTRIBUTED", *includes]
+            command += [f"-L{path}" for path in library_paths()]
+            command += ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
+            made = subprocess.run(command, capture_output=True, text=True)
+            assert made.returncode == 0, made.stderr[-4000:]
+            unfinished.rename(library)
+    return library
+
+
+def load(library: Path) -> None:
+    """Make torch know the device "emulated", and torch.distributed its backend of the same name, in this process."""
+    global native
+    spec = importlib.util.spec_from_file_location("native", library)
+    assert spec is not None and spec.loader is not None
+    native = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(native)
+
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch._register_device_module(NAME, _module())
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+
+    def communicator(store: dist.Store, rank: int, size: int, timeout: Any) -> Any:
+        return native.communicator(dist.ProcessGroupGloo(dist.PrefixStore(NAME, store), rank, size, timeout))
+
+    dist.Backend.register_backend(NAME, communicator, devices=[NAME])
+
+
+def _module() -> types.ModuleType:
+    """What torch asks of `torch.emulated`; random numbers are the CPU's."""
+    module = types.ModuleType(f"torch.{NAME}")
+    vars(module).update(
+        device=lambda index: nullcontext(),
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        device_count=lambda: 1,
+        current_device=lambda: 0,
+        set_device=lambda index: None,
+        synchronize=lambda device=None: torch.accelerator.synchronize(),
+        current_stream=lambda device=None: torch.accelerator.current_stream(device),
+        Stream=torch.Stream,
+        Event=torch.Event,
+        _is_in_bad_fork=lambda: False,
+        get_rng_state=lambda device=None: torch.get_rng_state(),
+        set_rng_state=lambda state, device=None: torch.set_rng_state(state),
+        manual_seed=lambda seed: None,
+        manual_seed_all=lambda seed: None,
+        get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
+    )
+    return module
+
+
+@contextmanager
+def ordered() -> Iterator[None]:
+    """All that is done on the device within it must be in order."""
+    native.races()
+    yield
+    torch.accelerator.synchronize()
+    races = native.races()
+    assert not races, f"{len(races)} races, the first: {races[0]}"
+
+
+def in_order(case: Callable[..., Any]) -> Callable[..., Any]:
+    """For a case that runs on the device: see `ordered`."""
+
+    @wraps(case)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        with ordered():
+            return case(*args, **kwargs)
+
+    return checked

@@ -1,0 +1,82 @@
+"""A Trainer whose accelerator is the emulated device: a project's fit, checkpoint and resumption, all in order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_zero import ZeroStrategy
+from tests.emulated.device import NAME, in_order
+from tests.support.trainer import TrainerRun, fit, fit_ddp
+from tests.support.training import CLOSE, same_runs
+
+STAGES = pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+
+
+class Emulated(Accelerator):
+    """As a vendor of devices gives one to Lightning."""
+
+    def setup_device(self, device: torch.device) -> None:
+        assert device.type == NAME
+
+    def teardown(self) -> None:
+        pass
+
+    def get_device_stats(self, device: Any) -> dict[str, Any]:
+        return {}
+
+    @staticmethod
+    def parse_devices(devices: Any) -> int:
+        return int(devices)
+
+    @staticmethod
+    def get_parallel_devices(devices: int) -> list[torch.device]:
+        return [torch.device(NAME, 0)] * devices
+
+    @staticmethod
+    def auto_device_count() -> int:
+        return 1
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def name() -> str:
+        return NAME
+
+
+@in_order
+def fit_as_ddp(strategy: str) -> None:
+    """On the CPU, since Lightning's own DDP knows no devices but NVIDIA's."""
+    same_runs(fit(strategy, accelerator=Emulated()), fit_ddp(), CLOSE)
+
+
+@STAGES
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_fit_is_ddps(run_on_device, ranks, strategy):
+    run_on_device(ranks, fit_as_ddp, strategy=strategy)
+
+
+@in_order
+def resume(folder: Path, **options: Any) -> None:
+    def train(**also: Any) -> TrainerRun:
+        keep = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
+        trainer = {"accelerator": Emulated(), "max_epochs": 3, "enable_checkpointing": True, "callbacks": [keep]}
+        return fit(ZeroStrategy(**options), **trainer, **also)
+
+    whole, resumed = train(), train(ckpt_path=str(folder / "epoch=0.ckpt"))
+    same_runs(resumed, replace(whole, losses=whole.losses[-len(resumed.losses) :]))
+    assert len(resumed.losses) == len(whole.losses) * 2 // 3
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_run_that_is_resumed_goes_on_as_it_would_have(run_on_device, tmp_path, stage, form):
+    run_on_device(2, resume, folder=tmp_path, stage=stage, checkpoint=form, async_save=True)

@@ -1,0 +1,166 @@
+"""A training on a device: DDP's numbers, and all that the device does is in order, at every stage and offload."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+from lightning_zero.engine import Engine
+from tests.emulated import device
+from tests.emulated.device import NAME, in_order
+from tests.numbers.test_offload import EACH, ON_BOTH, Wide, is_as_without
+from tests.support import models
+from tests.support.training import CLOSE, Recipe, batch, prepare, same_runs, train_ddp, train_zero
+
+STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
+RANKS = pytest.mark.parametrize("ranks", [1, 2])
+
+
+def clip(parameters: Any) -> Any:
+    return clip_grad_norm_(parameters, 0.01)
+
+
+@in_order
+def is_ddps(recipe: Recipe, stage: int, bound: float = 0, **options: Any) -> None:
+    same_runs(train_zero(recipe, stage, **options), train_ddp(recipe), bound)
+
+
+@in_order
+def is_as_without_offload(recipe: Recipe, stage: int, offload: str, **options: Any) -> None:
+    is_as_without(recipe, stage, offload, **options)
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    """With products that are exact: fused, as on the CPU what is kept there, it rounds as the device does."""
+    return torch.optim.SGD(module.parameters(), lr=2.0**-4, momentum=0.5)
+
+
+@STAGES
+@RANKS
+def test_a_run_is_ddps(run_on_device, ranks, stage):
+    run_on_device(ranks, is_ddps, recipe=Recipe(steps=4, device=NAME), stage=stage)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"overlap": False}, {"prefetch": 0, "reduction_buffers": 1}, {"prefetch": 2, "reduction_buffers": 3}],
+    ids=["one after another", "prefetch 0", "prefetch 2"],
+)
+@STAGES
+def test_how_much_overlaps_changes_nothing(run_on_device, stage, options):
+    recipe = Recipe(Wide, steps=4, device=NAME)
+    run_on_device(2, is_ddps, recipe=recipe, stage=stage, units=[nn.Linear], **options)
+
+
+@STAGES
+@RANKS
+def test_clipping_and_micro_batches(run_on_device, ranks, stage):
+    recipe = Recipe(steps=4, micro_batches=3, clip=clip, device=NAME)
+    run_on_device(ranks, is_ddps, recipe=recipe, stage=stage, bound=CLOSE)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [models.adam_foreach, models.adam_amsgrad, models.sgd_nesterov, models.nadam, models.several_groups]
+)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_optimizers(run_on_device, stage, optimizer):
+    run_on_device(2, is_ddps, recipe=Recipe(optimizer=optimizer, steps=4, device=NAME), stage=stage)
+
+
+@EACH
+@STAGES
+@RANKS
+def test_offload_changes_nothing(run_on_device, ranks, stage, offload):
+    recipe = Recipe(optimizer=sgd, steps=4, device=NAME)
+    run_on_device(ranks, is_as_without_offload, recipe=recipe, stage=stage, offload=offload)
+
+
+@ON_BOTH
+@pytest.mark.parametrize("stage", [1, 3])
+def test_nor_in_low_precision(run_on_device, stage, offload):
+    recipe = Recipe(Wide, sgd, steps=4, dtype=torch.bfloat16, device=NAME)
+    run_on_device(2, is_as_without_offload, recipe=recipe, stage=stage, offload=offload)
+
+
+@EACH
+@RANKS
+def test_updates_that_begin_during_backward_change_nothing(run_on_device, ranks, offload):
+    recipe = Recipe(Wide, sgd, steps=4, micro_batches=2, device=NAME)
+    options = {"early": True, "units": [nn.Linear]}
+    run_on_device(ranks, is_as_without_offload, recipe=recipe, stage=3, offload=offload, **options)
+
+
+@in_order
+def evaluate_before_each_step(**options: Any) -> None:
+    module, optimizer = prepare(Recipe(Wide, sgd, device=NAME))
+    engine = Engine(module, [optimizer], units=[nn.Linear], **options)
+    for step in range(3):
+        module(*batch(step, device=NAME)).backward()
+        with torch.no_grad():
+            module(*batch(step, device=NAME))
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.close()
+
+
+def test_an_update_waits_for_a_copy_of_what_it_changes(run_on_device):
+    """Gradients that are on the host already do not tell of the copies of a forward after them."""
+    offload = {"optimizer": "cpu", "gradients": "cpu", "parameters": "cpu"}
+    run_on_device(2, evaluate_before_each_step, offload=offload)
+
+
+@pytest.mark.parametrize("optimizer", [models.adam, models.adam_foreach, models.adagrad_with_initial_accumulator])
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+def test_optimizers_whose_states_are_elsewhere(run_on_device, place, optimizer):
+    recipe = Recipe(optimizer=optimizer, steps=4, device=NAME)
+    offload = {"optimizer": place, "path": "swap"}
+    run_on_device(2, is_ddps, recipe=recipe, stage=3, bound=CLOSE, offload=offload)
+
+
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+@RANKS
+def test_activations_elsewhere_change_nothing(run_on_device, ranks, place):
+    recipe = Recipe(partial(Wide, 704), steps=3, device=NAME)  # a hidden state is large enough to be moved
+    offload = {"activations": place, "optimizer": None, "path": "swap"}
+    checkpointed = {"units": [nn.Linear], "activation_checkpointing": "units"}
+    run_on_device(ranks, is_ddps, recipe=recipe, stage=3, offload=offload, **checkpointed)
+
+
+# ----------------------------------------------------------------------------------------------- a wait that is missing
+
+
+def without(waits: str, recipe: Recipe, stage: int, **options: Any) -> bool:
+    """Whether it is seen that such waits do nothing: something is out of order, or the numbers are others."""
+    expected = train_ddp(recipe)
+    device.native.races()
+    device.native.ignore(waits)
+    try:
+        same_runs(train_zero(recipe, stage, **options), expected, CLOSE)
+    except AssertionError:
+        return True
+    finally:
+        device.native.ignore("")
+    return bool(device.native.races())
+
+
+@pytest.mark.parametrize(
+    ["waits", "stage", "offload"],
+    [
+        ("collective", 1, None),
+        ("collective", 2, None),
+        ("collective", 3, None),
+        ("event", 3, {"optimizer": "cpu"}),
+        ("event", 3, {"optimizer": "cpu", "parameters": "cpu"}),
+        ("host", 1, {"optimizer": "cpu", "gradients": "cpu"}),
+        ("host", 3, {"optimizer": "cpu", "parameters": "cpu"}),
+    ],
+)
+def test_a_wait_that_is_missing_is_seen(run_on_device, waits, stage, offload):
+    recipe = Recipe(Wide, steps=3, device=NAME)
+    seen = run_on_device(2, without, waits=waits, recipe=recipe, stage=stage, offload=offload, units=[nn.Linear])
+    assert all(seen)
