@@ -86,8 +86,10 @@ def twins(ranks: int, cycles: int = 0) -> Iterator[list[int]]:
         moved.append(flat.nbytes)
         return beside(flat.device, lambda: shard.copy_(flat[: len(shard)]))
 
+    accelerator = torch.accelerator.current_accelerator()
+    backends = ",".join(f"{device}:fake" for device in ("cpu", accelerator.type if accelerator else None) if device)
     # not torch's FakeStore, which cannot be cloned
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=ranks)
+    dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=ranks)
     try:
         with (
             patch.object(collectives, "_all_gather_single", all_gather),

@@ -1,0 +1,62 @@
+"""What the device's own allocator counts, on one of 64 ranks: the formula of the paper, less what is kept elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_zero.engine import Engine
+from tests.emulated import device
+from tests.gpu.one_device import Layers, twins
+
+RANKS, WIDTH, DEPTH = 64, 1024, 6
+LAYER = WIDTH * WIDTH + WIDTH
+PARAMETERS = 4 * DEPTH * LAYER  # bytes in fp32; gradients are as many, Adam's moments twice
+
+
+def measured(stage: int, offload: dict[str, Any] | None) -> tuple[int, int]:
+    """Bytes on the device after a backward, with its gradients, and at most in forward and backward."""
+    with twins(RANKS):
+        module = Layers(WIDTH, DEPTH)
+        optimizer = torch.optim.Adam(module.parameters())
+        x = torch.randn(1, WIDTH, device=device.NAME)
+        before, _ = device.native.memory()
+        options = {"units": [Layers.Layer], "prefetch": 1, "reduction_buffers": 1, "device": device.NAME}
+        engine = Engine(module, [optimizer], stage=stage, offload=offload, **options)
+        for step in range(3):
+            if step == 2:
+                torch.accelerator.synchronize()
+                device.native.memory()
+            module(x).backward()
+            torch.accelerator.synchronize()
+            allocated, peak = device.native.memory()
+            if step < 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        engine.close(communicate=False)
+    return allocated - before, peak - before
+
+
+KEPT = {
+    "stage 1": (1, None, 1 + 3 / RANKS),
+    "stage 2": (2, None, 1 + 3 / RANKS),
+    "stage 3": (3, None, 4 / RANKS),
+    "stage 1, moments elsewhere": (1, {"optimizer": "cpu"}, 1 + 1 / RANKS),
+    "stage 3, moments elsewhere": (3, {"optimizer": "cpu"}, 2 / RANKS),
+    "gradients too": (3, {"optimizer": "cpu", "gradients": "cpu"}, 1 / RANKS),
+    "parameters too": (3, {"optimizer": "cpu", "parameters": "cpu"}, 1 / RANKS),
+    "all": (3, {"optimizer": "cpu", "gradients": "cpu", "parameters": "cpu"}, 0),
+    "all on a disk": (3, {"optimizer": "nvme", "gradients": "cpu", "parameters": "nvme", "path": "swap"}, 0),
+}
+
+
+@pytest.mark.parametrize(["stage", "offload", "share"], KEPT.values(), ids=KEPT)
+def test_the_device_holds_the_states_that_are_not_elsewhere(run_on_device, stage, offload, share):
+    ((allocated, peak),) = run_on_device(1, measured, stage=stage, offload=offload)
+    # 512 bytes, in which memory is given out, are something beside a 64th of a layer's
+    assert share <= allocated / PARAMETERS <= 1.02 * share + 0.001
+    # Beside them: the gradient of a layer as autograd makes it, the buffer that it goes into, and the one before that,
+    # in reduction; at stage 3 this layer and the next one, whole.
+    assert (peak - allocated) / (4 * LAYER) <= (5.1 if stage == 3 else 3.1)
