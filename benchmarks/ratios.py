@@ -22,7 +22,7 @@ from common import MODELS, REPOSITORY, describe, run_workers
 
 STORED = REPOSITORY / "benchmarks" / "results" / "ratios.json"
 SYSTEMS = ("ddp", "zero1", "zero2", "zero3")
-TURNS = {"deep": 20, "wide2m": 60}  # bound by overhead; by communication
+TURNS = {"deep": 40, "wide2m": 60}  # bound by overhead; by communication
 WARM_UP = 3
 BATCH, SEQUENCE = 1, 16
 LOSS = 0.15  # of speed, that counts as one
