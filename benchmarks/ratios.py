@@ -97,12 +97,13 @@ def own_seconds() -> float:
 
 
 def store(path: Path) -> None:
-    """Of two measurements the better: a disturbed one must not become the measure."""
+    """Of three measurements the median: one that was disturbed, on either side, must not become the measure."""
     result: dict[str, Any] = {"about": describe(__file__, ("torch",)), "others": {}, "ratios": {}}
     for model in TURNS:
-        (first, others_of_first), (second, others_of_second) = measure(model), measure(model)
-        result["ratios"][model] = {system: min(first[system], second[system]) for system in first}
-        result["others"][model] = min(others_of_first, others_of_second)
+        measured = [measure(model) for _ in range(3)]
+        ratios = [found for found, _ in measured]
+        result["ratios"][model] = {name: statistics.median(found[name] for found in ratios) for name in ratios[0]}
+        result["others"][model] = max(others for _, others in measured)
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 
