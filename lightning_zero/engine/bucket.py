@@ -30,6 +30,7 @@ from lightning_zero.engine.offload.states import MASTERS, PARAMETERS, DiskStates
 from lightning_zero.engine.offload.updates import Updates
 from lightning_zero.engine.settling import Work, settle
 from lightning_zero.engine.sharded_tensor import ShardedTensor, flat_range, local_range_of
+from lightning_zero.engine.streams import current_stream, wait_for
 from lightning_zero.engine.view import View
 
 if TYPE_CHECKING:
@@ -242,6 +243,9 @@ class Bucket:
         self._pending: list[Pending] = []  # the gather under way, if one is
         self._left: torch.Event | None = None  # when what a gather copied to the device has left the host's memory
         weakref.finalize(self, _settle, self._pending).atexit = False
+        self._allocated_on: torch.Stream | None = None  # for `full`; None on the CPU
+        self._arrived: torch.Event | None = None  # when the first of those that use it had waited for the gather
+        self._used_on: list[torch.Stream] = []
         self._gathered = self.is_cut = False
         self._low, self._high = layout.shard_range(communicator.rank)
         self._sizes = layout.sizes()
@@ -429,6 +433,7 @@ class Bucket:
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.full):
             if not self._gathered:
                 self.full.untyped_storage().resize_(self._full_nbytes)
+                self._allocated_on = current_stream(self.full.device)
                 self.ledger.add("gathered", self._full_nbytes)
                 if not self._segments:
                     self._find_segments()
@@ -563,6 +568,13 @@ class Bucket:
     def _finish_gather(self) -> None:
         if self._pending:
             self._pending.pop().wait()
+            if (stream := current_stream(self.full.device)) is not None:
+                self._arrived, self._used_on = stream.record_event(), [stream]
+        elif self._arrived is not None:  # a module may compute on streams of its own
+            stream = current_stream(self.full.device)
+            if stream is not None and stream not in self._used_on:
+                stream.wait_event(self._arrived)
+                self._used_on.append(stream)
 
     def abandon(self) -> None:
         """Stay in parts after a failure. What is under way is not waited for: other ranks may never take part."""
@@ -631,6 +643,7 @@ class Bucket:
         # A stray reference to a view shall compute NaN, not read freed memory.
         for view, placeholder in zip(self.views, self._placeholders):
             view.show(placeholder)
+        wait_for(self._used_on, self._allocated_on)
         self.full.untyped_storage().resize_(0)
         self.ledger.add("gathered", -self._full_nbytes)
         self._gathered = False

@@ -13,6 +13,7 @@ from lightning_zero.engine.collectives import Pending
 from lightning_zero.engine.gradient_shard import GradientShard
 from lightning_zero.engine.same_machine import Piece
 from lightning_zero.engine.sharded_tensor import ShardedTensor
+from lightning_zero.engine.streams import at, current_stream, wait_for
 
 _SMALL, _SMALL_BUCKET = 2**13, 2**20
 """Elements up to which gradients are kept as they come and go into the flat buffer together, where copying one costs
@@ -51,6 +52,7 @@ class BucketGradients:
         self.flat: Tensor | None = None
         self._apart: dict[int, Tensor] = {}  # gradients as they came
         self._filled = [False] * len(layout.segments)
+        self._streams: list[torch.Stream] = []  # that gradients came on, each of which has waited for the one before it
         self._unsynchronised = False
         self._reducing_nbytes = 0
         self._shard: weakref.ref[GradientShard] | None = None
@@ -60,6 +62,7 @@ class BucketGradients:
 
         The tensor is taken over: the caller has no other use of it.
         """
+        self._turn_to_current_stream()
         if isinstance(gradient, ShardedTensor):
             gradient = gradient.whole()
         if gradient.layout is not torch.strided:
@@ -91,6 +94,16 @@ class BucketGradients:
                 if mean_first:
                     target.mul_(factor)
             self._filled[index] = True
+
+    def _turn_to_current_stream(self) -> None:
+        """Let this stream wait for the one that earlier gradients came on.
+
+        Autograd computes a gradient on the stream of its forward, and a module may have streams of its own.
+        """
+        stream = current_stream(self.bucket.full.device)
+        if stream is not None and not (self._streams and stream == self._streams[-1]):
+            wait_for(self._streams[-1:], stream)
+            self._streams.append(stream)
 
     def has(self, index: int) -> bool:
         return self._filled[index]
@@ -141,11 +154,15 @@ class BucketGradients:
             self.bucket.ledger.add("reduction", -self.flat.untyped_storage().nbytes())
         self._take_apart()
         self.flat = None
+        self._streams.clear()
         self._filled = [False] * len(self._filled)
         self._unsynchronised = False
 
     def _make_flat(self) -> Tensor:
-        flat = torch.empty(self.bucket.layout.padded_numel, dtype=self._dtype, device=self.bucket.full.device)
+        device, home = self.bucket.full.device, self.bucket.communicator.home
+        with at(home):
+            flat = torch.empty(self.bucket.layout.padded_numel, dtype=self._dtype, device=device)
+        wait_for([home], current_stream(device))
         self.bucket.ledger.add("reduction", flat.untyped_storage().nbytes())
         return flat
 
@@ -156,8 +173,10 @@ class BucketGradients:
 
     def start_reduction(self) -> Pending:
         """Start to sum the flat buffer over ranks, zeros for what got no gradient here."""
+        self._turn_to_current_stream()
         if self.bucket.communicator.size == 1:
             alone = self._take_apart()
+            self._streams.clear()
             self._filled = [False] * len(self._filled)
             return Pending("", [], [], lambda: alone)
         what = f"the gradient reduction of unit {self.bucket.unit_name!r}"
@@ -209,6 +228,7 @@ class BucketGradients:
             gaps = flat.new_zeros(max(self._sizes[1::2]))
             cut = [gaps[:n] if i % 2 else apart[i // 2].view(-1) for i, n in enumerate(self._sizes) if n]
             torch.cat(cut, out=flat)
+            self._hand_back()
             return flat.mul_(self._mean) if self._can_take_mean_first else flat
         parts = flat.split_with_sizes(self._sizes)
         if apart:
@@ -220,7 +240,14 @@ class BucketGradients:
         blank += [part for part in parts[1::2] if part.numel()]
         if blank:
             torch._foreach_zero_(blank)
+        self._hand_back()
         return flat
+
+    def _hand_back(self) -> None:
+        """Of gradients that came on other streams, which are about to be let go of."""
+        for stream in self._streams:
+            wait_for(self._streams[-1:], stream)
+        self._streams.clear()
 
     def finish_reduction(self, pending: Pending) -> GradientShard:
         """Wait for a reduction and add the mean over ranks to the gradient shard."""

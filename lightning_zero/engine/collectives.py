@@ -142,6 +142,8 @@ class Communicator:
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.counters = Counters()
         self.device = device
+        # The stream of the module's forward, on which gradients are reduced: not those that parts of it may compute on.
+        self.home: torch.Stream | None = None
         # In an evaluation loop of uneven length (uneven.py): ranks that only serve gathers, and how they are told.
         self.absent: list[int] = []
         self.before_gather: Callable[[int], None] | None = None

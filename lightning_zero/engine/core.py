@@ -42,6 +42,7 @@ from lightning_zero.engine.schedule import Schedule, Unit, in_backward
 from lightning_zero.engine.settling import settle
 from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.sources import agree_on_sources
+from lightning_zero.engine.streams import current_stream
 from lightning_zero.engine.uneven import Turns, UnevenMethod
 from lightning_zero.engine.units import UnitPlan, Units, plan_units
 
@@ -433,6 +434,7 @@ class Engine:
                 self.reducer.abort()  # if an exception ended the last backward
                 for masters in self.masters:
                     masters.recover()
+                self.communicator.home = current_stream(self.communicator.device)
             if is_step:
                 self._follow_buffers()
             self._buffers_follow = torch.is_grad_enabled() and self.reducer.synchronise

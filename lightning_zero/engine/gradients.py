@@ -18,6 +18,7 @@ from lightning_zero.engine.differentiation import with_hooks_of
 from lightning_zero.engine.gradient_shard import GradientShard
 from lightning_zero.engine.schedule import Schedule, Unit
 from lightning_zero.engine.sharded_tensor import ShardedTensor
+from lightning_zero.engine.streams import at, current_stream, wait_for
 
 
 @dataclass
@@ -188,6 +189,10 @@ class GradientReducer:
             backward.position += 1
 
     def _launch(self, backward: _Backward, number: int) -> None:
+        with at(self._communicator.home):
+            self._launch_at_home(backward, number)
+
+    def _launch_at_home(self, backward: _Backward, number: int) -> None:
         bucket, gradients = self._buckets[number], self._gradients[number]
         if bucket.has_begun:
             raise RuntimeError(
@@ -204,7 +209,8 @@ class GradientReducer:
 
     def _finish_oldest(self, backward: _Backward) -> None:
         number, pending = backward.in_flight.popleft()
-        shard = backward.shards[number] = self._gradients[number].finish_reduction(pending)
+        with at(self._communicator.home):
+            shard = backward.shards[number] = self._gradients[number].finish_reduction(pending)
         # What ran twice may be needed again by the other run's backward, though all of its gradients are there.
         is_done = all(backward.counts[number]) and not self._units[number].ran_twice
         if self.on_reduced is not None and backward.expectation.observed and is_done:
@@ -237,6 +243,7 @@ class GradientReducer:
         else:
             for gradients in self._gradients:
                 with_hooks += gradients.show_unsynchronised()
+        wait_for([self._communicator.home], current_stream(self._communicator.device))
         self._schedule.end_backward()
         for slot in with_hooks:
             for hook in list(slot.hooks_after_reduction.values()):

@@ -9,11 +9,12 @@
 // Memory is given out and taken back in the order of the stream that it is allocated on; another that uses it must wait.
 //
 // Where the host takes part, values are late: what is copied to pinned memory without blocking is not there (but bytes
-// 0xFF, a NaN in every type) until the host has synchronised with the copy; and pinned memory must not change until a copy
-// from it is known to be done. Memory that is free holds 0xFF.
+// 0xFF, a NaN) until the host has synchronised with the copy, or the device copies it on; and pinned memory must not change
+// until a copy from it is known to be done. Memory that is free holds 0xFF.
 //
-// Not emulated: kernels of the device's own (fused optimizers, autocast, graphs), more than one device, the host's threads
-// (they are one to it).
+// Not emulated: kernels of the device's own (fused optimizers, autocast, graphs), and more than one device. The host's
+// threads are one to it: what one has waited for all know. Memory is one thing a block, of which streams that use different
+// parts must wait for each other too. A collective that blocks is on its communicator's stream, as others are.
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -110,18 +111,12 @@ std::map<char*, size_t> pinned;
 std::list<ToHost> leaving;
 std::list<FromHost> arriving;
 std::vector<std::string> races;
-bool raise_at_race = false;
 std::string ignored;  // the waits that do nothing
 int next_stream = 1;
 size_t allocated = 0, peak = 0;
 thread_local int current_stream = 0;
 thread_local int in_kernel = 0;
 thread_local std::string current_operator;
-
-void race(const std::string& what) {
-  races.push_back(what);
-  if (raise_at_race) throw std::runtime_error(what);
-}
 
 Operation begin(int stream) {
   merge(clocks[stream], host);
@@ -157,14 +152,15 @@ void access(const void* address, Operation operation, bool writes) {
   if (block == nullptr) return;
   const Clock& known = clocks[operation.stream];
   if (!block->written.known_to(known))
-    race(described(writes ? "write after write" : "read after write", *block, operation.stream, block->written.stream));
+    races.push_back(
+        described(writes ? "write after write" : "read after write", *block, operation.stream, block->written.stream));
   if (!writes) {
     block->reads[operation.stream] = operation.number;
     return;
   }
   for (auto [stream, number] : block->reads)
     if (!Operation{stream, number}.known_to(known))
-      race(described("write after read", *block, operation.stream, stream));
+      races.push_back(described("write after read", *block, operation.stream, stream));
   block->reads.clear();
   block->written = operation;
 }
@@ -172,6 +168,21 @@ void access(const void* address, Operation operation, bool writes) {
 void arrive(ToHost& copy) {
   std::memcpy(copy.to.data_ptr(), copy.bytes.data(), copy.bytes.size());
   released.push_back(std::move(copy.to));
+}
+
+void retire(FromHost& copy) {
+  if (std::memcmp(copy.from.data_ptr(), copy.as_it_was.data_ptr(), copy.from.nbytes()) != 0)
+    races.push_back("pinned memory changed while a copy from it could still read it");
+  released.push_back(std::move(copy.from));
+}
+
+bool overlap(const Tensor& one, const Tensor& other) {  // bytes from the first element to the last
+  auto end = [](const Tensor& tensor) {
+    int64_t last = 0;
+    for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
+    return (char*)tensor.data_ptr() + (last + 1) * tensor.element_size();
+  };
+  return (char*)one.data_ptr() < end(other) && (char*)other.data_ptr() < end(one);
 }
 
 // The host has waited for all of this.
@@ -184,9 +195,7 @@ void synchronize(const Clock& clock) {
   });
   arriving.remove_if([](FromHost& copy) {
     if (!copy.operation.known_to(host)) return false;
-    if (std::memcmp(copy.from.data_ptr(), copy.as_it_was.data_ptr(), copy.from.nbytes()) != 0)
-      race("pinned memory changed while a copy from it could still read it");
-    released.push_back(std::move(copy.from));
+    retire(copy);
     return true;
   });
 }
@@ -205,11 +214,14 @@ void deallocate(void* address) {
   auto it = blocks.find((char*)address);
   if (it == blocks.end()) return;
   Block& block = it->second;
-  // Whoever gets it next writes to it on the stream that it was allocated on, or after that.
+  // Whoever gets it next writes to it on the stream that it was allocated on, when all that streams were told so far is
+  // done which are said to use it.
   Clock known = clocks[block.stream];
   merge(known, host);
+  for (int stream : block.recorded) merge(known, clocks[stream]);
   auto check = [&](Operation last) {
-    if (last.known_to(known) || last.stream == block.stream || block.recorded.count(last.stream)) return;
+    if (last.known_to(known)) return;
+    current_operator = "nothing";
     races.push_back(described("freed while in use", block, block.stream, last.stream));
   };
   check(block.written);
@@ -382,17 +394,21 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   at::NoGradGuard no_grad;
   if (from.numel() == 0) return to;
   bool reads = !from.device().is_cpu(), writes = !to.device().is_cpu(), late = non_blocking && !in_kernel;
-  Tensor held_from = from, held_to = to;  // before the lock: see there
+  Tensor held_from = from, held_to = to;  // not under the lock, see there
   Lock lock;
   if (!in_kernel) current_operator = "copy";
   auto operation = begin(current_stream);
   const Clock& known = clocks[current_stream];
 
   leaving.remove_if([&](ToHost& copy) {
-    const auto* address = copy.to.storage().data();
-    if ((reads || address != from.storage().data()) && (writes || address != to.storage().data())) return false;
-    if (!copy.operation.known_to(known)) race("a copy of pinned memory whose values have not arrived");
+    if ((reads || !overlap(copy.to, from)) && (writes || !overlap(copy.to, to))) return false;
+    if (!copy.operation.known_to(known)) races.push_back("a copy of pinned memory whose values have not arrived");
     arrive(copy);
+    return true;
+  });
+  arriving.remove_if([&](FromHost& copy) {  // one that the device has made before it writes there
+    if (writes || !overlap(copy.from, to) || !copy.operation.known_to(known)) return false;
+    retire(copy);
     return true;
   });
   if (reads) access(from.data_ptr(), operation, false);
@@ -406,9 +422,10 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
     return to;
   }
   on_host(to).copy_(on_host(from));
-  if (!reads && writes && late && is_pinned(from.data_ptr()) && from.is_contiguous())
+  bool is_staged = !reads && writes && late;  // memory that is not pinned is copied at once, by way of pinned memory
+  if (is_staged && is_pinned(from.data_ptr()) && from.is_contiguous())
     arriving.push_back({operation, std::move(held_from), from.clone()});
-  else if (reads != writes && !in_kernel)
+  else if (reads != writes && !in_kernel && !is_staged)
     synchronize(known);  // the host waited
   return to;
 }
@@ -657,7 +674,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     Lock lock;
     ignored = std::move(waits);
   }, "Let waits do nothing: `event` (a stream for an event), `host` (the host for a stream or event), `collective`.");
-  m.def("raise_at_race", [](bool on) { raise_at_race = on; }, "Raise there and then: for finding out where it is.");
   m.def("memory", [] {
     Lock lock;
     return std::make_pair(allocated, std::exchange(peak, allocated));

@@ -8,6 +8,7 @@ import importlib.util
 import platform
 import shutil
 import subprocess
+import sys
 import sysconfig
 import types
 from collections.abc import Callable, Iterator
@@ -30,6 +31,8 @@ native: Any = None
 
 def missing() -> str | None:
     """What is not here to compile it with; None where all is."""
+    if sys.platform != "linux":
+        return "Linux"
     if shutil.which("g++") is None:
         return "g++"
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
@@ -41,19 +44,21 @@ def build(folder: Path) -> Path:
     """The compiled library, made in this folder unless it is there; a minute, once for each torch and Python."""
     from torch.utils.cpp_extension import include_paths, library_paths
 
-    described = SOURCE.read_bytes() + f"{torch.__version__} {platform.python_version()}".encode()
+    command = ["g++", "-std=c++20", "-O0", "-w", "-fPIC", "-shared", str(SOURCE)]
+    command += ["-DTORCH_EXTENSION_NAME=native", "-DUSE_C10D", "-DUSE_DISTRIBUTED"]
+    command += [f"-I{path}" for path in (*include_paths(), sysconfig.get_path("include"))]
+    command += [f"-L{path}" for path in library_paths()]
+    command += ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
+    described = f"{command} {torch.__version__} {platform.python_version()}".encode() + SOURCE.read_bytes()
     library = folder / f"{NAME}_{hashlib.sha256(described).hexdigest()[:16]}.so"
     with open(folder / "lock", "w") as lock:  # pytest's workers are several processes
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             unfinished = library.with_suffix(".part")
-            includes = [f"-I{path}" for path in (*include_paths(), sysconfig.get_path("include"))]
-            command = ["g++", "-std=c++20", "-O0", "-w", "-fPIC", "-shared", str(SOURCE), "-o", str(unfinished)]
-            command += ["-DTORCH_EXTENSION_NAME=native", "-DUSE_C10D", "-DUSE_DISTRIBUTED", *includes]
-            command += [f"-L{path}" for path in library_paths()]
-            command += ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
-            made = subprocess.run(command, capture_output=True, text=True)
-            assert made.returncode == 0, made.stderr[-4000:]
+            made = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True)
+            assert made.returncode == 0, f"{made.args}\n{made.stderr[-4000:]}"
+            for older in folder.glob("*.so"):
+                older.unlink()
             unfinished.rename(library)
     return library
 
@@ -100,13 +105,19 @@ def _module() -> types.ModuleType:
     return module
 
 
+def races_so_far() -> list[str]:
+    """What was not in order since the last call, up to the end of all that the device was told to do."""
+    torch.accelerator.synchronize()
+    races: list[str] = native.races()
+    return races
+
+
 @contextmanager
 def ordered() -> Iterator[None]:
     """All that is done on the device within it must be in order."""
-    native.races()
+    races_so_far()  # of the case before
     yield
-    torch.accelerator.synchronize()
-    races = native.races()
+    races = races_so_far()
     assert not races, f"{len(races)} races, the first: {races[0]}"
 
 

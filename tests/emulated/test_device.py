@@ -102,6 +102,37 @@ def test_pinned_memory_is_not_changed_before_it_is_copied(run_on_device):
     assert run_on_device(1, copy_from_the_host, waits=True) == [[]]
 
 
+def copy_twice_through_the_same_memory() -> list[str]:
+    """The device makes both copies in order, whatever the host knows of them."""
+    host = torch.ones(SIZE, pin_memory=True)
+    values = host.to(device.NAME, non_blocking=True)
+    host[: SIZE // 2].copy_((3 * values)[: SIZE // 2], non_blocking=True)
+    host[SIZE // 2 :].copy_((5 * values)[SIZE // 2 :], non_blocking=True)
+    assert host.isnan().all(), "neither half is known to have arrived"
+    races = device.races_so_far()
+    assert (host[: SIZE // 2] == 3).all() and (host[SIZE // 2 :] == 5).all()
+    return races
+
+
+def test_copies_that_are_in_order_on_the_device_may_use_one_memory(run_on_device):
+    assert run_on_device(1, copy_twice_through_the_same_memory) == [[]]
+
+
+def read_after_a_staged_copy() -> list[str]:
+    values, beside = torch.ones(SIZE, device=device.NAME), torch.Stream(device.NAME)
+    torch.ones(SIZE).to(device.NAME, non_blocking=True)
+    with beside:
+        kept = values + 1
+    races = device.races_so_far()
+    assert (kept == 2).all()
+    return races
+
+
+def test_a_copy_from_memory_that_is_not_pinned_is_no_wait_of_the_host(run_on_device):
+    ((race,),) = run_on_device(1, read_after_a_staged_copy)
+    assert race.startswith("read after write: aten::add")
+
+
 def collective(waits: bool) -> list[str]:
     values = torch.full((SIZE,), 1.0 + rank(), device=device.NAME)
     work = dist.all_reduce(values, async_op=True)

@@ -55,7 +55,9 @@ class Emulated(Accelerator):
 @in_order
 def fit_as_ddp(strategy: str) -> None:
     """On the CPU, since Lightning's own DDP knows no devices but NVIDIA's."""
-    same_runs(fit(strategy, accelerator=Emulated()), fit_ddp(), CLOSE)
+    found = fit(strategy, accelerator=Emulated())
+    assert found.losses[0].device.type == NAME
+    same_runs(found, fit_ddp(), CLOSE)
 
 
 @STAGES

@@ -27,7 +27,9 @@ def clip(parameters: Any) -> Any:
 
 @in_order
 def is_ddps(recipe: Recipe, stage: int, bound: float = 0, **options: Any) -> None:
-    same_runs(train_zero(recipe, stage, **options), train_ddp(recipe), bound)
+    found = train_zero(recipe, stage, **options)
+    assert found.losses[0].device.type == NAME
+    same_runs(found, train_ddp(recipe), bound)
 
 
 @in_order
@@ -36,7 +38,7 @@ def is_as_without_offload(recipe: Recipe, stage: int, offload: str, **options: A
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
-    """With products that are exact: fused, as on the CPU what is kept there, it rounds as the device does."""
+    """Its products are exact, so that the CPU's fused kernel rounds as the device's separate ones do."""
     return torch.optim.SGD(module.parameters(), lr=2.0**-4, momentum=0.5)
 
 
@@ -59,7 +61,7 @@ def test_how_much_overlaps_changes_nothing(run_on_device, stage, options):
 
 @STAGES
 @RANKS
-def test_clipping_and_micro_batches(run_on_device, ranks, stage):
+def test_runs_that_clip_and_accumulate_are_ddps(run_on_device, ranks, stage):
     recipe = Recipe(steps=4, micro_batches=3, clip=clip, device=NAME)
     run_on_device(ranks, is_ddps, recipe=recipe, stage=stage, bound=CLOSE)
 
@@ -68,7 +70,7 @@ def test_clipping_and_micro_batches(run_on_device, ranks, stage):
     "optimizer", [models.adam_foreach, models.adam_amsgrad, models.sgd_nesterov, models.nadam, models.several_groups]
 )
 @pytest.mark.parametrize("stage", [1, 3])
-def test_optimizers(run_on_device, stage, optimizer):
+def test_runs_of_other_optimizers_are_ddps(run_on_device, stage, optimizer):
     run_on_device(2, is_ddps, recipe=Recipe(optimizer=optimizer, steps=4, device=NAME), stage=stage)
 
 
@@ -82,7 +84,7 @@ def test_offload_changes_nothing(run_on_device, ranks, stage, offload):
 
 @ON_BOTH
 @pytest.mark.parametrize("stage", [1, 3])
-def test_nor_in_low_precision(run_on_device, stage, offload):
+def test_offload_changes_nothing_in_low_precision(run_on_device, stage, offload):
     recipe = Recipe(Wide, sgd, steps=4, dtype=torch.bfloat16, device=NAME)
     run_on_device(2, is_as_without_offload, recipe=recipe, stage=stage, offload=offload)
 
@@ -109,7 +111,7 @@ def evaluate_before_each_step(**options: Any) -> None:
 
 
 def test_an_update_waits_for_a_copy_of_what_it_changes(run_on_device):
-    """Gradients that are on the host already do not tell of the copies of a forward after them."""
+    """The gradient came before this forward, so waiting for it is not waiting for what the forward copies."""
     offload = {"optimizer": "cpu", "gradients": "cpu", "parameters": "cpu"}
     run_on_device(2, evaluate_before_each_step, offload=offload)
 
@@ -134,10 +136,10 @@ def test_activations_elsewhere_change_nothing(run_on_device, ranks, place):
 # ----------------------------------------------------------------------------------------------- a wait that is missing
 
 
-def without(waits: str, recipe: Recipe, stage: int, **options: Any) -> bool:
+def is_seen_without(waits: str, recipe: Recipe, stage: int, **options: Any) -> bool:
     """Whether it is seen that such waits do nothing: something is out of order, or the numbers are others."""
     expected = train_ddp(recipe)
-    device.native.races()
+    device.races_so_far()
     device.native.ignore(waits)
     try:
         same_runs(train_zero(recipe, stage, **options), expected, CLOSE)
@@ -145,12 +147,14 @@ def without(waits: str, recipe: Recipe, stage: int, **options: Any) -> bool:
         return True
     finally:
         device.native.ignore("")
-    return bool(device.native.races())
+        races = device.races_so_far()
+    return bool(races)
 
 
 @pytest.mark.parametrize(
     ["waits", "stage", "offload"],
     [
+        ("", 3, {"optimizer": "cpu", "parameters": "cpu"}),
         ("collective", 1, None),
         ("collective", 2, None),
         ("collective", 3, None),
@@ -160,7 +164,9 @@ def without(waits: str, recipe: Recipe, stage: int, **options: Any) -> bool:
         ("host", 3, {"optimizer": "cpu", "parameters": "cpu"}),
     ],
 )
-def test_a_wait_that_is_missing_is_seen(run_on_device, waits, stage, offload):
+def test_waits_of_a_kind_that_do_nothing_are_seen(run_on_device, waits, stage, offload):
     recipe = Recipe(Wide, steps=3, device=NAME)
-    seen = run_on_device(2, without, waits=waits, recipe=recipe, stage=stage, offload=offload, units=[nn.Linear])
-    assert all(seen)
+    seen = run_on_device(
+        2, is_seen_without, waits=waits, recipe=recipe, stage=stage, offload=offload, units=[nn.Linear]
+    )
+    assert seen == [waits != ""] * 2

@@ -94,8 +94,8 @@ def compare_over_gloo(folder: Path, **options: Any) -> None:
 
 
 MAKES_A_TENSOR = set(
-    "arange as_tensor empty empty_strided eye full linspace logspace ones rand randint randn randperm scalar_tensor "
-    "tensor zeros".split()
+    "arange as_tensor asarray empty empty_permuted empty_strided eye full linspace logspace normal ones rand randint "
+    "randn randperm scalar_tensor tensor tril_indices triu_indices zeros".split()
 )
 
 

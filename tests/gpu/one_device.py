@@ -87,7 +87,8 @@ def twins(ranks: int, cycles: int = 0) -> Iterator[list[int]]:
         return beside(flat.device, lambda: shard.copy_(flat[: len(shard)]))
 
     accelerator = torch.accelerator.current_accelerator()
-    backends = ",".join(f"{device}:fake" for device in ("cpu", accelerator.type if accelerator else None) if device)
+    devices = ["cpu"] + ([accelerator.type] if accelerator else [])
+    backends = ",".join(f"{device}:fake" for device in devices)  # "fake" alone serves those it is registered for
     # not torch's FakeStore, which cannot be cloned
     dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=ranks)
     try:
