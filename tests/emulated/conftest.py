@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.emulated import device
-from tests.support.workers import Kind, WorkerPools
+from tests.support.workers import WorkerKind, WorkerPools
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -26,7 +26,7 @@ def device_pools(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathF
         pytest.skip(f"needs {missing} to compile the device with")
     cache = getattr(pytestconfig, "cache", None)  # not with -p no:cacheprovider
     library = device.build(cache.mkdir("emulated") if cache is not None else tmp_path_factory.mktemp("emulated"))
-    pools = WorkerPools(Kind(device.BACKENDS, partial(device.load, library)))
+    pools = WorkerPools(WorkerKind(device.BACKENDS, partial(device.load, library)))
     yield pools
     pools.close()
 

@@ -77,9 +77,10 @@ def train(recipe: Recipe, stage: int, offload: str | None, early: bool = False, 
     module, optimizer = prepare(recipe)
     engine = Engine(module, [optimizer], stage=stage, offload=option(offload, stage), **options)
     losses = []
-    for index in range(recipe.steps * recipe.micro_batches):
+    batches = [batch(index, device=recipe.device) for index in range(recipe.steps * recipe.micro_batches)]
+    for index, inputs in enumerate(batches):
         is_last = (index + 1) % recipe.micro_batches == 0
-        loss = module(*batch(index, device=recipe.device)) / recipe.micro_batches
+        loss = module(*inputs) / recipe.micro_batches
         with engine.last_backward(optimizer) if is_last and early else nullcontext():
             loss.backward()
         losses.append(loss.detach().clone())

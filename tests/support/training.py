@@ -125,10 +125,12 @@ def _loop(
     no_sync: Callable[[], contextlib.AbstractContextManager[Any]],
 ) -> list[Tensor]:
     losses = []
-    for index in range(recipe.steps * recipe.micro_batches):
+    # before the loop, in which nobody is to wait for a device
+    batches = [batch(index, device=recipe.device) for index in range(recipe.steps * recipe.micro_batches)]
+    for index, inputs in enumerate(batches):
         last = (index + 1) % recipe.micro_batches == 0
         with contextlib.nullcontext() if last else no_sync():
-            loss = model(*batch(index, device=recipe.device)) / recipe.micro_batches
+            loss = model(*inputs) / recipe.micro_batches
             loss.backward()
         losses.append(loss.detach().clone())
         if last:

@@ -37,8 +37,8 @@ class CaseFailed(AssertionError):
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What the workers of a pool are.
+class WorkerKind:
+    """How the workers of a pool are set up.
 
     Arguments:
         backend: of their process group, as for `torch.distributed.init_process_group`.
@@ -82,7 +82,7 @@ def world_size() -> int:
     return _world_size
 
 
-def _work(rank: int, world_size: int, conn: Connection, folder: str, path: list[str], kind: Kind) -> None:
+def _work(rank: int, world_size: int, conn: Connection, folder: str, path: list[str], kind: WorkerKind) -> None:
     """A worker's whole life: join the group, then serve cases till the other end of `conn` is closed."""
     global _rank, _world_size
     _rank, _world_size = rank, world_size
@@ -229,8 +229,8 @@ def _clean_surroundings(work: Path) -> Iterator[None]:
 class WorkerPools:
     """One pool for each world size, made when first asked for and replaced after a case that failed."""
 
-    def __init__(self, kind: Kind | None = None) -> None:
-        self._kind = kind or Kind()
+    def __init__(self, kind: WorkerKind | None = None) -> None:
+        self._kind = kind or WorkerKind()
         self._pools: dict[int, _Pool] = {}
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
@@ -276,7 +276,7 @@ class WorkerPools:
 
 
 class _Pool:
-    def __init__(self, context: Any, world_size: int, kind: Kind) -> None:
+    def __init__(self, context: Any, world_size: int, kind: WorkerKind) -> None:
         self.closed = False
         self.folder = Path(tempfile.mkdtemp(prefix="lightning-zero-tests-"))
         self.processes: list[BaseProcess] = []
