@@ -12,6 +12,11 @@ from tests.support import WorkerPools
 pytest_plugins = ["pytester", "tests.support.alone", "tests.support.compatibility"]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--programs", type=int, default=300, help="random programs of tests/search (default: 300)")
+    parser.addoption("--programs-seed", type=int, default=0, help="seed by which they are drawn (default: 0)")
+
+
 @pytest.fixture(scope="session")
 def worker_pools() -> Iterator[WorkerPools]:
     pools = WorkerPools()

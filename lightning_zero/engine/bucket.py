@@ -68,6 +68,7 @@ class BucketSlot:
         self.local_range = slice(start - low, start - low + self.local_numel) if stop > start else slice(0, 0)
         self.hooks_after_reduction: dict[int, Callable[[Tensor], Any]] = OrderedDict()
         self.take_gradient: Callable[[Tensor], None] | None = None
+        self.add_gradient: Callable[[Tensor], None] | None = None
         self._derived: dict[tuple[str, int], weakref.ref[ShardedTensor]] = {}
         self._remembered: Counter[str] = Counter()
 
@@ -171,6 +172,12 @@ class BucketSlot:
         bucket.agreement.meet(f"'{self.name}'")
         bucket.communicator.broadcast_ranges(flat, self.ranges(), f"the gather of '{self.name}'")
         return flat.view(self.shape)
+
+    def accumulate(self, target: Tensor, gradient: Tensor) -> bool:
+        if self.add_gradient is None or self.parameter.grad is not target:
+            return False
+        self.add_gradient(gradient)
+        return True
 
     def ranges(self) -> list[tuple[int, int]]:
         """What each rank has of the flattened parameter, in the order of ranks."""

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lightning_zero.engine.bucket import LOW_PRECISION, Bucket, BucketSlot
 from lightning_zero.engine.collectives import Pending
-from lightning_zero.engine.gradient_shard import GradientShard
+from lightning_zero.engine.gradient_shard import GradientShard, shown_by
 from lightning_zero.engine.same_machine import Piece
-from lightning_zero.engine.sharded_tensor import ShardedTensor
+from lightning_zero.engine.sharded_tensor import Handle, ShardedTensor
 from lightning_zero.engine.streams import at, current_stream, wait_for
 
 _SMALL, _SMALL_BUCKET = 2**13, 2**20
@@ -53,9 +53,8 @@ class BucketGradients:
         self._apart: dict[int, Tensor] = {}  # gradients as they came
         self._filled = [False] * len(layout.segments)
         self._streams: list[torch.Stream] = []  # that gradients came on, each of which has waited for the one before it
-        self._unsynchronised = False
+        self._unsynchronised: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # what ``p.grad`` shows, and its version
         self._reducing_nbytes = 0
-        self._shard: weakref.ref[GradientShard] | None = None
 
     def accumulate(self, index: int, gradient: Tensor) -> None:
         """Add a local gradient of one parameter (its full shape) to the flat buffer, in which gradients are kept.
@@ -120,33 +119,48 @@ class BucketGradients:
         """
         shown = [slot for slot, filled in zip(self.bucket.slots, self._filled) if filled]
         for slot in shown:
-            self._unsynchronised = True
-            slot.parameter.grad = self._flat_view(slot.index).to(self.bucket.dtype)
+            gradient, flat = slot.parameter.grad, self._flat_view(slot.index)
+            if gradient is not None:  # the user's own, to which autograd would have added
+                flat.add_(gradient)
+            slot.parameter.grad = gradient = flat.to(self.bucket.dtype)
+            self._unsynchronised[slot.index] = weakref.ref(gradient), gradient._version
         return [slot for slot in shown if slot.hooks_after_reduction]
 
-    def begin_with(self, index: int, gradient: Tensor) -> None:
-        """A backward begins with autograd adding to the ``.grad`` that ``show_unsynchronised`` gave out as a copy."""
-        if self._unsynchronised and not self.shows_unsynchronised(index, gradient):
-            self._filled[index] = False  # what is taken now holds the earlier gradient too
+    def resume_unsynchronised(self, leaf: Tensor | None) -> None:
+        """Go on with the local gradients that ``show_unsynchronised`` has shown, as ``p.grad`` shows them now.
+
+        Args:
+            leaf: already has a gradient of this backward, which autograd has added to what it showed.
+        """
+        for index, (shown, version) in self._unsynchronised.items():
+            parameter = self.bucket.parameter(index)
+            gradient = parameter.grad
+            if gradient is None or isinstance(gradient, Handle):  # dropped, or replaced by what is no longer local
+                self._filled[index] = False
+                continue
+            if not self.shows_unsynchronised(index, gradient):
+                if parameter is leaf:
+                    self._filled[index] = False  # what is taken next holds the earlier gradient too
+                    continue
+                if gradient is not shown() or gradient._version != version:  # the user's, with fewer digits perhaps
+                    self._flat_view(index).copy_(gradient)
+            parameter.grad = None
+            if self._can_take_mean_first and self.reduces:
+                self._flat_view(index).mul_(self._mean)
+        self._unsynchronised.clear()
 
     def shows_unsynchronised(self, index: int, gradient: Tensor) -> bool:
         """Whether a gradient is the flat buffer's own range, as ``show_unsynchronised`` gave it out."""
-        if self.flat is None or not self._filled[index]:
+        if self.flat is None or not self._filled[index] or isinstance(gradient, Handle):
             return False
         return gradient.data_ptr() == self._flat_view(index).data_ptr() != 0
 
-    def forget_reset_unsynchronised(self) -> None:
-        """Drop what was accumulated for parameters whose ``.grad`` the user has reset since, and hide the rest."""
-        if not self._unsynchronised:
-            return
-        self._unsynchronised = False
-        for index, filled in enumerate(self._filled):
-            if filled:
-                parameter = self.bucket.parameter(index)
-                self._filled[index] = parameter.grad is not None
-                parameter.grad = None
-                if self._can_take_mean_first and self.reduces:
-                    self._flat_view(index).mul_(self._mean)
+    def _take_local(self) -> None:
+        """Accumulate what is in ``p.grad`` as this rank's own, an ordinary tensor, to be reduced too: as DDP does."""
+        for slot in self.bucket.slots:
+            gradient = slot.parameter.grad
+            if gradient is not None and not isinstance(gradient, Handle):
+                self.accumulate(slot.index, gradient)
 
     def drop(self) -> None:
         """Drop what was accumulated and not reduced."""
@@ -156,7 +170,7 @@ class BucketGradients:
         self.flat = None
         self._streams.clear()
         self._filled = [False] * len(self._filled)
-        self._unsynchronised = False
+        self._unsynchronised.clear()
 
     def _make_flat(self) -> Tensor:
         device, home = self.bucket.full.device, self.bucket.communicator.home
@@ -174,8 +188,9 @@ class BucketGradients:
     def start_reduction(self) -> Pending:
         """Start to sum the flat buffer over ranks, zeros for what got no gradient here."""
         self._turn_to_current_stream()
+        self._take_local()
         if self.bucket.communicator.size == 1:
-            alone = self._take_apart()
+            alone = {index: gradient.view(-1) for index, gradient in self._take_apart().items()}
             self._streams.clear()
             self._filled = [False] * len(self._filled)
             return Pending("", [], [], lambda: alone)
@@ -260,33 +275,15 @@ class BucketGradients:
             arrival = None
             if self.bucket.updates is not None and self.bucket.updates.gradients:
                 total, arrival = self.bucket.updates.to_host(total)
-            shard = self._shard() if self._shard is not None else None  # if any ``p.grad`` still shows it
-            # Where the user has reset a gradient, he may still hold what was there: it is not written to again.
-            if shard is not None and all(_is_part_of(shard, self.bucket.parameter(i).grad) for i in shard.shown):
-                self._follow_user(shard)
-                shard.add(total, arrival)
-            else:
-                shard = GradientShard(self, total, arrival)
-                self._shard = weakref.ref(shard)
-                self._follow_user(shard)
+            shard = GradientShard(total, arrival, self.bucket.ledger)
+            shard.take_over(self.bucket.slots, self._own_pieces)
             return shard
-
-    def _follow_user(self, shard: GradientShard) -> None:
-        """Add what is in ``p.grad`` from elsewhere: an earlier shard, or a tensor of the user's own."""
-        for slot in self.bucket.slots:
-            gradient = slot.parameter.grad
-            if gradient is not None and not _is_part_of(shard, gradient):
-                shard.add_part(slot, gradient)
 
     def show(self, used: list[bool], shard: GradientShard) -> None:
         """Make ``p.grad`` the reduced gradient, for those parameters that any rank had one of."""
         slots = [slot for slot, is_used in zip(self.bucket.slots, used) if is_used]
-        unshown = [slot for slot in slots if not _is_part_of(shard, slot.parameter.grad)]
-        parts = shard.parts(self._own_pieces) if unshown else {}  # after the first of several micro-batches all are
-        for slot in unshown:
-            slot.parameter.grad = ShardedTensor(slot, parts[slot.index], self.bucket.dtype, keep=shard)
-            shard.shown.add(slot.index)
-
-
-def _is_part_of(shard: GradientShard, gradient: Tensor | None) -> bool:
-    return isinstance(gradient, ShardedTensor) and gradient.keep is shard
+        slots = [slot for slot in slots if shown_by(slot.parameter.grad, slot) is None]
+        parts = shard.parts(self._own_pieces) if slots else {}  # after the first of several micro-batches all are shown
+        for slot in slots:
+            if self.bucket.communicator.size > 1 or slot.index in parts:  # else it comes with what came late
+                shard.show(slot, parts[slot.index], self.bucket.dtype)

@@ -1,4 +1,4 @@
-"""The reduced gradient of a bucket, of which each rank holds a part."""
+"""The reduced gradient of a bucket, of which each rank holds a part, and the values that ``p.grad`` shows of it."""
 
 from __future__ import annotations
 
@@ -6,41 +6,50 @@ import weakref
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from lightning_zero.engine.settling import Work
-from lightning_zero.engine.sharded_tensor import local_range_of
+from lightning_zero.engine.sharded_tensor import Handle, ShardedTensor, local_range_of
 
 if TYPE_CHECKING:
-    from lightning_zero.engine.bucket import BucketSlot
-    from lightning_zero.engine.bucket_gradients import BucketGradients
+    from lightning_zero.engine.bucket import BucketSlot, Ledger
+
+
+class ShownGradient:
+    """The values of one ``p.grad``: what the tensor, and every alias of it, keeps.
+
+    Attributes:
+        slot: the parameter's.
+        local: this rank's range of the values, 1-D. The tensor object stays the same when a reduction puts the values
+            into a new shard, so that aliases follow.
+        shard: whose memory that is; None over one rank, where each gradient has its own.
+    """
+
+    def __init__(self, slot: BucketSlot, local: Tensor, shard: GradientShard | None) -> None:
+        self.slot, self.local, self.shard = slot, local, shard
 
 
 class GradientShard:
-    """The reduced gradient of a bucket: this rank's part. It lives as long as some ``p.grad`` shows it.
+    """What one reduction gave: this rank's part of a bucket's gradient. It lives while a ``p.grad`` shows some of it.
+
+    Which values are live is stated nowhere but in ``p.grad``: a range counts if the parameter's ``.grad`` shows it, and
+    the others hold nothing that is ever read.
 
     Args:
-        gradients: those of the bucket.
-        flat: the shard. Over one rank instead each parameter's own gradient, by index: nothing was to be laid out for a
-            reduction, and so nothing was copied.
+        flat: the shard. Over one rank instead each parameter's own gradient, 1-D, by index: nothing was to be laid out
+            for a reduction, and so nothing was copied.
         arrival: what ends when the values are there; None where they are.
-
-    Attributes:
-        shown: the parameters, by index, to which it was given as ``p.grad``.
     """
 
-    def __init__(
-        self, gradients: BucketGradients, flat: Tensor | dict[int, Tensor], arrival: Work | None = None
-    ) -> None:
+    def __init__(self, flat: Tensor | dict[int, Tensor], arrival: Work | None, ledger: Ledger) -> None:
         self._flat, self._arrival = flat, arrival
-        self.shown: set[int] = set()
-        self._gradients = weakref.ref(gradients)
-        tensors = flat.values() if isinstance(flat, dict) else [flat]
-        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         category = "gradients" if arrival is None else "host"
-        ledger = gradients.bucket.ledger
-        ledger.add(category, nbytes)
-        weakref.finalize(self, ledger.add, category, -nbytes)
+        holders = flat.values() if isinstance(flat, dict) else [self]
+        for holder, tensor in zip(holders, flat.values() if isinstance(flat, dict) else [flat]):
+            nbytes = tensor.numel() * tensor.element_size()
+            ledger.add(category, nbytes)
+            weakref.finalize(holder, ledger.add, category, -nbytes)
 
     @property
     def flat(self) -> Tensor | dict[int, Tensor]:
@@ -58,7 +67,7 @@ class GradientShard:
         """
         flat = self.flat
         if isinstance(flat, dict):
-            return {index: gradient.view(-1) for index, gradient in flat.items()}
+            return flat
         parts = flat.split_with_sizes([numel for numel, _, _ in pieces])  # all views in one call
         here = {index: part for part, (_, index, _) in zip(parts, pieces) if index is not None}
         return defaultdict(lambda: flat[:0], here)
@@ -69,32 +78,46 @@ class GradientShard:
         Args:
             part: of the shard. Over one rank there is one parameter.
         """
-        return self.flat[slots[0].index].view(-1) if isinstance(self.flat, dict) else self.flat[part]
+        return self.flat[slots[0].index] if isinstance(self.flat, dict) else self.flat[part]
 
-    def add(self, total: Tensor | dict[int, Tensor], arrival: Work | None = None) -> None:
-        """Add another backward's gradient, as it is given to the constructor."""
-        if arrival is not None:
-            arrival.wait()
-        if not isinstance(self.flat, dict) or not isinstance(total, dict):
-            assert isinstance(self.flat, Tensor) and isinstance(total, Tensor)
-            self.flat.add_(total)
+    def take_over(self, slots: list[BucketSlot], pieces: list[tuple[int, int | None, int]]) -> None:
+        """Add what the parameters' ``.grad`` hold, and let those that show an earlier reduction show this one.
+
+        What is not the same object on every rank's behalf (an ordinary tensor) has been reduced with the gradients.
+        """
+        held = [(slot, gradient) for slot in slots if isinstance(gradient := slot.parameter.grad, Handle)]
+        if not held:
             return
-        for index, gradient in total.items():
-            if index in self.flat:
-                self.flat[index].add_(gradient.to(self.flat[index].device))
-            else:
-                self.flat[index] = gradient
+        parts, flat = self.parts(pieces), self.flat
+        for slot, gradient in held:
+            shown = shown_by(gradient, slot)
+            if isinstance(flat, dict):
+                if slot.index not in flat:
+                    continue
+                if shown is not None:
+                    flat[slot.index] = shown.local.add_(flat[slot.index].to(shown.local.device))
+                else:
+                    flat[slot.index].add_(local_range_of(gradient, slot).to(flat[slot.index].device))
+                continue
+            part = parts[slot.index]
+            part.add_(local_range_of(gradient, slot).to(part.device))
+            if shown is not None:
+                shown.local.data = part
+                shown.shard = self
 
-    def add_part(self, slot: BucketSlot, gradient: Tensor) -> None:
-        """Add a tensor of one parameter's shape, sharded or whole, to its gradient."""
-        part = local_range_of(gradient, slot)
-        if isinstance(self.flat, dict):
-            self.add({slot.index: part.view(slot.shape).clone()})
+    def show(self, slot: BucketSlot, part: Tensor, dtype: torch.dtype) -> None:
+        """Make ``p.grad`` a parameter's range of this shard, if it is not; the tensor stays the same where it can."""
+        gradient, shard = slot.parameter.grad, None if isinstance(self._flat, dict) else self
+        if shown_by(gradient, slot) is not None:
+            return  # since ``take_over``
+        shown = ShownGradient(slot, part, shard)
+        if isinstance(gradient, ShardedTensor) and gradient.slot is slot and not gradient.is_parameter:
+            gradient.show(part, keep=shown)  # as autograd adds to a gradient that the user has replaced
         else:
-            self.flat[slot.local_range].add_(part.to(self.flat.device))  # gradients may be kept on the host
+            slot.parameter.grad = ShardedTensor(slot, part, dtype, keep=shown)
 
-    def accumulate(self, slot: BucketSlot, gradient: Tensor) -> None:
-        """Take a local gradient that autograd adds to a parameter's reduced one; it is reduced with the others."""
-        gradients = self._gradients()
-        assert gradients is not None
-        gradients.accumulate(slot.index, gradient.clone())
+
+def shown_by(gradient: Tensor | None, slot: BucketSlot) -> ShownGradient | None:
+    """What a parameter's ``.grad`` shows of a reduction; None for anything else that the user has put there."""
+    shown = gradient.keep if isinstance(gradient, ShardedTensor) else None
+    return shown if isinstance(shown, ShownGradient) and shown.slot is slot else None

@@ -17,7 +17,7 @@ from lightning_zero.engine.collectives import Communicator, Pending
 from lightning_zero.engine.differentiation import with_hooks_of
 from lightning_zero.engine.gradient_shard import GradientShard
 from lightning_zero.engine.schedule import Schedule, Unit
-from lightning_zero.engine.sharded_tensor import ShardedTensor
+from lightning_zero.engine.sharded_tensor import Handle
 from lightning_zero.engine.streams import at, current_stream, wait_for
 
 
@@ -28,11 +28,13 @@ class _Expectation:
     Attributes:
         counts: by bucket, how many gradients each parameter gets on this rank; decides when a bucket is complete.
         order: the buckets that any rank has gradients for, in the order of reduction; the same on every rank.
+        late: the buckets that on any rank got a gradient after their reduction; the same on every rank.
     """
 
     counts: list[list[int]]
     order: list[int]
     observed: bool = False
+    late: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -86,8 +88,11 @@ class GradientReducer:
         self._expectations: dict[tuple[bool, ...], _Expectation] = {}
         self._backward: _Backward | None = None
         self._deferred = False
+        self._added: tuple[int, int] | None = None  # the parameter to whose ``.grad`` autograd has added
         self.on_reduced: Callable[[Bucket, GradientShard, list[Bucket]], None] | None = None
         self._hooks: list[Any] = []
+        reducer = weakref.ref(self)
+        schedule.on_left_in_backward = lambda unit: _leave_unit(reducer(), unit)
         number_of = {id(bucket): number for number, bucket in enumerate(self._buckets)}
         for bucket in self._buckets:
             for slot in bucket.slots:
@@ -104,6 +109,11 @@ class GradientReducer:
             if owner is not None:
                 owner._take(leaf, number, index)
 
+        def add(gradient: Tensor) -> None:
+            owner = reducer()
+            if owner is not None:
+                owner._add(gradient, number, index)
+
         for leaf in (slot.view, slot.bucket.parameter(index)):
             requires_grad = leaf.requires_grad
             leaf.requires_grad_(True)  # a frozen parameter may be unfrozen later
@@ -111,6 +121,7 @@ class GradientReducer:
             self._hooks.append(Tensor.register_post_accumulate_grad_hook(leaf, take))
             leaf.requires_grad_(requires_grad)
         slot.take_gradient = take
+        slot.add_gradient = add
 
     def remove(self) -> None:
         for hook in self._hooks:
@@ -119,20 +130,21 @@ class GradientReducer:
 
     # -- during backward --------------------------------------------------------------------------------------------
 
+    def _add(self, gradient: Tensor, number: int, index: int) -> None:
+        """Autograd adds a local gradient to what is in ``p.grad``; its hook, ``_take``, comes next."""
+        self._begin()
+        self._gradients[number].accumulate(index, gradient.clone())
+        self._added = number, index
+
     def _take(self, leaf: Tensor, number: int, index: int) -> None:
         """A leaf has its gradient: the ordinary parameter that a forward used, or the sharded one itself."""
         gradients, gradient = self._gradients[number], leaf.grad
         assert gradient is not None
         parameter = gradients.bucket.parameter(index)
         is_parameter = leaf is parameter
-        if self._backward is None and is_parameter:
-            gradients.begin_with(index, gradient)
-        backward = self._backward
-        if backward is None or self._deferred:
-            backward = self._begin()
-        if isinstance(gradient, ShardedTensor) and gradient.keep is not None:
-            pass  # autograd added to the reduced gradient: it has come by GradientShard.accumulate
-        else:
+        backward = self._begin(leaf)
+        added, self._added = self._added, None
+        if not (is_parameter and added == (number, index)):  # else it has been accumulated, and stays in ``p.grad``
             leaf.grad = None
             if not gradients.shows_unsynchronised(index, gradient):  # else autograd added to the flat buffer itself
                 if not is_parameter and parameter._backward_hooks:
@@ -146,6 +158,20 @@ class GradientReducer:
                 if self._synchronises:
                     self._launch_in_order(backward)
 
+    def leave_unit(self, unit: Unit) -> None:
+        """Backward goes on to another unit: reduce what this one has, zeros for what this rank's data did not use.
+
+        Otherwise a rank that used all of it would wait in its reduction for this rank, which waits for the other's part
+        of the next unit. A gradient that comes all the same is reduced at the end.
+        """
+        backward = self._backward
+        if backward is None or unit.ran_twice or unit.depth or not self._synchronises:
+            return
+        for number, of in enumerate(self._units):
+            if of is unit and number not in backward.expectation.late:
+                backward.missing[number] = 0
+        self._launch_in_order(backward)
+
     @property
     def synchronise(self) -> bool:
         """Whether a backward that begins now is to be synchronised, as far as the stage leaves a choice."""
@@ -154,11 +180,28 @@ class GradientReducer:
     @synchronise.setter
     def synchronise(self, synchronise: bool) -> None:
         self._synchronise = synchronise
-        self._synchronises = synchronise or self._reduces_every_backward or self._communicator.size == 1
+        self._decide()
+
+    def _decide(self, leaf: Tensor | None = None, is_begun: bool = False) -> None:
+        """Whether the backward that begins, or the next one, is reduced.
+
+        Without ``synchronise`` one at stage 1 is not, unless a ``p.grad`` shows an earlier reduction, of which a rank
+        has a part: what is its own cannot be added to that.
+
+        Args:
+            leaf: its gradient is of this backward.
+        """
+        must = self._synchronise or self._reduces_every_backward or self._communicator.size == 1
+        self._synchronises = must or is_begun and self._shows_reduced(leaf)
         for gradients in self._gradients:
             gradients.reduces = self._synchronises
 
-    def _begin(self) -> _Backward:
+    def _begin(self, leaf: Tensor | None = None) -> _Backward:
+        """The backward under way, which begins with the first gradient.
+
+        Args:
+            leaf: which has a gradient that is this backward's.
+        """
         if self._backward is None:
             key = tuple(bucket.parameter(i).requires_grad for bucket in self._buckets for i in range(len(bucket.views)))
             expectation = self._expectations.get(key)
@@ -173,14 +216,20 @@ class GradientReducer:
                 counts=[[0] * len(bucket.views) for bucket in self._buckets],
                 missing=[sum(count > 0 for count in counts) for counts in expectation.counts],
             )
+            if not self._synchronise:
+                self._decide(leaf, is_begun=True)
             for gradients in self._gradients:
-                gradients.forget_reset_unsynchronised()
+                gradients.resume_unsynchronised(leaf)
             self._deferred = False
             torch.autograd.Variable._execution_engine.queue_callback(self._at_end)
         elif self._deferred:
             self._deferred = False
             torch.autograd.Variable._execution_engine.queue_callback(self._at_end)
         return self._backward
+
+    def _shows_reduced(self, but: Tensor | None) -> bool:
+        parameters = (bucket.parameter(i) for bucket in self._buckets for i in range(len(bucket.views)))
+        return any(p is not but and isinstance(p.grad, Handle) for p in parameters)
 
     def _launch_in_order(self, backward: _Backward) -> None:
         order = backward.expectation.order
@@ -272,6 +321,7 @@ class GradientReducer:
         self._collect(backward, used)
         for number, is_late in enumerate(late):
             if is_late:
+                expectation.late.add(number)
                 self._launch(backward, number)
         self._collect(backward, used)
         self._learn(backward, used)
@@ -314,3 +364,8 @@ class GradientReducer:
             told = torch.tensor(order, dtype=torch.int64, device="cpu")
             expectation.order = self._communicator.from_first(told).tolist()
             expectation.observed = True
+
+
+def _leave_unit(reducer: GradientReducer | None, unit: Unit) -> None:
+    if reducer is not None:
+        reducer.leave_unit(unit)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from functools import cached_property
@@ -178,6 +178,7 @@ class Schedule:
         self._expect([unit for unit in units if not unit.is_root])
         self._current: Unit | None = None  # that has begun last: in forward, or in backward
         self._is_backward = False
+        self.on_left_in_backward: Callable[[Unit], None] | None = None
         self._saved = SavedTensors([bucket for unit in units for bucket in unit.buckets])
         self.is_uneven = False  # ranks run different numbers of forwards, of which they take no order for the next step
         self._watched = False
@@ -421,6 +422,8 @@ class Schedule:
         if not self._is_backward:
             own = weakref.ref(self)  # the callback is not to keep the engine alive
             torch.autograd.Variable._execution_engine.queue_callback(lambda: _end_differentiation(own()))
+        elif self._current is not None and self.on_left_in_backward is not None:
+            self.on_left_in_backward(self._current)
         self._turn_to(unit, is_backward=True)
         unit.gather()
         if (position := self._position.get(unit)) is not None:

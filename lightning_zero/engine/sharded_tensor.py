@@ -84,6 +84,9 @@ class Slot(Protocol):
     def ranges(self) -> list[tuple[int, int]]:
         """What each rank has of the flattened parameter, in the order of ranks."""
 
+    def accumulate(self, target: Tensor, gradient: Tensor) -> bool:
+        """Take a local gradient that autograd adds to a tensor, if that is the parameter's ``.grad``."""
+
     def reduce(self, value: Tensor, op: Any, what: str | None = None) -> Tensor:
         """Reduce a small tensor over ranks, in place. Collective.
 
@@ -219,6 +222,10 @@ class ShardedTensor(Handle):
             return self._slot.local_parameter()
         settle()  # whoever asks may write to it
         return self._local
+
+    def show(self, local: Tensor, keep: Any) -> None:
+        """Have other values from here on."""
+        self._local, self.keep = local, keep
 
     def at_rest(self) -> Tensor:
         """As ``local``, to be read only; what lies on a disk is read of it when somebody asks for the values."""
@@ -429,8 +436,11 @@ def _views(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def local_range_of(value: Tensor, slot: Slot) -> Tensor:
-    """This rank's range, 1-D, of a tensor cut as the slot, or of a plain one that expands to the slot's shape."""
-    if isinstance(value, ShardedTensor):
+    """This rank's range, 1-D, of a tensor of the slot's shape, or of one that expands to it.
+
+    One that is cut as another slot is gathered for it.
+    """
+    if isinstance(value, ShardedTensor) and value.slot is slot:
         return value.local
     value = value if value.shape == slot.shape else value.expand(slot.shape)
     return flat_range(value, slot.offset, slot.offset + slot.local_numel)
@@ -697,11 +707,11 @@ def _alias(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _accumulate(func: Any, args: Any, kwargs: Any) -> Any:
-    """``add_``: from inside a backward pass, onto a reduced gradient, it is autograd accumulating a local one."""
+    """``add_``: from inside a backward pass, onto a parameter's ``.grad``, it is autograd accumulating a local one."""
     target = args[0]
-    if isinstance(target, ShardedTensor) and target.keep is not None and torch._C._current_graph_task_id() != -1:
-        target.keep.accumulate(target._slot, args[1])
-        return target
+    if isinstance(target, ShardedTensor) and torch._C._current_graph_task_id() != -1:
+        if target._slot.accumulate(target, args[1]):
+            return target
     return _act_locally(func, args, kwargs)
 
 

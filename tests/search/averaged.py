@@ -1,0 +1,147 @@
+"""The model of the random programs, and the reference: every rank's plain module in one process, gradients averaged.
+
+What DistributedDataParallel does with ``find_unused_parameters=True``, without its communication: a parameter that any
+rank has used gets the mean over ranks of what each has in ``.grad`` after its own backward; any other stays as it is.
+Under ``no_sync`` each rank keeps its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+
+from tests.search.programs import Setup
+
+WIDTH = 3
+
+
+class Block(nn.Module):
+    """Two layers, of which a forward uses those that it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, parts: str) -> Tensor:
+        for part in parts:
+            x = torch.tanh(self.a(x) if part == "a" else self.b(x))
+        return x
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor, uses: tuple[str, ...], scaled: bool, checkpointed: bool) -> Tensor:
+        total = x.sum() * 0
+        for block, parts in zip(self.blocks, uses):
+            if parts:  # a block that is not used is not called
+                y = checkpoint(block, x, parts, use_reentrant=False) if checkpointed else block(x, parts)
+                total = total + y.square().sum()
+        return total + (self.scale * x).sum() if scaled else total
+
+
+def make_net(setup: Setup) -> Net:
+    torch.manual_seed(1)
+    return Net(setup.blocks).double()
+
+
+def make_optimizers(setup: Setup, parameters: list[nn.Parameter]) -> list[Optimizer]:
+    made: list[Optimizer] = []
+    for number, kind in enumerate(setup.optimizers):
+        own = [p for p, owner in zip(parameters, setup.owner_of) if owner == number]
+        # A group of none is allowed, a list of none is not.
+        groups: Any = [{"params": own}]
+        if kind == "adam":
+            made.append(torch.optim.Adam(groups, lr=0.05, eps=0.1))
+        else:
+            made.append(torch.optim.SGD(groups, lr=0.125, momentum=0.5 if kind == "momentum" else 0.0))
+    return made
+
+
+def inputs(index: int, forward: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10_000 * index + 100 * forward + rank)
+    return torch.randn(2, WIDTH, generator=generator, dtype=torch.float64)
+
+
+class Averaged:
+    """Weights that all ranks share, and by parameter what each rank has in ``.grad``.
+
+    Attributes:
+        gradients: by parameter, a tensor for each rank, or None. Where all ranks have the same they are equal.
+        is_local: by parameter, whether ranks have gradients of their own, to be averaged by a backward to come.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.net = setup, make_net(setup)
+        self.parameters = list(self.net.parameters())
+        self.optimizers = make_optimizers(setup, self.parameters)
+        self.gradients: list[list[Tensor] | None] = [None] * len(self.parameters)
+        self.is_local = [False] * len(self.parameters)
+
+    def backward(self, local: Callable[[int], None], *, sync: bool) -> None:
+        """One backward of every rank.
+
+        Args:
+            local: runs a rank's forward and backward on the net, whose gradients it finds empty.
+        """
+        ranks = self.setup.ranks
+        found: list[list[Tensor | None]] = []
+        for rank in range(ranks):
+            for parameter in self.parameters:
+                parameter.grad = None
+            local(rank)
+            found.append([p.grad for p in self.parameters])
+        for index in range(len(self.parameters)):
+            own = [gradients[index] for gradients in found]
+            # What ranks keep under ``no_sync`` is averaged by the next synchronised backward, used in it or not: DDP
+            # leaves what that one does not use as it is, and lets ranks step apart.
+            if all(gradient is None for gradient in own) and not (sync and self.is_local[index]):
+                continue
+            if not sync:
+                self._add_local(index, own)
+                continue
+            before, nothing = self.gradients[index], torch.zeros_like(self.parameters[index])
+            held = [*(before or ()), *(gradient for gradient in own if gradient is not None)]
+            mean = sum(held, nothing) / ranks
+            if before is None:
+                self.gradients[index] = [mean.clone() for _ in range(ranks)]
+            else:  # in place: somebody may keep it
+                for tensor in before:
+                    tensor.copy_(mean)
+            self.is_local[index] = False
+
+    def _add_local(self, index: int, own: list[Tensor | None]) -> None:
+        before = self.gradients[index]
+        if before is None:
+            # A rank that has none shows none; the mean takes it for zeros.
+            before = self.gradients[index] = [torch.zeros_like(self.parameters[index]) for _ in own]
+        for tensor, gradient in zip(before, own):
+            if gradient is not None:
+                tensor.add_(gradient)
+        self.is_local[index] = True
+
+    def with_gradients(self, act: Callable[[], Any]) -> Any:
+        """Do something that reads or writes ``p.grad``, which is the same on every rank, and take over what it did."""
+        for index, (parameter, gradients) in enumerate(zip(self.parameters, self.gradients)):
+            assert not self.is_local[index] or gradients is None
+            parameter.grad = gradients[0] if gradients is not None else None
+        out = act()
+        for index, parameter in enumerate(self.parameters):
+            gradients = self.gradients[index]
+            if parameter.grad is None:
+                self.gradients[index], self.is_local[index] = None, False
+            elif gradients is not None and parameter.grad is gradients[0]:
+                for other in gradients[1:]:
+                    other.copy_(gradients[0])
+            else:
+                self.gradients[index] = [parameter.grad, *(parameter.grad.clone() for _ in range(self.setup.ranks - 1))]
+            parameter.grad = None
+        return out

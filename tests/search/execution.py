@@ -1,0 +1,468 @@
+"""Runs a random program on the engine and on the averaged reference side by side, and compares them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.search.averaged import Averaged, Net, inputs, make_net, make_optimizers
+from tests.search.programs import (
+    AddGroup,
+    Backward,
+    Check,
+    Clip,
+    Evaluate,
+    Gradient,
+    LearningRate,
+    Program,
+    Require,
+    SaveAndLoad,
+    Step,
+    Write,
+    ZeroGrad,
+)
+from tests.support.workers import rank
+
+BOUND = 1e-9
+"""Relative, of numbers in fp64: only a wrong number is further off than rounding."""
+
+
+def execute(program: Program) -> str | None:
+    """Run a program on this rank. Collective.
+
+    Returns:
+        The first difference on this rank, or None. Where a rank finds one, all end there, so that their processes can
+        serve the next program.
+    """
+    return Execution(program, make_net(program.setup)).run()
+
+
+class Difference(Exception):
+    """The engine's numbers are not the reference's."""
+
+
+def check(holds: bool, difference: str) -> None:
+    if not holds:
+        raise Difference(difference)
+
+
+class Execution:
+    """A program under way on the engine.
+
+    Args:
+        net: the model, as ``make_net`` gives it; what the program does with it begins once the engine has it.
+    """
+
+    def __init__(self, program: Program, net: Net) -> None:
+        self.program, self.setup, self.net = program, program.setup, net
+        self.parameters = list(net.parameters())
+        self.optimizers = make_optimizers(self.setup, self.parameters)
+        self.reference = Averaged(self.setup)
+        self.engine: Any = None
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}  # gradients that somebody keeps: ours, the reference's
+        self.saved: Any = None
+        self.where = "at the start"
+
+    @property
+    def engine_options(self) -> dict[str, Any]:
+        setup = self.setup
+        return {
+            "stage": setup.stage,
+            "unit_numel": 2**20 if setup.merged else 0,
+            "overlap": setup.overlap,
+            "bucket_numel": setup.bucket_numel,
+            "offload": setup.offload,
+        }
+
+    def run(self) -> str | None:
+        """The program on the bare engine, in a loop of its own."""
+        from lightning_zero.engine import Engine
+
+        self.engine = Engine(self.net, self.optimizers, **self.engine_options)
+        try:
+            difference = self.run_ops(0, len(self.program.ops)) or self.compare_at_end()
+        finally:
+            self.engine.close()
+        return difference or self.compare_ordinary()
+
+    def run_ops(self, start: int, stop: int) -> str | None:
+        """Some of the program's steps, in order; the first difference that one of them shows."""
+        for index, op in list(enumerate(self.program.ops))[start:stop]:
+            self.where = f"op {index}, {op}"
+            act = getattr(self, f"_{type(op).__name__.lower()}")
+            if difference := self._found_by_all(lambda act=act, op=op, index=index: act(op, index)):
+                return difference
+        return None
+
+    def compare_at_end(self) -> str | None:
+        self.where = "at the end"
+        return self._found_by_all(self._compare)
+
+    def compare_ordinary(self) -> str | None:
+        self.where = "after the engine's end"
+        return self._found_by_all(self._compare_ordinary)
+
+    # What a Trainer has other ways for.
+
+    def window(self) -> contextlib.AbstractContextManager[None]:
+        return self.engine.window()
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        return self.engine.no_sync()
+
+    def run_backward(self, loss: Tensor, **options: Any) -> None:
+        loss.backward(**options)
+
+    def step(self, number: int, *closure: Any) -> None:
+        self.optimizers[number].step(*closure)
+
+    def _found_by_all(self, act: Callable[[], None]) -> str | None:
+        """What an act has found to differ here, or that another rank has found something."""
+        found: str | None = None
+        try:
+            act()
+        except Difference as error:
+            found = f"rank {rank()}, {self.where}: {error}"
+        if self.setup.ranks == 1:
+            return found
+        flag = torch.tensor(int(found is not None))
+        dist.all_reduce(flag)
+        return found or ("another rank has found a difference" if flag else None)
+
+    # -- comparing --------------------------------------------------------------------------------------------------
+
+    def _same(self, value: Tensor, expected: Tensor, what: str) -> None:
+        value, expected = value.detach(), expected.detach()
+        check(value.shape == expected.shape, f"{what} has shape {value.shape}, not {expected.shape}")
+        if not torch.allclose(value, expected, rtol=BOUND, atol=BOUND):
+            raise Difference(f"{what} is {value.flatten().tolist()}, not {expected.flatten().tolist()}")
+
+    def _same_part(self, value: Tensor, expected: Tensor, what: str) -> None:
+        """This rank's part of what may be a sharded tensor."""
+        from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
+
+        if isinstance(value, ShardedTensor):
+            self._same(value.local, local_range_of(expected, value.slot), f"this rank's part of {what}")
+        else:
+            self._same(value, expected, what)
+
+    def _compare(self) -> None:
+        """Weights, gradients and gradients that somebody keeps, as far as they lie on this rank."""
+        for index, (parameter, expected) in enumerate(zip(self.parameters, self.reference.parameters)):
+            self._same_part(parameter, expected, f"parameter {index}")
+            gradients = self.reference.gradients[index]
+            if gradients is None:
+                check(parameter.grad is None, f"parameter {index} has a gradient")
+            elif parameter.grad is None:
+                own = gradients[rank()]
+                check(self.reference.is_local[index], f"parameter {index} has no gradient, not {own}")
+                self._same(torch.zeros_like(own), own, f"the missing gradient of parameter {index}")
+            else:
+                self._same_part(parameter.grad, gradients[rank()], f"the gradient of parameter {index}")
+        for index, (ours, theirs) in self.kept.items():
+            self._same_part(ours, theirs, f"a kept gradient of parameter {index}")
+
+    def _same_states(self, ours: Any, theirs: Any, what: str) -> None:
+        found, wanted = list(ours["state"]), list(theirs["state"])
+        check(sorted(found) == sorted(wanted), f"{what} has states of parameters {found}, not of {wanted}")
+        for key, expected in theirs["state"].items():
+            state = ours["state"][key]
+            check(state.keys() == expected.keys(), f"{what} has {list(state)} of parameter {key}")
+            for name, value in expected.items():
+                if isinstance(value, Tensor):
+                    self._same(state[name], value, f"{name} of parameter {key} of {what}")
+                else:
+                    check(state[name] == value, f"{name} of parameter {key} of {what} is {state[name]}, not {value}")
+        rates = [[group["lr"] for group in each["param_groups"]] for each in (ours, theirs)]
+        check(rates[0] == rates[1], f"{what} has learning rates {rates[0]}, not {rates[1]}")
+
+    def _compare_ordinary(self) -> None:
+        for (name, value), expected in zip(self.net.state_dict().items(), self.reference.net.state_dict().values()):
+            self._same(value, expected, name)
+        for number, (ours, theirs) in enumerate(zip(self.optimizers, self.reference.optimizers)):
+            self._same_states(ours.state_dict(), theirs.state_dict(), f"optimizer {number}")
+
+    # -- steps of a program -----------------------------------------------------------------------------------------
+
+    def _backward(self, op: Backward, index: int) -> None:
+        trained = self._trained(op)
+        if not self._is_possible(op, trained):
+            return
+        groups = [[f] for f in range(len(op.uses))] if op.each else [list(range(len(op.uses)))]
+        times = 2 if op.twice else 1
+        sync = op.sync or not self._accumulates_locally
+        with self._frozen(self.parameters, trained), self.window() if op.window else contextlib.nullcontext():
+            with contextlib.nullcontext() if op.sync else self.no_sync():
+                for forwards in groups:
+                    loss = self._loss(self.net, self.parameters, op, index, forwards, rank())
+                    for time in range(times):
+                        self.run_backward(loss, retain_graph=time + 1 < times)
+        reference = self.reference
+        with self._frozen(reference.parameters, trained):
+            for forwards in groups:
+                for _ in range(times):
+                    reference.backward(
+                        lambda r, f=forwards: self._loss(
+                            reference.net, reference.parameters, op, index, f, r
+                        ).backward(),
+                        sync=sync,
+                    )
+
+    @property
+    def _accumulates_locally(self) -> bool:
+        """Whether ``no_sync`` postpones anything: at stage 1 over several ranks, if no ``.grad`` is a reduced one."""
+        held = zip(self.reference.gradients, self.reference.is_local)
+        is_reduced = any(gradients is not None and not is_local for gradients, is_local in held)
+        return self.setup.stage == 1 and self.setup.ranks > 1 and not is_reduced
+
+    def _trained(self, op: Backward) -> list[bool]:
+        """By parameter, whether it wants a gradient in this backward."""
+        wanted = [p.requires_grad for p in self.parameters]
+        if op.frozen is not None and op.frozen < len(self.optimizers):
+            own = {id(p) for group in self.optimizers[op.frozen].param_groups for p in group["params"]}
+            wanted = [w and id(p) in own for w, p in zip(wanted, self.parameters)]
+        return wanted
+
+    def _is_possible(self, op: Backward, trained: Sequence[bool]) -> bool:
+        """Whether each rank's backwards reach some parameter, and at stage 3 all ranks' go through the same units."""
+        direct = op.direct is not None and trained[op.direct % len(trained)]
+        names = [name for name, _ in self.net.named_parameters()]
+
+        def reached(uses: tuple[str, ...]) -> list[bool]:
+            return [
+                any(t for name, t in zip(names, trained) for p in parts if name.startswith(f"blocks.{block}.{p}."))
+                for block, parts in enumerate(uses)
+            ]
+
+        scaled = op.scaled and trained[0]
+        all_reached = [[reached(uses) for uses in by_rank] for by_rank in op.uses]
+        if self.setup.stage == 3 and not self.setup.merged:
+            if any(row != by_rank[0] for by_rank in all_reached for row in by_rank):
+                return False
+        reaches = [[scaled or direct or any(row) for row in by_rank] for by_rank in all_reached]
+        if op.each:
+            return all(all(by_rank) for by_rank in reaches)
+        return all(any(of_rank) for of_rank in zip(*reaches))
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _frozen(parameters: list[nn.Parameter], trained: Sequence[bool]) -> Iterator[None]:
+        """As ``toggle_optimizer`` does."""
+        before = [p.requires_grad for p in parameters]
+        for parameter, wanted in zip(parameters, trained):
+            parameter.requires_grad = wanted
+        try:
+            yield
+        finally:
+            for parameter, wanted in zip(parameters, before):
+                parameter.requires_grad = wanted
+
+    @staticmethod
+    def _loss(
+        net: Net, parameters: list[nn.Parameter], op: Backward, index: int, forwards: list[int], of: int
+    ) -> Tensor:
+        losses = [net(inputs(index, f, of), op.uses[f][of], op.scaled, op.checkpointed) for f in forwards]
+        loss = sum(losses[1:], losses[0])
+        if op.direct is not None:
+            loss = loss + parameters[op.direct % len(parameters)].square().sum() * (1 + of)
+        return loss
+
+    def _zerograd(self, op: ZeroGrad, index: int) -> None:
+        def zero(net: nn.Module, optimizers: list[Any]) -> None:
+            (net if op.optimizer is None else optimizers[op.optimizer]).zero_grad(set_to_none=op.to_none)
+
+        if op.to_none or not any(self.reference.is_local):
+            zero(self.net, self.optimizers)
+            local, self.reference.is_local = self.reference.is_local, [False] * len(self.parameters)
+            self.reference.with_gradients(lambda: zero(self.reference.net, self.reference.optimizers))
+            self.reference.is_local = [
+                was and gradients is not None for was, gradients in zip(local, self.reference.gradients)
+            ]
+
+    def _step(self, op: Step, index: int) -> None:
+        if self._is_any_local(self.optimizers[op.optimizer]):
+            return
+        closure = [lambda: 1.0] if op.closure else []
+        self.step(op.optimizer, *closure)
+        self._on_reference(lambda: self.reference.optimizers[op.optimizer].step(*closure))
+
+    def _is_any_local(self, optimizer: Any = None) -> bool:
+        chosen = range(len(self.parameters))
+        if optimizer is not None:
+            own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            chosen = [i for i in chosen if id(self.parameters[i]) in own]
+        return any(self.reference.is_local[i] for i in chosen)
+
+    def _on_reference(self, act: Callable[[], Any]) -> Any:
+        """Do what neither reads nor writes gradients that ranks have of their own."""
+        local = [gradients if is_local else None for gradients, is_local in self._held_by_reference()]
+        for index, gradients in enumerate(local):
+            if gradients is not None:
+                self.reference.gradients[index] = None
+        out = self.reference.with_gradients(act)
+        for index, gradients in enumerate(local):
+            if gradients is not None:
+                self.reference.gradients[index], self.reference.is_local[index] = gradients, True
+        return out
+
+    def _held_by_reference(self) -> list[tuple[Any, bool]]:
+        return list(zip(self.reference.gradients, self.reference.is_local))
+
+    def _gradient(self, op: Gradient, index: int) -> None:
+        from lightning_zero.engine.sharded_tensor import ShardedTensor
+
+        number = op.parameter % len(self.parameters)
+        gradients, action = self.reference.gradients[number], op.action
+        if self.reference.is_local[number]:
+            self._local_gradient(number, action)
+            return
+        if action == "keep":
+            if gradients is not None and isinstance(self.parameters[number].grad, ShardedTensor):
+                self.kept[number] = (self.parameters[number].grad, gradients[0])
+            return
+        if action == "put back" and number not in self.kept:
+            return
+        twin = next(
+            (i for i, p in enumerate(self.parameters) if i != number and p.shape == self.parameters[number].shape), None
+        )
+        if action == "other" and (
+            twin is None or self.reference.gradients[twin] is None or self.reference.is_local[twin]
+        ):
+            return
+        if gradients is None and action not in ("drop", "plain", "put back", "other"):
+            return
+
+        def act(parameters: list[nn.Parameter], kept: Callable[[], Tensor]) -> Any:
+            parameter = parameters[number]
+            match action:
+                case "drop":
+                    parameter.grad = None
+                case "clone":
+                    parameter.grad = parameter.grad.clone()
+                case "plain":
+                    parameter.grad = torch.full(parameter.shape, 0.25, dtype=parameter.dtype)
+                case "twice":
+                    parameter.grad = parameter.grad * 2
+                case "scale":
+                    parameter.grad.mul_(2)
+                case "zero":
+                    parameter.grad.zero_()
+                case "other":
+                    parameter.grad = parameters[twin].grad.clone()
+                case "put back":
+                    parameter.grad = kept()
+                case "read":
+                    return parameter.grad.sum()
+                case "detached":
+                    parameter.grad = parameter.grad.detach()
+
+        ours = act(self.parameters, lambda: self.kept[number][0])
+        theirs = self._on_reference(lambda: act(self.reference.parameters, lambda: self.kept[number][1]))
+        if action == "read":
+            self._same(ours, theirs, f"the sum of the gradient of parameter {number}")
+
+    def _local_gradient(self, number: int, action: str) -> None:
+        """Of what ranks have not averaged: drop it, or change it in place."""
+        parameter, gradients = self.parameters[number], self.reference.gradients[number]
+        if action == "drop":
+            parameter.grad = None
+            self.reference.gradients[number], self.reference.is_local[number] = None, False
+        elif action == "scale":
+            for tensor in ([] if parameter.grad is None else [parameter.grad]) + gradients:
+                tensor.mul_(2)
+        elif action in ("clone", "twice"):
+            factor = 2 if action == "twice" else 1
+            parameter.grad = None if parameter.grad is None else parameter.grad * factor
+            self.reference.gradients[number] = [tensor * factor for tensor in gradients]
+
+    def _clip(self, op: Clip, index: int) -> None:
+        optimizer = None if op.optimizer is None else self.optimizers[op.optimizer]
+        if self._is_any_local(optimizer):
+            return
+
+        def clip(parameters: list[nn.Parameter], optimizers: list[Any]) -> None:
+            if op.optimizer is not None:
+                parameters = [p for group in optimizers[op.optimizer].param_groups for p in group["params"]]
+            parameters = [p for p in parameters if p.grad is not None]
+            if not parameters:
+                return
+            if op.by == "value":
+                nn.utils.clip_grad_value_(parameters, 0.125)
+            else:
+                nn.utils.clip_grad_norm_(parameters, 0.5, 2.0 if op.by == "norm" else float("inf"))
+
+        clip(self.parameters, self.optimizers)
+        self._on_reference(lambda: clip(self.reference.parameters, self.reference.optimizers))
+
+    def _require(self, op: Require, index: int) -> None:
+        for parameters in (self.parameters, self.reference.parameters):
+            parameters[op.parameter % len(parameters)].requires_grad_(op.requires_grad)
+
+    def _write(self, op: Write, index: int) -> None:
+        for parameters in (self.parameters, self.reference.parameters):
+            parameter = parameters[op.parameter % len(parameters)]
+            value = torch.linspace(-0.5, 0.5, parameter.numel(), dtype=parameter.dtype).view(parameter.shape)
+            with torch.no_grad():
+                match op.how:
+                    case "copy":
+                        parameter.copy_(value)
+                    case "data":
+                        parameter.data = value
+                    case "scale":
+                        parameter.mul_(0.5)
+                    case "element":
+                        parameter[0] = 0.25
+
+    def _evaluate(self, op: Evaluate, index: int) -> None:
+        uses = tuple("ab" if block == op.block % self.setup.blocks else "" for block in range(self.setup.blocks))
+        outputs = []
+        for net in (self.net, self.reference.net):
+            net.eval()
+            with torch.no_grad():
+                outputs.append(net(inputs(index, 0, 0), uses, True, False))
+            net.train()
+        self._same(*outputs, "the output in evaluation")
+
+    def _saveandload(self, op: SaveAndLoad, index: int) -> None:
+        weights = self.engine.full_state_dict(module=self.net) if op.whole else copy.deepcopy(self.net.state_dict())
+        states = [self.engine.full_optimizer_state_dict(optimizer) for optimizer in self.optimizers]
+        expected = copy.deepcopy(self.reference.net.state_dict())
+        expected_states = [copy.deepcopy(optimizer.state_dict()) for optimizer in self.reference.optimizers]
+        for name, value in expected.items():
+            self._same_part(weights[name], value, f"{name} in the state dict")
+        for number, (ours, theirs) in enumerate(zip(states, expected_states)):
+            self._same_states(ours, theirs, f"optimizer {number}")
+        sizes = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self.optimizers]
+        if op.load and self.saved is not None and self.saved[0] == sizes:
+            _, weights, states, expected, expected_states = self.saved
+            for net, values in ((self.net, weights), (self.reference.net, expected)):
+                net.load_state_dict(values)
+            for optimizers, values in ((self.optimizers, states), (self.reference.optimizers, expected_states)):
+                for optimizer, value in zip(optimizers, copy.deepcopy(values)):
+                    optimizer.load_state_dict(value)
+        else:
+            self.saved = sizes, weights, states, expected, expected_states
+
+    def _learningrate(self, op: LearningRate, index: int) -> None:
+        for optimizers in (self.optimizers, self.reference.optimizers):
+            for group in optimizers[op.optimizer].param_groups:
+                group["lr"] *= op.factor
+
+    def _addgroup(self, op: AddGroup, index: int) -> None:
+        number = op.parameter % len(self.parameters)
+        for optimizers, parameters in (
+            (self.optimizers, self.parameters),
+            (self.reference.optimizers, self.reference.parameters),
+        ):
+            known = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+            if id(parameters[number]) not in known:
+                optimizers[op.optimizer].add_param_group({"params": [parameters[number]]})
+
+    def _check(self, op: Check, index: int) -> None:
+        self._compare()

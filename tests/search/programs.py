@@ -1,0 +1,258 @@
+"""What a random training program consists of, and how hypothesis draws one.
+
+A program is data: every rank receives the same one. A step that has no meaning where it stands (an optimizer's step on
+gradients that ranks have not averaged yet, say) is skipped by ``execution`` on every rank alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from hypothesis import strategies as st
+
+BLOCKS, PARTS = 4, ("a", "b", "ab", "")
+"""Blocks of the model at most, and which of its two layers a forward of a block uses."""
+
+PARAMETERS = 4 * BLOCKS + 1
+"""Parameters of the model at most; a program's indices are taken modulo the model's own number."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The model, its optimizers and the engine's options.
+
+    Attributes:
+        owner_of: by parameter, the optimizer that has it from the start; None for one that may be added later.
+    """
+
+    ranks: int
+    stage: int
+    blocks: int
+    merged: bool
+    overlap: bool
+    offload: str | None
+    bucket_numel: int
+    optimizers: tuple[str, ...]
+    owner_of: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class Op:
+    """A step of a program. ``Program.__repr__`` prints what a named test can be made of."""
+
+
+@dataclass(frozen=True)
+class Backward(Op):
+    """Forwards, of which each rank uses the parts of blocks that are named for it, and their backward.
+
+    Attributes:
+        uses: by forward, by rank, by block, one of ``PARTS``.
+        scaled: the root's own parameter takes part.
+        direct: a parameter that the loss reads outside of its module, if any.
+        sync: False for a micro-batch under ``no_sync``.
+        frozen: an optimizer whose parameters alone want gradients, as by ``toggle_optimizer``.
+        checkpointed: blocks are computed again in backward.
+        twice: the same graph is gone through twice.
+        each: each forward has a backward of its own.
+        window: forwards and backwards are within one window, as in a ``training_step``.
+    """
+
+    uses: tuple[tuple[tuple[str, ...], ...], ...]
+    scaled: bool = False
+    direct: int | None = None
+    sync: bool = True
+    frozen: int | None = None
+    checkpointed: bool = False
+    twice: bool = False
+    each: bool = False
+    window: bool = False
+
+
+@dataclass(frozen=True)
+class ZeroGrad(Op):
+    """``zero_grad`` of an optimizer, or of the module where ``optimizer`` is None."""
+
+    optimizer: int | None
+    to_none: bool = True
+
+
+@dataclass(frozen=True)
+class Step(Op):
+    optimizer: int
+    closure: bool = False
+
+
+@dataclass(frozen=True)
+class Gradient(Op):
+    """Something done to one parameter's ``.grad``.
+
+    Attributes:
+        action: "drop", "clone", "plain" (an ordinary tensor in its place), "twice" (times two, another tensor), "scale"
+            (in place), "zero" (in place), "other" (that of another parameter of the same shape), "keep" (somebody
+            keeps the tensor), "put back" (what was kept is ``.grad`` again), "read", "detached".
+    """
+
+    parameter: int
+    action: str
+
+
+@dataclass(frozen=True)
+class Clip(Op):
+    """``by`` is "norm", "inf" or "value"; of an optimizer's parameters, or of all."""
+
+    by: str
+    optimizer: int | None = None
+
+
+@dataclass(frozen=True)
+class Require(Op):
+    """Freeze a parameter, or unfreeze it."""
+
+    parameter: int
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class Write(Op):
+    """Write a weight: "copy", "data", "scale" or "element"."""
+
+    parameter: int
+    how: str
+
+
+@dataclass(frozen=True)
+class Evaluate(Op):
+    """A forward without gradients; in eval mode."""
+
+    block: int
+
+
+@dataclass(frozen=True)
+class SaveAndLoad(Op):
+    """What is saved is compared; with ``load`` the newest saved state is loaded back, of weights and optimizers."""
+
+    load: bool
+    whole: bool = True
+
+
+@dataclass(frozen=True)
+class LearningRate(Op):
+    optimizer: int
+    factor: float
+
+
+@dataclass(frozen=True)
+class AddGroup(Op):
+    """Give an optimizer a parameter that none has."""
+
+    optimizer: int
+    parameter: int
+
+
+@dataclass(frozen=True)
+class Check(Op):
+    """Compare this rank's parts of all weights and gradients."""
+
+
+@dataclass(frozen=True, repr=False)
+class Program:
+    setup: Setup
+    ops: tuple[Op, ...]
+
+    def __repr__(self) -> str:
+        def shown(value: Any) -> str:
+            given = [f for f in fields(value) if f.default is not getattr(value, f.name)]
+            return f"{type(value).__name__}({', '.join(f'{f.name}={getattr(value, f.name)!r}' for f in given)})"
+
+        ops = "".join(f"\n        {shown(op)}," for op in self.ops)
+        return f"Program(\n    {shown(self.setup)},\n    ({ops}\n    ),\n)"
+
+
+GRADIENT_ACTIONS = (
+    ("drop", "clone", "plain", "twice", "scale", "zero", "other", "keep", "put back", "read", "detached")
+)  # fmt: skip
+
+_parameter = st.integers(0, PARAMETERS - 1)
+
+
+@st.composite
+def setups(draw: st.DrawFn, ranks: int) -> Setup:
+    optimizers = tuple(draw(st.lists(st.sampled_from(("sgd", "momentum", "adam")), min_size=1, max_size=3)))
+    # by block as a rule, as projects have it; by parameter too
+    owner = st.sampled_from((*range(len(optimizers)), *range(len(optimizers)), None))
+    if draw(st.booleans()):
+        by_block = [draw(owner) for _ in range(BLOCKS + 1)]
+        owners = tuple(by_block[index // 4] for index in range(PARAMETERS))
+    else:
+        owners = tuple(draw(owner) for _ in range(PARAMETERS))
+    return Setup(
+        ranks=ranks,
+        stage=draw(st.sampled_from((1, 2, 3))),
+        blocks=draw(st.integers(1, BLOCKS)),
+        merged=draw(st.booleans()),
+        overlap=draw(st.booleans()),
+        offload=draw(st.sampled_from((None, None, None, "cpu"))),
+        bucket_numel=draw(st.sampled_from((2**25, 2**25, 40))),
+        optimizers=optimizers,
+        owner_of=owners,
+    )
+
+
+@st.composite
+def _uses(draw: st.DrawFn, setup: Setup) -> tuple[tuple[str, ...], ...]:
+    """By rank and block. At stage 3 with units of their own all ranks run the same ones."""
+    first = tuple(draw(st.sampled_from(PARTS)) for _ in range(setup.blocks))
+    if setup.ranks == 1 or not draw(st.booleans()):
+        return (first,) * setup.ranks
+    rows = [first]
+    for _ in range(setup.ranks - 1):
+        row = []
+        for part in first:
+            other = draw(st.sampled_from(PARTS))
+            if setup.stage == 3 and not setup.merged:
+                other = (other or "a") if part else ""
+            row.append(other)
+        rows.append(tuple(row))
+    return tuple(rows)
+
+
+@st.composite
+def _backwards(draw: st.DrawFn, setup: Setup) -> Backward:
+    forwards = draw(st.sampled_from((1, 1, 1, 2)))
+    return Backward(
+        uses=tuple(draw(_uses(setup)) for _ in range(forwards)),
+        scaled=draw(st.booleans()),
+        direct=draw(st.one_of(st.none(), st.none(), _parameter)),
+        sync=draw(st.sampled_from((True, True, False))),
+        frozen=draw(st.one_of(st.none(), st.none(), st.integers(0, 2))),
+        checkpointed=draw(st.sampled_from((False, False, True))),
+        twice=draw(st.sampled_from((False, False, False, True))),
+        each=draw(st.booleans()) if forwards > 1 else False,
+        window=draw(st.booleans()),
+    )
+
+
+def _ops(setup: Setup) -> st.SearchStrategy[Op]:
+    optimizer = st.integers(0, len(setup.optimizers) - 1)
+    zero = st.builds(ZeroGrad, st.one_of(st.none(), optimizer), st.sampled_from((True, True, False)))
+    step = st.builds(Step, optimizer, st.sampled_from((False, False, False, True)))
+    gradient = st.builds(Gradient, _parameter, st.sampled_from(GRADIENT_ACTIONS))
+    rare = st.one_of(
+        st.builds(Clip, st.sampled_from(("norm", "inf", "value")), st.one_of(st.none(), optimizer)),
+        st.builds(Require, _parameter, st.booleans()),
+        st.builds(Write, _parameter, st.sampled_from(("copy", "data", "scale", "element"))),
+        st.builds(Evaluate, st.integers(0, BLOCKS - 1)),
+        st.builds(SaveAndLoad, st.booleans(), st.booleans()),
+        st.builds(LearningRate, optimizer, st.sampled_from((0.5, 2.0))),
+        st.builds(AddGroup, optimizer, _parameter),
+        st.just(Check()),
+    )
+    return st.one_of(_backwards(setup), _backwards(setup), _backwards(setup), zero, step, gradient, gradient, rare)
+
+
+@st.composite
+def programs(draw: st.DrawFn, ranks: int, max_ops: int = 14) -> Program:
+    """Programs for a number of ranks."""
+    setup = draw(setups(ranks))
+    return Program(setup, tuple(draw(st.lists(_ops(setup), min_size=2, max_size=max_ops))))

@@ -1,0 +1,107 @@
+"""Programs on which the engine once gave other numbers than averaged gradients, as short as they could be made."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.search.execution import execute
+from tests.search.programs import Backward, Check, Gradient, Program, Setup, Step, ZeroGrad
+
+A, B = ((("a",), ("a",)),), ((("b",), ("b",)),)
+"""One forward, of the one block's layer ``a`` or ``b``, on both ranks."""
+
+LAYER_A, LAYER_B = (1, 2), (3, 4)
+"""Indices of their weights and biases."""
+
+SETUP = Setup(
+    ranks=2,
+    stage=2,
+    blocks=1,
+    merged=True,
+    overlap=True,
+    offload=None,
+    bucket_numel=2**25,
+    optimizers=("sgd", "sgd"),
+    owner_of=(None, 0, 0, 1, 1),
+)
+
+
+def of_each(parameters: tuple[int, ...], action: str) -> tuple[Gradient, ...]:
+    return tuple(Gradient(parameter, action) for parameter in parameters)
+
+
+FOUND = {
+    "two optimizers zero, backward and step in turn": (
+        *(ZeroGrad(0), Backward(A), Step(0), ZeroGrad(1), Backward(B), Step(1), Check()) * 3,
+    ),
+    "a gradient is dropped while a neighbour's stays, and comes again": (
+        Backward(A),
+        *of_each(LAYER_A, "drop"),
+        Backward(B),
+        Backward(A),
+    ),
+    "a gradient is replaced by a copy before a backward without it": (
+        Backward(A),
+        *of_each(LAYER_A, "clone"),
+        Backward(B),
+        Backward(A),
+    ),
+    "a gradient that somebody keeps is dropped and put back": (
+        Backward(A),
+        *of_each(LAYER_A, "keep"),
+        *of_each(LAYER_A, "drop"),
+        Backward(A),
+        *of_each(LAYER_A, "put back"),
+        Backward(B),
+        Backward(A),
+    ),
+    "a kept gradient goes on as p.grad does": (Backward(A), *of_each(LAYER_A, "keep"), Backward(B), Backward(A)),
+    "a gradient of the user's own is added to where it was used outside of its module": (
+        Backward(A),
+        Gradient(1, "twice"),
+        Backward(A, direct=1),
+    ),
+    "a backward without synchronisation after one with it": (Backward(A), Backward(A, sync=False), Backward(A)),
+    "what was accumulated without synchronisation is replaced": (
+        Backward(A, sync=False),
+        Gradient(1, "twice"),
+        Backward(A),
+    ),
+    "an ordinary tensor in the place of a gradient": (
+        Gradient(1, "plain"),
+        Backward(A),
+        Gradient(3, "plain"),
+        Backward(A, sync=False),
+        Backward(B),
+    ),
+    "what was accumulated without synchronisation is averaged by a backward without it": (
+        Backward(B, direct=0, sync=False),
+        Backward(A, scaled=True),
+    ),
+}
+
+
+def test_ranks_that_use_other_layers_of_a_block_do_not_wait_for_each_other(run_on):
+    """Where a reduction is waited for before the next unit of backward is gathered."""
+    setup = replace(SETUP, stage=3, merged=False, overlap=False, blocks=2, bucket_numel=12, owner_of=(0,) * 9)
+    uses = ((("a", "ab"), ("a", "a")),)
+    found = run_on(2, execute, program=Program(setup, (Backward(uses), Step(0), Backward(uses), Check())))
+    assert found == [None, None], "\n".join(filter(None, found))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_layer_is_used_again_on_one_rank(run_on, stage):
+    """Its gradient comes when that of its neighbour, which was alone before, has been taken."""
+    program = Program(replace(SETUP, ranks=1, stage=stage), (Backward(((("b",),),)), Backward(((("ab",),),)), Check()))
+    assert run_on(1, execute, program=program) == [None]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("merged", [True, False], ids=["merged", "single"])
+@pytest.mark.parametrize("name", FOUND)
+def test_gradients_are_averaged_ones_where(run_on, name, merged, stage):
+    program = Program(replace(SETUP, stage=stage, merged=merged), (*FOUND[name], Check()))
+    found = run_on(2, execute, program=program)
+    assert found == [None, None], "\n".join(filter(None, found))

@@ -1,0 +1,40 @@
+"""Random training programs give the weights and gradients of plain modules whose gradients are averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from tests.search.execution import execute
+from tests.search.programs import Program, programs
+from tests.search.trainer_execution import execute_in_trainer
+
+SHARES = {"engine on 1": 0.15, "engine on 2": 0.7, "engine on 3": 0.1, "Trainer on 2": 0.05}
+"""Of the programs, by what runs them and on how many ranks."""
+
+
+@pytest.mark.parametrize("where", SHARES)
+@pytest.mark.timeout(0)  # with --programs it takes as long as it is told to; each program has a timeout of its own
+def test_random_programs_give_averaged_gradients(run_on, where, request):
+    ranks, run = int(where[-1]), execute_in_trainer if "Trainer" in where else execute
+
+    @seed(request.config.getoption("--programs-seed"))
+    @settings(
+        max_examples=round(request.config.getoption("--programs") * SHARES[where]),
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink),
+    )
+    @given(programs(ranks))
+    def holds(program: Program) -> None:
+        check(run_on, run, program)
+
+    holds()
+
+
+def check(run_on: Callable[..., list[str | None]], run: Callable[[Program], str | None], program: Program) -> None:
+    found = run_on(program.setup.ranks, run, program=program)
+    assert found == [None] * program.setup.ranks, "\n".join(filter(None, found))
