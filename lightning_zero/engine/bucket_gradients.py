@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_zero.engine.bucket import LOW_PRECISION, Bucket, BucketSlot
 from lightning_zero.engine.collectives import Pending
-from lightning_zero.engine.gradient_shard import GradientShard, shown_by
+from lightning_zero.engine.gradient_shard import GradientShard, shard_of_all, shown_by
 from lightning_zero.engine.same_machine import Piece
 from lightning_zero.engine.sharded_tensor import Handle, ShardedTensor
 from lightning_zero.engine.streams import at, current_stream, wait_for
@@ -275,6 +275,10 @@ class BucketGradients:
             arrival = None
             if self.bucket.updates is not None and self.bucket.updates.gradients:
                 total, arrival = self.bucket.updates.to_host(total)
+            former = shard_of_all(self.bucket.slots)
+            if former is not None:  # as in every micro-batch but the first
+                former.add(total, arrival)
+                return former
             shard = GradientShard(total, arrival, self.bucket.ledger)
             shard.take_over(self.bucket.slots, self._own_pieces)
             return shard

@@ -80,10 +80,17 @@ class GradientShard:
         """
         return self.flat[slots[0].index] if isinstance(self.flat, dict) else self.flat[part]
 
+    def add(self, total: Tensor | dict[int, Tensor], arrival: Work | None) -> None:
+        """Add another reduction, as it is given to the constructor, where a ``.grad`` shows each range of this one."""
+        if arrival is not None:
+            arrival.wait()
+        assert isinstance(self.flat, Tensor) and isinstance(total, Tensor)
+        self.flat.add_(total)
+
     def take_over(self, slots: list[BucketSlot], pieces: list[tuple[int, int | None, int]]) -> None:
         """Add what the parameters' ``.grad`` hold, and let those that show an earlier reduction show this one.
 
-        What is not the same object on every rank's behalf (an ordinary tensor) has been reduced with the gradients.
+        An ordinary tensor, which is this rank's own, has been reduced with the gradients.
         """
         held = [(slot, gradient) for slot in slots if isinstance(gradient := slot.parameter.grad, Handle)]
         if not held:
@@ -106,13 +113,11 @@ class GradientShard:
                 shown.shard = self
 
     def show(self, slot: BucketSlot, part: Tensor, dtype: torch.dtype) -> None:
-        """Make ``p.grad`` a parameter's range of this shard, if it is not; the tensor stays the same where it can."""
-        gradient, shard = slot.parameter.grad, None if isinstance(self._flat, dict) else self
-        if shown_by(gradient, slot) is not None:
-            return  # since ``take_over``
-        shown = ShownGradient(slot, part, shard)
+        """Make a range of this shard ``p.grad``, which does not show one; a tensor made of the parameter is kept."""
+        shown = ShownGradient(slot, part, None if isinstance(self._flat, dict) else self)
+        gradient = slot.parameter.grad
         if isinstance(gradient, ShardedTensor) and gradient.slot is slot and not gradient.is_parameter:
-            gradient.show(part, keep=shown)  # as autograd adds to a gradient that the user has replaced
+            gradient.show(part, keep=shown)  # as autograd adds in place
         else:
             slot.parameter.grad = ShardedTensor(slot, part, dtype, keep=shown)
 
@@ -121,3 +126,10 @@ def shown_by(gradient: Tensor | None, slot: BucketSlot) -> ShownGradient | None:
     """What a parameter's ``.grad`` shows of a reduction; None for anything else that the user has put there."""
     shown = gradient.keep if isinstance(gradient, ShardedTensor) else None
     return shown if isinstance(shown, ShownGradient) and shown.slot is slot else None
+
+
+def shard_of_all(slots: list[BucketSlot]) -> GradientShard | None:
+    """The shard that the ``.grad`` of all these parameters show, if it is one."""
+    shown = [shown_by(slot.parameter.grad, slot) for slot in slots]
+    shard = shown[0].shard if shown[0] is not None else None
+    return shard if all(each is not None and each.shard is shard for each in shown) else None

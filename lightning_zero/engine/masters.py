@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_zero.engine.bucket import Bucket, BucketSlot, Ledger
-from lightning_zero.engine.gradient_shard import GradientShard, shown_by
+from lightning_zero.engine.gradient_shard import GradientShard, shard_of_all
 from lightning_zero.engine.master import Master, runs_of
 from lightning_zero.engine.offload.masters_elsewhere import MastersElsewhere
 from lightning_zero.engine.offload.states import DiskStates
@@ -302,9 +302,7 @@ class Masters:
         pieces = [slot.parameter.grad for slot in master.slots]
         if len(pieces) == 1 and isinstance(pieces[0], ShardedTensor):
             return local_range_of(pieces[0], master.slots[0])
-        shown = [shown_by(gradient, slot) for gradient, slot in zip(pieces, master.slots)]
-        shard = shown[0].shard if shown[0] is not None else None
-        if shard is not None and all(each is not None and each.shard is shard for each in shown):
+        if (shard := shard_of_all(master.slots)) is not None:
             assert isinstance(shard.flat, Tensor)
             return shard.flat[master.range]
         gathered = torch.zeros_like(master.tensor, device=master.device)  # the user put gradients of his own in p.grad

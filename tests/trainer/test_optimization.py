@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.optim import SGD, Adam, lr_scheduler
 
+from lightning_zero import full_grad
 from tests.support.training import CLOSE
 from tests.trainer.cases import Net, behaviours, fit, observed, same_as_under_ddp, shared_folder, trained
 
@@ -80,6 +81,30 @@ class Alternating(Net):
 def alternate(strategy: str) -> Any:
     """Two optimizers that step at different times, the gradients of one being added up meanwhile."""
     return trained(strategy, Alternating())
+
+
+class InTurn(Net):
+    """Two networks of one unit, each with an optimizer, whose gradients nobody clears meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.actor, self.critic = nn.Linear(6, 4), nn.Linear(6, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer, network in zip(self.optimizers(), (self.actor, self.critic)):
+            optimizer.zero_grad()
+            self.manual_backward(network(batch[0]).square().mean())
+            self.seen.append(full_grad(network.weight))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [SGD(network.parameters(), lr=0.1) for network in (self.actor, self.critic)]
+
+
+def take_turns(strategy: str) -> Any:
+    """Two optimizers that each clear, compute and apply their own gradients in turn, as a GAN's or SAC's."""
+    return trained(ddp_that_finds_unused(strategy), InTurn())
 
 
 class TwoBackwards(Net):
@@ -421,6 +446,7 @@ def configure_in_every_form(strategy: str) -> Any:
     wait_for_a_plateau,
     monitor_the_rate,
     edit_the_rate,
+    take_turns,
     override_every_hook,
     skip_steps,
     clip_by_value,
