@@ -242,9 +242,11 @@ class Execution:
 
         scaled = op.scaled and trained[0]
         all_reached = [[reached(uses) for uses in by_rank] for by_rank in op.uses]
-        if self.setup.stage == 3 and not self.setup.merged:
-            if any(row != by_rank[0] for by_rank in all_reached for row in by_rank):
+        if self.setup.stage == 3:
+            if not self.setup.merged and any(row != by_rank[0] for by_rank in all_reached for row in by_rank):
                 return False
+            if op.twice and any(row != by_rank[0] for by_rank in op.uses for row in by_rank):
+                return False  # the second one gathers what was released for those ranks alone whose layers need it
         reaches = [[scaled or direct or any(row) for row in by_rank] for by_rank in all_reached]
         if op.each:
             return all(all(by_rank) for by_rank in reaches)
@@ -274,16 +276,21 @@ class Execution:
         return loss
 
     def _zerograd(self, op: ZeroGrad, index: int) -> None:
-        def zero(net: nn.Module, optimizers: list[Any]) -> None:
-            (net if op.optimizer is None else optimizers[op.optimizer]).zero_grad(set_to_none=op.to_none)
-
-        if op.to_none or not any(self.reference.is_local):
-            zero(self.net, self.optimizers)
-            local, self.reference.is_local = self.reference.is_local, [False] * len(self.parameters)
-            self.reference.with_gradients(lambda: zero(self.reference.net, self.reference.optimizers))
-            self.reference.is_local = [
-                was and gradients is not None for was, gradients in zip(local, self.reference.gradients)
-            ]
+        if not op.to_none and any(self.reference.is_local):
+            return
+        (self.net if op.optimizer is None else self.optimizers[op.optimizer]).zero_grad(set_to_none=op.to_none)
+        if op.optimizer is None:
+            cleared = list(range(len(self.parameters)))
+        else:
+            own = {id(p) for group in self.optimizers[op.optimizer].param_groups for p in group["params"]}
+            cleared = [i for i, p in enumerate(self.parameters) if id(p) in own]
+        for number in cleared:
+            gradients = self.reference.gradients[number]
+            if op.to_none or gradients is None:
+                self.reference.gradients[number], self.reference.is_local[number] = None, False
+            else:
+                for tensor in gradients:
+                    tensor.zero_()
 
     def _step(self, op: Step, index: int) -> None:
         if self._is_any_local(self.optimizers[op.optimizer]):
