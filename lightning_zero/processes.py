@@ -36,7 +36,7 @@ from lightning_zero.engine.collectives import Communicator, wire_dtype_of
 from lightning_zero.engine.offload.config import offload_config
 from lightning_zero.engine.placement import Placement, placements_of
 from lightning_zero.engine.promises import parameters_await_values
-from lightning_zero.engine.watch import explained, fail, failure, renew
+from lightning_zero.engine.watch import explain, explained, fail, failure, lifelines_over, renew
 
 log = logging.getLogger(__name__)
 
@@ -168,6 +168,7 @@ class ZeroProcesses(ParallelStrategy):
             if _distributed_is_initialized() and failure() is not None:
                 renew(**self._group_options)
             _init_dist_connection(self.cluster_environment, self._process_group_backend, **self._group_options)
+            lifelines_over()
 
     @property
     def _group_options(self) -> dict[str, Any]:
@@ -410,6 +411,7 @@ class ZeroProcesses(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks, which may wait for this one, and wake them. With one rank none waits."""
+        explain(exception)
         self._has_failed, self._ended_by = True, self._ended_by or str(exception)
         if self._failed or self._is_single:
             return

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.checkpoint.saving import Entry
-from lightning_zero.engine.watch import failure
-from lightning_zero.labels import is_of_the_dead
+from lightning_zero.engine.watch import explained, failure, lifelines_over
 
 log = logging.getLogger(__name__)
 
@@ -138,14 +137,13 @@ class StoreExchange:
     Args:
         store: see ``own_connection``.
         name: the same on every rank, and new each time.
-        rank: this one.
-        labels: of the processes of all ranks; see ``labels.new_label``.
         abandoned: is set when the others need not be waited for any longer than some seconds.
     """
 
-    def __init__(self, store: dist.Store, name: str, rank: int, labels: list[str], abandoned: Event) -> None:
+    def __init__(self, store: dist.Store, name: str, abandoned: Event) -> None:
         self._store = dist.PrefixStore(f"lightning_zero/checkpoint/{name}", store)
-        self._rank, self._labels, self._abandoned = rank, labels, abandoned
+        self._rank, self._size, self._abandoned = dist.get_rank(), dist.get_world_size(), abandoned
+        self._lifelines = lifelines_over()
         self._round = 0
 
     def __call__(self, value: Any) -> list[Any]:
@@ -155,15 +153,16 @@ class StoreExchange:
             RuntimeError: if some do not come: a rank has failed.
         """
         number, self._round = self._round, self._round + 1
-        self._store.set(f"{number}/{self._rank}", pickle.dumps(value))  # type: ignore[arg-type]
-        missing = self._wait(f"{number}")
+        with explained("The exchange about a checkpoint", dist.DistError):  # the store goes with the rank that hosts it
+            self._store.set(f"{number}/{self._rank}", pickle.dumps(value))  # type: ignore[arg-type]
+            missing = self._wait(f"{number}")
         if missing:
             raise RuntimeError(
                 f"rank(s) {missing} did not write their parts: {failure() or 'the run, or their process, has ended'}"
             )
         return [
             value if rank == self._rank else pickle.loads(self._store.get(f"{number}/{rank}"))
-            for rank in range(len(self._labels))
+            for rank in range(self._size)
         ]
 
     def __enter__(self) -> StoreExchange:
@@ -178,12 +177,12 @@ class StoreExchange:
 
     def _wait(self, what: str) -> list[int]:
         """Wait for all ranks to have said something; those that never will."""
-        missing = [rank for rank in range(len(self._labels)) if rank != self._rank]
+        missing = [rank for rank in range(self._size) if rank != self._rank]
         pause, lost_since = 1e-3, None
         while True:
-            dead = [rank for rank in missing if is_of_the_dead(self._labels[rank])]
+            ended = self._lifelines.ended  # before it is seen whether they have come
             missing = [rank for rank in missing if not self._store.check([f"{what}/{rank}"])]
-            if not missing or any(rank in missing for rank in dead):
+            if not missing or ended.intersection(missing):
                 return missing
             if self._abandoned.is_set() or failure() is not None:
                 lost_since = lost_since or time.monotonic()

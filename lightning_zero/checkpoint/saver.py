@@ -91,7 +91,7 @@ class Saver:
         reading = Work(tells=False, settles=any(map(_stays_on_disk, content.entries)))
         telling: AbstractContextManager[Gather] = nullcontext(lambda value: [value])
         if store is not None and len(everyone) > 1:
-            telling = StoreExchange(store, label, rank, [each for each, _ in everyone], self._abandoned)
+            telling = StoreExchange(store, label, self._abandoned)
 
         def save() -> None:
             with reading, telling as exchange:

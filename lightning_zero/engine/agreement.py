@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from lightning_zero.engine.collectives import Communicator
-from lightning_zero.engine.watch import PATIENCE, failure, name_in
+from lightning_zero.engine.watch import PATIENCE, explained, failure, name_in
 
 
 class Agreement:
@@ -57,6 +57,10 @@ class Agreement:
                 "the parts together first, or make a new module and load a checkpoint. A copy that not every rank has "
                 "made stays in parts: make it on all of them."
             )
+        with explained(what, dist.DistError):  # the store may be gone with the rank that hosts it
+            self._meet(what)
+
+    def _meet(self, what: str) -> None:
         number, self.meetings = self.meetings, self.meetings + 1
         others = [rank for rank in range(self._size) if rank != self._rank]
         keys = [f"meeting/{number}/{rank}" for rank in others]
@@ -79,12 +83,18 @@ class Agreement:
         """Wait for ranks that have not come at once, and find out whether they will."""
         deadline = time.monotonic() + self._timeout
         seen: dict[int, tuple[str, float]] = {}
-        while missing := [rank for rank in missing if not self._store.check([f"meeting/{number}/{rank}"])]:
+        while True:
+            ended = self._communicator.watch.ended  # before it is seen whether they have come
+            missing = [rank for rank in missing if not self._store.check([f"meeting/{number}/{rank}"])]
+            if not missing:
+                return
             if time.monotonic() > deadline:
                 self._call_off(number)
                 self._fail(what, missing, f"did not come within {self._timeout:.0f} s")
             if reason := failure():
                 raise RuntimeError(f"Rank {self._rank} needs every rank for {what}, but {reason}")
+            if gone := sorted(ended.intersection(missing)):
+                self._fail(what, gone, "have ended")
             for rank in missing:
                 # A notice may be a moment old: only one that stands says that its rank will not come.
                 notice = self._communicator.watch.notice_of(rank)

@@ -399,11 +399,14 @@ class Communicator:
     def background_group(self) -> Any:
         """A group for a thread that communicates beside all else, over the CPU. Collective, the first time."""
         if self.size > 1 and self._background_group is None:
+            # Together: from then on each waits in the store, where the end of a rank does not reach it.
+            self.agree(torch.zeros(1, device="cpu"), "making a group for the background")
             self._background_group = self._new_group("gloo")
         return self._background_group
 
     def _new_group(self, backend: str) -> Any:
-        self._own_groups.append(dist.new_group(self._ranks, timeout=self._timeout, backend=backend))
+        with explained("making a group"):
+            self._own_groups.append(dist.new_group(self._ranks, timeout=self._timeout, backend=backend))
         return self._own_groups[-1]
 
     @property

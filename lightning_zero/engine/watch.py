@@ -12,21 +12,24 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from lightning_zero.engine.lifelines import LOST, Lifelines
 from lightning_zero.engine.same_machine import sever_all
 
 PATIENCE = 3.0
 """Seconds that a rank waits before it says so, and that another lets such a notice stand."""
 
-_FAILED = "lightning_zero/failed"
+_FAILED = "lightning_zero/failed"  # in the store, and as a message between the ranks
 _AT_ONCE = timedelta(milliseconds=500)
+_MOMENT = 1.0  # seconds after which it is known everywhere why a rank has closed its connections
 
 _UNUSED_TAG = 7699
 
@@ -61,6 +64,7 @@ class Watch:
         known = next((each for each in _lookouts if each.group is group), None)
         self._lookout = known or _Lookout(group, sees_waits)
         self._lookout.users.append(self)
+        self._lifelines = lifelines_over(group)
 
     def begin(self, what: str) -> int:
         """Count a collective of this name that this rank begins, in the order that all ranks have; its ordinal."""
@@ -85,6 +89,11 @@ class Watch:
     def notice_of(self, rank: int) -> str:
         """What a rank has said about its wait, which is different for each wait; empty if it waits for nothing."""
         return self._lookout.notice_of(rank)
+
+    @property
+    def ended(self) -> set[int]:
+        """Ranks of the group whose processes have ended, in whatever way."""
+        return self._lifelines.ended
 
     def close(self) -> None:
         if self in self._lookout.users:
@@ -126,7 +135,9 @@ class _Lookout:
         try:
             yield
         except RuntimeError as error:
-            raise RuntimeError(f"{wait.what} did not complete: {failure() or self._blame(error)}") from error
+            reason = _reason_soon()
+            cause = error if reason is None else None  # what it tells of closed connections explains nothing then
+            raise RuntimeError(f"{wait.what} did not complete: {reason or self._blame(error)}") from cause
         finally:
             self._wait = outer
             if self._announced is not None:
@@ -148,6 +159,8 @@ class _Lookout:
 
     def _blame(self, error: RuntimeError) -> str:
         """Why a wait failed though no rank has reported a failure: one is gone, or did not come in time."""
+        if ended := lifelines_over(self.group).ended:
+            return f"the process of rank(s) {sorted(ended)} has ended. Every rank must run to the end. ({error})"
         notices = {rank: self.notice_of(rank) for rank in self._others}
         elsewhere = [f", rank {rank} waits for {name_in(notice)}" for rank, notice in notices.items() if notice]
         return (
@@ -221,15 +234,71 @@ def name_in(notice: str) -> str:
 
 
 @contextmanager
-def explained(what: str) -> Iterator[None]:
-    """Around a wait that no watch is over: if it fails since another rank did, the error says so."""
+def explained(what: str, kind: type[RuntimeError] = RuntimeError) -> Iterator[None]:
+    """Around a wait that no watch is over: if it fails since another rank did, the error says so.
+
+    Args:
+        what: what is waited for.
+        kind: of the errors by which it may fail.
+    """
     try:
         yield
-    except RuntimeError as error:
-        reason = failure()
+    except kind:
+        reason = _reason_soon()
         if reason is None:
             raise
-        raise RuntimeError(f"{what} did not complete: {reason}") from error
+        raise RuntimeError(f"{what} did not complete: {reason}") from None
+
+
+def explain(error: BaseException) -> None:
+    """Let an error by which the transport has ended a wait of the project's own say why, where another rank failed."""
+    is_of_transport = isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo/" in str(error))
+    if is_of_transport and (reason := _reason_soon()) is not None:
+        error.args = (f"A collective did not complete: {reason}",)
+
+
+def _reason_soon() -> str | None:
+    """Why the run cannot go on; connections may close a moment before it is known for what reason."""
+    deadline = time.monotonic() + _MOMENT
+    while (reason := failure()) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return reason
+
+
+_lifelines: dict[dist.ProcessGroup, Lifelines] = {}
+listeners: dict[str, Callable[[], None]] = {}
+"""What to do when another rank says something else over them (``Lifelines.say``); called in their thread."""
+_told: list[str] = []  # why the run cannot go on, as it came over these; the first counts
+
+
+def lifelines_over(group: dist.ProcessGroup | None = None) -> Lifelines:
+    """Those of a process group, which stay as long as it does. The first time every rank of it calls this."""
+    group = group or dist.distributed_c10d._get_default_group()
+    for gone in set(_lifelines).difference(dist.distributed_c10d._world.pg_map):
+        _close_lifelines(gone)
+    if group not in _lifelines:
+        _lifelines[group] = Lifelines(group, partial(_hear, group, dist.get_process_group_ranks(group)))
+    return _lifelines[group]
+
+
+def _close_lifelines(group: dist.ProcessGroup) -> None:
+    _lifelines.pop(group).close()
+    _told.clear()
+
+
+def _hear(group: dist.ProcessGroup, ranks: list[int], kind: str, rank: int, text: str) -> None:
+    """What comes over the lifelines of a group, in their thread."""
+    if group not in _lifelines:
+        return
+    if kind in listeners:
+        listeners[kind]()
+    if kind not in (LOST, _FAILED):
+        return
+    if kind == LOST:
+        text = f"rank {ranks[rank]} was killed, or its process has crashed. What it has written may say why; the "
+        text += "system's log does if memory has run out"
+    _told.append(text)
+    _end_waits(_told[0])
 
 
 def fail(reason: str) -> None:
@@ -239,10 +308,8 @@ def fail(reason: str) -> None:
     group is left as it is for whoever has use of it.
     """
     store = dist.distributed_c10d._get_default_store()
-    with suppress(RuntimeError):
-        store.set(f"{_FAILED}/{dist.get_rank()}", "")
-        store.compare_set(_FAILED, "", reason)
-    if not _have_all_failed(store):
+    _write(store, f"{_FAILED}/{dist.get_rank()}", "")
+    if _told or not _have_all_failed(store):
         _wake(reason, store)
 
 
@@ -257,16 +324,25 @@ def _have_all_failed(store: Any) -> bool:
 
 def _wake(reason: str, store: Any) -> None:
     """End every wait over the default process group and its kin, here and elsewhere. The first reason counts."""
-    with suppress(RuntimeError):  # the store's host may be gone, and with it this rank's peers or their connections
-        store.compare_set(_FAILED, "", reason)
+    if _told:  # by it, everywhere
+        reason = _told[0]
+    else:
+        with suppress(RuntimeError):  # the store's host may be gone, and with it this rank's peers or their connections
+            reason = store.compare_set(_FAILED, "", reason).decode()
+        for lifelines in _lifelines.values():
+            lifelines.say(_FAILED, reason)
+    _end_waits(reason)
+
+
+def _end_waits(reason: str) -> None:
     sever_all(reason)
     for group in list(dist.distributed_c10d._world.pg_map):
         _sever(group)
 
 
 def failure(store: Any = None) -> str | None:
-    """Why the run over the default process group cannot go on, if some rank has said so."""
-    return _read(store or dist.distributed_c10d._get_default_store(), _FAILED)
+    """Why the run over the default process group cannot go on, if some rank has failed, or was killed."""
+    return _told[0] if _told else _read(store or dist.distributed_c10d._get_default_store(), _FAILED)
 
 
 def have_all_come(state: Any, patience: float) -> bool:
@@ -276,6 +352,8 @@ def have_all_come(state: Any, patience: float) -> bool:
         state: what this rank has come with, for JSON.
         patience: seconds that rank 0, which decides, waits for the others, and they for it.
     """
+    if any(lifelines.ended for lifelines in _lifelines.values()):
+        return False
     rank, size = dist.get_rank(), dist.get_world_size()
     store = dist.PrefixStore("lightning_zero/come", dist.distributed_c10d._get_default_store())
     said = json.dumps(state)
@@ -300,11 +378,21 @@ def renew(**options: Any) -> None:
 
     Args:
         options: of ``dist.init_process_group`` beside backend, store, rank and world size.
+
+    Raises:
+        RuntimeError: if the process of a rank has ended.
     """
+    if ended := sorted({rank for lifelines in _lifelines.values() for rank in lifelines.ended}):
+        raise RuntimeError(
+            f"The ranks cannot run again after the failure: the process of rank(s) {ended} has ended. Start all "
+            "of them anew."
+        )
     rank, size, backend = dist.get_rank(), dist.get_world_size(), dist.get_backend()
     store = dist.PrefixStore("lightning_zero/renewed", dist.distributed_c10d._get_default_store())
     for lookout in list(_lookouts):
         lookout.close()  # what they would find in the old store is not about the new group
+    for group in list(_lifelines):
+        _close_lifelines(group)
     dist.destroy_process_group()
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, **options)
 
@@ -328,10 +416,11 @@ def _sever(group: dist.ProcessGroup) -> None:
         backend: Any = group._get_backend(device)
         if backend.name().lower() != "gloo":
             backend.abort()
-        elif group.size() > 1:
-            # Gloo closes all connections when one receive is not served in time. (Its abort() wakes nobody.)
-            peer = (group.rank() + 1) % group.size()
-            try:
-                backend.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
-            except RuntimeError:
-                pass
+            continue
+        # Gloo closes all connections when one receive is not served in time. (Its abort() wakes nobody.) From a rank
+        # that is gone it fails at once, and closes none: so there is one from each, and after the first that is late
+        # they cost nothing.
+        for peer in range(group.size()):
+            if peer != group.rank():
+                with suppress(RuntimeError):
+                    backend.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))

@@ -1,0 +1,177 @@
+"""A rank that is killed ends every wait of the others within seconds, with an error that names it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+from lightning_zero import ZeroStrategy
+from lightning_zero.engine import Engine
+from tests.support import rank
+from tests.support.lost import die, run_ranks
+from tests.support.patience import PATIENCE, little_patience
+from tests.support.trainer import Learner, make_trainer
+
+KILLED = -9
+SECONDS = 8
+"""In which a survivor ends: torch and Lightning take some to close, on a busy machine."""
+
+
+def survivors_name(act, victim, size=2, what=""):
+    endings = run_ranks(act, size)
+    for number, ending in enumerate(endings):
+        if number == victim:
+            assert ending.code == KILLED, ending
+        else:
+            assert ending.code == 1 and ending.seconds < SECONDS, ending
+            assert what in ending.said and f"rank {victim}" in ending.said and "was killed" in ending.said, ending
+            assert "GLHF" not in ending.said, ending
+
+
+def while_a_rank_waits_in(where, victim, size):
+    """Each in which a rank waits for the others, with the engine alone."""
+
+    def act():
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        engine = Engine(module, stage=3, units=lambda name, _: name == "0")
+        dist.barrier()
+        if rank() == victim:
+            time.sleep(0.3)  # the others are in their wait
+            die()
+        waits[where](engine)
+
+    waits = {
+        "an implicit gather": lambda engine: engine.module[0].weight.norm(),
+        "a forward": lambda engine: engine.module(torch.ones(2, 4)),
+        "an exchange of objects": lambda engine: engine.communicator.gather_objects(1),
+        "a sum over ranks": lambda engine: engine.communicator.all_reduce(torch.ones(1)),
+        "another group": lambda engine: engine.communicator.background_group(),
+        "the end": lambda engine: engine.close(),
+        "a collective of the project's": lambda engine: all_reduce_of_the_project(),
+    }
+    survivors_name(act, victim, size)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "an implicit gather",
+        "a forward",
+        "an exchange of objects",
+        "a sum over ranks",
+        "another group",
+        "the end",
+        "a collective of the project's",
+    ],
+)
+def test_a_wait_for_a_rank_that_was_killed_ends_and_names_it(run_on, where, victim):
+    run_on(1, while_a_rank_waits_in, timeout=100, where=where, victim=victim, size=3)
+
+
+def all_reduce_of_the_project():
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        ZeroStrategy(parallel_devices=[torch.device("cpu")] * 3).on_exception(error)
+        raise
+
+
+def while_a_rank_is_stopped():
+    """For longer than patience lasts, in which rank 0 waits for it."""
+
+    @little_patience()
+    def act():
+        torch.manual_seed(0)
+        module = nn.Linear(4, 4)
+        engine = Engine(module, stage=3)
+        if rank() == 1:
+            child = os.fork()
+            if child == 0:  # lets it go on
+                time.sleep(4 * PATIENCE)
+                os.kill(os.getppid(), signal.SIGCONT)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            os.waitpid(child, 0)
+        value = float(module.weight.norm())
+        engine.close()
+        return value
+
+    endings = run_ranks(act)
+    assert [ending.code for ending in endings] == [0, 0] and endings[0].said == endings[1].said, endings
+
+
+def test_a_rank_that_is_stopped_for_a_while_is_waited_for(run_on):
+    run_on(1, while_a_rank_is_stopped, timeout=60)
+
+
+def while_a_child_of_it_lives(folder):
+    """A process that the rank has forked has copies of its connections, and outlives it."""
+
+    def act():
+        module = nn.Linear(4, 4)
+        engine = Engine(module, stage=3)
+        if rank() == 1:
+            child = os.fork()
+            if child == 0:
+                time.sleep(SECONDS)
+                os._exit(0)
+            (folder / "child").write_text(str(child))
+            die()
+        engine.module.weight.norm()
+
+    survivors_name(act, 1)
+    os.kill(int((folder / "child").read_text()), signal.SIGKILL)
+
+
+def test_a_rank_is_lost_though_a_process_that_it_has_forked_lives(run_on, tmp_path):
+    run_on(1, while_a_child_of_it_lives, timeout=60, folder=tmp_path)
+
+
+class Dies(Learner):
+    def __init__(self, where, victim):
+        super().__init__(batches=4)
+        self.where, self.victim = where, victim
+
+    def _maybe(self, where):
+        if self.where == where and self.global_rank == self.victim and self.trainer.global_step == 2:
+            die()
+
+    def setup(self, stage):
+        if self.where == "setup" and self.global_rank == self.victim:
+            die()
+
+    def on_train_batch_start(self, *_):
+        self._maybe("batch")
+
+    def on_before_optimizer_step(self, *_):
+        self._maybe("update")
+
+    def on_save_checkpoint(self, checkpoint):
+        self._maybe("save")
+
+
+def in_fit(stage, where, victim, folder):
+    def act():
+        strategy = ZeroStrategy(stage)
+        callbacks = [ModelCheckpoint(folder, every_n_train_steps=1)] if where == "save" else []
+        trainer = make_trainer(strategy, callbacks=callbacks, enable_checkpointing=where == "save", max_epochs=1)
+        trainer.fit(Dies(where, victim))
+
+    survivors_name(act, victim)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("stage", "where"), [(3, "setup"), (1, "batch"), (2, "update"), (2, "save"), (3, "batch"), (3, "save")]
+)
+def test_a_rank_that_is_killed_during_fit_ends_the_others(run_on, tmp_path, stage, where, victim):
+    run_on(1, in_fit, timeout=60, stage=stage, where=where, victim=victim, folder=str(tmp_path))
