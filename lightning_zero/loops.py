@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any
 
@@ -30,18 +29,24 @@ def take_turns(loop: Any, take_turn: TakeTurn) -> None:
 def attend(trainer: Trainer, engine: Engine) -> None:
     """Let the loops tell the engine where they are, where no hook of a strategy's is called.
 
-    A loop that this rank skips, since its dataloaders are empty, announces its end as well; and while the training loop
-    waits for the other ranks between two batches, the engine knows.
+    A loop that this rank skips, since its dataloaders are empty, announces its end as well.
     """
     for loop in _evaluation_loops(trainer):
         loop.run = partial(_run, loop, engine.take_turn)
-    loop = trainer.fit_loop.epoch_loop
-    if hasattr(loop, _BETWEEN_BATCHES):
-        setattr(loop, _BETWEEN_BATCHES, partial(_wait_between_batches, loop, engine.communicator.waiting))
+
+
+def meets_between_batches(trainer: Trainer) -> bool:
+    """Whether ranks tell each other before each training batch if one has got a SIGTERM."""
+    return hasattr(trainer.fit_loop.epoch_loop, _BETWEEN_BATCHES)
+
+
+def meet_between_batches(trainer: Trainer, meet: Callable[[], None]) -> None:
+    """Let them do so by other means, until ``leave``."""
+    setattr(trainer.fit_loop.epoch_loop, _BETWEEN_BATCHES, lambda: meet())
 
 
 def leave(trainer: Trainer) -> None:
-    """Undo ``attend``."""
+    """Undo ``attend`` and ``meet_between_batches``."""
     for loop in _evaluation_loops(trainer):
         vars(loop).pop("run", None)
     vars(trainer.fit_loop.epoch_loop).pop(_BETWEEN_BATCHES, None)
@@ -59,11 +64,6 @@ def _run(loop: Any, take_turn: TakeTurn) -> Any:
     if loop.skip:
         take_turn(None)
     return outputs
-
-
-def _wait_between_batches(loop: Any, waiting: Callable[[str], AbstractContextManager[None]]) -> None:
-    with waiting("the next training batch"):
-        getattr(type(loop), _BETWEEN_BATCHES)(loop)
 
 
 # Each namespace of Lightning's has fetchers of its own.

@@ -34,9 +34,10 @@ from lightning_zero.engine.promises import awaits_values, is_on_meta, values_may
 from lightning_zero.engine.reunion import reunite
 from lightning_zero.engine.sources import leave_in_files
 from lightning_zero.engine.units import Units
-from lightning_zero.loops import attend, leave, take_turns
+from lightning_zero.loops import attend, leave, meet_between_batches, meets_between_batches, take_turns
 from lightning_zero.precision import compute_dtype_of
 from lightning_zero.resuming import Bookmark
+from lightning_zero.signals import Signals
 from lightning_zero.trainer_checkpoints import TrainerCheckpoints, is_absent, nobody
 
 
@@ -109,6 +110,7 @@ class TrainerStrategy(TrainerCheckpoints):
         self.model: Any
         self.last_report: Report | None = None
         self._early_updates: EarlyUpdates | None = None
+        self._signals: Signals | None = None
         super().__init__(
             accelerator,
             parallel_devices,
@@ -221,6 +223,9 @@ class TrainerStrategy(TrainerCheckpoints):
             attend(trainer, self.engine)
         elif not self._is_single:
             _sync_module_states(self.lightning_module)
+        if not self._is_single and meets_between_batches(trainer):
+            self._signals = Signals(trainer, self._communicator)
+            meet_between_batches(trainer, self._signals.before_training_batch)
         self._masters = {}
         self._loaded = {} if self._loaded is None else self._loaded
         self.setup_precision_plugin()
@@ -329,11 +334,22 @@ class TrainerStrategy(TrainerCheckpoints):
         with self.engine.no_sync() if self.engine is not None else nullcontext():
             yield
 
-    # -- loops of uneven length -------------------------------------------------------------------------------------
+    # -- loops of uneven length, and those that a signal ends -------------------------------------------------------
 
     def _take_turns(self) -> None:
-        if self.engine is not None and self.lightning_module is not None:
-            take_turns(self.lightning_module.trainer._active_loop, self.engine.take_turn)
+        engine, signals = self.engine, self._signals
+        if (engine is None and signals is None) or self.lightning_module is None:
+            return
+        if signals is not None:
+            signals.begin_loop()
+
+        def take_turn(position: int | None) -> None:
+            if signals is not None and position is not None:
+                signals.before_batch()
+            if engine is not None:
+                engine.take_turn(position)
+
+        take_turns(self.lightning_module.trainer._active_loop, take_turn)
 
     @override
     def on_validation_start(self) -> None:
@@ -350,6 +366,12 @@ class TrainerStrategy(TrainerCheckpoints):
     # -- the end ----------------------------------------------------------------------------------------------------
 
     @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._signals is not None:
+            self._signals.at_end()
+
+    @override
     def teardown(self) -> None:
         try:
             self._finish_saving()
@@ -357,6 +379,9 @@ class TrainerStrategy(TrainerCheckpoints):
             self._teardown()
 
     def _teardown(self) -> None:
+        signals, self._signals = self._signals, None
+        if signals is not None:
+            signals.close()
         if self._bookmark is not None:
             self._bookmark.close()
         if self.engine is not None:
@@ -409,7 +434,7 @@ class TrainerStrategy(TrainerCheckpoints):
     def __getstate__(self) -> dict[str, Any]:
         # users copy trainers and strategies: the engine belongs to one
         of_one: dict[str, Any] = {"engine": None, "_bookmark": None, "_masters_after_fit": {}, "_fitted": nobody}
-        of_one["_early_updates"] = None
+        of_one["_early_updates"] = of_one["_signals"] = None
         return {**super().__getstate__(), **of_one}
 
 
