@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.engine.same_machine import Exchange, Neighbours, Piece, connect
-from lightning_zero.engine.watch import Watch, explained
+from lightning_zero.engine.watch import Watch, explained, failure
 
 _REDUCE_TAG = 7701
 _TELL_TAG = 7700
@@ -179,7 +179,7 @@ class Communicator:
         self._tell_tag, self._reduce_tag, self._gather_tag = first + _TELL_TAG, first + _REDUCE_TAG, first + _GATHER_TAG
         self.watch = Watch(self.group, self.name, sees_waits=is_gloo)
         if is_gloo and device.type == "cpu" and (timeout := self._timeout) is not None:
-            self._neighbours = connect(self.rank, self.size, timeout, self.gather_objects)
+            self._neighbours = connect(self.rank, self.size, timeout, self.gather_objects, failure)
 
     def all_gather(self, full: Tensor, number: int, what: str) -> Pending:
         """Fill a flat buffer of which this rank's slice is already in place.

@@ -20,6 +20,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -403,13 +404,18 @@ class Neighbours:
 
 
 def connect(
-    rank: int, size: int, timeout: timedelta, exchange_objects: Callable[[Any], list[Any]]
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    exchange_objects: Callable[[Any], list[Any]],
+    failure: Callable[[], str | None] = lambda: None,
 ) -> Neighbours | None:
     """Reach the other ranks of a group by their memory; None on every rank where any of them cannot. Collective.
 
     Args:
         timeout: of each exchange to come.
         exchange_objects: gives every rank's small object to all.
+        failure: why other ranks will not come, if that is known.
     """
     probe = torch.randint(2**62, (8,), generator=torch.Generator().manual_seed(os.getpid()), device="cpu")
     with ExitStack() as stack:
@@ -429,7 +435,7 @@ def connect(
                 return None  # before any rank waits for another that gives up
         sockets, error = {}, None
         try:
-            sockets = _connect_all(rank, listener, [each[2] for each in told], processes)
+            sockets = _connect_all(rank, listener, [each[2] for each in told], processes, failure)
         except OSError as raised:
             error = raised
         if any(exchange_objects(error is not None)):
@@ -478,7 +484,7 @@ def _listener() -> socket.socket:
 
 
 def _connect_all(
-    rank: int, listener: socket.socket, names: list[bytes], processes: list[int]
+    rank: int, listener: socket.socket, names: list[bytes], processes: list[int], failure: Callable[[], str | None]
 ) -> dict[int, socket.socket]:
     sockets = {}
     for other, name in enumerate(names[:rank]):
@@ -487,7 +493,7 @@ def _connect_all(
         peer.connect(name)
         peer.send(str(rank).encode())
     for _ in names[rank + 1 :]:
-        peer, _ = listener.accept()
+        peer = _accepted(listener, failure)
         peer.settimeout(_PATIENCE)
         other = int(peer.recv(16))
         process, _, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
@@ -497,6 +503,15 @@ def _connect_all(
     for peer in sockets.values():
         peer.settimeout(None)
     return sockets
+
+
+def _accepted(listener: socket.socket, failure: Callable[[], str | None]) -> socket.socket:
+    """The next connection; looks now and then whether others have failed, which leaves nothing to be seen here."""
+    deadline = time.monotonic() + _PATIENCE
+    while not select.select([listener], [], [], 0.2)[0]:
+        if time.monotonic() > deadline or failure() is not None:
+            raise TimeoutError("a rank has not connected")
+    return listener.accept()[0]
 
 
 def _machine() -> str:

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.engine import Engine
+from lightning_zero.engine import Engine, same_machine
 from tests.support import rank
 from tests.support.lost import die, run_ranks
 from tests.support.patience import PATIENCE, little_patience
@@ -83,6 +83,19 @@ def all_reduce_of_the_project():
     except RuntimeError as error:
         ZeroStrategy(parallel_devices=[torch.device("cpu")] * 3).on_exception(error)
         raise
+
+
+def while_ranks_connect():
+    def act():
+        if rank() == 1:
+            same_machine._connect_all = lambda *_: time.sleep(0.3) or die()
+        Engine(nn.Linear(4, 4), stage=3)
+
+    survivors_name(act, 1)
+
+
+def test_a_rank_that_is_killed_while_the_transport_is_set_up_is_named(run_on):
+    run_on(1, while_ranks_connect, timeout=60)
 
 
 def while_a_rank_is_stopped():
