@@ -226,7 +226,7 @@ def _introduced(host: str, port: int, introduction: bytes) -> socket.socket:
         while not welcome.endswith(b"\n"):
             byte = connected.recv(1)
             if not byte:
-                raise ConnectionError("it is not the first rank")
+                raise ConnectionError  # it is not the first rank
             welcome += byte
     except OSError:
         connected.close()
