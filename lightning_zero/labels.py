@@ -7,8 +7,8 @@ import os
 import socket
 import time
 
-LABEL = r"(?P<label>.+-\d+-[0-9a-f]+)"
-"""What a label matches, for the patterns of names with one in them."""
+LABEL = r"(?P<label>.+-\d+-[0-9a-f]{16})"
+"""What a label matches, for the patterns of names with one in them; a date that somebody has put there does not."""
 
 _FORGOTTEN = 24 * 3600
 """Seconds without a write after which what another machine had begun to write counts as left by one that died."""

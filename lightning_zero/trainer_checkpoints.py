@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError
+from lightning_zero.checkpoint.commit import remove
 from lightning_zero.checkpoint.fitting import check_module, check_optimizers
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, FORMAT, NAMES, configs_of_models
 from lightning_zero.checkpoint.newest import is_last, others_by_age
@@ -181,9 +182,10 @@ class TrainerCheckpoints(ZeroProcesses):
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        """As Lightning's, but not before what was saved since is there."""
+        """As Lightning's, but not before what was saved since is there, and of a folder all at once."""
         if self.is_global_zero:
-            self._saver.then(partial(self.checkpoint_io.remove_checkpoint, filepath))
+            act = remove if self._has_default_io else self.checkpoint_io.remove_checkpoint
+            self._saver.then(partial(act, filepath))
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None, **options: Any) -> dict[str, Any]:

@@ -15,11 +15,16 @@ from typing import IO, Any
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from lightning_zero.checkpoint.form import DCP_METADATA, MANIFEST
+from lightning_zero.checkpoint.form import DCP_METADATA, MANIFEST, REST
 from lightning_zero.disk import Appender
-from lightning_zero.labels import LABEL, is_left_over
+from lightning_zero.labels import LABEL, is_left_over, new_label
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+_OF_A_CHECKPOINT = re.compile(
+    rf"{re.escape(DCP_METADATA)}(\.tmp)?|{re.escape(MANIFEST)}|{re.escape(REST)}|__\d+_\d+\.distcp"
+)
+"""The names of a sharded checkpoint's files; ``.metadata.tmp`` is what DCP itself has before it has written all."""
 
 _LONGEST = 120
 """Bytes of a name from which on that of its partial file is shortened: the system allows 255 for both."""
@@ -40,26 +45,41 @@ class Destination:
     def __init__(self, path: Any, label: str) -> None:
         self.path = str(path)
         self._fs, place = url_to_fs(self.path)
-        self._place = place.rstrip("/")
+        self._place = place.rstrip("/") or place
         self._parent, self._name = os.path.split(self._place)
         self._is_local = isinstance(self._fs, LocalFileSystem)
         self.partial = os.path.join(self._parent, f".{_short(self._name)}.partial-{label}")
         self._old = os.path.join(self._parent, _put_aside(self._name, label))
 
     def check_replaceable(self) -> None:
-        """Refuse to replace a folder with something else than a checkpoint in it: all of that would be lost.
+        """Refuse to replace a folder with anything in it that is no part of a checkpoint: all of it would be lost.
 
         Raises:
             IsADirectoryError: then.
+            FileExistsError: if it is a device, a pipe or a socket.
         """
-        if not self._fs.isdir(self._place) or (self._is_local and os.path.islink(self._place)):
+        if self._is_local and os.path.islink(self._place):
+            return  # no more than the link is lost
+        is_known = os.path.isfile(self._place) or os.path.isdir(self._place)
+        if self._is_local and os.path.exists(self._place) and not is_known:
+            raise FileExistsError(
+                f"{self.path} is neither a file nor a folder, and is not replaced: write the name of a file or folder"
+            )
+        if not self._fs.isdir(self._place):
             return
-        names = [os.path.basename(entry.rstrip("/")) for entry in self._fs.ls(self._place, detail=False)]
-        is_own = {DCP_METADATA, MANIFEST} & set(names) or any(name.endswith(".distcp") for name in names)
-        if names and not is_own:
+        try:
+            found = self._fs.ls(self._place, detail=True)
+        except FileNotFoundError:  # another run is just replacing it
+            return
+        kinds = {os.path.basename(entry["name"].rstrip("/")): entry["type"] for entry in found}
+        from lightning_zero.engine.sources import listed  # which needs torch
+
+        others = [name for name, kind in kinds.items() if kind == "directory" or not _OF_A_CHECKPOINT.fullmatch(name)]
+        if others or set(kinds) == {REST}:  # which by itself may be anybody's
             raise IsADirectoryError(
-                f"{self.path} is a folder that is no checkpoint, and is not replaced: write the checkpoint's own name "
-                "behind it, FOLDER/NAME.ckpt"
+                f"{self.path} is a folder with more in it than a checkpoint has ({listed(sorted(others) or [REST])}), "
+                "and is not replaced: write the checkpoint's own name behind it, FOLDER/NAME.ckpt, or move that "
+                "somewhere else"
             )
 
     @contextmanager
@@ -92,7 +112,12 @@ class Destination:
         return self._fs.size(target) if self._fs.exists(target) else None
 
     def put_in_place(self) -> None:
-        """Let the name stand for what was written; what it stood for before is gone then, and no moment earlier."""
+        """Let the name stand for what was written; what it stood for before is gone then, and no moment earlier.
+
+        Raises:
+            OSError: if that fails, also as ``check_replaceable``: somebody may have put a file there meanwhile.
+        """
+        self.check_replaceable()
         if self._is_local:
             if os.path.isdir(self.partial):
                 _sync(self.partial)
@@ -141,6 +166,27 @@ class Destination:
             elif self._fs.exists(self.partial):
                 self._fs.rm(self.partial, recursive=True)
 
+    def remove(self) -> None:
+        """Remove what is at the path: all of it is gone at once, for whoever looks there.
+
+        What a process that dies meanwhile leaves has a partial file's name, and goes as those do.
+
+        Raises:
+            OSError: if it may not be removed; then it is there as before.
+        """
+        if self._is_local:
+            with suppress(FileNotFoundError):  # it is gone already
+                if not _is_folder(self._place):
+                    os.remove(self._place)
+                    return
+                os.rename(self._place, self.partial)
+                _sync(self._parent)
+                _remove(self.partial)
+        elif self._fs.exists(self._place):
+            with suppress(FileNotFoundError):  # without it the rest is no checkpoint
+                self._fs.rm(f"{self._place}/{DCP_METADATA}")
+            self._fs.rm(self._place, recursive=True)
+
     def clear_leftovers(self) -> None:
         """Remove what processes that have died had begun to write in this folder, and let an old one back."""
         if not self._is_local or not os.path.isdir(self._parent):
@@ -158,6 +204,11 @@ class Destination:
                     _remove(path)
                 elif is_own or not _SHORTENED.search(name):
                     os.rename(path, place)
+
+
+def remove(path: Any) -> None:
+    """Remove a checkpoint, so that nobody finds a part of it; see ``Destination.remove``."""
+    Destination(path, new_label()).remove()
 
 
 class Stream:

@@ -28,6 +28,8 @@ from lightning_zero.checkpoint.saving import (
     entry_of,
     identity,
     is_view_of_parameter,
+    not_saved,
+    refusal_of,
     save_in_parts,
     save_whole,
 )
@@ -79,8 +81,12 @@ class Saver:
         # Before anything that ranks do together: who is not connected yet when the host of the store is lost would try
         # for as long as the group's timeout.
         store = own_connection() if self._in_background and dist.is_initialized() else None
-        everyone = gather((new_label(), str(path)))
-        label, path = everyone[0]
+        label = new_label()
+        # likewise: what is refused is refused on every rank before any has written something
+        everyone = gather((label, str(path), refusal_of(path, label) if rank == 0 else None))
+        label, path, refusal = everyone[0]
+        if refusal is not None:
+            raise not_saved(path, 0, refusal)
         content, destination = content_of(tree, rest, rank), Destination(path, label)
         if not self._in_background:
             save_in_parts(content, destination, written_by, rank, gather)

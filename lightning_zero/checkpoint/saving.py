@@ -376,11 +376,24 @@ def save_in_parts(
     if failed:
         if rank == 0:
             destination.discard()
-        number, reason = next(iter(failed.items()))
-        raise CheckpointNotSavedError(
-            f"The checkpoint {destination.path} was not saved: rank {number} could not write it: {reason}. Nothing of "
-            "it is left, and what was there before is as it was."
-        )
+        raise not_saved(destination.path, *next(iter(failed.items())))
+
+
+def not_saved(path: str, rank: int, reason: str) -> CheckpointNotSavedError:
+    """The error, for every rank, of one that could not write."""
+    return CheckpointNotSavedError(
+        f"The checkpoint {path} was not saved: rank {rank} could not write it: {reason}. Nothing of it is left, and "
+        "what was there before is as it was."
+    )
+
+
+def refusal_of(path: str, label: str) -> str | None:
+    """Why a checkpoint must not be written at a path; None if it may. See ``Destination``."""
+    try:
+        Destination(path, label).check_replaceable()
+    except Exception as error:
+        return _reason(error)
+    return None
 
 
 def save_whole(checkpoint: Mapping[str, Any], destination: Destination) -> None:

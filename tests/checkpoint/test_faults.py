@@ -7,10 +7,12 @@ import random
 import socket
 import time
 
+import fsspec
 import pytest
 import torch
 
 from lightning_zero.checkpoint import saver
+from lightning_zero.checkpoint.commit import Destination, remove
 from lightning_zero.checkpoint.reading import DamagedCheckpointError, open_checkpoint
 from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError
@@ -153,6 +155,65 @@ def test_what_was_to_be_replaced_is_found_by_its_name_and_gets_it_back(run_on, t
     run_on(1, killed_between_the_renames, folder=tmp_path)
 
 
+def killed_while_removing(folder, name):
+    """Kill the process at each call to the disk there is in a removal, and look at the folder after each."""
+    for number in range(1000):
+        faults.empty(folder)
+        save("sharded", folder / name, 1.0)
+
+        def act(rank, gather, number=number):
+            faults.die_at_call(number)
+            remove(str(folder / name))
+
+        (code,) = run_ranks(act, 1)
+        assert [left for left in names_in(folder) if not left.startswith(".")] in ([name], []), number
+        if (folder / name).exists():
+            assert value_at(folder / name) == 1, number
+        save("full", folder / "next.ckpt", 2.0)
+        assert [left for left in names_in(folder) if left.startswith(".")] == [], number
+        if code == 0:
+            assert names_in(folder) == ["next.ckpt"]
+            return number
+    return None
+
+
+@pytest.mark.parametrize("name", ["last.ckpt", "Gewicht µ 0,5.ckpt", "x" * 250 + ".ckpt"], ids=["", "odd", "long"])
+def test_a_process_that_is_killed_while_it_removes_a_checkpoint_leaves_all_of_it_or_nothing(run_on, tmp_path, name):
+    (moments,) = run_on(1, killed_while_removing, folder=tmp_path / "c", name=name)
+    assert moments > 4
+
+
+def test_of_a_link_the_link_is_removed(tmp_path):
+    for form in ("full", "sharded"):
+        save(form, tmp_path / form, 1.0)
+        (tmp_path / "last.ckpt").symlink_to(form)
+        remove(tmp_path / "last.ckpt")
+        remove(tmp_path / "last.ckpt")  # which is not there, as another run may have removed it
+        assert value_at(tmp_path / form) == 1
+    assert names_in(tmp_path) == ["full", "sharded"]
+
+
+def test_in_an_object_store_what_is_removed_in_part_is_no_checkpoint_any_more(monkeypatch):
+    """There folders cannot be renamed."""
+    save("sharded", "memory://removed/last.ckpt", 1.0)
+    fs = fsspec.filesystem("memory")
+    remove_files = type(fs).rm
+
+    def lost(self, path, recursive=False, maxdepth=None):
+        if recursive:
+            raise ConnectionError("the connection is lost")
+        remove_files(self, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(fs), "rm", lost)
+        with pytest.raises(ConnectionError):
+            remove("memory://removed/last.ckpt")
+    with pytest.raises(DamagedCheckpointError, match="is not whole"):
+        open_checkpoint("memory://removed/last.ckpt")
+    remove("memory://removed/last.ckpt")
+    assert not fs.exists("removed/last.ckpt")
+
+
 def at_the_same_time(folder, form):
     """Two runs that know nothing of each other."""
 
@@ -172,7 +233,7 @@ def test_two_runs_that_save_into_one_folder_leave_each_other_alone(run_on, tmp_p
 
 
 def test_leftovers_of_another_machine_are_kept_until_they_are_a_day_old(tmp_path, monkeypatch):
-    left = tmp_path / ".last.ckpt.partial-elsewhere.1-4242-18a0"
+    left = tmp_path / ".last.ckpt.partial-elsewhere.1-4242-18a0123456789abc"
     left.mkdir()
     (left / "__0_0.distcp").write_bytes(b"some")
     save("sharded", tmp_path / "a.ckpt", 1.0)
@@ -318,12 +379,114 @@ def test_a_folder_with_something_else_in_it_is_not_replaced(tmp_path, form, name
             saver.save_in_parts({"state_dict": values}, {}, f"{tmp_path}/{name}", {}, 0, lambda own: [own])
 
     if name != "link":
-        with pytest.raises(CheckpointNotSavedError, match="out/? is a folder that is no checkpoint"):
+        with pytest.raises(CheckpointNotSavedError, match=r"out/? is a folder with more in it .*\(results.csv\)"):
             act()
     else:
         act()  # no more than the link is lost
     assert (tmp_path / "out" / "results.csv").read_text() == "precious"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "out"]
+
+
+def beside_a_checkpoint(out, what):
+    """A folder that has something of a checkpoint, and something of the user's."""
+    if what == "a file":
+        save("sharded", out, 1.0)
+    out.mkdir(exist_ok=True)
+    if what == "data of another program":
+        (out / "x.distcp").write_text("not DCP's name for a file")
+    if what == "only a name":
+        (out / "meta.pt").write_text("of the user's")
+    elif what == "a folder under a checkpoint's name":
+        (out / ".metadata").mkdir()
+        (out / ".metadata" / "thesis.tex").write_text("precious")
+    elif what == "a folder":
+        (out / "__0_0.distcp").write_text("a piece")
+        (out / "figures").mkdir()
+        (out / "figures" / "thesis.tex").write_text("precious")
+    else:
+        (out / "thesis.tex").write_text("precious")
+
+
+def refused_on_every_rank(folder, what):
+    out = folder / "out"
+    beside_a_checkpoint(out, what)
+    before = contents(folder)
+
+    def act(rank, gather):
+        Destination.writing = lambda *_: os._exit(9)  # nothing is written before it is refused
+        for in_background in (False, True):
+            saver = Saver(in_background)
+            path = out if rank == 0 else folder / "another"  # rank 0's counts
+            with pytest.raises(CheckpointNotSavedError, match="is a folder with more in it than a checkpoint") as told:
+                saver.save_in_parts({"state_dict": {"a": torch.ones(3)}}, {}, path, {}, rank, gather)
+            assert f"rank 0 could not write it: IsADirectoryError: {out} " in str(told.value)
+
+    assert run_ranks(act) == [0, 0]
+    with pytest.raises(CheckpointNotSavedError, match="is a folder with more in it than a checkpoint"):
+        save("full", out, 2.0)
+    assert contents(folder) == before
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["a file", "data of another program", "only a name", "a folder under a checkpoint's name", "a folder"],
+)
+def test_a_folder_with_more_in_it_than_a_checkpoint_is_refused_on_every_rank_before_anything_is_written(
+    run_on, tmp_path, what
+):
+    run_on(1, refused_on_every_rank, folder=tmp_path, what=what)
+
+
+@FORMS
+def test_a_file_that_is_put_into_the_folder_while_a_checkpoint_is_written_is_not_lost(tmp_path, monkeypatch, form):
+    out, put_in_place = tmp_path / "last.ckpt", Destination.put_in_place
+    save("sharded", out, 1.0)
+
+    def later(destination):
+        (out / "thesis.tex").write_text("precious")
+        put_in_place(destination)
+
+    monkeypatch.setattr(Destination, "put_in_place", later)
+    with pytest.raises(CheckpointNotSavedError, match="thesis.tex"):
+        save(form, out, 2.0)
+    (out / "thesis.tex").unlink()
+    assert value_at(out) == 1 and names_in(tmp_path) == ["last.ckpt"]
+
+
+@FORMS
+def test_a_device_is_not_replaced(tmp_path, form):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointNotSavedError, match="pipe is neither a file nor a folder"):
+        save(form, tmp_path / "pipe", 1.0)
+    assert names_in(tmp_path) == ["pipe"] and not (tmp_path / "pipe").is_file()
+    with pytest.raises(CheckpointNotSavedError, match="/ is a folder with more in it"):
+        save(form, "/", 1.0)
+
+
+def test_links_in_a_checkpoint_are_replaced_and_what_they_refer_to_is_kept(tmp_path):
+    """As tools that keep versions of data make of large files."""
+    path, kept = tmp_path / "last.ckpt", tmp_path / "kept"
+    save("sharded", path, 1.0)
+    (path / "__0_0.distcp").rename(kept)
+    (path / "__0_0.distcp").symlink_to(kept)
+    data = kept.read_bytes()
+    save("sharded", path, 2.0)
+    assert value_at(path) == 2 and kept.read_bytes() == data and names_in(tmp_path) == ["kept", "last.ckpt"]
+
+
+@pytest.mark.parametrize("name", ["results.old-final-2024-11", ".results.partial-final-2024-11"])
+def test_what_only_looks_like_a_leftover_is_kept(tmp_path, monkeypatch, name):
+    (tmp_path / "results").write_text("new")
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "thesis.tex").write_text("precious")
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 25 * 3600)
+    save("full", tmp_path / "a.ckpt", 1.0)
+    assert (tmp_path / name / "thesis.tex").read_text() == "precious"
 
 
 @FORMS

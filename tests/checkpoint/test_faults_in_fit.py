@@ -111,6 +111,33 @@ def test_a_save_that_fails_in_the_background_is_told_at_the_end_of_fit(run_on, t
     run_on(2, no_room_at_the_end, folder=tmp_path / "c", form=form, failing=failing)
 
 
+def removed_by_the_callback(folder: Path, is_async: bool) -> None:
+    rmtree, removed = shutil.rmtree, []
+
+    def notes(path: Any, *args: Any, **options: Any) -> None:
+        removed.append(os.path.basename(path))
+        rmtree(path, *args, **options)
+
+    saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=1)
+    strategy = ZeroStrategy(3, checkpoint="sharded", async_save=is_async)
+    trainer = make_trainer(strategy, callbacks=[saving], enable_checkpointing=True, max_epochs=1)
+    shutil.rmtree = notes
+    try:
+        trainer.fit(Learner(batches=3))
+    finally:
+        shutil.rmtree = rmtree
+    dist.barrier()
+    assert names_in(folder) == ["step=3.ckpt"]
+    if rank() == 0:
+        assert len(removed) == 2 and all(name.startswith(".step=") for name in removed), removed
+
+
+@IN_BACKGROUND
+def test_a_folder_that_model_checkpoint_removes_loses_its_name_first(run_on, tmp_path, is_async):
+    """So that nobody finds a part of it, whenever the process is killed."""
+    run_on(2, removed_by_the_callback, folder=tmp_path / "c", is_async=is_async)
+
+
 class Stop(Exception):
     pass
 

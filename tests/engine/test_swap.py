@@ -592,7 +592,7 @@ def test_what_a_killed_process_left_is_removed_at_the_next_start_and_a_living_on
     folders = [process.stdout.readline().strip() for process in (living, killed)]
     other = tmp_path / f"something.else-{new_label()}"
     other.mkdir()
-    elsewhere = tmp_path / "lightning_zero.swap-elsewhere.1-4242-18a0"
+    elsewhere = tmp_path / "lightning_zero.swap-elsewhere.1-4242-18a0123456789abc"
     elsewhere.mkdir()
     assert all(map(os.path.isdir, folders)), living.stderr.read() + killed.stderr.read()
     pid = int(re.fullmatch(r".*-(\d+)-[0-9a-f]+", folders[1])[1])
@@ -610,7 +610,7 @@ def test_what_a_killed_process_left_is_removed_at_the_next_start_and_a_living_on
 
 
 def test_what_another_machine_left_is_removed_when_it_is_a_day_old(tmp_path, monkeypatch):
-    left = tmp_path / "lightning_zero.swap-elsewhere.1-4242-18a0"
+    left = tmp_path / "lightning_zero.swap-elsewhere.1-4242-18a0123456789abc"
     left.mkdir()
     (left / "file").write_bytes(b"some")
     SwapFolder(tmp_path).close()
