@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from lightning_zero.checkpoint.checksums import ADVICE, NO_CHECKSUM, DamagedCheckpointError, Extent
 from lightning_zero.checkpoint.files import Files
-from lightning_zero.checkpoint.form import DCP_METADATA, MANIFEST, REST, Manifest, UnknownFormatError
+from lightning_zero.checkpoint.form import DCP_METADATA, MANIFEST, REST, SAVE_ID, Manifest, UnknownFormatError
 from lightning_zero.checkpoint.records import BrokenArchiveError, BufferFile, Plain, records_of, tensor_in
 from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_dcp_metadata, load_torch
 from lightning_zero.engine.pieces import Box, boxes
@@ -97,6 +97,19 @@ def metadata_of(files: Files) -> tuple[Metadata, int]:
             "with torch.distributed.checkpoint, and save it without."
         )
     return metadata, zlib.crc32(data)
+
+
+def check_has_manifest(files: Files, manifest: Manifest | None, metadata: Metadata) -> None:
+    """Without it nothing says whether the files of a folder of ours are of one save.
+
+    Raises:
+        DamagedCheckpointError: if we wrote the folder and it is missing.
+    """
+    if manifest is None and getattr(getattr(metadata, "storage_meta", None), "save_id", None) == SAVE_ID:
+        raise DamagedCheckpointError(
+            f"{files.path} is damaged: {MANIFEST}, with the checksums of all else, is missing, and this folder was "
+            f"written by lightning_zero: its files may be of several saves. {ADVICE}"
+        )
 
 
 @dataclass

@@ -29,6 +29,9 @@ REST = "meta.pt"
 MANIFEST = "lightning_zero.json"
 """Written last: sizes and checksums of all else."""
 
+SAVE_ID = "lightning_zero"
+"""Of a save, in DCP's metadata: the folder has a manifest. Other programs have random numbers there, or nothing."""
+
 
 def configs_of_models(module: Any) -> dict[str, str]:
     """By name, the ``config.json`` of each model of transformers that a module wraps, without which no one can make it.

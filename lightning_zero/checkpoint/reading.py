@@ -18,7 +18,15 @@ from torch.utils._pytree import tree_map_only
 from lightning_zero.checkpoint.checksums import ADVICE, DamagedCheckpointError, Extent, verify
 from lightning_zero.checkpoint.commit import stand_in
 from lightning_zero.checkpoint.files import Files
-from lightning_zero.checkpoint.folder import Folder, check_is_dcp, manifest_of, metadata_of, odd_keys, put
+from lightning_zero.checkpoint.folder import (
+    Folder,
+    check_has_manifest,
+    check_is_dcp,
+    manifest_of,
+    metadata_of,
+    odd_keys,
+    put,
+)
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, CONTAINERS, DCP_METADATA, UnknownFormatError, check_format
 from lightning_zero.checkpoint.records import BrokenArchiveError, Record, ends_as_archive, read_checked, records_of
 from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_torch
@@ -249,6 +257,7 @@ def _open_folder(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
     check_is_dcp(files, sizes)
     manifest = manifest_of(files, sizes)
     metadata, identity = metadata_of(files)
+    check_has_manifest(files, manifest, metadata)
     folder = Folder(files, sizes, manifest, metadata, identity, weights_only)
     tree = folder.rest()
     ours = tree.get(CHECKPOINT_KEY, {})

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_zero.checkpoint import archive
 from lightning_zero.checkpoint.commit import Destination, Stream
-from lightning_zero.checkpoint.form import CHECKPOINT_KEY, CONTAINERS, DCP_METADATA, MANIFEST, REST, Manifest
+from lightning_zero.checkpoint.form import CHECKPOINT_KEY, CONTAINERS, DCP_METADATA, MANIFEST, REST, SAVE_ID, Manifest
 from lightning_zero.engine.pieces import Box, boxes
 from lightning_zero.engine.sharded_tensor import Handle, ShardedTensor
 from lightning_zero.engine.sources import listed
@@ -507,7 +507,7 @@ def _metadata(content: Content, everyone: list[_Written]) -> Metadata:
             "rank == 0:' around it"
         )
     found: dict[str, Any] = {name: objects[name] if name in objects else tensors[name] for name in content.paths}
-    return Metadata(found, content.paths, storage, StorageMeta(), CURRENT_DCP_VERSION)
+    return Metadata(found, content.paths, storage, StorageMeta(save_id=SAVE_ID), CURRENT_DCP_VERSION)
 
 
 def _is_whole(tensor: TensorStorageMetadata | None) -> bool:

@@ -352,6 +352,7 @@ WRONG = {
     "a flipped bit of the manifest": (lambda path: damage(path, "lightning_zero.json"), r"lightning_zero\.json, with"),
     "no metadata": (lambda path: os.remove(f"{path}/.metadata"), r"\.metadata is missing"),
     "no meta.pt": (lambda path: os.remove(f"{path}/meta.pt"), r"meta\.pt is missing"),
+    "no manifest": (lambda path: os.remove(f"{path}/lightning_zero.json"), r"lightning_zero\.json, .* is missing"),
     "no data of a rank": (lambda path: os.remove(f"{path}/__1_0.distcp"), r"__1_0\.distcp is missing"),
     "truncated data": (lambda path: truncate(path, "__1_0.distcp"), r"__1_0\.distcp has \d+ bytes instead of \d+"),
     "an empty manifest": (lambda path: open(f"{path}/lightning_zero.json", "w").close(), r"lightning_zero\.json, with"),
@@ -413,6 +414,26 @@ def test_each_of_as_many_processes_as_have_written_verifies_what_one_of_them_wro
         opened.verify(share=(other, 3))
     with pytest.raises(DamagedCheckpointError, match=rf"a\.matrix.* in __{number}_0"):
         opened.verify(share=(number, 3))
+
+
+def test_files_of_two_saves_without_a_manifest_are_not_taken_for_one_checkpoint(ours, copy_of, tmp_path):
+    """Each piece has torch's own checksum, which does not say of which save it is."""
+    path = copy_of(ours)
+    other = in_parts(tmp_path / "other", {"state_dict": {**TENSORS, "a.matrix": -TENSORS["a.matrix"]}})
+    os.replace(f"{other}/__1_0.distcp", f"{path}/__1_0.distcp")
+    with pytest.raises(DamagedCheckpointError, match="does not match|is damaged"):
+        open_checkpoint(path).verify()
+    os.remove(f"{path}/lightning_zero.json")
+    with pytest.raises(DamagedCheckpointError, match="this folder was written by lightning_zero"):
+        open_checkpoint(path)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_another_program_makes_of_our_folder_needs_no_manifest(ours, tmp_path):
+    state = {"state_dict": {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}}
+    dcp.load(state, checkpoint_id=ours)
+    dcp.save(state, checkpoint_id=str(tmp_path / "dcp"))
+    same_state(open_checkpoint(tmp_path / "dcp").checkpoint, {"state_dict": TENSORS})
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
