@@ -16,6 +16,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from lightning_zero.checkpoint.form import DCP_METADATA
 from lightning_zero.checkpoint.reading import open_checkpoint
+from lightning_zero.checkpoint.restricted import load_torch
 from lightning_zero.engine.promises import give_values, may_values_wait, taking_values
 from lightning_zero.engine.sources import listed
 
@@ -109,8 +110,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         with _named_in_errors(path):
             return load_file(path, device="cpu")
     with _named_in_errors(path):
-        loaded = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
-        return _state_dict_in(loaded)
+        return _state_dict_in(load_torch(path, mmap=zipfile.is_zipfile(path)))
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from lightning_zero.checkpoint.checksums import ADVICE, NO_CHECKSUM, DamagedChec
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.form import DCP_METADATA, MANIFEST, REST, SAVE_ID, Manifest, UnknownFormatError
 from lightning_zero.checkpoint.records import BrokenArchiveError, BufferFile, Plain, records_of, tensor_in
-from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_dcp_metadata, load_torch
+from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_dcp_metadata, load_torch, with_way_out
 from lightning_zero.engine.pieces import Box, boxes
 from lightning_zero.engine.sources import listed
 from lightning_zero.engine.stored import StoredTensor
@@ -83,7 +83,7 @@ def metadata_of(files: Files) -> tuple[Metadata, int]:
     except ForbiddenClassError as error:
         raise ValueError(
             f"{files.path}/{DCP_METADATA} names {error}, which the metadata of a sharded checkpoint does not consist "
-            "of. Nothing of it was run; do not load it by other means unless you trust who wrote it."
+            "of. Nothing of it was run; do not load it by other means."
         ) from error
     except Exception as error:
         raise DamagedCheckpointError(
@@ -228,7 +228,7 @@ class Folder:
         try:
             return load_torch(io.BytesIO(data), weights_only=self._weights_only)
         except ForbiddenClassError as error:
-            raise ValueError(f"{self._files.path}: {what}: {error}.") from error
+            raise ValueError(f"{self._files.path}: {what}: {with_way_out(error)}.") from error
         except Exception as error:
             raise DamagedCheckpointError(
                 f"{self._files.path} is damaged: {what} cannot be read ({type(error).__name__}: {error}). {ADVICE}"

@@ -29,7 +29,7 @@ from lightning_zero.checkpoint.folder import (
 )
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, CONTAINERS, DCP_METADATA, UnknownFormatError, check_format
 from lightning_zero.checkpoint.records import BrokenArchiveError, Record, ends_as_archive, read_checked, records_of
-from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_torch
+from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_torch, with_way_out
 from lightning_zero.engine.stored import StoredTensor
 
 
@@ -151,7 +151,7 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
                 file.seek(0)
                 checkpoint = load_torch(file, weights_only=weights_only)
         except ForbiddenClassError as error:
-            raise ValueError(f"{files.path}: {error}.") from error
+            raise ValueError(f"{files.path}: {with_way_out(error)}.") from error
         except Exception as error:
             if "PytorchStreamReader" in str(error):  # a record that the pickle names is not among those there are
                 raise DamagedCheckpointError(

@@ -13,6 +13,8 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_zero.checkpoint.restricted import load_torch
+
 _LOCAL_HEADER = 30
 _ENTRY = struct.Struct("<4s6H3I5H2I")
 _END, _END_64, _LOCATOR_64 = struct.Struct("<4s4H2IH"), struct.Struct("<4sQ2H2I4Q"), struct.Struct("<4sIQI")
@@ -243,7 +245,7 @@ def tensor_in(buffer: memoryview, known: dict[Any, Plain], kind: Any) -> Tensor:
     if plain is None or bytes(buffer[: len(plain.head)]) != plain.head:
         plain = _plain_in(buffer)
         if plain is None:
-            return torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
+            return load_torch(io.BytesIO(buffer))
         known[kind, len(buffer)] = plain
     if plain.numel == 0:
         return torch.empty(plain.shape, dtype=plain.dtype, device="cpu")

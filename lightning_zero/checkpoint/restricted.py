@@ -6,13 +6,17 @@ import collections
 import io
 import pathlib
 import pickle
+import re
 import typing
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import EnumMeta
 from typing import Any
 
 import torch
+
+from lightning_zero.checkpoint.named import Use, uses_in
 
 _METADATA_CLASSES = {
     "torch.distributed.checkpoint.metadata": {
@@ -36,6 +40,10 @@ _PATHS = {"Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "Pure
 
 class ForbiddenClassError(ValueError):
     """A pickle names a class or function that is not among those allowed."""
+
+
+class CodeToRunError(ForbiddenClassError):
+    """What it names has no place in a checkpoint: nothing is to be advised by which it would be loaded."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -78,7 +86,7 @@ def load_torch(file: Any, *, weights_only: bool | None = None, mmap: bool = Fals
         mmap: as of ``torch.load``; takes a path.
 
     Raises:
-        ForbiddenClassError: naming what is not allowed, and where it lies.
+        ForbiddenClassError: naming what is not allowed, and where it lies; a ``CodeToRunError`` if that would run code.
         Exception: of many classes, if the file is damaged.
     """
     if weights_only is False:
@@ -86,11 +94,19 @@ def load_torch(file: Any, *, weights_only: bool | None = None, mmap: bool = Fals
     with _omegaconf_allowed():
         try:
             return torch.load(file, map_location="cpu", mmap=mmap, weights_only=True)
-        except pickle.UnpicklingError as error:
-            forbidden = torch.serialization.get_unsafe_globals_in_checkpoint(_rewound(file))
-            if not forbidden:
+        except (pickle.UnpicklingError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "weights_only" not in str(error):
                 raise
-            raise ForbiddenClassError(_told(forbidden, _rewound(file))) from error
+            # torch's own words advise what would run the file
+            refused: Exception = _refusal(_rewound(file)) or type(error)(_without_advice(str(error)))
+        raise refused
+
+
+def with_way_out(error: ForbiddenClassError) -> str:
+    """What is said where ``weights_only`` may be given."""
+    if isinstance(error, CodeToRunError):
+        return str(error)
+    return f"{error}, or give weights_only=False if you trust whoever wrote all of it"
 
 
 def _rewound(file: Any) -> Any:
@@ -99,17 +115,53 @@ def _rewound(file: Any) -> Any:
     return file
 
 
-def _told(forbidden: list[str], file: Any) -> str:
-    places = _places(file, set(forbidden))
-    classes = sorted(forbidden)
-    found = ", ".join(f"{name} at {places[name]!r}" if name in places else name for name in classes)
-    imports = "; ".join("from {} import {}".format(*name.rsplit(".", 1)) for name in classes)
-    allowed = ", ".join(name.rsplit(".", 1)[1] for name in classes)
-    return (
-        f"it holds objects of classes that are not loaded unless you allow them: {found}. If you trust them, write "
-        f"'{imports}; torch.serialization.add_safe_globals([{allowed}])' before loading, or give weights_only=False "
-        "if you trust whoever wrote all of it"
+def _refusal(file: Any) -> ForbiddenClassError | None:
+    """What is said of a file that names what is not allowed; None if it names nothing of that kind."""
+    uses, is_complete = uses_in(file)
+    unsafe = _not_allowed(uses)
+    running = [use for use in unsafe if use.runs_code]
+    if running:
+        calls = [f"it would call {use}" if use.is_called else f"it names {use}" for use in running]
+        return CodeToRunError(
+            f"it wants to run code when it is loaded: {', '.join(calls)}. Nothing of it was run; do not load it by "
+            "other means, and take a checkpoint from elsewhere"
+        )
+    if not unsafe:
+        return None
+    found = ", ".join(map(str, unsafe))
+    if not is_complete:
+        return CodeToRunError(
+            f"it holds objects of classes that are not loaded ({found}), and what else it names cannot be told, as with "
+            "files that hide code. Nothing of it was run; do not load it by other means"
+        )
+    imports = "; ".join(f"from {use.module} import {use.name.partition('.')[0]}" for use in unsafe)
+    allowed = ", ".join(use.name for use in unsafe)
+    return ForbiddenClassError(
+        f"it holds objects of classes that are not loaded unless you allow them: {found}. Loading them runs "
+        f"code of theirs. If you know each of them, as your project's or a library's that it uses, write '{imports}; "
+        f"torch.serialization.add_safe_globals([{allowed}])' before loading"
     )
+
+
+def _not_allowed(uses: list[Use]) -> list[Use]:
+    """Those that torch does not allow, in the order of their names. It tells that of a file, so one is made of names."""
+    named = b"".join(f"c{use.module}\n{use.name}\n".encode() for use in uses if "\n" not in use.kind)
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as made:
+        made.writestr("archive/data.pkl", b"\x80\x02" + named + b"N.")
+        made.writestr("archive/version", "3\n")
+    archive.seek(0)
+    unsafe = set(torch.serialization.get_unsafe_globals_in_checkpoint(archive))
+    return sorted((use for use in uses if use.kind in unsafe or "\n" in use.kind), key=lambda use: use.kind)
+
+
+def _without_advice(text: str) -> str:
+    """What torch says of a file, without what it advises: how to load it all the same."""
+    if "TorchScript" in text:
+        return "it is a TorchScript archive"
+    sentences = re.split(r"(?<=[.:])\s+", text)
+    beside = re.compile(r"weights_only|trust|arbitrary code|safe_globals|Weights only load|^WeightsUnpickler error:$")
+    return " ".join(each for each in sentences if not beside.search(each)).strip() or "it cannot be unpickled"
 
 
 @contextmanager
@@ -132,71 +184,3 @@ def _omegaconf_allowed() -> Iterator[None]:
     new = [kind for kind in dict.fromkeys(kinds) if kind not in own]
     with torch.serialization.safe_globals(new):
         yield
-
-
-class _Anything:
-    """In the place of every object while it is only asked where it lies: takes whatever a pickle does, does nothing."""
-
-    kind: str
-    items: list[Any]
-
-    def __new__(cls, *args: Any) -> _Anything:
-        self = object.__new__(cls)
-        self.items = list(args)
-        return self
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        self.items.append(state)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.items.append(value)
-
-    def append(self, value: Any) -> None:
-        self.items.append(value)
-
-    def extend(self, values: Any) -> None:
-        self.items.extend(values)
-
-    def __hash__(self) -> int:
-        return id(self)
-
-
-class _Finder(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        return type(name, (_Anything,), {"kind": f"{module}.{name}"})
-
-    def persistent_load(self, _: Any) -> Any:
-        return None
-
-
-def _places(file: Any, wanted: set[str]) -> dict[str, str]:
-    """Where in a file's dictionaries objects of some classes lie first, by class, as far as it can be told."""
-    found: dict[str, str] = {}
-    seen: set[int] = set()
-
-    def visit(value: Any, path: str) -> None:
-        if id(value) in seen:
-            return
-        seen.add(id(value))
-        kind = value if isinstance(value, type) else type(value)
-        if issubclass(kind, _Anything) and kind.kind in wanted:
-            found.setdefault(kind.kind, path)
-        if isinstance(value, dict):
-            for key, item in value.items():
-                visit(item, f"{path}.{key}" if path else str(key))
-        elif isinstance(value, (list, tuple, set)):
-            for item in value:
-                visit(item, path)
-        elif isinstance(value, _Anything):
-            for item in value.items:
-                visit(item, path)
-
-    try:
-        reader = torch._C.PyTorchFileReader(file)
-        visit(_Finder(io.BytesIO(reader.get_record("data.pkl"))).load(), "")
-    except Exception:  # the error says what is not allowed all the same
-        pass
-    return found

@@ -102,12 +102,12 @@ def _size(text: str) -> int:
 
 def _open(options: Any) -> Any:
     from lightning_zero.checkpoint.reading import open_checkpoint
-    from lightning_zero.checkpoint.restricted import ForbiddenClassError
+    from lightning_zero.checkpoint.restricted import CodeToRunError, ForbiddenClassError
 
     try:
         return open_checkpoint(options.path, weights_only=False if options.trust else None)
     except ValueError as error:
-        if isinstance(error.__cause__, ForbiddenClassError):
+        if isinstance(error.__cause__, ForbiddenClassError) and not isinstance(error.__cause__, CodeToRunError):
             raise ValueError(f"{error} With this command that is --trust.") from error
         raise
 

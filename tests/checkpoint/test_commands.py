@@ -681,6 +681,20 @@ def test_classes_are_not_unpickled_unless_one_trusts_the_file(tmp_path, capsys):
     assert run("export", path, tmp_path / "w.safetensors", "--trust") == 0
 
 
+class Harmful:
+    def __reduce__(self) -> Any:
+        return os.system, ("true",)
+
+
+def test_no_way_is_advised_to_load_a_file_that_wants_to_run_code(tmp_path, capsys):
+    path = tmp_path / "a.ckpt"
+    torch.save({"state_dict": {"w": torch.ones(3)}, "own": Own(), "other": Harmful()}, path)
+    for command in ("verify", "inspect"):
+        assert run(command, path) == 1
+        said = capsys.readouterr().err
+        assert "it would call posix.system at 'other'" in said and "trust" not in said and "allow" not in said
+
+
 def test_interrupted_it_leaves_nothing(tmp_path, monkeypatch, capsys):
     path = save({"state_dict": {"w": torch.ones(3)}}, tmp_path / "a.ckpt")
 

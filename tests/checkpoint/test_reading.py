@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import datetime
+import functools
 import io
 import itertools
 import json
 import os
 import pickle
+import re
+import subprocess
 import threading
+import traceback
 import zipfile
 import zlib
 from dataclasses import replace
 from math import prod
 
 import fsspec
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -23,6 +29,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from lightning_zero import load_weights
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.reading import open_checkpoint
@@ -546,9 +553,115 @@ def test_nothing_in_a_checkpoint_is_run(tmp_path, monkeypatch, where):
         torch.save({"callbacks": [Harmful()]}, "dcp/meta.pt")
     elif where == "file":
         torch.save({"state_dict": {}, "callbacks": [Harmful()]}, "file")
-    with pytest.raises(ValueError, match=r"posix\.mkdir"):
+    with pytest.raises(ValueError, match=r"posix\.mkdir") as caught:
         open_checkpoint("file" if where == "file" else "dcp")
     assert not os.path.exists("it ran")
+    assert_nothing_advised(caught)
+
+
+def assert_nothing_advised(caught):
+    """By which the file would be loaded all the same; in no part of what is printed of the exception."""
+    told = "".join(traceback.format_exception(caught.value))
+    told = "\n".join(line for line in told.splitlines() if not line.startswith("  "))  # lines of the source
+    for advice in ("add_safe_globals", "weights_only", "--trust", "trust"):
+        assert advice not in told, told
+
+
+def of_protocol_4(module, name):
+    """A pickle that calls something, as torch does not write it."""
+    texts = [b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name, "it ran")]
+    return b"\x80\x04" + texts[0] + texts[1] + b"\x93" + texts[2] + b"\x85R."
+
+
+class Calls:
+    """What is pickled as the call of a function."""
+
+    def __init__(self, function, *arguments):
+        self.called = function, arguments
+
+    def __reduce__(self):
+        return self.called
+
+
+PICKLES = {
+    "os.system": (lambda: Calls(os.system, "x"), r"it would call posix\.system at 'callbacks\.x'"),
+    "subprocess": (lambda: Calls(subprocess.Popen, ["x"]), r"it would call subprocess\.Popen at 'callbacks\.x'"),
+    "eval": (lambda: Calls(eval, "x"), r"it would call builtins\.eval at 'callbacks\.x'"),
+    "a function of torch's": (lambda: Calls(torch.hub.load, "x", "y"), r"it would call torch\.hub\.load at"),
+    "one that is only named": (lambda: functools.partial(os.system, "x"), r"it names posix\.system at"),
+    "one beside a class of the project's": (
+        lambda: [Own(), Calls(os.system, "x")],
+        r"loaded: it would call posix\.sys",
+    ),
+}
+ARCHIVES = {
+    "by a newer form": (of_protocol_4("posix", "system"), r"it would call posix\.system"),
+    "through a module": (of_protocol_4("torch.serialization", "os.system"), r"call torch\.serialization\.os\.system"),
+    "by a name that is none": (of_protocol_4("mine", "Own\nb"), r"it would call 'mine\.Own\\nb'"),
+    "behind what cannot be followed": (
+        b"\x80\x02cmine\nOwn\n(S'a'\ntR(S'b'\ntRcposix\nsystem\n(S'it ran'\ntR.",
+        r"mine\.Own.*, and what else it names cannot be told",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", ["archive", "before torch 1.6", "pickle", "meta.pt"])
+@pytest.mark.parametrize("what", PICKLES)
+def test_of_a_file_that_wants_to_run_code_it_says_what_it_calls_and_advises_nothing(tmp_path, what, form):
+    make, words = PICKLES[what]
+    path = tmp_path / "x.ckpt"
+    checkpoint = {"state_dict": {"w": torch.ones(1)}, "callbacks": {"x": make()}}
+    if form == "pickle":
+        path.write_bytes(pickle.dumps({"callbacks": {"x": make()}}, protocol=2))
+    elif form == "meta.pt":
+        in_parts(path, rest={**REST, "callbacks": {"x": make()}})
+    else:
+        torch.save(checkpoint, path, _use_new_zipfile_serialization=form == "archive")
+    with pytest.raises(ValueError, match=rf"wants to run code when it is loaded.*{words}|{words}") as caught:
+        open_checkpoint(path)
+    assert str(path) in str(caught.value) and "Nothing of it was run" in str(caught.value)
+    assert_nothing_advised(caught)
+    if form != "meta.pt":
+        with pytest.raises(ValueError, match=words) as caught:
+            load_weights(nn.Linear(1, 1), path)
+        assert_nothing_advised(caught)
+
+
+@pytest.mark.parametrize("how", ARCHIVES)
+def test_code_that_a_file_hides_is_not_advised_to_be_run(tmp_path, how):
+    data, words = ARCHIVES[how]
+    with zipfile.ZipFile(tmp_path / "x.ckpt", "w") as archive:
+        archive.writestr("archive/data.pkl", data)
+        archive.writestr("archive/version", "3\n")
+    with pytest.raises(ValueError, match=words) as caught:
+        open_checkpoint(tmp_path / "x.ckpt")
+    assert_nothing_advised(caught)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        datetime.datetime(2026, 1, 1),
+        functools.partial(nn.functional.relu, inplace=True),
+        nn.ReLU,
+        np.ones(2),
+        re.compile("x"),
+        ValueError("x"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_projects_keep_in_checkpoints_may_be_allowed(tmp_path, value):
+    torch.save({"state_dict": {}, "hyper_parameters": {"x": value}}, tmp_path / "x.ckpt")
+    with pytest.raises(ValueError, match=r"add_safe_globals\(\[.*\]\)' before loading, or give weights_only=False"):
+        open_checkpoint(tmp_path / "x.ckpt")
+
+
+@pytest.mark.parametrize("data", [b"\x80 is no pickle", b"\x80\x04neither", b"\x80"])
+def test_of_a_file_that_does_not_unpickle_nothing_is_advised_either(tmp_path, data):
+    (tmp_path / "x.ckpt").write_bytes(data)
+    with pytest.raises(ValueError, match="cannot be read as a checkpoint") as caught:
+        open_checkpoint(tmp_path / "x.ckpt")
+    assert_nothing_advised(caught)
 
 
 class PickledByGetattr:
@@ -577,6 +690,7 @@ def test_classes_of_the_project_are_loaded_once_they_are_allowed(tmp_path, form)
         open_checkpoint(path)
     told = str(caught.value)
     assert path in told and "tests.checkpoint.test_reading.Own at 'hyper_parameters.loss.kind'" in told
+    assert "If you know each of them" in told
     assert "torch.serialization.add_safe_globals([Own])" in told and "weights_only=False" in told
     assert open_checkpoint(path, weights_only=False).checkpoint["hyper_parameters"]["loss"][0]["kind"].number == 5
     with torch.serialization.safe_globals([Own]):
