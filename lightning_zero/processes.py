@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import lightning_zero
-from lightning_zero.checkpoint.checksums import DamagedCheckpointError
+from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckpointError
 from lightning_zero.checkpoint.reading import OpenedCheckpoint, open_checkpoint
 from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError, without_parts
@@ -359,7 +359,8 @@ class ZeroProcesses(ParallelStrategy):
             act()
         except Exception as raised:
             error = raised
-        kinds: list[type[Exception]] = [DamagedCheckpointError, CheckpointNotSavedError, FileNotFoundError, OSError]
+        kinds: list[type[Exception]] = [DamagedCheckpointError, NoCheckpointError, CheckpointNotSavedError]
+        kinds += [FileNotFoundError, OSError]
         kind = next((kind for kind in kinds if isinstance(error, kind)), ValueError)
         said = self._gather(None if error is None else (kind, str(error)))
         if error is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.checkpoint.checksums import DamagedCheckpointError
+from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckpointError
 from lightning_zero.checkpoint.commit import remove
 from lightning_zero.checkpoint.fitting import check_module, check_optimizers
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, FORMAT, NAMES, configs_of_models
@@ -191,30 +191,39 @@ class TrainerCheckpoints(ZeroProcesses):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None, **options: Any) -> dict[str, Any]:
         """As Lightning's, but weights and optimizers' state stay in the checkpoint, of which each rank reads its share.
 
-        What is damaged is found here, by checksums. Where it is what ``ckpt_path="last"`` stands for, the newest whole
-        checkpoint of the Trainer's callbacks takes its place.
+        What is damaged is found here, by checksums. Where that, or what is no checkpoint at all, is what
+        ``ckpt_path="last"`` stands for, the newest whole checkpoint of the Trainer's callbacks takes its place.
 
         Raises:
             FileNotFoundError: if there is nothing at the path.
             DamagedCheckpointError: if something of it is missing or altered.
-            ValueError: if it is no checkpoint, or of a newer version.
+            NoCheckpointError: if it is none.
+            ValueError: if it is of a newer version, or names what is not allowed.
         """
         self._alike(self._saver.finish)
         if not self._has_default_io or str(checkpoint_path).startswith("http"):
             return super().load_checkpoint(checkpoint_path, weights_only, **options)
         try:
             return self._opened(checkpoint_path, weights_only).checkpoint
-        except (DamagedCheckpointError, FileNotFoundError) as error:  # the latter of an empty folder
+        except Exception as error:  # on every rank, though not the same on each
             assert self.lightning_module is not None
             trainer = self.lightning_module.trainer
-            lists = self._gather(others_by_age(trainer, checkpoint_path) if is_last(trainer, checkpoint_path) else [])
-            for other in lists[0]:
-                with suppress(OSError, ValueError):
+            if not is_last(trainer, checkpoint_path):
+                raise
+            # a FileNotFoundError is of an empty folder
+            is_spoilt = isinstance(error, (DamagedCheckpointError, NoCheckpointError, FileNotFoundError))
+            others = others_by_age(trainer, checkpoint_path) if self.is_global_zero else []
+            told = self._gather((is_spoilt, others))
+            if not all(spoilt for spoilt, _ in told):
+                raise
+            _, others = told[0]
+            for other in others:
+                with suppress(Exception):
                     checkpoint = self._opened(other, weights_only).checkpoint
                     rank_zero_warn(f"{error} The run goes on from {other} instead, the newest one that is whole.")
                     return checkpoint
-            if lists[0]:
-                raise DamagedCheckpointError(f"{error} None of the others is whole: {listed(lists[0])}.") from error
+            if others:
+                raise DamagedCheckpointError(f"{error} None of the others is whole: {listed(others)}.") from error
             raise
 
     @override

@@ -25,6 +25,10 @@ class DamagedCheckpointError(ValueError):
     """A checkpoint is not as it was written: truncated, altered, or a piece of it is missing."""
 
 
+class NoCheckpointError(ValueError):
+    """What lies at a path is no checkpoint, or so little of one is left that it cannot be told from something else."""
+
+
 @dataclass(slots=True)
 class Extent:
     """Bytes of a file that are written, and verified, together.

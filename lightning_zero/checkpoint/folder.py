@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from lightning_zero.checkpoint.checksums import ADVICE, NO_CHECKSUM, DamagedCheckpointError, Extent
+from lightning_zero.checkpoint.checksums import ADVICE, NO_CHECKSUM, DamagedCheckpointError, Extent, NoCheckpointError
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.form import DCP_METADATA, MANIFEST, REST, SAVE_ID, Manifest, UnknownFormatError
 from lightning_zero.checkpoint.records import BrokenArchiveError, BufferFile, Plain, records_of, tensor_in
@@ -44,7 +44,7 @@ def check_is_dcp(files: Files, sizes: dict[str, int]) -> None:
             f"{files.path} was written by DeepSpeed: convert it, 'lightning-zero checkpoint import deepspeed "
             f"{files.path} OUT.ckpt', and give the result."
         )
-    raise ValueError(
+    raise NoCheckpointError(
         f"{files.path} is no checkpoint: a folder of a sharded one has {DCP_METADATA} in it, this one has "
         f"{listed(sorted(sizes))}."
     )
@@ -90,7 +90,9 @@ def metadata_of(files: Files) -> tuple[Metadata, int]:
             f"{files.path} is damaged: {DCP_METADATA} cannot be read ({type(error).__name__}: {error}). {ADVICE}"
         ) from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise ValueError(f"{files.path}/{DCP_METADATA} is not the metadata of a checkpoint that DCP writes to files.")
+        raise NoCheckpointError(
+            f"{files.path}/{DCP_METADATA} is not the metadata of a checkpoint that DCP writes to files."
+        )
     if any(getattr(place, "transform_descriptors", None) for place in metadata.storage_data.values()):
         raise ValueError(
             f"{files.path} was written by DCP with extensions (compression, for one), which are not read here: read it "
@@ -204,7 +206,7 @@ class Folder:
             return {}
         rest = self._load(REST, self._files.read(REST))
         if not isinstance(rest, dict):
-            raise ValueError(f"{self._files.path}/{REST} holds a {type(rest).__name__}, and no dictionary.")
+            raise NoCheckpointError(f"{self._files.path}/{REST} holds a {type(rest).__name__}, and no dictionary.")
         return rest
 
     def values(self, metadata: Metadata) -> Iterator[tuple[str, Any]]:

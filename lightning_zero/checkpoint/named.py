@@ -43,8 +43,8 @@ _VALUES = {
 
 _RUN_CODE = set(
     """
-    _io _posixsubprocess _winapi asyncio bdb builtins cloudpickle code codeop commands concurrent ctypes dill importlib io
-    joblib marshal multiprocessing nt os pdb pickle pip pkgutil posix profile pty pydoc runpy setuptools shutil site
+    _io _posixsubprocess _winapi asyncio bdb builtins cloudpickle code codeop commands concurrent ctypes dill importlib
+    io joblib marshal multiprocessing nt os pdb pickle pip pkgutil posix profile pty pydoc runpy setuptools shutil site
     smtplib socket subprocess sys tempfile timeit trace types urllib webbrowser
     """.split()
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -34,7 +35,8 @@ def others_by_age(trainer: Trainer, path: Any) -> list[str]:
         for entry in fs.ls(place, detail=False) if fs.exists(place) else []:
             hidden = os.path.basename(entry).startswith(".")
             if not hidden and entry.endswith(".ckpt") and _plain(entry) != _plain(path):
-                found[fs.unstrip_protocol(entry) if "://" in folder else entry] = fs.modified(entry)
+                with suppress(OSError):  # a link to what is gone
+                    found[fs.unstrip_protocol(entry) if "://" in folder else entry] = fs.modified(entry)
     return sorted(found, key=lambda entry: found[entry], reverse=True)
 
 

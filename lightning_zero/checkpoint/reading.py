@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from lightning_zero.checkpoint.checksums import ADVICE, DamagedCheckpointError, Extent, verify
+from lightning_zero.checkpoint.checksums import ADVICE, DamagedCheckpointError, Extent, NoCheckpointError, verify
 from lightning_zero.checkpoint.commit import stand_in
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.folder import (
@@ -108,7 +108,8 @@ def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool | None =
 
     Raises:
         FileNotFoundError: if there is nothing at the path, or a folder with nothing in it.
-        ValueError: if it is no checkpoint, or of a later version, or names classes that are not allowed.
+        NoCheckpointError: if it is none.
+        ValueError: if it is of a later version, or names classes that are not allowed.
         DamagedCheckpointError: if it is not as it was written, as far as that shows without reading all of it.
     """
     files = Files(path)
@@ -140,7 +141,7 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
                 f"written. {ADVICE}"
             )
         else:
-            raise ValueError(
+            raise NoCheckpointError(
                 f"{files.path} ({size} bytes) is no checkpoint: it is not a file of torch.save, nor a folder of "
                 f"sharded ones with {DCP_METADATA} in it."
             )
@@ -157,11 +158,14 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
                 raise DamagedCheckpointError(
                     f"{files.path} ({size} bytes) is damaged: {str(error).splitlines()[0]}. {ADVICE}"
                 ) from error
-            raise ValueError(
+            kind = ValueError if isinstance(error, (OSError, MemoryError)) else NoCheckpointError
+            raise kind(
                 f"{files.path} ({size} bytes) cannot be read as a checkpoint: {type(error).__name__}: {error}"
             ) from error
     if not isinstance(checkpoint, dict):
-        raise ValueError(f"{files.path} is no checkpoint: it holds a {type(checkpoint).__name__}, and no dictionary.")
+        raise NoCheckpointError(
+            f"{files.path} is no checkpoint: it holds a {type(checkpoint).__name__}, and no dictionary."
+        )
     as_saved, checkpoint = checkpoint, _as_lightnings(checkpoint)
     ours = checkpoint.get(CHECKPOINT_KEY, {})
     if "format" in ours:
@@ -203,7 +207,7 @@ def _records_of_file(files: Files, file: IO[bytes], size: int) -> list[Record]:
             f"{files.path} ({size} bytes) is damaged: it is truncated or was altered ({error}). {ADVICE}"
         ) from error
     if pickled is None:
-        raise ValueError(f"{files.path} is no checkpoint: a zip archive, but not one of torch.save.")
+        raise NoCheckpointError(f"{files.path} is no checkpoint: a zip archive, but not one of torch.save.")
     return records
 
 

@@ -131,8 +131,8 @@ def _refusal(file: Any) -> ForbiddenClassError | None:
     found = ", ".join(map(str, unsafe))
     if not is_complete:
         return CodeToRunError(
-            f"it holds objects of classes that are not loaded ({found}), and what else it names cannot be told, as with "
-            "files that hide code. Nothing of it was run; do not load it by other means"
+            f"it holds objects of classes that are not loaded ({found}), and what else it names cannot be told, as "
+            "with files that hide code. Nothing of it was run; do not load it by other means"
         )
     imports = "; ".join(f"from {use.module} import {use.name.partition('.')[0]}" for use in unsafe)
     allowed = ", ".join(use.name for use in unsafe)
@@ -144,7 +144,7 @@ def _refusal(file: Any) -> ForbiddenClassError | None:
 
 
 def _not_allowed(uses: list[Use]) -> list[Use]:
-    """Those that torch does not allow, in the order of their names. It tells that of a file, so one is made of names."""
+    """Those that torch does not allow, by name. It tells that of a file, so one is made of the names."""
     named = b"".join(f"c{use.module}\n{use.name}\n".encode() for use in uses if "\n" not in use.kind)
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as made:

@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import textwrap
 import warnings
+import zipfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from lightning_zero import ZeroStrategy
+from lightning_zero import ZeroStrategy, processes
 from lightning_zero.checkpoint.reading import DamagedCheckpointError, open_checkpoint
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError
 from lightning_zero.labels import new_label
@@ -221,6 +223,82 @@ def damaged(folder: Path, form: str) -> None:
 @FORMS
 def test_a_damaged_checkpoint_is_refused_and_the_newest_whole_one_stands_in_for_the_last(run_on, tmp_path, form):
     run_on(2, damaged, folder=tmp_path / "c", form=form)
+
+
+def folder_of(path: Path, **files: str) -> None:
+    path.mkdir()
+    for name, text in files.items():
+        (path / name).write_text(text)
+
+
+GARBAGE: dict[str, dict[str, Callable[[Path], Any]]] = {
+    "full": {
+        "a text": lambda path: path.write_text("epoch: 3\n"),
+        "nothing": lambda path: path.touch(),
+        "zeros": lambda path: path.write_bytes(bytes(5000)),
+        "no pickle": lambda path: path.write_bytes(b"\x80\x02garbage"),
+        "another archive": lambda path: zipfile.ZipFile(path, "w").close(),
+        "no dictionary": lambda path: torch.save([1], path),
+    },
+    "sharded": {
+        "a text in the place of a folder": lambda path: path.write_text("epoch: 3\n"),
+        "an empty folder": lambda path: path.mkdir(),
+        "a folder of something else": lambda path: folder_of(path, notes="x"),
+        "a folder with a text for metadata": lambda path: folder_of(path, **{".metadata": "x"}),
+        "a folder without metadata": lambda path: folder_of(path, **{"__0_0.distcp": "x"}),
+    },
+}
+
+
+def garbage(folder: Path, form: str) -> None:
+    last = folder / "last.ckpt"
+    run(folder, form, max_epochs=2)
+    for kind, make in GARBAGE[form].items():
+        if rank() == 0:
+            shutil.rmtree(last) if last.is_dir() else last.unlink()
+            make(last)
+            (folder / "gone.ckpt").unlink(missing_ok=True)
+            (folder / "gone.ckpt").symlink_to("nowhere")
+        dist.barrier()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            trainer = run(folder, form, "last", max_epochs=2)
+        said = [str(each.message) for each in told if "goes on from" in str(each.message)]
+        assert trainer.global_step == 4, kind
+        assert len(said) == (1 if rank() == 0 else 0), (kind, said)
+        assert all(str(last) in each and "epoch=1.ckpt instead" in each for each in said), (kind, said)
+        with pytest.raises((ValueError, FileNotFoundError), match="last.ckpt"):
+            run(folder, form, last)
+
+
+@FORMS
+def test_where_the_last_is_no_checkpoint_at_all_the_newest_whole_one_stands_in_for_it(run_on, tmp_path, form):
+    run_on(2, garbage, folder=tmp_path / "c", form=form)
+
+
+def unreadable_on_one_rank(folder: Path) -> None:
+    """It is whole, or may be: an older one does not take its place."""
+    run(folder, "sharded", max_epochs=2)
+    if rank() == 1:
+
+        def refused(path: Any, **_: Any) -> Any:
+            raise PermissionError(13, "Permission denied", str(path))
+
+        processes.open_checkpoint, opening = refused, processes.open_checkpoint
+    for is_garbage in (False, True):
+        if is_garbage and rank() == 0:
+            shutil.rmtree(folder / "last.ckpt")
+            (folder / "last.ckpt").write_text("epoch: 3")
+        dist.barrier()
+        with pytest.raises((OSError, ValueError), match="last.ckpt"):
+            run(folder, "sharded", "last", max_epochs=3)
+        dist.barrier()
+    if rank() == 1:
+        processes.open_checkpoint = opening
+
+
+def test_a_last_checkpoint_that_one_rank_may_not_read_is_an_error_on_every_rank(run_on, tmp_path):
+    run_on(2, unreadable_on_one_rank, folder=tmp_path / "c")
 
 
 def put_aside(folder: Path) -> None:
