@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import stat
 from collections.abc import Callable
 from contextlib import suppress
 from threading import Thread
@@ -72,6 +73,33 @@ def is_in_memory(path: str) -> bool:
     return kinds.get(f"{os.major(device)}:{os.minor(device)}") in ("tmpfs", "ramfs")
 
 
+def make_private_folder(path: str) -> None:
+    """Make a folder for this user alone, with those above it; one that is there already stays as it is.
+
+    Raises:
+        OSError: as the system gives it; also if the folder lies where anybody may make one, as the one for temporary
+            files does, and another user may have prepared it, or may change what is in it.
+    """
+    os.makedirs(path, 0o700, exist_ok=True)
+    if not os.stat(os.path.dirname(os.path.abspath(path))).st_mode & stat.S_IWOTH:
+        return
+    found = os.lstat(path)
+    reason = None
+    if stat.S_ISLNK(found.st_mode):
+        reason = "it is a link"
+    elif found.st_uid not in (os.geteuid(), 0):
+        reason = f"it belongs to user {found.st_uid}"
+    elif found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+        reason = "every user may change what is in it"
+    if reason is not None:
+        raise PermissionError(
+            errno.EACCES,
+            f"{reason}, in a folder where every user may make some, so what is written there may come to others; "
+            "remove it, or give another path",
+            path,
+        )
+
+
 class DirectFile:
     """A new file, which goes past the system's cache (``O_DIRECT``) where the system, disk and values allow.
 
@@ -80,22 +108,28 @@ class DirectFile:
     last whole ``ALIGNMENT`` of bytes; all else goes through it.
 
     Args:
-        path: replaced if it exists.
-        readable: whether it is read as well. Some file systems over a network take only files that are not.
+        path: of what is not there yet, not even as a link.
+        readable: whether it is read as well, by this process: it is for this user alone then. Some file systems over a
+            network take only files that are not.
+
+    Raises:
+        FileExistsError: if something is there.
 
     Attributes:
         is_direct: whether all that was aligned has gone past the cache so far.
     """
 
     def __init__(self, path: str, *, readable: bool = False) -> None:
-        access = os.O_RDWR if readable else os.O_WRONLY
+        access = (os.O_RDWR if readable else os.O_WRONLY) | getattr(os, "O_NOFOLLOW", 0)
         self.path = path
-        self._cached = os.open(path, access | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._cached = os.open(path, access | os.O_CREAT | os.O_EXCL, 0o600 if readable else 0o666)
         self._open = [self._cached]
         self._direct: int | None = None
         with suppress(OSError, AttributeError):  # file systems in memory refuse, and other systems do not know it
-            self._direct = os.open(path, access | os.O_DIRECT)
-            self._open.append(self._direct)
+            direct = os.open(path, access | os.O_DIRECT)
+            self._open.append(direct)
+            if os.path.samestat(os.fstat(direct), os.fstat(self._cached)):  # else somebody has put another there
+                self._direct = direct
         self.is_direct = self._direct is not None
 
     def reserve(self, nbytes: int) -> None:
@@ -183,7 +217,7 @@ class Appender:
     """Writes a new file from its beginning to its end: while one buffer goes to the disk, the next is filled.
 
     Args:
-        path: replaced if it exists.
+        path: as for ``DirectFile``.
     """
 
     def __init__(self, path: str) -> None:

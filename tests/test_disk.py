@@ -45,7 +45,6 @@ def test_a_file_is_what_was_appended(tmp_path, monkeypatch, in_memory, size, at_
     monkeypatch.setattr(disk, "BUFFER", 2 * ALIGNMENT)  # several of them
     data = os.urandom(size)
     path = folder_for(in_memory, tmp_path) / f"lightning_zero-test-{os.getpid()}"
-    path.write_bytes(b"longer than what comes" * 10**4)
     try:
         written(path, [data[start : start + at_once] for start in range(0, size, at_once)])
         assert path.read_bytes() == data
@@ -77,7 +76,7 @@ def test_it_goes_past_the_cache_where_the_disk_allows(tmp_path, monkeypatch):
     file.close()
     assert (tmp_path / "file").read_bytes() == bytes(memory[1 : 1 + ALIGNMENT]) + bytes(memory[: ALIGNMENT + 3])
 
-    with closing(DirectFile(str(tmp_path / "file"), readable=True)) as file:
+    with closing(DirectFile(str(tmp_path / "another"), readable=True)) as file:
         data = bytes(memory)
         file.write(memory, 0)
         memory[:] = bytes(len(memory))
@@ -236,6 +235,7 @@ def fills_up(folder):
             with pytest.raises(OSError) as told:
                 written(folder / "file", parts)
             assert told.value.errno == errno.ENOSPC
+            (folder / "file").unlink()
         written(folder / "file", [b"x" * 2**15])
 
     assert faults.on_a_small_disk(folder, 2**16, on_the_disk) == 0
@@ -283,3 +283,24 @@ def test_memory_is_had_where_the_system_refuses_what_is_asked_of_it(monkeypatch,
         memory[:] = bytes(len(memory))
         file.read(memory, 0)
         assert file.is_direct and memory == data
+
+
+@pytest.mark.parametrize("readable", [False, True])
+def test_what_lies_under_the_name_already_is_neither_opened_nor_followed(tmp_path, readable):
+    (tmp_path / "file").write_text("of another's")
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    (tmp_path / "other").symlink_to(tmp_path / "file")
+    for name in ("file", "link", "other"):
+        with pytest.raises(FileExistsError, match=name):
+            DirectFile(str(tmp_path / name), readable=readable)
+    assert not (tmp_path / "target").exists() and (tmp_path / "file").read_text() == "of another's"
+
+
+def test_what_this_process_alone_reads_again_is_for_its_user_alone(tmp_path):
+    umask = os.umask(0o022)
+    try:
+        for readable, mode in ((True, 0o600), (False, 0o644)):
+            with closing(DirectFile(str(tmp_path / str(mode)), readable=readable)):
+                assert (tmp_path / str(mode)).stat().st_mode & 0o777 == mode
+    finally:
+        os.umask(umask)

@@ -19,6 +19,7 @@ import pytest
 
 from lightning_zero.disk import ALIGNMENT, DirectFile
 from lightning_zero.engine.offload import swap
+from lightning_zero.engine.offload.scratch import Disk
 from lightning_zero.engine.offload.swap import BUFFERS, Piece, Ring, SwapFolder, stream
 from lightning_zero.labels import new_label
 from tests.checkpoint import faults
@@ -481,6 +482,54 @@ def test_a_path_without_permission_is_refused(run_on, tmp_path):
             parent.chmod(0o755)  # the other user can look there
     (tmp_path / "folder").mkdir()
     run_on(1, without_permission, folder=tmp_path / "folder")
+
+
+def anybodys_folder(tmp_path):
+    """As the one for temporary files is."""
+    shared = tmp_path / "tmp"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    return shared
+
+
+def prepared(path, how, monkeypatch):
+    if how == "a link":
+        (path.parent.parent / "target").mkdir(exist_ok=True)
+        path.symlink_to(path.parent.parent / "target")
+        return "it is a link"
+    path.mkdir()
+    if how == "another user's":
+        monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+        return "it belongs to user"
+    path.chmod(0o777)
+    return "every user may change"
+
+
+def of_a_disk(path):
+    return Disk(str(path), is_pinned=False)
+
+
+@pytest.mark.parametrize("make", [SwapFolder, of_a_disk])
+@pytest.mark.parametrize("how", ["a link", "another user's", "open to all"])
+def test_what_another_user_may_have_prepared_is_refused(tmp_path, monkeypatch, how, make):
+    path = anybodys_folder(tmp_path) / "offload"
+    words = prepared(path, how, monkeypatch)
+    with pytest.raises(PermissionError, match=words) as raised:
+        make(path)
+    assert str(path) in str(raised.value)
+    assert list(path.iterdir()) == [] and not list((tmp_path).glob("target/*"))
+
+
+@pytest.mark.parametrize("make", [SwapFolder, of_a_disk])
+def test_a_folder_beside_those_of_others_is_made_for_this_user_alone_and_taken_again(tmp_path, make):
+    path = anybodys_folder(tmp_path) / "offload"
+    for _ in range(2):
+        kept = make(path)
+        assert path.stat().st_mode & 0o777 == 0o700
+        del kept
+    path = anybodys_folder(path)  # below a folder of the user's own, anything may be
+    path.chmod(0o777)
+    make(path)
 
 
 # ----------------------------------------------------------------------------------------------------------- at the end

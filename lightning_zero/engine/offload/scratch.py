@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_zero.disk import DirectFile, aligned, aligned_memory
+from lightning_zero.disk import DirectFile, aligned, aligned_memory, make_private_folder
 from lightning_zero.labels import new_label
 
 WRITES = 2
@@ -63,7 +63,7 @@ class Disk:
     """
 
     def __init__(self, folder: str, is_pinned: bool) -> None:
-        os.makedirs(folder, 0o700, exist_ok=True)
+        make_private_folder(folder)
         self.folder, self._is_pinned = folder, is_pinned
         self._file = DirectFile(os.path.join(folder, f".lightning_zero-{new_label()}"), readable=True)
         os.unlink(self._file.path)

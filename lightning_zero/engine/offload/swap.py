@@ -27,7 +27,7 @@ from multiprocessing.util import Finalize
 from threading import Lock
 from typing import NamedTuple
 
-from lightning_zero.disk import DirectFile, aligned, aligned_memory, free_bytes, huge_memory
+from lightning_zero.disk import DirectFile, aligned, aligned_memory, free_bytes, huge_memory, make_private_folder
 from lightning_zero.labels import LABEL, is_left_over, new_label
 
 BUFFERS = 3
@@ -61,7 +61,7 @@ class SwapFolder:
         parent = os.path.abspath(path)
         self.path = os.path.join(parent, f"lightning_zero.swap-{label or new_label()}")
         try:
-            os.makedirs(parent, 0o700, exist_ok=True)
+            make_private_folder(parent)
             _remove_leftovers(parent)
             os.mkdir(self.path, 0o700)  # what it holds is as private as the memory that it stands for
         except OSError as error:
