@@ -22,9 +22,16 @@ from lightning_zero.labels import LABEL, is_left_over, new_label
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 _OF_A_CHECKPOINT = re.compile(
-    rf"{re.escape(DCP_METADATA)}(\.tmp)?|{re.escape(MANIFEST)}|{re.escape(REST)}|__\d+_\d+\.distcp"
+    "|".join(
+        [
+            rf"{re.escape(DCP_METADATA)}(\.tmp)?",  # DCP itself has the latter before it has written all
+            *map(re.escape, (MANIFEST, REST)),
+            r"__\d+_\d+\.distcp",
+            r"\.DS_Store|\._.*|\.nfs[0-9a-f]+",  # macOS and NFS put them into folders that somebody looks at
+        ]
+    )
 )
-"""The names of a sharded checkpoint's files; ``.metadata.tmp`` is what DCP itself has before it has written all."""
+"""The names of a sharded checkpoint's files."""
 
 _LONGEST = 120
 """Bytes of a name from which on that of its partial file is shortened: the system allows 255 for both."""
@@ -172,7 +179,8 @@ class Destination:
         What a process that dies meanwhile leaves has a partial file's name, and goes as those do.
 
         Raises:
-            OSError: if it may not be removed; then it is there as before.
+            OSError: if it may not be removed. Then it is there as before; or under a partial file's name, if this user
+                may take its name and not remove its files.
         """
         if self._is_local:
             with suppress(FileNotFoundError):  # it is gone already

@@ -478,6 +478,15 @@ def test_links_in_a_checkpoint_are_replaced_and_what_they_refer_to_is_kept(tmp_p
     assert value_at(path) == 2 and kept.read_bytes() == data and names_in(tmp_path) == ["kept", "last.ckpt"]
 
 
+def test_what_systems_put_into_folders_is_no_file_of_the_users(tmp_path):
+    path = tmp_path / "last.ckpt"
+    save("sharded", path, 1.0)
+    for name in (".DS_Store", "._meta.pt", ".nfs000000000a3b"):
+        (path / name).write_text("x")
+    save("sharded", path, 2.0)
+    assert value_at(path) == 2 and not (path / ".DS_Store").exists()
+
+
 @pytest.mark.parametrize("name", ["results.old-final-2024-11", ".results.partial-final-2024-11"])
 def test_what_only_looks_like_a_leftover_is_kept(tmp_path, monkeypatch, name):
     (tmp_path / "results").write_text("new")
