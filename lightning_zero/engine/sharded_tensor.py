@@ -579,20 +579,25 @@ def _act_on_lists(func: Any, args: Any, kwargs: Any) -> Any:
     if not alike or (plain and not in_place) or func._schema.name in _REDUCTIONS_OF_LISTS:
         return NotImplemented
 
-    def to_local(value: Any) -> Any:
-        if isinstance(value, ShardedTensor):
-            return value.local
-        if isinstance(value, Tensor):
-            return _beside(value, first[0].local)
-        return [to_local(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-    locals_of_first, *others = map(to_local, args)
+    locals_of_first, *others = (_local_arguments(arg, first[0].local) for arg in args)
     out = func(locals_of_first, *others, **kwargs)
     if in_place:
         for tensor, local in zip(first, locals_of_first):
             tensor.written(local)
         return None
     return [ShardedTensor(tensor._slot, local) for tensor, local in zip(first, out)]
+
+
+def _local_arguments(value: Any, local: Tensor) -> Any:
+    """An argument of a ``_foreach_*`` operator with local ranges for sharded tensors, in its lists too.
+
+    Not a closure: one that calls itself is a cycle, which would keep the gradients until a garbage collection.
+    """
+    if isinstance(value, ShardedTensor):
+        return value.local
+    if isinstance(value, Tensor):
+        return _beside(value, local)
+    return [_local_arguments(item, local) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _kind_in_list(tensor: Any, is_norm: bool) -> Any:

@@ -6,6 +6,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -302,6 +303,49 @@ def test_deleting_model_optimizer_and_engine_frees_everything_without_the_garbag
     run_on, stage, size, kind, training
 ):
     run_on(size, delete, stage=stage, kind=kind, training=training)
+
+
+CLIPPINGS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
+    "none": lambda _: None,
+    "norm": partial(nn.utils.clip_grad_norm_, max_norm=1e-3),
+    "norm, one by one": partial(nn.utils.clip_grad_norm_, max_norm=1e-3, foreach=False),
+    "value": partial(nn.utils.clip_grad_value_, clip_value=1e-6),
+    "new lists": lambda parameters: torch._foreach_add(torch._foreach_mul([p.grad for p in parameters], 2.0), 1.0),
+    "scaler": lambda parameters: torch._amp_foreach_non_finite_check_and_unscale_(
+        [p.grad for p in parameters], torch.zeros(()), torch.ones(())
+    ),
+}
+
+
+def look_for_garbage(stage: int, clipping: str) -> None:
+    """With the collector off, so that a cycle keeps what it holds."""
+    module, optimizer, engine = make(stage)
+    parameters = list(module.parameters())
+    gc.disable()
+    for index in range(3):
+        if index == 1:
+            gc.collect()
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            engine.reset_peak()
+        loss_of(module, index).backward()
+        CLIPPINGS[clipping](parameters)
+        optimizer.step()
+        optimizer.zero_grad()
+    try:
+        assert engine.report().peak["gradients"] <= 4 * PSI // world_size(), "more than one shard of gradients"
+        gc.collect()
+        tensors = [item for item in gc.garbage if isinstance(item, torch.Tensor)]
+        assert not tensors, f"{len(tensors)} tensors were left to the garbage collector"
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+    engine.close()
+
+
+@STAGES
+@pytest.mark.parametrize("clipping", CLIPPINGS)
+def test_old_gradients_are_freed_without_the_garbage_collector_however_they_were_clipped(run_on, stage, clipping):
+    run_on(2, look_for_garbage, stage=stage, clipping=clipping)
 
 
 def delete_an_odd_model(stage: int) -> None:
