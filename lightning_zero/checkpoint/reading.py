@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -325,21 +325,19 @@ def _as_lightnings(tree: dict[str, Any]) -> dict[str, Any]:
     return {"state_dict": tree} if any(isinstance(value, Tensor) for value in tree.values()) else tree
 
 
-def _tensors_in(tree: Any) -> dict[str, Tensor]:
+def _tensors_in(tree: Any, name: str = "") -> dict[str, Tensor]:
     """All tensors in nested dictionaries and lists, by dotted name."""
+    if isinstance(tree, Tensor):
+        return {name: tree}
+    if isinstance(tree, dict):  # no other mapping: a configuration would resolve what it refers to
+        items: Iterable[tuple[Any, Any]] = tree.items()
+    elif isinstance(tree, (list, tuple)):
+        items = enumerate(tree)
+    else:
+        return {}
     found: dict[str, Tensor] = {}
-
-    def visit(value: Any, name: str) -> None:
-        if isinstance(value, Tensor):
-            found[name] = value
-        elif isinstance(value, dict):  # no other mapping: a configuration would resolve what it refers to
-            for key, item in value.items():
-                visit(item, f"{name}.{key}" if name else str(key))
-        elif isinstance(value, (list, tuple)):
-            for number, item in enumerate(value):
-                visit(item, f"{name}.{number}" if name else str(number))
-
-    visit(tree, "")
+    for key, item in items:
+        found.update(_tensors_in(item, f"{name}.{key}" if name else str(key)))
     return found
 
 
