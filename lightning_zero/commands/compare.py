@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_zero.monitoring.report import make_console, plot_losses
+from lightning_zero.monitoring.report import held_at_peak, make_console, plot_losses
 
 
 class CompareJobs(Callback):
@@ -48,12 +48,15 @@ def compare(folder: Path) -> None:
 def _columns(results: dict[str, Any]) -> dict[str, str]:
     """A job's figures by the headings of their columns."""
     loss, rate, psi = results["training_loss"], results["per_second"], results["communicated_psi"]
+    states, buffers = held_at_peak(results)
     return {
         "training loss": "" if loss is None else f"{loss:.3f}",
         **{name: f"{value:.3g}" for name, value in results["validation"].items() if name != "loss"},
         f"{results['counted']}/s": "" if rate is None else f"{rate:.0f}",
-        "peak MB": f"{sum(results['peak_bytes'].values()) / 1e6:.1f}",
+        "states MB": f"{states / 1e6:.1f}",
         "formula MB": "" if results["formula_bytes"] is None else f"{results['formula_bytes'] / 1e6:.1f}",
+        "buffers MB": f"{buffers / 1e6:.1f}",
+        "DDP MB": "" if results["ddp_bytes"] is None else f"{results['ddp_bytes'] / 1e6:.1f}",
         "Psi/step": "not counted" if psi is None else f"{psi:.2f}",
     }
 

@@ -36,7 +36,7 @@ from lightning_zero.engine.offload.planning import available_memory, check_room
 from lightning_zero.engine.offload.states import Swap
 from lightning_zero.engine.offload.swap import SwapFolder
 from lightning_zero.engine.offload.updates import Updates, fields_by_parameter
-from lightning_zero.engine.placement import Placement, placements_of
+from lightning_zero.engine.placement import Placement, placements_of, replicated_bytes
 from lightning_zero.engine.promises import values_of
 from lightning_zero.engine.schedule import Schedule, Unit, in_backward
 from lightning_zero.engine.settling import settle
@@ -63,6 +63,8 @@ class Report:
             ``reset_counters``. Elements are logical: one all-gather of a bucket counts the whole padded bucket.
         steps, backwards: optimizer steps and synchronised backwards since the last ``reset_counters``.
         formula: bytes of model states a rank by the paper's formula for this stage, with Adam's two moments.
+        replicated: bytes of the same under DDP, which keeps all of them on every rank.
+        units: elements by the unit's name, in the order of the plan; the root unit's name is "".
     """
 
     stage: int
@@ -77,12 +79,17 @@ class Report:
     steps: int
     backwards: int
     formula: int
+    replicated: int
+    units: dict[str, int]
 
     def elements_per_step(self) -> float:
         """Elements of parameters and gradients communicated an optimizer step."""
         moved = self.elements.get("all_gather", 0) + self.elements.get("reduce_scatter", 0)
         return moved / max(self.steps, 1)
 
+
+WORKING_BUFFERS = ("gathered", "reduction")
+"""The categories of a report that are no model states: what is gathered, and gradients until they are reduced."""
 
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 
@@ -589,7 +596,7 @@ class Engine:
         counters = self.communicator.counters
         for masters in self.masters:
             masters.measure()
-        formula = 0
+        formula = replicated = 0
         for bucket in self.buckets:
             trains = bucket.views[0].requires_grad
             formula += (self.placements.model_state_bytes if trains else self.placements.parameter_bytes)(
@@ -598,6 +605,7 @@ class Engine:
                 parameter_bytes=bucket.full.element_size(),
                 master_bytes=bucket.master_dtype.itemsize,
             )
+            replicated += replicated_bytes(bucket.layout.numel, bucket.dtype.itemsize, trains=trains)
         return Report(
             stage=self.placements.stage,
             world_size=self.communicator.size,
@@ -611,6 +619,8 @@ class Engine:
             steps=self._steps,
             backwards=self.reducer.backwards,
             formula=formula,
+            replicated=replicated,
+            units={unit.name: unit.numel for unit in self.units},
         )
 
     def reset_counters(self) -> None:

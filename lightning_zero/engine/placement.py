@@ -68,6 +68,12 @@ class Placements:
         return parameter_bytes * numel + (master_bytes * local if parameter_bytes != master_bytes else 0)
 
 
+def replicated_bytes(numel: int, parameter_bytes: int, *, trains: bool) -> int:
+    """Bytes a rank where nothing is sharded, as under DDP: parameters and, of those that train, gradients and Adam's
+    two moments, each as wide as the parameter itself."""
+    return (4 if trains else 1) * numel * parameter_bytes
+
+
 _R, _S = Placement.REPLICATED, Placement.SHARDED
 _STAGES = {
     1: Placements(1, parameters=_R, gradients=_R, optimizer=_S),

@@ -6,6 +6,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from lightning_zero.engine.placement import replicated_bytes
+
 
 class Monitor:
     """Puts loss, throughput and memory in the progress bar, and keeps what the report at the end is made of.
@@ -20,7 +22,9 @@ class Monitor:
         per_second: What ``counted`` names, a second, over all ranks, while training only.
         elements_per_step: Elements communicated by a rank in an optimizer step, while training only.
         peak_bytes: Bytes of a rank at the highest, by category.
-        formula_bytes: What the formula for the stage says of them, with Adam as the optimizer.
+        formula_bytes: What the formula for the stage says of the model states in them, with Adam as the optimizer.
+        ddp_bytes: Those under DDP, which keeps all of them on every rank.
+        units: Elements of what is gathered and reduced together, by name; empty with other strategies.
         numel: Elements of all parameters.
     """
 
@@ -32,6 +36,8 @@ class Monitor:
         self.elements_per_step: float | None = None
         self.peak_bytes: dict[str, int] = {}
         self.formula_bytes: int | None = None
+        self.ddp_bytes: int | None = None
+        self.units: dict[str, int] = {}
         self.numel = 0
         self._losses: list[tuple[int, Tensor]] = []  # still on the device: reading one waits for it
         self._step_began: tuple[float, int] | None = None
@@ -89,11 +95,15 @@ class Monitor:
             self.per_second = self._count / self._seconds
         engine = getattr(trainer.strategy, "engine", None)
         if engine is None:
-            self.formula_bytes = 16 * self.numel  # every rank holds everything: parameters, gradients, two moments
+            # every rank holds everything: parameters, gradients, two moments
+            self.formula_bytes = self.ddp_bytes = sum(
+                replicated_bytes(p.numel(), p.element_size(), trains=p.requires_grad) for p in pl_module.parameters()
+            )
         else:
             report = engine.report()
             # a peak within a step is seen by the engine only
             self.peak_bytes, self.formula_bytes, self.numel = dict(report.peak), report.formula, report.numel
+            self.ddp_bytes, self.units = report.replicated, report.units
             self.elements_per_step = self._elements / self._steps if self._steps else None
 
 

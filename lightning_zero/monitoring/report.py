@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Trainer
 
+from lightning_zero.engine.core import WORKING_BUFFERS
 from lightning_zero.monitoring.callback import ZeroMonitor
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ def collect(trainer: Trainer, monitor: ZeroMonitor, metrics: Mapping[str, float]
         "per_second": monitor.per_second,
         "peak_bytes": monitor.peak_bytes,
         "formula_bytes": monitor.formula_bytes,
+        "ddp_bytes": monitor.ddp_bytes,
+        "units": {name or "root": numel for name, numel in monitor.units.items()},
         "communicated_psi": communicated,
         "expected_psi": expected,
         "checkpoint": checkpoint,
@@ -66,12 +69,24 @@ def figures(results: dict[str, Any]) -> dict[str, str]:
             said[f"validation {name}"] = f"{value:.3g}"
     rate, psi = results["per_second"], results["communicated_psi"]
     said[f"{results['counted']} a second"] = "not measured" if rate is None else f"{rate:.0f}"
-    peak, formula = sum(results["peak_bytes"].values()) / 1e6, results["formula_bytes"]
-    memory = "not measured" if formula is None else f"{peak:.1f} MB (formula {formula / 1e6:.1f} MB)"
-    said["peak model-state memory a rank"] = memory
+    states, buffers = held_at_peak(results)
+    formula, ddp = results["formula_bytes"], results["ddp_bytes"]
+    if formula is None or ddp is None:
+        said["peak memory a rank"] = "not measured"
+    else:
+        said["model states at the peak"] = f"{states / 1e6:.1f} MB (formula {formula / 1e6:.1f} MB)"
+        said["working buffers at the peak"] = f"{buffers / 1e6:.1f} MB"
+        said["peak memory a rank"] = f"{(states + buffers) / 1e6:.1f} MB (DDP {ddp / 1e6:.1f} MB)"
     expected = results["expected_psi"]
     said["communicated a step"] = "not counted" if psi is None else f"{psi:.2f} Psi (expected {expected} Psi)"
     return said
+
+
+def held_at_peak(results: dict[str, Any]) -> tuple[int, int]:
+    """Bytes a rank at the highest: of model states, and of the working buffers beside them."""
+    held = results["peak_bytes"]
+    buffers = sum(held.get(category, 0) for category in WORKING_BUFFERS)
+    return sum(held.values()) - buffers, buffers
 
 
 def write_report(folder: Path, results: dict[str, Any], sample: str | None) -> None:
@@ -104,6 +119,10 @@ def write_report(folder: Path, results: dict[str, Any], sample: str | None) -> N
         table.add_row(name, value)
     for category, held in results["peak_bytes"].items():
         table.add_row(f"  {category} at the peak", f"{held / 1e6:.1f} MB")
+    if results["units"]:
+        numels = results["units"].values()
+        sizes = f", {min(numels) / 1e6:.2f} to {max(numels) / 1e6:.2f} million"
+        table.add_row("units, gathered one after another", f"{len(numels)}{sizes}")
     console.print(table)
     if sample is not None:
         console.rule("sample")

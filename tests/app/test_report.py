@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_zero.monitoring.report import expected_psi
+from lightning_zero.monitoring.report import expected_psi, figures
 
 
 @pytest.mark.parametrize(
@@ -19,3 +19,23 @@ from lightning_zero.monitoring.report import expected_psi
 def test_expected_traffic_counts_what_is_done_once_a_micro_batch(stage: int, accumulate: int, psi: int) -> None:
     assert expected_psi(stage, accumulate, world_size=2) == psi
     assert expected_psi(stage, accumulate, world_size=1) == 0
+
+
+def test_model_states_are_told_apart_from_working_buffers_and_beside_those_of_ddp() -> None:
+    mega = 10**6
+    peak = {"parameters": 5 * mega, "optimizer": 10 * mega, "gradients": 3 * mega, "gathered": 7 * mega}
+    results = {
+        "validation": {},
+        "counted": "steps",
+        "per_second": None,
+        "peak_bytes": peak | {"reduction": 4 * mega},
+        "formula_bytes": 20 * mega,
+        "ddp_bytes": 40 * mega,
+        "communicated_psi": None,
+        "expected_psi": 3,
+    }
+    said = figures(results)
+    assert said["model states at the peak"] == "18.0 MB (formula 20.0 MB)"
+    assert said["working buffers at the peak"] == "11.0 MB"
+    assert said["peak memory a rank"] == "29.0 MB (DDP 40.0 MB)"
+    assert figures(results | {"formula_bytes": None, "ddp_bytes": None})["peak memory a rank"] == "not measured"

@@ -42,10 +42,12 @@ def results(folder: Path) -> dict[str, Any]:
 
 def test_last_lines_name_the_figures(alone: tuple[Path, str]) -> None:
     folder, output = alone
-    perplexity, rate, memory, communicated, checkpoint, plot = output.splitlines()[-6:]
+    perplexity, rate, states, buffers, memory, communicated, checkpoint, plot = output.splitlines()[-8:]
     assert re.fullmatch(r"validation perplexity \d+(\.\d+)?", perplexity)
     assert re.fullmatch(r"tokens a second \d+", rate)
-    assert re.fullmatch(r"peak model-state memory a rank \d+\.\d MB \(formula \d+\.\d MB\)", memory)
+    assert re.fullmatch(r"model states at the peak \d+\.\d MB \(formula \d+\.\d MB\)", states)
+    assert re.fullmatch(r"working buffers at the peak \d+\.\d MB", buffers)
+    assert re.fullmatch(r"peak memory a rank \d+\.\d MB \(DDP \d+\.\d MB\)", memory)
     assert re.fullmatch(r"communicated a step \d\.\d\d Psi \(expected 3 Psi\)", communicated)
     assert checkpoint == f"checkpoint {folder / 'checkpoints' / 'step_6.ckpt'}"
     assert plot == f"plot {folder / 'loss.png'}"
@@ -82,6 +84,8 @@ def test_stage_3_learns_what_ddp_learns_and_only_it_counts_traffic(sweep: tuple[
     assert stage3["expected_psi"] == 3
     # DDP holds 16 bytes a parameter: itself, its gradient and Adam's two moments in 4 bytes each
     assert sum(ddp["peak_bytes"].values()) == pytest.approx(16 * ddp["parameters"], rel=0.01)
+    assert ddp["ddp_bytes"] == ddp["formula_bytes"] == stage3["ddp_bytes"] == 16 * stage3["parameters"]
+    assert sum(stage3["units"].values()) == stage3["parameters"] and ddp["units"] == {}
 
 
 def test_sweep_ends_with_a_comparison(sweep: tuple[Path, str]) -> None:
