@@ -53,13 +53,14 @@ class TrainerStrategy(TrainerCheckpoints):
         units: which modules are gathered and released together: ``"auto"``, module classes, or a predicate of
             (qualified name, module).
         unit_numel: elements up to which neighbouring blocks are gathered together; ``None`` for ``2**20`` with
-            automatic units, and each by itself otherwise.
+            automatic units, or less where fewer than four would be left, and each by itself otherwise.
         prefetch: units gathered ahead of need at stage 3.
         overlap: ``False`` waits for every collective where it is started; for debugging.
         reduction_buffers: gradient buffers that may be in reduction at once.
         reduce_dtype: dtype in which gradients travel, ``"fp32"``, ``"bf16"``, ``"fp16"`` or a ``torch.dtype``; by
             default the one in which they are kept: fp32 at any low precision. Micro-batches are added up in that.
-        bucket_numel: elements from which on a unit is cut into several collectives.
+        bucket_numel: elements from which on a unit is cut into several collectives; in a model of fewer than four
+            times as many, a quarter of the model.
         activation_checkpointing: ``"units"`` computes the forward of each unit again in backward; also module classes
             or a predicate, as for ``units``. ``None`` leaves it to the module.
         allow_any_optimizer: accept optimizer classes that are not known to be elementwise.

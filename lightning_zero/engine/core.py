@@ -44,7 +44,7 @@ from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.sources import agree_on_sources
 from lightning_zero.engine.streams import current_stream
 from lightning_zero.engine.uneven import Turns, UnevenMethod
-from lightning_zero.engine.units import UnitPlan, Units, plan_units
+from lightning_zero.engine.units import UnitPlan, Units, plan_units, share_of
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,8 @@ class Engine:
             which autocast casts to it in any case; None for their own, as that of all others.
         reduce_dtype: dtype in which gradients travel, "fp32", "bf16", "fp16" or a ``torch.dtype``; None for the one in
             which they are kept and added up over micro-batches (fp32, or wider as the parameters are).
-        bucket_numel: elements from which on a unit is cut into several collectives.
+        bucket_numel: elements from which on a unit is cut into several collectives; in a model of fewer than four
+            times as many, a quarter of the model.
         activation_checkpointing: modules whose forward is computed again in backward: ``"units"`` for the blocks of
             which units are made, module classes, or a predicate of (qualified name, module); None for what the module
             does by itself.
@@ -188,7 +189,8 @@ class Engine:
         self._join(group, device)
         sources = agree_on_sources(module, self.communicator)
         check_can_be_initialised(module, sources)
-        self._overlap, self._compute_dtype, self._bucket_numel = overlap, compute_dtype, bucket_numel
+        self._overlap, self._compute_dtype = overlap, compute_dtype
+        self._bucket_numel = min(bucket_numel, share_of(module))  # so that one in reduction is a part of a small model
         self._allow_any_optimizer = allow_any_optimizer
         self._steps = self._numbers = self._updates = 0
         self._is_updating = False

@@ -8,10 +8,17 @@ from dataclasses import dataclass, field
 from torch import nn
 
 LARGE_LAYER = 2**20
-"""Parameters from which on a layer outside of every block is a unit of its own (an embedding, a head)."""
+"""Parameters from which on a layer outside of every block is a unit of its own (an embedding, a head), or one of
+``LEAST_UNITS`` parts of the model where that is less."""
 
 UNIT_NUMEL = 2**20
 """Parameters up to which neighbouring blocks are one unit: of less, a message costs more than what is in it."""
+
+LEAST_UNITS = 4
+"""Of a model of at least so many blocks: merged further, most of it would be gathered, and in reduction, at once."""
+
+TINY = 2**16
+"""Parameters up to which a whole model is one unit: there messages are nearly all of what a step costs."""
 
 Units = str | type[nn.Module] | Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]
 
@@ -59,22 +66,26 @@ def plan_units(root: nn.Module, units: Units = "auto", unit_numel: int | None = 
         root: the whole module.
         units: ``"auto"``; a module class or several; or a predicate of (qualified name, module).
         unit_numel: parameters up to which neighbours in a list or a sequence are one unit, and up to which the whole
-            module is; None for ``UNIT_NUMEL`` where units are automatic, and for no such thing where they are not.
+            module is. None for no such thing where units are not automatic. Where they are, for ``UNIT_NUMEL``, or
+            less if there would be fewer than ``LEAST_UNITS`` beside the root unit otherwise; a module of no more
+            than ``TINY`` parameters is one unit.
 
     Raises:
         TypeError: if ``units`` is none of these.
         ValueError: if a set of classes or a predicate matches no module.
     """
+    is_automatic = unit_numel is None and units == "auto" and UNIT_NUMEL > 0
+    if unit_numel is None:
+        unit_numel = UNIT_NUMEL if is_automatic else 0
     first_names: dict[nn.Module, str] = {}
-    for name, block in _chosen(root, units):
+    for name, block in _chosen(root, units, min(LARGE_LAYER, share_of(root)) if is_automatic else LARGE_LAYER):
         first_names.setdefault(block, name)
     blocks = [(name, block) for block, name in first_names.items()]
-    if unit_numel is None:
-        unit_numel = UNIT_NUMEL if units == "auto" else 0
-    if _numel(root) <= unit_numel:
+    if _numel(root) <= (TINY if is_automatic else unit_numel):
         plans = [UnitPlan("", [block for _, block in blocks])]
     else:
-        plans = [UnitPlan("", []), *_merged(root, blocks, unit_numel)]
+        merged = _merged_into_several if is_automatic else _merged
+        plans = [UnitPlan("", []), *merged(root, blocks, unit_numel)]
     plan_of_module = {id(inner): plans[0] for inner in root.modules()}
     plan_of_module |= {id(inner): plan for plan in plans for block in plan.blocks for inner in block.modules()}
     holders: dict[int, list[tuple[str, Owner]]] = {}
@@ -90,6 +101,21 @@ def plan_units(root: nn.Module, units: Units = "auto", unit_numel: int | None = 
         plan.parameters[name] = parameter
         plan.owners[name] = owners
     return [plan for plan in plans if plan.parameters]
+
+
+def share_of(root: nn.Module) -> int:
+    """Elements of one of ``LEAST_UNITS`` equal parts of a module; of a tiny one, all of it."""
+    return max(_numel(root) // LEAST_UNITS, TINY)
+
+
+def _merged_into_several(root: nn.Module, blocks: list[tuple[str, nn.Module]], unit_numel: int) -> list[UnitPlan]:
+    """As ``_merged``, with as many elements as leave ``LEAST_UNITS``, where there are so many blocks."""
+    unit_numel = min(unit_numel, -(-sum(_numel(block) for _, block in blocks) // LEAST_UNITS))
+    plans = list(_merged(root, blocks, unit_numel))
+    while unit_numel and len(plans) < min(LEAST_UNITS, len(blocks)):  # one block has most of it
+        unit_numel //= 2
+        plans = list(_merged(root, blocks, unit_numel))
+    return plans
 
 
 def _merged(root: nn.Module, blocks: list[tuple[str, nn.Module]], unit_numel: int) -> Iterator[UnitPlan]:
@@ -121,9 +147,9 @@ def _follow_one_another(root: nn.Module, name: str, other: str) -> bool:
     return isinstance(root.get_submodule(".".join(common)), (nn.Sequential, nn.ModuleList))
 
 
-def _chosen(root: nn.Module, units: Units) -> Iterator[tuple[str, nn.Module]]:
+def _chosen(root: nn.Module, units: Units, large: int) -> Iterator[tuple[str, nn.Module]]:
     if units == "auto":
-        yield from _automatic("", root)
+        yield from _automatic("", root, large)
     else:
         yield from select_modules(root, units, option="units", word="auto")
 
@@ -172,7 +198,7 @@ def _outermost(
             yield from _outermost(path, child, matches)
 
 
-def _automatic(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _automatic(prefix: str, module: nn.Module, large: int) -> Iterator[tuple[str, nn.Module]]:
     repeated = _is_repeated_blocks(module)
     in_sequence = isinstance(module, nn.Sequential)
     in_stages = (repeated or in_sequence) and _are_stages(module)
@@ -180,16 +206,16 @@ def _automatic(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]
         path = f"{prefix}.{name}" if prefix else name
         if not _has_parameters(child):
             continue
-        if in_stages and any(_is_composite(block) for _, block in _automatic(path, child)):
-            yield from _automatic(path, child)
+        if in_stages and any(_is_composite(block) for _, block in _automatic(path, child, large)):
+            yield from _automatic(path, child, large)
         elif repeated or (in_sequence and not _holds_units(child)):
             yield path, child
         elif isinstance(child, (nn.ModuleList, nn.ModuleDict)) and not _is_repeated_blocks(child):
             continue  # heads or experts, chosen by data: they belong to whoever chooses
-        elif not _is_composite(child) and _own_numel(child) >= LARGE_LAYER:
+        elif not _is_composite(child) and _own_numel(child) >= large:
             yield path, child
         else:
-            yield from _automatic(path, child)
+            yield from _automatic(path, child, large)
 
 
 def _is_repeated_blocks(module: nn.Module) -> bool:

@@ -175,3 +175,59 @@ def test_a_module_in_two_sequences_belongs_to_the_first():
     )
     plans = plan_units(model, unit_numel=50)
     assert [(plan.name, len(plan.blocks)) for plan in plans] == [("one.0 to one.1", 2), ("two.0", 1)]
+
+
+def tower(*widths):
+    """A sequence of one layer of each width by itself: units of width * width elements."""
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for width in widths))
+
+
+def automatic(module):
+    return [plan.name for plan in plan_units_of(module) if plan.name]
+
+
+@pytest.mark.parametrize(
+    "widths, expected",
+    [
+        ([128] * 6, ["0", "1", "2", "3", "4", "5"]),  # two would be more than a quarter
+        ([128] * 8, ["0 to 1", "2 to 3", "4 to 5", "6 to 7"]),
+        ([128] * 12, ["0 to 2", "3 to 5", "6 to 8", "9 to 11"]),
+        ([256] * 3, ["0", "1", "2"]),
+        ([512, 8, 8, 8], ["0", "1", "2", "3"]),  # one has nearly all
+        ([512, 8, 8, 8, 8, 8], ["0", "1 to 2", "3 to 4", "5"]),
+        ([512] * 40, [f"{first} to {first + 3}" for first in range(0, 40, 4)]),  # 2**20 elements each
+    ],
+)
+def test_merging_leaves_four_units_where_there_are_so_many_blocks(widths, expected):
+    assert automatic(tower(*widths)) == expected
+
+
+def test_beside_a_large_root_unit_too():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embeddings = nn.ModuleList(nn.Embedding(1000, 128) for _ in range(3))  # none is large
+            self.layers = tower(*[64] * 8)
+
+    plans = plan_units_of(Model())
+    assert [plan.name for plan in plans] == ["", *(f"layers.{i} to layers.{i + 1}" for i in range(0, 8, 2))]
+
+
+def test_a_tiny_model_is_one_unit_and_one_that_is_larger_is_not():
+    assert [plan.name for plan in plan_units_of(tower(*[128] * 4))] == [""]
+    assert len(plan_units_of(tower(*[128] * 4, 1))) == 4
+
+
+def test_layers_of_a_quarter_of_the_model_form_their_own():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two, self.small = nn.Linear(400, 400), nn.Linear(400, 400), nn.Linear(400, 10)
+
+    assert [plan.name for plan in plan_units_of(Model())] == ["", "one", "two"]
+
+
+def test_a_block_without_elements_ends_no_search():
+    model = tower(512, 8, 8, 8)
+    model.append(nn.Embedding(0, 4))
+    assert automatic(model)[0] == "0"

@@ -6,6 +6,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -231,6 +232,124 @@ def compare_with_the_process(stage: int) -> None:
 @SIZES
 def test_the_engine_knows_of_every_large_buffer_in_the_process(run_on, stage, size):
     run_on(size, compare_with_the_process, stage=stage)
+
+
+class Block(nn.Module):
+    """A residual block of four matrices and two norms, as of a transformer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.mix, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(3 * width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 3 * width, bias=False), nn.Linear(3 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.out(torch.tanh(self.mix(self.norms[0](x))))
+        return x + self.down(torch.tanh(self.up(self.norms[1](x))))
+
+
+class Stack(nn.Module):
+    """An embedding, blocks and a head; returns the loss."""
+
+    def __init__(self, width: int, depth: int, vocabulary: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, -2), targets.flatten())
+
+
+class WithoutBlocks(nn.Module):
+    """Layers of which each is smaller than one of four parts, so that all of it is the root unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for index in range(6):
+            setattr(self, f"layer{index}", nn.Linear(448, 448))
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = torch.linspace(-1, 1, 448).requires_grad_() * tokens.unsqueeze(-1)
+        for index in range(6):
+            x = torch.tanh(getattr(self, f"layer{index}")(x))
+        return (x.mean(-1) - targets).square().mean()
+
+
+SMALL_MODELS: dict[str, Callable[[], nn.Module]] = {
+    "1.2 M, 6 blocks": partial(Stack, 128, 6, 64),
+    "1.2 M, 24 blocks": partial(Stack, 64, 24, 64),
+    "1.2 M, no blocks": WithoutBlocks,
+    "2.5 M, 3 blocks": partial(Stack, 256, 3, 256),
+    "1.7 M, 2 blocks and a large root unit": partial(Stack, 192, 2, 2048),
+}
+
+
+def compare_with_ddp(stage: int, model: str, clip: bool, micro_batches: int) -> None:
+    """What the engine says it holds, and all large tensors in the process, against 16 bytes a parameter."""
+    from lightning_zero.engine import Engine, units
+
+    units.UNIT_NUMEL = 2**20  # as by default, outside of these tests
+    before = set(large_storages(2**15))
+    module, optimizer = prepare(Recipe(SMALL_MODELS[model], adam))
+    numel = sum(parameter.numel() for parameter in module.parameters())
+    assert numel > 2**20
+    engine = Engine(module, [optimizer], stage=stage)
+    report = engine.report()
+    assert report.replicated == 16 * numel and sum(report.units.values()) == numel
+    # A parameter begins at a multiple of so many elements, and all that is flat has these gaps.
+    bound, most = 16 * report.padded_numel, 0
+
+    def look(*_: Any) -> None:
+        nonlocal most
+        storages = large_storages(2**15)  # of which most activations, of 24 rows, are not
+        most = max(most, sum(nbytes for address, nbytes in storages.items() if address not in before))
+
+    for index in range(2):
+        if index == 1:  # with optimizer state
+            engine.reset_peak()
+            layers = [inner for inner in module.modules() if isinstance(inner, (Block, nn.Linear))]
+            for layer in layers[:: max(1, len(layers) // 12)]:
+                layer.register_full_backward_hook(look)
+        for micro_batch in range(micro_batches):
+            is_last = micro_batch == micro_batches - 1
+            with nullcontext() if is_last or stage > 1 else engine.no_sync():
+                module(*batch(index)).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        look()
+        optimizer.step()
+        look()
+        optimizer.zero_grad()
+    peak = engine.report().peak
+    assert sum(peak.values()) <= bound, f"{peak}, together {sum(peak.values())}, where DDP has {16 * numel}"
+    assert most <= bound, f"{most} bytes are there, {peak} known, where DDP has {16 * numel}"
+    engine.close()
+
+
+@pytest.mark.behaviour("The numbers", "A model of a million parameters takes no more memory than under DDP")
+@pytest.mark.parametrize(
+    ("stage", "clip", "micro_batches", "model"),
+    [
+        (1, True, 1, "1.2 M, 6 blocks"),
+        (1, True, 3, "2.5 M, 3 blocks"),
+        (2, True, 3, "1.2 M, 6 blocks"),
+        (2, False, 1, "2.5 M, 3 blocks"),
+        (3, True, 3, "2.5 M, 3 blocks"),
+        (3, True, 3, "1.2 M, 24 blocks"),
+        (3, True, 3, "1.2 M, no blocks"),
+        (3, True, 3, "1.7 M, 2 blocks and a large root unit"),
+    ],
+)
+def test_a_small_model_never_takes_more_than_under_ddp(run_on, stage, clip, micro_batches, model):
+    run_on(2, compare_with_ddp, stage=stage, model=model, clip=clip, micro_batches=micro_batches)
+
+
+def test_nor_does_it_on_four_ranks(run_on):
+    run_on(4, compare_with_ddp, stage=3, model="1.2 M, 6 blocks", clip=True, micro_batches=3)
 
 
 def look_at_released_storages() -> None:
