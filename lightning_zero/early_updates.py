@@ -40,10 +40,10 @@ class EarlyUpdates:
         self._reason: str | None = None
 
     @contextmanager
-    def around_backward(
-        self, engine: Engine, trainer: Any, optimizer: Optimizer | None, loss: Tensor
-    ) -> Iterator[None]:
+    def around_backward(self, engine: Engine, trainer: Any, loss: Tensor) -> Iterator[None]:
         """Around each backward of the Trainer's: the last one before a step lets updates begin in it."""
+        is_automatic = trainer.lightning_module.automatic_optimization  # which is of one optimizer
+        optimizer: Optimizer | None = trainer.optimizers[0] if is_automatic and trainer.optimizers else None
         reason = why_to_wait(self._lightning, trainer, optimizer)
         trained = tuple(parameter.requires_grad for parameter in engine.module.parameters())
         read = read_directly(loss)
@@ -65,7 +65,7 @@ class EarlyUpdates:
 def why_to_wait(lightning: ModuleType, trainer: Any, optimizer: Optimizer | None) -> str | None:
     """What may look at gradients, or change them, between a backward that begins now and the update; None: nothing."""
     module, precision = trainer.lightning_module, trainer.precision_plugin
-    if not module.automatic_optimization or optimizer is None:
+    if optimizer is None:
         return "manual optimization"
     if trainer.fit_loop._should_accumulate():
         return "more micro-batches come before the update"
@@ -89,7 +89,7 @@ def why_to_wait(lightning: ModuleType, trainer: Any, optimizer: Optimizer | None
     if any(not isinstance(getattr(hook, "__self__", None), Masters) for hook in hooks):
         return "hooks before the optimizer's step"
     step = vars(optimizer).get("step")
-    is_torchs = inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim")
+    is_torchs = (inspect.unwrap(type(optimizer).step).__module__ or "").startswith("torch.optim")
     if not is_torchs or (step is not None and not hasattr(step, "_wrapped_by_lr_sched")):
         return f"{type(optimizer).__name__}.step is not torch's own"
     return None

@@ -180,7 +180,9 @@ class FabricStrategy(ZeroProcesses):
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Let an optimizer update this rank's parts of the modules that are, and will be, set up."""
-        check_optimizer(optimizer, self._engine_options["allow_any_optimizer"])
+        allow_any, offload = self._engine_options["allow_any_optimizer"], self._offload
+        offloads = offload is not None and offload.optimizer is not None
+        check_optimizer(optimizer, allow_any, ranks=self.world_size, offloads=offloads)
         known = self._known_optimizers()
         if not any(optimizer is each for each in known):
             self._optimizers = [weakref.ref(each) for each in (*known, optimizer)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from types import ModuleType
 from typing import Any, ClassVar, Literal
@@ -112,6 +112,7 @@ class TrainerStrategy(TrainerCheckpoints):
         self.last_report: Report | None = None
         self._early_updates: EarlyUpdates | None = None
         self._signals: Signals | None = None
+        self._backward = ExitStack()  # what is to be left when backward ends
         super().__init__(
             accelerator,
             parallel_devices,
@@ -321,13 +322,21 @@ class TrainerStrategy(TrainerCheckpoints):
             return super().predict_step(*args, **kwargs)
 
     @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        early: AbstractContextManager[None] = nullcontext()
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
         if self._early_updates is not None and self.engine is not None and self.lightning_module is not None:
             trainer = self.lightning_module.trainer
-            early = self._early_updates.around_backward(self.engine, trainer, optimizer, closure_loss)
-        with early:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            self._backward.enter_context(self._early_updates.around_backward(self.engine, trainer, closure_loss))
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        self._backward.close()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._backward.__exit__(type(exception), exception, exception.__traceback__)
+        super().on_exception(exception)
 
     @override
     @contextmanager
@@ -435,7 +444,7 @@ class TrainerStrategy(TrainerCheckpoints):
     def __getstate__(self) -> dict[str, Any]:
         # users copy trainers and strategies: the engine belongs to one
         of_one: dict[str, Any] = {"engine": None, "_bookmark": None, "_masters_after_fit": {}, "_fitted": nobody}
-        of_one["_early_updates"] = of_one["_signals"] = None
+        of_one |= {"_early_updates": None, "_signals": None, "_backward": ExitStack()}
         return {**super().__getstate__(), **of_one}
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightning_zero.engine.elementwise import is_torchs_elementwise
 from lightning_zero.engine.promises import taking_values
 from lightning_zero.engine.sources import listed
 
@@ -60,8 +61,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[s
                 f"and now there are {len(sizes)} of {listed(map(str, sizes))}. Make the optimizer as it was made "
                 "for the checkpoint."
             )
-        if not type(optimizer).__module__.startswith("torch.optim"):
-            continue  # another's may keep what has shapes of its own
+        if not is_torchs_elementwise(optimizer):
+            continue  # which may keep what has shapes of its own
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         numbers = [index for group in state["param_groups"] for index in group["params"]]
         for index, parameter in zip(numbers, parameters):

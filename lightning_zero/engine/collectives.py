@@ -61,6 +61,15 @@ def _as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
+def size_of(group: dist.ProcessGroup | None) -> int:
+    """The ranks of a process group, None for the default one; 1 where there is none."""
+    return dist.get_world_size(group or dist.group.WORLD) if _is_initialised() else 1
+
+
+def _is_initialised() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
 class Counters:
     """Calls, logical elements and bytes by kind of collective ("all_gather", "reduce_scatter", "control").
 
@@ -147,12 +156,11 @@ class Communicator:
         # In an evaluation loop of uneven length (uneven.py): ranks that only serve gathers, and how they are told.
         self.absent: list[int] = []
         self.before_gather: Callable[[int], None] | None = None
-        initialised = dist.is_available() and dist.is_initialized()
         self._background_group: Any = None
         self._neighbours: Neighbours | None = None  # all others, where each can read their memory
-        self.group = (group or dist.group.WORLD) if initialised else None
-        self.size = dist.get_world_size(self.group) if initialised else 1
-        self.rank = dist.get_rank(self.group) if initialised else 0
+        self.size = size_of(group)
+        self.group = (group or dist.group.WORLD) if _is_initialised() else None
+        self.rank = dist.get_rank(self.group) if _is_initialised() else 0
         if self.size == 1:
             return
         assert self.group is not None

@@ -23,7 +23,7 @@ from lightning_zero.engine.agreement import Agreement
 from lightning_zero.engine.autocast import is_cast_by_autocast
 from lightning_zero.engine.bucket import LOW_PRECISION, Bucket, BucketSlot, Ledger, become
 from lightning_zero.engine.checkpointing import CheckpointedModule, modules_to_checkpoint
-from lightning_zero.engine.collectives import Communicator, wire_dtype_of
+from lightning_zero.engine.collectives import Communicator, size_of, wire_dtype_of
 from lightning_zero.engine.compilation import OwnHook
 from lightning_zero.engine.elementwise import check_optimizer
 from lightning_zero.engine.gradients import GradientReducer
@@ -173,8 +173,8 @@ class Engine:
             self._offload.check_stage(self.placements.stage)
             self._elsewhere = Updates(overlap and self._offload.overlap, self._offload.gradients is not None)
         self._swap: Swap | None = None
-        for optimizer in optimizers:
-            check_optimizer(optimizer, allow_any_optimizer)
+        self._allow_any_optimizer = allow_any_optimizer
+        self._check_optimizers(optimizers, size_of(group))
         _check_ordinary(module)
         plans = plan_units(module, units, unit_numel)
         device = torch.device(device) if device is not None else _common_device(plans)
@@ -191,7 +191,6 @@ class Engine:
         check_can_be_initialised(module, sources)
         self._overlap, self._compute_dtype = overlap, compute_dtype
         self._bucket_numel = min(bucket_numel, share_of(module))  # so that one in reduction is a part of a small model
-        self._allow_any_optimizer = allow_any_optimizer
         self._steps = self._numbers = self._updates = 0
         self._is_updating = False
         self._buffers_follow = True
@@ -337,11 +336,11 @@ class Engine:
         """Make these the optimizers, in mid-run too: one that stays keeps its state, one that goes is let go of.
 
         Raises:
-            TypeError: for an optimizer that is not elementwise; nothing has been changed then.
+            TypeError: for an optimizer that would have to update parts of parameters, and cannot; nothing has been
+                changed then.
             OSError: if a disk has not the room for what one keeps; likewise.
         """
-        for optimizer in optimizers:
-            check_optimizer(optimizer, self._allow_any_optimizer)
+        self._check_optimizers(optimizers, self.communicator.size)
         for optimizer in optimizers:
             make_room(optimizer, slot_of)
         before, known = self.masters, {masters._optimizer(): masters for masters in self.masters}
@@ -357,6 +356,11 @@ class Engine:
             wanted = [masters.fields_on_disk() for masters in self.masters]
             for states in (bucket.states for bucket in self.buckets if bucket.states is not None):
                 states.drop_fields({field for fields in wanted for field in fields.get(states, ())})
+
+    def _check_optimizers(self, optimizers: Sequence[Optimizer], ranks: int) -> None:
+        offloads = self._offload is not None and self._offload.optimizer is not None
+        for optimizer in optimizers:
+            check_optimizer(optimizer, self._allow_any_optimizer, ranks=ranks, offloads=offloads)
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -485,6 +489,10 @@ class Engine:
         self._steps += 1
         self._updates += 1
         self._is_updating = False
+        self.show(buckets)
+
+    def show(self, buckets: list[Bucket]) -> None:
+        """Gather the values of these buckets anew, where they are shown."""
         changed, kept = set(buckets), []
         for unit in self.units:
             for bucket in unit.buckets:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import textwrap
+from typing import Any, TypeGuard
 
 from torch.optim import Optimizer
 
@@ -19,27 +22,92 @@ _WHY_NOT = {
 }
 
 
-def check_optimizer(optimizer: Optimizer, allow_any: bool) -> None:
-    """Refuse an optimizer that cannot update a part of a parameter without the rest.
+def check_optimizer(optimizer: Optimizer, allow_any: bool, *, ranks: int, offloads: bool) -> None:
+    """Refuse an optimizer that cannot update a part of a parameter without the rest, where it would have to.
+
+    Args:
+        allow_any: accept optimizers that are not known to be elementwise.
+        ranks: over which parameters are sharded. One rank alone has them whole.
+        offloads: whether optimizer states are offloaded, and so updated in pieces on one rank too.
 
     Raises:
         TypeError: if it is not elementwise, or not known to be and ``allow_any`` is not set.
     """
-    cls = type(optimizer)
-    known = next((base for base in cls.__mro__ if base.__module__.startswith("torch.optim")), Optimizer)
-    # torch wraps the method of every class that is instantiated: whose it is shows beneath
-    inherits_step = inspect.unwrap(cls.step).__module__.startswith("torch.optim")
-    if known.__name__ in ELEMENTWISE and inherits_step:
+    if ranks == 1 and not offloads:
         return
+    cls = type(optimizer)
+    known = _known_base(cls)
+    if known.__name__ in ELEMENTWISE and steps_as(optimizer, known):
+        return
+    in_parts = "each rank holds only a part of every parameter" if ranks > 1 else "offload updates parameters in pieces"
+    instead = "strategy='ddp'" if ranks > 1 else "leave offload out"
     if known.__name__ in _WHY_NOT:
         raise TypeError(
-            f"{cls.__name__} cannot be used with ZeRO: {_WHY_NOT[known.__name__]}, while each rank holds only a part "
-            f"of every parameter. Use an elementwise optimizer ({', '.join(sorted(ELEMENTWISE))}) or strategy='ddp'."
+            f"{cls.__name__} cannot be used with ZeRO: {_WHY_NOT[known.__name__]}, while {in_parts}. Use an "
+            f"elementwise optimizer ({', '.join(sorted(ELEMENTWISE))}) or {instead}."
         )
     if not allow_any:
         raise TypeError(
             f"{cls.__name__} is not known to be elementwise, that is, to update each element from its own gradient and "
-            "state alone; each rank holds only a part of every parameter. If you know that it is, pass "
-            "ZeroStrategy(allow_any_optimizer=True); otherwise use one of "
-            f"{', '.join(sorted(ELEMENTWISE))} or strategy='ddp'."
+            f"state alone; {in_parts}. If you know that it is, pass ZeroStrategy(allow_any_optimizer=True); otherwise "
+            f"use one of {', '.join(sorted(ELEMENTWISE))} or {instead}."
         )
+
+
+def is_torchs_elementwise(optimizer: Optimizer) -> bool:
+    """Whether it is one of torch's own classes that are known to be elementwise."""
+    cls = type(optimizer)
+    return cls.__name__ in ELEMENTWISE and _known_base(cls) is cls
+
+
+def steps_as(optimizer: Optimizer, known: type) -> bool:
+    """Whether ``step`` does no more with parameters than that of a base class.
+
+    A class of torch's own counts as itself, also where something has wrapped its ``step`` (a profiler, a mock).
+    """
+    classes = type(optimizer).__mro__
+    steps = [vars(cls)["step"] for cls in classes[: classes.index(known)] if "step" in vars(cls)]
+    # torch wraps the method of every class that is instantiated
+    return all(_only_wraps(inspect.unwrap(step), vars(optimizer)) for step in steps)
+
+
+def _known_base(cls: type) -> type:
+    return next((base for base in cls.__mro__ if base.__module__.startswith("torch.optim")), Optimizer)
+
+
+def _only_wraps(step: Any, attributes: dict[str, Any]) -> bool:
+    """Whether a ``step`` reaches parameters by ``super().step()`` alone, as far as its source can show that.
+
+    Of the optimizer it may use attributes that are numbers, strings and the like. It may not pass the optimizer on,
+    call other methods or read ``param_groups``, in which there are parts of parameters while the optimizer updates.
+    """
+    try:
+        (function,) = ast.parse(textwrap.dedent(inspect.getsource(step))).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return False
+    if not isinstance(function, ast.FunctionDef) or not function.args.args:
+        return False
+    if any(ast.unparse(decorator) not in _HARMLESS_DECORATORS for decorator in function.decorator_list):
+        return False
+    own = function.args.args[0].arg
+    allowed: set[int] = set()  # uses of the optimizer, and of ``super()``
+    for node in ast.walk(function):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == own:
+            is_plain = isinstance(attributes.get(node.attr), (bool, int, float, str, type(None)))
+            if isinstance(node.ctx, ast.Store) or (node.attr in attributes and is_plain):
+                allowed.add(id(node.value))
+        elif isinstance(node, ast.Attribute) and node.attr == "step" and _is_super(node.value):
+            allowed |= {id(node.value), *(id(argument) for argument in node.value.args)}
+    return all(
+        id(node) in allowed
+        for node in ast.walk(function)
+        if _is_super(node) or (isinstance(node, ast.Name) and node.id in (own, *_GIVE_AWAY))
+    )
+
+
+def _is_super(node: ast.AST) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
+
+
+_HARMLESS_DECORATORS = {"torch.no_grad()", "torch.no_grad", "override", "typing.override"}
+_GIVE_AWAY = ("locals", "vars", "eval", "exec")  # the optimizer without its name

@@ -1,4 +1,7 @@
-"""What an optimizer is given in the place of neighbouring parameters: this rank's part of them, as one tensor."""
+"""What an optimizer is given in the place of neighbouring parameters: this rank's part of them, as one tensor.
+
+One rank that updates parameters where they are has each as a whole, and in its shape: there any optimizer may be used.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from lightning_zero.engine.bucket import Bucket, BucketSlot
 
 
 class Master:
-    """This rank's part of a run of neighbouring segments, as one 1-D leaf over the bucket's shard.
+    """This rank's part of a run of neighbouring segments, as one leaf over the bucket's shard: 1-D, but over one rank.
 
     Attributes:
         first, last: the segments, inclusive.
@@ -23,7 +26,8 @@ class Master:
         low, _ = bucket.layout.shard_range(bucket.communicator.rank)
         self.range = slice(start - low, stop - low) if stop > start else slice(0, 0)
         if bucket.states is None:
-            self.tensor = nn.Parameter(bucket.shard[self.range])
+            part = bucket.shard[self.range]
+            self.tensor = nn.Parameter(part.view(self.slots[0].shape) if self._has_shape else part)
             bucket.has_master(self)
         else:  # of its shape, and what its state is found by
             numel = self.range.stop - self.range.start
@@ -32,6 +36,11 @@ class Master:
     @property
     def slots(self) -> list[BucketSlot]:
         return self.bucket.slots_of(self.first, self.last)
+
+    @property
+    def _has_shape(self) -> bool:
+        # A scalar stays 1-D, by which its state is told from a count of steps.
+        return is_whole(self.bucket) and self.slots[0].shape != ()
 
     @property
     def is_here(self) -> bool:
@@ -55,10 +64,15 @@ class Master:
         return self.bucket.states.tensor(key, self.range.start, self.range.stop)
 
     def part_of(self, slot: BucketSlot) -> slice:
-        """The range of one segment within this master's tensor."""
+        """The range of one segment within this master's tensor, flattened."""
         if slot.local_numel == 0:
             return slice(0, 0)
         return slice(slot.local_range.start - self.range.start, slot.local_range.stop - self.range.start)
+
+
+def is_whole(bucket: Bucket) -> bool:
+    """Whether the optimizer is given each parameter of a bucket as a whole, in its shape."""
+    return bucket.communicator.size == 1 and bucket.updates is None
 
 
 def runs_of(slots: list[BucketSlot]) -> list[list[BucketSlot]]:

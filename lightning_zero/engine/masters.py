@@ -1,9 +1,9 @@
-"""What optimizers update: 1-D masters, put in place of the module's parameters while ``optimizer.step`` runs.
+"""What optimizers update: masters, put in place of the module's parameters while ``optimizer.step`` runs.
 
 Between steps an optimizer's ``param_groups`` hold the module's own parameters, so that everything that users do with
-them works. During the update each group holds its masters instead: one tensor for each run of neighbouring segments
+them works. During the update each group holds its masters instead: one 1-D tensor for each run of neighbouring segments
 of a bucket, this rank's part only, so that the update is a handful of kernels over 1/N of the elements (P_os in the
-paper, section 5.1).
+paper, section 5.1). Over one rank that is one master for each parameter, in its shape and order.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 from torch.utils._pytree import tree_map_only
 
 from lightning_zero.engine.bucket import Bucket, BucketSlot, Ledger
 from lightning_zero.engine.gradient_shard import GradientShard, shard_of_all
-from lightning_zero.engine.master import Master, runs_of
+from lightning_zero.engine.master import Master, is_whole, runs_of
 from lightning_zero.engine.offload.masters_elsewhere import MastersElsewhere
 from lightning_zero.engine.offload.states import DiskStates
 from lightning_zero.engine.offload.updates import fields_by_parameter
 from lightning_zero.engine.pieces_of_updates import CutMaster, copied, is_elementwise
 from lightning_zero.engine.settling import is_settled, settle
 from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
+from lightning_zero.engine.sparse_rows import SparseRows
 from lightning_zero.engine.stored import StoredTensor
 
 
@@ -44,6 +45,8 @@ class Owner(Protocol):
 
     def begin_update(self) -> None: ...
 
+    def show(self, buckets: list[Bucket]) -> None: ...
+
     def updated(self, buckets: list[Bucket]) -> None: ...
 
 
@@ -53,7 +56,7 @@ class Masters:
     Args:
         optimizer: the user's; it is kept alive by the user alone.
         slot_of: finds the slot of one of the module's parameters, or None for a foreign one.
-        owner: the engine, told before and after each update.
+        owner: the engine, told before and after each update, and where a closure is called in the midst of one.
 
     Attributes:
         is_closed: after ``close``.
@@ -74,11 +77,17 @@ class Masters:
         self._module_parameters: list[list[Any]] | None = None
         self._active: list[Master] = []
         self._signature: Any = None
-        self._arranged: list[tuple[list[Master], list[Tensor]]] = []  # by group: masters, and what is not the engine's
+        self._arranged: list[list[Master | Tensor]] = []  # by group: masters, and what is not the engine's
         self._arranged_in: dict[Bucket, list[tuple[int, Master]]] = {}  # the same masters with their group's number
         self._cut_masters: list[CutMaster] = []  # while the optimizer updates
         self._begun: set[Bucket] = set()
         self._elsewhere = MastersElsewhere()
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._sparse_rows = {
+            slot: SparseRows(slot)
+            for p in (parameters if isinstance(optimizer, SparseAdam) else ())
+            if (slot := slot_of(p)) is not None and is_whole(slot.bucket) and p.requires_grad
+        }
         self._loaded: dict[Any, dict[str, Any]] | None = None
         self._own_state: Any = None
         self._states_measured = 0
@@ -130,6 +139,7 @@ class Masters:
 
         # By a closure in any case, so that the users' step hooks, which come before it, see the module's parameters.
         def closure_then_swap() -> Any:
+            self._show_update()
             result = closure() if closure is not None else None
             self._swap_in()
             return result
@@ -138,7 +148,16 @@ class Masters:
             return (optimizer, closure_then_swap, *args[2:]), kwargs
         return args, {**kwargs, "closure": closure_then_swap}
 
+    def _show_update(self) -> None:
+        """Show the module what the optimizer has written so far, if it calls the closure once more (LBFGS)."""
+        if self._module_parameters is not None:
+            self._put_back()
+            for owner in self.owners:
+                owner.show(self._buckets)
+
     def _swap_in(self) -> None:
+        if self._module_parameters is not None:
+            return  # the ``step`` of a subclass has called that of its base class
         self._begin_update()
         for owner in self.owners:
             for bucket in owner.buckets:
@@ -146,7 +165,7 @@ class Masters:
                     bucket.before_update()
         groups = self.optimizer.param_groups
         self._arrange(groups)
-        self._module_parameters = [group["params"] for group in groups]
+        self._module_parameters = [list(group["params"]) for group in groups]
         gradients = {master: self._gradient(master) for master in self._active if master.bucket not in self._begun}
         buckets = list(dict.fromkeys(master.bucket for master in gradients if master.bucket.updates is not None))
         self._elsewhere.read_ahead(buckets)
@@ -155,13 +174,16 @@ class Masters:
         self._elsewhere.drop()
         if not all(bucket.updates.overlap for bucket in buckets if bucket.updates is not None):
             settle()
-        for group, (masters, foreign) in zip(groups, self._arranged):
-            here = [master for master in masters if master.bucket.updates is None]
-            for master in here:
-                gradient = gradients[master]
-                master.tensor.grad = gradient.to(master.tensor.dtype) if gradient is not None else None
-            updated = (each for master in here if master.is_here for each in self._updated(group, master.tensor))
-            group["params"] = [*updated, *foreign]
+        for group, arranged in zip(groups, self._arranged):
+            updated: list[Tensor] = []
+            for each in arranged:
+                if not isinstance(each, Master):
+                    updated.append(each)
+                elif each.bucket.updates is None:
+                    gradient = gradients[each]
+                    each.tensor.grad = gradient.to(each.tensor.dtype) if gradient is not None else None
+                    updated += self._updated(group, each.tensor) if each.is_here else ()
+            group["params"][:] = updated  # the list itself, which an optimizer may keep (LBFGS)
 
     def _updated(self, group: dict[str, Any], master: Tensor) -> list[Tensor]:
         """What the optimizer is given of a master: itself, or pieces of it."""
@@ -217,9 +239,12 @@ class Masters:
             return
         self.recover()
         self.measure()
-        buckets = list(dict.fromkeys(master.bucket for master in self._active))
         for owner in self.owners:
-            owner.updated(buckets)
+            owner.updated(self._buckets)
+
+    @property
+    def _buckets(self) -> list[Bucket]:
+        return list(dict.fromkeys(master.bucket for master in self._active))
 
     def recover(self) -> None:
         """Put the module's parameters back, also after a step that raised."""
@@ -233,7 +258,7 @@ class Masters:
         if self._module_parameters is None:
             return
         for group, parameters in zip(self.optimizer.param_groups, self._module_parameters):
-            group["params"] = parameters
+            group["params"][:] = parameters
         self._module_parameters = None
         state: dict[Any, Any] = self.optimizer.state
         while self._cut_masters:
@@ -252,11 +277,14 @@ class Masters:
             return
         self._signature, self._active, self._arranged, self._arranged_in = None, [], [], {}
         for number, group in enumerate(groups):
-            slots = [self.slot_of(p) for p in group["params"] if p.grad is not None]
-            foreign = [p for p in group["params"] if p.grad is not None and self.slot_of(p) is None]
-            masters = self._masters_of([slot for slot in slots if slot is not None])
+            slots = {p: slot for p in group["params"] if (slot := self.slot_of(p)) is not None}
+            # Where the optimizer is given whole parameters, it finds those without a gradient in their places, too.
+            kept = [p for p in group["params"] if p.grad is not None or p not in slots or is_whole(slots[p].bucket)]
+            trained = [p for p in kept if p in slots and (p.grad is not None or p.requires_grad)]
+            masters = self._masters_of([slots[p] for p in trained])
             self._active.extend(masters)
-            self._arranged.append((masters, foreign))
+            order = (self._master_of.get(slots[p]) or p if p in slots else p for p in kept)
+            self._arranged.append(list(dict.fromkeys(order)))
             for master in masters:
                 self._arranged_in.setdefault(master.bucket, []).append((number, master))
         make_room(self.optimizer, self.slot_of)
@@ -300,15 +328,19 @@ class Masters:
         if not master.is_here:
             return None
         pieces = [slot.parameter.grad for slot in master.slots]
-        if len(pieces) == 1 and isinstance(pieces[0], ShardedTensor):
-            return local_range_of(pieces[0], master.slots[0])
+        if len(pieces) == 1 and (isinstance(pieces[0], ShardedTensor) or pieces[0] is None):
+            if pieces[0] is None:
+                return None
+            gradient = local_range_of(pieces[0], master.slots[0]).view(master.tensor.shape)
+            rows = self._sparse_rows.get(master.slots[0]) if self._sparse_rows else None
+            return rows.of(gradient) if rows is not None else gradient
         if (shard := shard_of_all(master.slots)) is not None:
             assert isinstance(shard.flat, Tensor)
             return shard.flat[master.range]
         gathered = torch.zeros_like(master.tensor, device=master.device)  # the user put gradients of his own in p.grad
         for slot, gradient in zip(master.slots, pieces):
             assert gradient is not None
-            gathered[master.part_of(slot)] = local_range_of(gradient, slot)
+            gathered.view(-1)[master.part_of(slot)] = local_range_of(gradient, slot)
         return gathered
 
     def measure(self) -> None:
@@ -339,7 +371,14 @@ class Masters:
 
     def has_state(self, slot: BucketSlot) -> bool:
         """Whether a parameter has been updated, or its state been loaded."""
-        return slot in self._master_of
+        master = self._master_of.get(slot)
+        return master is not None and (
+            not is_whole(slot.bucket) or dict.__contains__(self.optimizer.state, master.tensor)
+        )
+
+    def key_of(self, slot: BucketSlot) -> Tensor | None:
+        """What the optimizer's state of one parameter is found by, where that is of the parameter alone and whole."""
+        return self._masters_of([slot])[0].tensor if is_whole(slot.bucket) else None
 
     def state_of(self, parameter: Tensor) -> dict[str, Any]:
         """One parameter's state in full shape. Collective."""
@@ -411,7 +450,7 @@ class Masters:
                 if master is None or not slot.local_numel:
                     part = torch.empty(0, dtype=kind, device=slot.device)
                 elif (on_disk := slot.bucket.states) is None:
-                    part = held[key][master.part_of(slot)]
+                    part = held[key].reshape(-1)[master.part_of(slot)]
                 else:
                     part = on_disk.tensor(key, slot.local_range.start, slot.local_range.stop)
                 if in_parts:
@@ -486,7 +525,7 @@ class Masters:
         alike: dict[Any, list[BucketSlot]] = {}
         for slot, state in by_slot.items():
             scalars = tuple(
-                (key, float(value) if isinstance(value, Tensor) else repr(value))
+                (key, _told(value))
                 for key, value in state.items()
                 if not is_elementwise(value, slot.shape) or (value.dim() == 0 and key in _COUNTERS)
             )
@@ -523,7 +562,7 @@ class Masters:
                 continue
             cut[key] = torch.empty(master.tensor.shape, dtype=dtype, device=master.tensor.device)
             for value, slot in zip(whole, master.slots):
-                part = cut[key][master.part_of(slot)]
+                part = cut[key].view(-1)[master.part_of(slot)]
                 if value.is_meta:  # as its parameter was when the optimizer was made
                     part.fill_(self._initial(key, slot))
                 else:
@@ -557,6 +596,8 @@ class Masters:
         if optimizer is None:
             self._module_parameters = None
         self.recover()
+        for rows in self._sparse_rows.values():
+            rows.close()
         if optimizer is not None:
             for handle in self._handles:
                 handle.remove()
@@ -597,6 +638,8 @@ def make_room(optimizer: Optimizer, slot_of: Callable[[Tensor], BucketSlot | Non
 class _State(defaultdict[Any, dict[str, Any]]):
     """``optimizer.state``, by master. Asked for a parameter of the module it gives that one's state as sharded tensors.
 
+    Over one rank, where each parameter has a master in its shape, it gives what the optimizer has.
+
     Args:
         masters: whose it is.
 
@@ -619,7 +662,10 @@ class _State(defaultdict[Any, dict[str, Any]]):
 
     def __missing__(self, key: Any) -> Any:
         found = self._slot_of(key)
-        return super().__missing__(key) if found is None else MappingProxyType(found[0].state_in_parts(found[1]))
+        if found is None:
+            return super().__missing__(key)
+        own = found[0].key_of(found[1])
+        return self[own] if own is not None else MappingProxyType(found[0].state_in_parts(found[1]))
 
     def values(self) -> Any:
         settle()  # whoever asks may write to them
@@ -630,25 +676,26 @@ class _State(defaultdict[Any, dict[str, Any]]):
         return super().items()
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._refuse(key)
-        super().__setitem__(key, value)
+        super().__setitem__(self._own_key(key), value)
 
     def __delitem__(self, key: Any) -> None:
-        self._refuse(key)
-        super().__delitem__(key)
+        super().__delitem__(self._own_key(key))
 
     def pop(self, key: Any, *default: Any) -> Any:
-        self._refuse(key)
-        return super().pop(key, *default)
+        return super().pop(self._own_key(key), *default)
 
-    def _refuse(self, key: Any) -> None:
+    def _own_key(self, key: Any) -> Any:
         found = self._slot_of(key)
-        if found is not None:
+        if found is None:
+            return key
+        own = found[0].key_of(found[1])
+        if own is None:
             raise TypeError(
                 f"The optimizer's state of '{found[1].name}' is kept in parts, with that of its neighbours, and cannot "
                 "be replaced or removed alone: write into its tensors (optimizer.state[p]['exp_avg'].zero_()), clear "
                 "all of it (optimizer.state.clear()), or call load_state_dict()."
             )
+        return own
 
     def get(self, key: Any, default: Any = None) -> Any:
         return self[key] if key in self else default
@@ -679,10 +726,10 @@ def masters_that_hold(parameter: Tensor) -> Masters | None:
 
 def _placed(key: str, value: Any, group: dict[str, Any], master: Master) -> Any:
     """A state that is not by element where torch's own ``load_state_dict`` puts it: with the parameter, as a rule."""
+    if key != "step":  # lists of tensors, too (LBFGS)
+        return tree_map_only(Tensor, lambda tensor: tensor.to(master.device, copy=True), value)
     if not isinstance(value, Tensor):
-        return copied(value)
-    if key != "step":
-        return value.to(master.device, copy=True)
+        return value
     if group.get("capturable") or group.get("fused"):
         return value.to(master.device, torch.float32, copy=True)
     # A kernel for the CPU needs it there, where an optimizer may not have made it: with a default device of the user's.
@@ -715,6 +762,13 @@ _INITIAL = {"sum": "initial_accumulator_value"}
 
 # Zero-dimensional states of zero-dimensional parameters that are nevertheless not by element.
 _COUNTERS = {"step", "mu_product", "eta", "mu"}
+
+
+def _told(value: Any) -> Any:
+    """A state that is not by element as something to compare."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    return float(value) if value.numel() == 1 else id(value)
 
 
 def _unchanged(tensor: Tensor) -> Tensor:

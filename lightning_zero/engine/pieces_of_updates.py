@@ -1,8 +1,8 @@
 """Large masters in pieces that the cache holds, for as long as an optimizer updates them.
 
 torch's optimizers go over a tensor once for each of their operations (Adam nine times), unless they are fused. What is
-larger than the cache comes from memory each time. All known optimizers here are elementwise, so they may as well do all
-of a piece before the next one; every bit is the same.
+larger than the cache comes from memory each time. Elementwise optimizers may as well do all of a piece before the next
+one; every bit is the same.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero.engine.elementwise import is_torchs_elementwise
+
 PIECE_NUMEL = 2**18
 """Elements of a piece: a megabyte each of values, gradient and two states, in fp32. A multiple of ``ALIGNMENT``."""
 
@@ -21,7 +23,7 @@ class CutMaster:
     """A master while it is updated in pieces.
 
     Args:
-        master: 1-D, with its gradient.
+        master: with its gradient.
         state: the optimizer's, of the whole; of a first update nothing.
 
     Attributes:
@@ -31,7 +33,7 @@ class CutMaster:
 
     def __init__(self, master: Tensor, state: dict[str, Any]) -> None:
         self.master, self._whole = master, state
-        values, gradients = master.detach().split(PIECE_NUMEL), _split(master.grad)
+        values, gradients = _split(master.detach()), _split(master.grad)
         self.pieces = [nn.Parameter(part) for part in values]
         for piece, gradient in zip(self.pieces, gradients):
             piece.grad = gradient
@@ -47,7 +49,7 @@ class CutMaster:
         return (
             master.numel() >= 2 * PIECE_NUMEL
             and master.device.type == "cpu"
-            and type(optimizer).__module__.startswith("torch.optim")
+            and is_torchs_elementwise(optimizer)
             and not any(group.get(option) for option in ("fused", "foreach", "differentiable", "capturable"))
         )
 
@@ -67,12 +69,12 @@ class CutMaster:
         if len(before) == len(parts) and all(after is part for after, part in zip(parts, before)):
             whole: Tensor = self._whole[key]
             return whole
-        return torch.cat(parts)
+        return torch.cat(parts).view(self.master.shape)
 
 
 def _split(tensor: Tensor | None) -> tuple[Tensor, ...]:
     assert tensor is not None
-    return tensor.split(PIECE_NUMEL)
+    return tensor.view(-1).split(PIECE_NUMEL)
 
 
 def is_elementwise(value: Any, shape: torch.Size) -> bool:

@@ -1,18 +1,22 @@
-"""An optimizer that is not elementwise cannot work on shards: it is refused before the first step, by name."""
+"""Optimizers that are not elementwise cannot work on shards: over several ranks they are refused, by name.
+
+One rank has whole parameters, so that every optimizer updates them as in plain torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.optim import LBFGS, Adafactor, Muon, Optimizer, SparseAdam
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD, Adafactor, Muon, Optimizer, SparseAdam
 
-from tests.support.models import OddModel, Square
+from tests.support.models import OddModel, Square, adam
 from tests.support.trainer import Learner, make_trainer
-from tests.support.training import Recipe, batch, same_runs, train_ddp, train_zero
+from tests.support.training import Recipe, batch, same_runs, same_values, train_ddp, train_zero
 
 
 class SignDescent(Optimizer):
@@ -38,18 +42,52 @@ def make(kind: type[Optimizer], model: nn.Module) -> Optimizer:
     return kind(model.parameters(), lr=0.001)
 
 
-def refuse(stage: int, kind: type[Optimizer], **options: Any) -> None:
+def refuse(stage: int, kind: type[Optimizer], says: str = "elementwise", **options: Any) -> None:
     """Square has matrices only, which is all that Muon takes."""
     from lightning_zero.engine import Engine
 
     module = Square()
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    with pytest.raises((TypeError, ValueError), match=rf"\b{kind.__name__}\b.*elementwise"):
+    with pytest.raises((TypeError, ValueError), match=rf"\b{kind.__name__}\b.*{says}"):
         optimizer = make(kind, module)
         Engine(module, [optimizer], stage=stage, **options)
         module(*batch(0)).backward()
         optimizer.step()
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+class Reading(SGD):
+    """Overrides a known optimizer's `step` by more than a call of it."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.div_(p.grad.norm())
+        super().step()
+        return loss
+
+
+class Decorated(SGD):
+    """Whose `step` is what another function makes of it."""
+
+    @contextmanager
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        yield super().step(closure)
+
+
+class ByAHelper(SGD):
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        self.prepare()
+        return super().step(closure)
+
+    def prepare(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", [Reading, Decorated, ByAHelper], ids=lambda kind: kind.__name__)
+def test_a_subclass_whose_step_may_do_more_than_the_known_one_is_refused_with_the_option_that_accepts_it(run_on, kind):
+    run_on(2, refuse, stage=3, kind=kind, says="allow_any_optimizer=True")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -92,3 +130,139 @@ def refuse_in_the_trainer(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_trainer_refuses_it_before_the_first_step(run_on, stage):
     run_on(2, refuse_in_the_trainer, stage=stage)
+
+
+# ----------------------------------------------------------------------------------------------------------- one rank
+
+
+class Matrices(nn.Module):
+    """What Muon takes: matrices only, none of them square."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 16, bias=False), nn.Linear(16, 5, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return (self.down(self.up(tokens.float() / 10).tanh()).sum(1) - targets.float().mean(1)).square().mean()
+
+
+class Biased(Matrices):
+    """The same with biases, and with no parameter that is empty, which Adafactor cannot take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 16)
+
+
+class Rows(nn.Module):
+    """An embedding with sparse gradients, which SparseAdam takes; some rows are never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 8, sparse=True)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return (self.embed(tokens).sum(-1) - targets).square().mean()
+
+
+class Unused(OddModel):
+    """With a parameter that never has a gradient, between others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(3))
+
+
+def lbfgs(model: nn.Module) -> Optimizer:
+    return LBFGS(model.parameters(), lr=0.1, max_iter=4)
+
+
+def lbfgs_with_line_search(model: nn.Module) -> Optimizer:
+    return LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+
+
+def adafactor(model: nn.Module) -> Optimizer:
+    return Adafactor(model.parameters(), lr=0.01)
+
+
+def muon(model: nn.Module) -> Optimizer:
+    return Muon(model.parameters(), lr=0.01)
+
+
+def sparse_adam(model: nn.Module) -> Optimizer:
+    return SparseAdam(model.parameters(), lr=0.01)
+
+
+ON_ONE_RANK = [
+    (lbfgs, Unused),
+    (lbfgs_with_line_search, OddModel),
+    (adafactor, Biased),
+    (muon, Matrices),
+    (sparse_adam, Rows),
+    (sign_descent, OddModel),
+    (adam, OddModel),
+]
+
+
+def train_plain(strategy: str, optimizer: Any, model: Any, folder: str) -> Any:
+    """Two epochs, and a third one resumed from their checkpoint: weights, and the optimizer's state."""
+
+    def learner() -> Learner:
+        return Learner(model, optimizer)
+
+    path = f"{folder}/{strategy}.ckpt"
+    torch.manual_seed(0)
+    module, trainer = learner(), make_trainer(strategy)
+    trainer.fit(module)
+    trainer.save_checkpoint(path)
+    resumed, second = learner(), make_trainer(strategy, max_epochs=3)
+    second.fit(resumed, ckpt_path=path)
+    saved = torch.load(path, weights_only=False)["optimizer_states"]
+    return [{name: value.clone() for name, value in each.state_dict().items()} for each in (module, resumed)], saved
+
+
+def train_as_plain_lightning(optimizer: Any, model: Any, folder: str) -> None:
+    expected = train_plain("auto", optimizer, model, folder)
+    for stage in (1, 2, 3):
+        same_values(train_plain(f"zero{stage}", optimizer, model, folder), expected, f"stage {stage}")
+
+
+@pytest.mark.behaviour(
+    "The numbers", "On one rank every optimizer, those that need whole matrices or several closures too"
+)
+@pytest.mark.parametrize(("optimizer", "model"), ON_ONE_RANK, ids=lambda part: part.__name__)
+def test_on_one_rank_every_optimizer_trains_saves_and_resumes_as_in_plain_lightning(run_on, optimizer, model, tmp_path):
+    run_on(1, train_as_plain_lightning, optimizer=optimizer, model=model, folder=str(tmp_path))
+
+
+def write_states() -> None:
+    """`optimizer.state[p]` is the optimizer's own dictionary, as in plain torch."""
+    from lightning_zero.engine import Engine
+
+    module = OddModel()
+    optimizer = adam(module)
+    engine = Engine(module, [optimizer], stage=3)
+    weight = module.embed.weight
+    assert weight not in optimizer.state
+    module(*batch(0)).backward()
+    optimizer.step()
+    assert optimizer.state[weight]["exp_avg"].shape == weight.shape
+    optimizer.state[weight]["mine"] = 1
+    assert optimizer.state[weight]["mine"] == 1
+    optimizer.state[weight] = {}
+    assert optimizer.state[weight] == {}
+    del optimizer.state[weight]
+    assert weight not in optimizer.state
+    engine.close()
+
+
+def test_on_one_rank_the_state_of_a_parameter_may_be_replaced(run_on):
+    run_on(1, write_states)
+
+
+def refuse_in_pieces() -> None:
+    refuse(stage=3, kind=LBFGS, says="offload", offload="cpu")
+
+
+def test_with_offload_updates_are_of_pieces_on_one_rank_too(run_on):
+    run_on(1, refuse_in_pieces)
