@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
+
+from lightning_zero.loops import Around
+from lightning_zero.skipping import goes_by_samplers, skipping
 
 Rng = dict[str, Any]
 """The state of this process's generators."""
@@ -57,12 +58,13 @@ class Bookmark:
     """Keeps what it takes to begin an epoch's data again and to leave out the batches that were done.
 
     Lightning begins the epoch anew: with another order, since that was drawn when the iterators were made, and with
-    batches that were trained on already. Here the iterators are made again from the random numbers of that time, as
-    many batches are handed out and dropped, and then the numbers of the time of saving are put back. A step that was
-    not finished (saved within it, or between micro-batches, whose gradients no checkpoint has) is repeated from its
-    first micro-batch.
+    batches that were trained on already. Here the iterators are made again from the random numbers of that time,
+    samplers go on by as many batches, and then the numbers of the time of saving are put back. A step that was not
+    finished (saved within it, or between micro-batches, whose gradients no checkpoint has) is repeated from its first
+    micro-batch.
 
-    Loaders that have a state of their own, which Lightning saves and loads, are left to it.
+    No sample is read for that. So what has no samplers (a stream, a queue, any other iterable) is left to Lightning.
+    Loaders that have a state of their own, which Lightning saves and loads, are left to it as well.
 
     Arguments:
         trainer: which is about to fit.
@@ -86,12 +88,12 @@ class Bookmark:
             (self._epoch_loop, "on_run_start", self._begin_epoch),
         ]
         for loop, name, hook in self._hooks:
-            setattr(loop, name, hook)
+            Around.put(loop, name, hook)
 
     def close(self) -> None:
         """Leave the loops; what is known can still be saved."""
         for loop, name, _ in self._hooks:
-            vars(loop).pop(name, None)
+            Around.take_off(loop, name)
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
@@ -137,14 +139,14 @@ class Bookmark:
         is_here = data is not None and data["epoch"] == self._epoch and _begins_again(self._loop._data_fetcher)
         return data if is_here else None
 
-    def _reset(self) -> None:
+    def _reset(self, reset: Any) -> None:
         with warnings.catch_warnings():
             if self._place is not None:
                 warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
-            type(self._epoch_loop).reset(self._epoch_loop)
+            reset()
 
-    def _before_iterators(self) -> None:
-        type(self._loop)._load_combined_loader_states(self._loop)
+    def _before_iterators(self, load_states: Any) -> None:
+        load_states()
         self._note_iterators(rng_state(self._device))
 
     def _note_iterators(self, rng: Rng) -> None:
@@ -153,7 +155,7 @@ class Bookmark:
         fresh = all(getattr(each, "_iterator", None) is None for each in loader.flattened)
         self._position = {"epoch": self._epoch, "made": rng, "fresh": fresh, "before": {}, "missed": 0}
 
-    def _begin_epoch(self, fetcher: Any) -> None:
+    def _begin_epoch(self, begin: Any, fetcher: Any) -> None:
         place, resumed = self._place, self._saved is not None
         loader, progress = fetcher.combined_loader, self._epoch_loop.batch_progress
         self._step = self._saved = None
@@ -165,7 +167,7 @@ class Bookmark:
         # Persistent workers are known by what is there before.
         noted, self._position = self._position, None
         self._note_iterators(rng)
-        type(self._epoch_loop).on_run_start(self._epoch_loop, fetcher)
+        begin(fetcher)
         if repeats_step:
             self._epoch_loop.restarting = False  # by which it would look for a validation to go on with
         if place is not None:
@@ -190,17 +192,16 @@ class Bookmark:
         position, loader, now = self._position, fetcher.combined_loader, rng_state(self._device)
         batches = self._epoch_loop.batch_progress.current.ready - position["missed"]
         if batches:
-            rank_zero_info(f"Going on with batch {batches} of the epoch; those before it are handed out and dropped.")
+            rank_zero_info(f"Going on with batch {batches} of the epoch; those before it are not read again.")
         if position["fresh"]:
             loader.reset()
         set_rng_state(position["made"], self._device)
-        iter(fetcher)
-        with suppress(StopIteration):  # the data has fewer batches than were done: the epoch is over
-            for index in range(batches):
-                before = position["before"].get(index)
-                if before is not None:
-                    set_rng_state(before, self._device)
-                with _only_counting(fetcher, before is None):
+        with skipping(loader):
+            iter(fetcher)
+            with suppress(StopIteration):  # the data has fewer batches than were done: the epoch is over
+                for index in range(batches):
+                    if (before := position["before"].get(index)) is not None:
+                        set_rng_state(before, self._device)
                     next(fetcher)
         fetcher.fetched += position["missed"]
         set_rng_state(now, self._device)
@@ -222,11 +223,10 @@ class Bookmark:
 
 
 def _begins_again(fetcher: Any) -> bool:
-    """Whether the data comes from iterables that begin again when asked to, batch by batch, and that keep no state."""
+    """Whether the data comes, batch by batch, from loaders that go by samplers and keep no state of their own."""
     takes_batches_itself = hasattr(fetcher, "iterator_wrapper")
-    return not takes_batches_itself and not any(
-        isinstance(each, (_Stateful, Iterator)) for each in fetcher.combined_loader.flattened
-    )
+    # Without a length the loop has fetched the next batch already.
+    return not takes_batches_itself and fetcher.length is not None and goes_by_samplers(fetcher.combined_loader)
 
 
 def _go_back(progress: Any, batches: int) -> None:
@@ -245,33 +245,3 @@ def _noting(fetcher: Any) -> type:
                 return super().__next__()
 
     return Noting
-
-
-class _Nothing:
-    """In the place of what fetches a batch from a dataset."""
-
-    def fetch(self, index: Any) -> None:
-        return None
-
-
-@contextmanager
-def _only_counting(fetcher: Any, allowed: bool) -> Iterator[None]:
-    """Batches handed out here need not be loaded: samplers go on, datasets are not asked.
-
-    Only where nothing else goes on with them: workers have generators of their own, an iterable dataset is at some
-    place of its own, and a loop that does not know the number of batches has fetched the next one.
-    """
-    iterators = [
-        each
-        for each in fetcher.combined_loader._iterator.iterators
-        if allowed and fetcher.length is not None and isinstance(each, _SingleProcessDataLoaderIter)
-    ]
-    real = [each._dataset_fetcher for each in iterators]
-    for iterator, loading in zip(iterators, real, strict=True):
-        if not hasattr(loading, "dataset_iter"):
-            iterator._dataset_fetcher = _Nothing()
-    try:
-        yield
-    finally:
-        for iterator, loading in zip(iterators, real, strict=True):
-            iterator._dataset_fetcher = loading

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_zero import ZeroStrategy
 from tests.support.trainer import ManualLearner, make_trainer
@@ -40,29 +41,12 @@ class Numbers(Dataset[Tensor]):
         return torch.tensor([float(index), *noise])
 
 
-class Stream(IterableDataset[Tensor]):
-    """So many numbers, each worker's and rank's own, in an order that is drawn when it begins."""
-
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-
-    def __iter__(self) -> Iterator[Tensor]:
-        info = get_worker_info()
-        worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        for index in torch.randperm(self.samples).tolist()[worker::workers]:
-            yield torch.tensor([float(index), rank(), worker, 0])
-
-
 def shuffled(batches: int = BATCHES, noise: bool = True, **options: Any) -> DataLoader[Tensor]:
     return DataLoader(Numbers(2 * batches * world_size(), noise), batch_size=2, shuffle=True, **options)
 
 
-def streamed(**options: Any) -> DataLoader[Tensor]:
-    return DataLoader(Stream(2 * BATCHES), batch_size=2, **options)
-
-
-def several(mode: Any) -> CombinedLoader:
-    return CombinedLoader({"long": shuffled(), "short": shuffled(2), "other": shuffled(3)}, mode)
+def several(mode: Any, **options: Any) -> CombinedLoader:
+    return CombinedLoader({str(batches): shuffled(batches, **options) for batches in (BATCHES, 2, 3)}, mode)
 
 
 class Drawing(LightningModule):
@@ -167,21 +151,85 @@ def test_gradients_that_were_added_up_are_computed_again(run_on, tmp_path):
 
 WORKERS: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
 LOADERS = {
-    "with workers, whose random numbers go on": partial(shuffled, **WORKERS),
-    # Their random numbers go on from epoch to epoch: those are not known.
+    # Which have random numbers of their own: without reading again it is not known where these stand.
+    "with workers": partial(shuffled, noise=False, **WORKERS),
     "with workers that stay": partial(shuffled, noise=False, persistent_workers=True, **WORKERS),
-    "a stream of unknown length": streamed,
-    "a stream with workers": partial(streamed, **WORKERS),
-    "several, the shorter ones begin again": partial(several, "max_size_cycle"),
-    "several, the shorter ones end": partial(several, "max_size"),
+    # What one's samples draw is drawn between the orders of two others.
+    "several, the shorter ones begin again": partial(several, "max_size_cycle", noise=False),
+    "several, the shorter ones end": partial(several, "max_size", noise=False),
 }
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("loader", LOADERS)
-def test_batches_go_on_from_any_loader(run_on, tmp_path, loader, world_size):
+def test_batches_go_on_from_any_loader_with_samplers(run_on, tmp_path, loader, world_size):
     options = {"hooks": ["on_train_batch_end", "on_train_epoch_end"], "loader": LOADERS[loader]}
     run_on(world_size, whole_and_resumed, strategy="zero2", folder=tmp_path, **options)
+
+
+class Counted(Numbers):
+    """Notes which samples are read."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__(samples)
+        self.read: list[int] = []
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.read.append(index)
+        return super().__getitem__(index)
+
+
+class Queue(IterableDataset[Tensor]):
+    """What is taken from it is gone."""
+
+    def __init__(self, samples: int = 1000) -> None:
+        self.samples = samples
+        self.read: list[int] = []
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while len(self.read) < self.samples:
+            self.read.append(len(self.read))
+            yield torch.tensor([float(self.read[-1]), 0, 0, 0])
+
+
+def resume_after_two_batches(strategy: str, folder: Path, dataset: Any, batches: Any) -> Any:
+    """What has been seen and read since, and what Lightning has warned of."""
+    path, saving = folder / f"{strategy}.ckpt", Callback()
+    saving.on_train_batch_end = lambda trainer, *_: trainer.global_step == 2 and trainer.save_checkpoint(path)
+    options = {"max_epochs": 1, "limit_train_batches": batches}
+    fit(strategy, lambda: DataLoader(dataset(), batch_size=2), callbacks=[saving], **options)
+    data = dataset()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, module = fit(strategy, lambda: DataLoader(data, batch_size=2), ckpt_path=path, **options)
+    warned = [str(warning.message) for warning in caught if "not resumable" in str(warning.message)]
+    return [batch[:, 0].tolist() for _, _, batch, *_ in module.seen], data.read, warned
+
+
+def reads_nothing_twice(folder: Path) -> None:
+    samples = 2 * BATCHES * world_size()
+    for stage in (1, 3):
+        seen, read, warned = resume_after_two_batches(f"zero{stage}", folder, partial(Counted, samples), BATCHES)
+        assert len(seen) == BATCHES - 2 and read == [int(index) for batch in seen for index in batch]
+        assert not warned
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_samples_of_batches_that_were_done_are_not_read_again(run_on, tmp_path, world_size):
+    run_on(world_size, reads_nothing_twice, folder=tmp_path)
+
+
+def takes_as_much_as_ddp(folder: Path) -> None:
+    for samples, batches in ((1000, BATCHES), (2 * BATCHES, 1.0)):  # endless, and of a length that is not known
+        ddp = resume_after_two_batches("ddp", folder, partial(Queue, samples), batches)
+        assert ddp[0]
+        for stage in (1, 3):
+            assert resume_after_two_batches(f"zero{stage}", folder, partial(Queue, samples), batches) == ddp
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_has_no_sampler_is_left_to_lightning(run_on, tmp_path, world_size):
+    run_on(world_size, takes_as_much_as_ddp, folder=tmp_path)
 
 
 class WithOneOutside(ManualLearner):
