@@ -82,7 +82,7 @@ class Bookmark:
         # The step at work: the batches before it, its number, the random numbers before its first batch was fetched.
         self._step: tuple[int, int, Rng] | None = None
         self._saved: dict[str, Any] | None = None
-        self._hooks = [
+        self._hooks: list[tuple[Any, str, Any]] = [
             (self._loop, "_load_combined_loader_states", self._before_iterators),
             (self._epoch_loop, "reset", self._reset),
             (self._epoch_loop, "on_run_start", self._begin_epoch),
