@@ -117,8 +117,8 @@ def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool | None =
         files = Files(aside)
     if not files.exists:
         raise FileNotFoundError(
-            f"{files.path} does not exist: a checkpoint is a file of Lightning's, or a folder of sharded ones with "
-            f"{DCP_METADATA} in it."
+            f"Checkpoint file not found: {files.path}. A checkpoint is a file of Lightning's, or a folder of sharded "
+            f"ones with {DCP_METADATA} in it."
         )
     return _open_folder(files, weights_only) if files.is_folder else _open_file(files, weights_only)
 

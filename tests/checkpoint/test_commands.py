@@ -722,7 +722,7 @@ def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path, capsys):
         (["export", "PATH", "OUT.safetensors", "--max-shard-size", "much"], 2, "'much' is no size: write 500MB"),
         (["export", "PATH", "OUT.safetensors", "--dtype", "fp8"], 2, "'fp8'"),
         (["convert", "PATH", "OUT"], 2, "--to"),
-        (["inspect", "nowhere.ckpt"], 1, "nowhere.ckpt does not exist"),
+        (["inspect", "nowhere.ckpt"], 1, "Checkpoint file not found: nowhere.ckpt"),
         (["import", "jax", "PATH", "OUT"], 2, "'jax'"),
         (["import", "deepspeed", "PATH", "OUT", "--model", "w"], 1, "--model w is for fsdp"),
         ([], 2, "inspect|verify|export|convert|import"),
