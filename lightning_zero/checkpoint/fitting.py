@@ -43,6 +43,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[s
     Raises:
         ValueError: naming the first difference.
     """
+    if not states:
+        return  # a checkpoint that somebody has put together: optimizers begin anew, as under DDP
     if len(optimizers) != len(states):
         raise ValueError(
             f"The checkpoint has the state of {len(states)} optimizer(s), and configure_optimizers returns "

@@ -274,3 +274,20 @@ def resumes_beside_the_module(strategy: str, folder: Path) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_optimizer_of_what_is_not_the_modules_goes_on_too(run_on, tmp_path, strategy):
     run_on(2, resumes_beside_the_module, strategy=strategy, folder=tmp_path)
+
+
+def resumes_with_new_optimizers(folder: Path) -> None:
+    path, weights = folder / "some.ckpt", {}
+    trainer, _ = fit("ddp", shuffled, max_epochs=1)
+    trainer.save_checkpoint(path)
+    checkpoint = torch.load(path, weights_only=False)
+    torch.save({**checkpoint, "optimizer_states": []}, path)
+    for strategy in ("ddp", "zero1", "zero3"):
+        _, module = fit(strategy, partial(shuffled, noise=False), ckpt_path=path, seed=5)
+        weights[strategy] = dict(module.state_dict())
+    same_values(weights["zero1"], weights["ddp"], "stage 1")
+    same_values(weights["zero3"], weights["ddp"], "stage 3")
+
+
+def test_a_checkpoint_that_has_no_states_of_optimizers_resumes_with_new_ones_as_under_ddp(run_on, tmp_path):
+    run_on(1, resumes_with_new_optimizers, folder=tmp_path)
