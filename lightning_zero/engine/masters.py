@@ -283,7 +283,8 @@ class Masters:
             trained = [p for p in kept if p in slots and (p.grad is not None or p.requires_grad)]
             masters = self._masters_of([slots[p] for p in trained])
             self._active.extend(masters)
-            order = (self._master_of.get(slots[p]) or p if p in slots else p for p in kept)
+            of_slot = {slot: master for master in masters for slot in master.slots}
+            order = (of_slot.get(slots[p], p) if p in slots else p for p in kept)
             self._arranged.append(list(dict.fromkeys(order)))
             for master in masters:
                 self._arranged_in.setdefault(master.bucket, []).append((number, master))
