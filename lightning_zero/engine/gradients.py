@@ -159,13 +159,13 @@ class GradientReducer:
                     self._launch_in_order(backward)
 
     def leave_unit(self, unit: Unit) -> None:
-        """Backward goes on to another unit: reduce what this one has, zeros for what this rank's data did not use.
+        """Backward goes on from a unit for the last time: reduce what this one has, zeros for what this rank's data did not use.
 
         Otherwise a rank that used all of it would wait in its reduction for this rank, which waits for the other's part
         of the next unit. A gradient that comes all the same is reduced at the end.
         """
         backward = self._backward
-        if backward is None or unit.ran_twice or unit.depth or not self._synchronises:
+        if backward is None or unit.depth or not self._synchronises:
             return
         for number, of in enumerate(self._units):
             if of is unit and number not in backward.expectation.late:

@@ -329,12 +329,12 @@ class Masters:
         if not master.is_here:
             return None
         pieces = [slot.parameter.grad for slot in master.slots]
-        if len(pieces) == 1 and (isinstance(pieces[0], ShardedTensor) or pieces[0] is None):
-            if pieces[0] is None:
-                return None
-            gradient = local_range_of(pieces[0], master.slots[0]).view(master.tensor.shape)
+        if len(pieces) == 1 and pieces[0] is None:
+            return None
+        if len(pieces) == 1 and isinstance(pieces[0], ShardedTensor):
+            own = local_range_of(pieces[0], master.slots[0]).view(master.tensor.shape)
             rows = self._sparse_rows.get(master.slots[0]) if self._sparse_rows else None
-            return rows.of(gradient) if rows is not None else gradient
+            return rows.of(own) if rows is not None else own
         if (shard := shard_of_all(master.slots)) is not None:
             assert isinstance(shard.flat, Tensor)
             return shard.flat[master.range]

@@ -32,6 +32,7 @@ class Unit:
         self.numel = sum(parameter.numel() for parameter in plan.parameters.values())
         self.ran: set[_Scope] = set()  # since the last backward, with a graph
         self.ran_twice = False  # a module of it, since the last backward
+        self.turns = 0  # how often it has begun in forward, with a graph, and not yet been left in backward
         self.stays = all(bucket.replicated for bucket in buckets)  # whole at rest
         self.held = False  # the root unit, by a window and until the backward after it; others under ``torch.func``
         self.depth = 0  # of nested forwards
@@ -373,6 +374,8 @@ class Schedule:
             return
         is_forward = not in_backward()  # what is computed again there has its backward at once
         if is_forward and self.windows:
+            if unit is not self._current and torch.is_grad_enabled():
+                unit.turns += 1
             self._turn_to(unit)
         unit.gather()
         if is_forward and self.windows:
@@ -422,8 +425,10 @@ class Schedule:
         if not self._is_backward:
             own = weakref.ref(self)  # the callback is not to keep the engine alive
             torch.autograd.Variable._execution_engine.queue_callback(lambda: _end_differentiation(own()))
-        elif self._current is not None and self.on_left_in_backward is not None:
-            self.on_left_in_backward(self._current)
+        elif self._current is not None:
+            self._current.turns -= 1
+            if self._current.turns <= 0 and self.on_left_in_backward is not None:
+                self.on_left_in_backward(self._current)
         self._turn_to(unit, is_backward=True)
         unit.gather()
         if (position := self._position.get(unit)) is not None:
@@ -469,7 +474,7 @@ class Schedule:
         """Release what is still whole."""
         self._turn_to(None)
         for unit in self.units:
-            unit.outstanding, unit.ran_twice = False, False
+            unit.outstanding, unit.ran_twice, unit.turns = False, False, 0
             unit.ran.clear()
             if unit.is_root and not self.windows:
                 unit.held = False

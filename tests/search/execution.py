@@ -217,8 +217,9 @@ class Execution:
     @property
     def _accumulates_locally(self) -> bool:
         """Whether ``no_sync`` postpones anything: at stage 1 over several ranks, if no ``.grad`` is a reduced one."""
-        held = zip(self.reference.gradients, self.reference.is_local)
-        is_reduced = any(gradients is not None and not is_local for gradients, is_local in held)
+        from lightning_zero.engine.sharded_tensor import ShardedTensor
+
+        is_reduced = any(isinstance(parameter.grad, ShardedTensor) for parameter in self.parameters)
         return self.setup.stage == 1 and self.setup.ranks > 1 and not is_reduced
 
     def _trained(self, op: Backward) -> list[bool]:

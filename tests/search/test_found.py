@@ -86,9 +86,11 @@ FOUND = {
 def test_ranks_that_use_other_layers_of_a_block_do_not_wait_for_each_other(run_on):
     """Where a reduction is waited for before the next unit of backward is gathered."""
     setup = replace(SETUP, stage=3, merged=False, overlap=False, blocks=2, bucket_numel=12, owner_of=(0,) * 9)
-    uses = ((("a", "ab"), ("a", "a")),)
-    found = run_on(2, execute, program=Program(setup, (Backward(uses), Step(0), Backward(uses), Check())))
-    assert found == [None, None], "\n".join(filter(None, found))
+    once = ((("a", "ab"), ("a", "a")),)
+    twice = ((("a", "ab"), ("ab", "a")),) * 2
+    for uses in (once, twice):
+        found = run_on(2, execute, program=Program(setup, (Backward(uses), Step(0), Backward(uses), Check())))
+        assert found == [None, None], "\n".join(filter(None, found))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
