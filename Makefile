@@ -30,6 +30,7 @@ types: $(INSTALLED)
 bench: $(INSTALLED)
 	$(RUN) -m lightning_zero bench peers $(ARGS)
 	$(RUN) benchmarks/overhead.py
+	$(RUN) benchmarks/tiny.py
 
 # The stamp is newer than the two files that say what is installed, so a second call does not install again.
 $(INSTALLED): pyproject.toml constraints.txt

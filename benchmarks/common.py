@@ -186,7 +186,7 @@ def median_of_rounds(rounds: list[list[float]]) -> float:
     return statistics.median(value for values in rounds for value in values)
 
 
-def spread(rounds: list[list[float]]) -> str:
+def spread(rounds: list[list[float]], digits: int = 4) -> str:
     """The lowest and the highest median of a round, which says how noisy the machine was."""
     medians = [statistics.median(values) for values in rounds]
-    return f"{min(medians):.4f} - {max(medians):.4f}"
+    return f"{min(medians):.{digits}f} - {max(medians):.{digits}f}"

@@ -18,6 +18,16 @@ def test_overhead_compares_trainers_that_compute_the_same_losses(tmp_path: Path)
     assert len(result["seconds"]["zero3"][0]) == 2
 
 
+def test_tiny_compares_strategies_whose_losses_are_ddps(tmp_path: Path) -> None:
+    options = ["--rounds", "2", "--steps", "6", "--output", str(tmp_path)]
+    run(SCRIPT, "benchmarks/tiny.py", *options, folder=tmp_path)
+    models = json.loads((tmp_path / "tiny.json").read_text())["models"]
+    assert list(models) == ["gnn", "moco", "sac"]
+    for found in models.values():
+        assert found["are_losses_equal"] and list(found["ratios"]) == ["ddp", "zero1", "zero2", "zero3"]
+        assert [len(steps) for steps in found["seconds"]["zero3"]] == [6, 6]
+
+
 @pytest.mark.timeout(300)  # two pairs of processes
 def test_checkpoint_compares_systems_that_load_what_they_saved(tmp_path: Path) -> None:
     options = ["--rounds", "1", "--saves", "2", "--model", "tiny", "--systems", "sharded,fsdp2"]
