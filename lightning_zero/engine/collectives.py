@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import cached_property
@@ -21,8 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.engine.same_machine import Exchange, Neighbours, Piece, connect
+from lightning_zero.engine.small_messages import SMALL, SmallExchange, SmallMessages, bytes_of, fill, tensor_of
 from lightning_zero.engine.watch import Watch, explained, failure
 
+_CONTROL_TAG = 7698  # of small messages
 _REDUCE_TAG = 7701
 _TELL_TAG = 7700
 _GATHER_TAG = 7702  # and up, a tag for each bucket: ranks that gather in another order wait, and never mix buckets up
@@ -136,7 +138,7 @@ class Pending:
 
         Exchanges through memory go on without anybody who waits. (A garbage collection may call this in their thread.)
         """
-        if not all(isinstance(work, Exchange) for work in self._works):
+        if not all(isinstance(work, (Exchange, SmallExchange)) for work in self._works):
             self.wait()
 
 
@@ -185,6 +187,7 @@ class Communicator:
         # the modules of a process have engines of their own, which begin to communicate in an order that data decide
         first = int(number) % 2**11 << 20
         self._tell_tag, self._reduce_tag, self._gather_tag = first + _TELL_TAG, first + _REDUCE_TAG, first + _GATHER_TAG
+        self._control_tag = first + _CONTROL_TAG
         self.watch = Watch(self.group, self.name, sees_waits=is_gloo)
         if is_gloo and device.type == "cpu" and (timeout := self._timeout) is not None:
             self._neighbours = connect(self.rank, self.size, timeout, self.gather_objects, failure)
@@ -208,6 +211,8 @@ class Communicator:
                 part = full.numel() // self.size
                 own = full[self.rank * part : (self.rank + 1) * part]  # of a thousand ranks not all slices are made
                 works.append(_all_gather_single(full, own, group=self._gather_group, async_op=True))
+            elif (small := self._small_messages(full.nbytes // self.size)) is not None:
+                works.append(self._gather_small(small, self._gather_tag + number, full.chunk(self.size)))
             elif self._neighbours is not None:
                 works.append(self._neighbours.gather(self._gather_tag + number, full.chunk(self.size)))
             else:
@@ -238,6 +243,8 @@ class Communicator:
             # the input is kept until the current stream has waited for its reader
             return Pending(what, [work], [sent], lambda: shard.to(dtype), watch=self.watch)
         slices = flat.chunk(self.size)
+        if (small := self._small_messages(slices[0].numel() * wire.itemsize)) is not None:
+            return self._reduce_small(small, slices, wire, what)
         if self._neighbours is not None:
             pieces = [[Piece(len(part), part if r == self.rank else part.to(wire))] for r, part in enumerate(slices)]
             return self._add_up(pieces, wire, 1.0, what)
@@ -258,6 +265,29 @@ class Communicator:
             return total
 
         return Pending(what, works, sent_parts, add_up, watch=self.watch)
+
+    def _small_messages(self, nbytes: int) -> SmallMessages | None:
+        """What exchanges so many bytes of each rank in messages, if that is the quickest way."""
+        return self._neighbours.small if self._neighbours is not None and nbytes <= SMALL else None
+
+    def _gather_small(self, small: SmallMessages, tag: int, slices: Sequence[Tensor]) -> SmallExchange:
+        def finish(messages: list[bytes]) -> None:
+            for rank, message in zip(small.ranks, messages):
+                fill(slices[rank], message)
+
+        return small.begin(tag, [bytes_of(slices[self.rank])] * (self.size - 1), finish)
+
+    def _reduce_small(self, small: SmallMessages, slices: Sequence[Tensor], wire: torch.dtype, what: str) -> Pending:
+        total, own = torch.empty_like(slices[self.rank]), slices[self.rank]
+
+        def finish(messages: list[bytes]) -> None:
+            came = [tensor_of(message, total, wire) for message in messages]
+            torch.add(came[0].to(total.dtype), own, out=total)
+            for part in came[1:]:
+                total.add_(part)
+
+        messages = [bytes_of(slices[rank].to(wire)) for rank in small.ranks]
+        return Pending(what, [small.begin(self._reduce_tag, messages, finish)], [], lambda: total, watch=self.watch)
 
     @property
     def takes_pieces(self) -> bool:
@@ -319,8 +349,14 @@ class Communicator:
         """Elementwise maximum over ranks of a small CPU tensor, in place."""
         if self.size > 1:
             self.counters.add("control", tensor)
+            small = self._small_messages(tensor.nbytes)
             with self.watch.waiting(what):
-                dist.all_reduce(tensor, dist.ReduceOp.MAX, self.control_group)
+                if small is None:
+                    dist.all_reduce(tensor, dist.ReduceOp.MAX, self.control_group)
+                else:
+                    key = small.send(self._control_tag, [bytes_of(tensor)] * (self.size - 1))
+                    for message in small.receive(key):
+                        torch.maximum(tensor, tensor_of(message, tensor), out=tensor)
         return tensor
 
     def from_first(self, tensor: Tensor) -> Tensor:
@@ -345,8 +381,24 @@ class Communicator:
             chosen = [tensor for tensor in tensors if tensor.numel() and (tensor.device.type == "cpu") is on_cpu]
             if chosen:
                 self.counters.add("control", *chosen)
+                small = self._small_messages(sum(tensor.nbytes for tensor in chosen)) if on_cpu else None
                 with self.watch.waiting("a broadcast of buffers from rank 0"):
-                    dist._broadcast_coalesced(group, chosen, _MESSAGE_BYTES, 0)
+                    if small is None:
+                        dist._broadcast_coalesced(group, chosen, _MESSAGE_BYTES, 0)
+                    else:
+                        self._copy_from_first(small, chosen)
+
+    def _copy_from_first(self, small: SmallMessages, tensors: list[Tensor]) -> None:
+        if self.rank == 0:
+            message = b"".join(bytes_of(tensor.contiguous()) for tensor in tensors)
+            small.send(self._control_tag, [message] * (self.size - 1))
+            torch.autograd.graph.increment_version(tensors)  # as on the other ranks
+            return
+        (message,) = small.receive(small.skip(self._control_tag), [small.ranks.index(0)])
+        values = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        parts = values.split_with_sizes([tensor.nbytes for tensor in tensors])
+        for tensor, part in zip(tensors, parts):
+            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's small picklable value, in the order of ranks."""

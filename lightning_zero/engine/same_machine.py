@@ -32,6 +32,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_zero.engine.small_messages import SmallMessages
+
 _MESSAGE = struct.Struct("<Bqqq")  # what it says, tag, ordinal, address
 _READY, _READ = range(2)
 _CHUNK = 2**15  # elements that are added up at a time: they stay in the cache, and the thread takes no more cores
@@ -134,15 +136,21 @@ class Neighbours:
 
     Args:
         rank: this one's.
-        peers: rank, process and socket of each other one, in the order in which gradients are added up.
+        peers: rank, process and sockets of each other one, in the order in which gradients are added up; the second
+            socket is for small messages.
         timeout: of each exchange.
+
+    Attributes:
+        small: exchanges that need no reading of memory.
     """
 
-    def __init__(self, rank: int, peers: list[tuple[int, int, socket.socket]], timeout: timedelta) -> None:
+    def __init__(
+        self, rank: int, peers: list[tuple[int, int, socket.socket, socket.socket]], timeout: timedelta
+    ) -> None:
         self._rank, self._timeout, self._process = rank, timeout, os.getpid()
-        self._ranks = [other for other, _, _ in peers]
-        self._processes = [process for _, process, _ in peers]
-        self._sockets = [connected for _, _, connected in peers]
+        self._ranks = [other for other, _, _, _ in peers]
+        self._processes = [process for _, process, _, _ in peers]
+        self._sockets = [connected for _, _, connected, _ in peers]
         # Of what comes next. Reentrant: a garbage collection may end the transport from inside any allocation.
         self._lock = threading.RLock()
         self._begun: Counter[int] = Counter()  # exchanges, by tag
@@ -159,6 +167,7 @@ class Neighbours:
             self._ends.append(select.poll())
             self._ends[-1].register(connected, select.POLLRDHUP)
         self._wake, self._woken = socket.socketpair()
+        self.small = SmallMessages([(other, connected) for other, _, _, connected in peers], timeout, self._send_late)
         self._selector = selectors.DefaultSelector()
         _transports.add(self)
         self._thread = threading.Thread(target=self._run, name="lightning_zero-neighbours", daemon=True)
@@ -274,6 +283,7 @@ class Neighbours:
             self._failure, self._closing = self._failure or reason, True
             unfinished = list(self._exchanges.values())
             self._exchanges.clear()
+        self.small.shut(reason)
         # before what is kept for the peers goes: none is to take what it reads then for the right thing
         for each in (*self._sockets, self._wake):
             with suppress(OSError):
@@ -305,6 +315,9 @@ class Neighbours:
                     for key, events in selector.select():
                         if key.data is None:
                             self._look_at_late()
+                        elif key.data < 0:
+                            if self.small.send_unsent(~key.data):
+                                selector.unregister(key.fileobj)
                         elif events & selectors.EVENT_READ:
                             self._hear(key.data)
                         else:
@@ -312,16 +325,25 @@ class Neighbours:
         except Exception as error:
             self.sever(str(error))
         finally:
-            for each in (*self._sockets, self._wake, self._woken):
+            for each in (*self._sockets, *self.small.sockets, self._wake, self._woken):
                 each.close()
 
     def _has_ended(self) -> bool:
-        return self._closing and not self._exchanges and not any(self._unsent)
+        return self._closing and not self._exchanges and not any(self._unsent) and not self.small.unsent_positions()
+
+    def _send_late(self) -> None:
+        """Have the thread send small messages that a socket has not taken."""
+        with suppress(OSError):
+            self._wake.send(b"x")
 
     def _look_at_late(self) -> None:
         self._woken.recv(4096)
         while self._late:
             self._go_on(self._late.popleft())
+        watched = self._selector.get_map()
+        for position in self.small.unsent_positions():
+            if (peer := self.small.sockets[position]) not in watched:
+                self._selector.register(peer, selectors.EVENT_WRITE, ~position)
 
     def _hear(self, position: int) -> None:
         try:
@@ -439,10 +461,10 @@ def connect(
         except OSError as raised:
             error = raised
         if any(exchange_objects(error is not None)):
-            for connected in sockets.values():
+            for connected in (each for both in sockets.values() for each in both):
                 connected.close()
             return None
-    peers = [(other, processes[other], sockets[other]) for other in ((rank - k) % size for k in range(1, size))]
+    peers = [(other, processes[other], *sockets[other]) for other in ((rank - k) % size for k in range(1, size))]
     return Neighbours(rank, peers, timeout)
 
 
@@ -485,7 +507,8 @@ def _listener() -> socket.socket:
 
 def _connect_all(
     rank: int, listener: socket.socket, names: list[bytes], processes: list[int], failure: Callable[[], str | None]
-) -> dict[int, socket.socket]:
+) -> dict[int, tuple[socket.socket, socket.socket]]:
+    """Two sockets to each other rank."""
     sockets = {}
     for other, name in enumerate(names[:rank]):
         sockets[other] = peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -500,9 +523,18 @@ def _connect_all(
         if process != processes[other]:
             raise OSError(f"process {process} is not rank {other}")
         sockets[other] = peer
-    for peer in sockets.values():
+    pairs = {}
+    for other, peer in sockets.items():
+        if other < rank:
+            second, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                socket.send_fds(peer, [b"x"], [theirs.fileno()])
+        else:
+            _, (descriptor,), _, _ = socket.recv_fds(peer, 1, 1)
+            second = socket.socket(fileno=descriptor)
         peer.settimeout(None)
-    return sockets
+        pairs[other] = peer, second
+    return pairs
 
 
 def _accepted(listener: socket.socket, failure: Callable[[], str | None]) -> socket.socket:

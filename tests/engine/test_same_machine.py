@@ -131,6 +131,82 @@ def test_thousands_of_exchanges_may_be_under_way(run_on):
     run_on(2, many_at_once, count=5000)
 
 
+def many_small_ones_at_once(count: int, nbytes: int) -> None:
+    """More than a socket holds, in both directions, while nobody waits for them, but all for something else."""
+    transport = neighbours()
+    keys = [transport.small.send(5, [bytes([number % 251]) * nbytes] * (world_size() - 1)) for number in range(count)]
+    dist.barrier()
+    for number, key in enumerate(keys):
+        assert transport.small.receive(key) == [bytes([number % 251]) * nbytes] * (world_size() - 1)
+    dist.barrier()
+    transport.close()
+
+
+@SIZES
+@pytest.mark.parametrize(("count", "nbytes"), [(3000, 0), (100, 2**16)], ids=["empty", "as large as may be"])
+def test_small_exchanges_may_be_under_way_beyond_what_a_socket_holds(run_on, size, count, nbytes):
+    run_on(size, many_small_ones_at_once, count=count, nbytes=nbytes)
+
+
+def small_ones_in_different_orders() -> None:
+    """By tag and ordinal, as ranks may begin what belongs to different tags in different orders."""
+    transport, other = neighbours(), 1 - rank()
+    tags = [3, 4] if rank() == 0 else [4, 3]
+    keys = [(tag, turn, transport.small.send(tag, [bytes([rank(), tag, turn])])) for turn in range(3) for tag in tags]
+    for tag, turn, key in reversed(keys):
+        assert transport.small.receive(key) == [bytes([other, tag, turn])]
+    dist.barrier()
+    transport.close()
+
+
+def test_small_exchanges_of_different_tags_may_begin_in_different_orders(run_on):
+    run_on(2, small_ones_in_different_orders)
+
+
+def small_ones_waited_for_by_threads() -> None:
+    transport = neighbours()
+    begun = [transport.small.send(tag, [bytes([tag])]) for tag in range(8)]
+    found: dict[int, list[bytes]] = {}
+    threads = [
+        threading.Thread(target=lambda tag=tag: found.update({tag: transport.small.receive((tag, 1))}))
+        for tag in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    dist.barrier()
+    for tag in range(8)[:: 1 if rank() else -1]:
+        transport.small.send(tag, [bytes([100 + tag])])
+    for thread in threads:
+        thread.join(20)
+    assert found == {tag: [bytes([100 + tag])] for tag in range(8)}
+    assert [transport.small.receive(key) for key in begun] == [[bytes([tag])] for tag in range(8)]
+    dist.barrier()
+    transport.close()
+
+
+def test_several_threads_may_wait_for_small_exchanges(run_on):
+    run_on(2, small_ones_waited_for_by_threads)
+
+
+def end_while_others_wait_for_small_ones() -> None:
+    transport = neighbours()
+    if rank() == 1:
+        transport.small.send(1, [b"sent before it ends"])
+        dist.barrier()
+        transport.sever("it failed")
+        return
+    keys = [transport.small.send(1, [b"for a rank that ends"]) for _ in range(2)]
+    dist.barrier()
+    assert transport.small.receive(keys[0]) == [b"sent before it ends"]
+    with pytest.raises(RuntimeError, match="rank 1 closed the connection"):
+        transport.small.receive(keys[1])
+    transport.close()
+
+
+def test_whoever_waits_for_a_small_message_of_a_rank_that_ends_has_an_error(run_on):
+    run_on(2, end_while_others_wait_for_small_ones)
+
+
 def end_while_others_wait() -> None:
     transport = neighbours()
     if rank() == 1:
