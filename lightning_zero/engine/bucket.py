@@ -155,6 +155,16 @@ class BucketSlot:
             if not bucket.shard_in_full:
                 bucket.follow(self.local_range, local_range_of(value, self))
 
+    def may_be_written_whole(self, value: Tensor) -> bool:
+        bucket = self.bucket
+        return (
+            bucket.is_ready
+            and bucket.full.dtype == bucket.master_dtype == bucket.dtype
+            and value.device == self.device
+            and value.layout is torch.strided
+            and value.untyped_storage()._cdata != bucket.full.untyped_storage()._cdata
+        )
+
     def written_locally(self, values: Tensor) -> None:
         bucket = self.bucket
         bucket.written(self.local_range, values)
@@ -625,7 +635,10 @@ class Bucket:
         settle()
         master = self.part(part)
         written = written.to(master.device)
-        master.copy_(torch.where(written != master.to(written.dtype), written.to(master.dtype), master))
+        if written.dtype == master.dtype:
+            master.copy_(written)
+        else:
+            master.copy_(torch.where(written != master.to(written.dtype), written.to(master.dtype), master))
         self.written(part, master)
 
     def release(self) -> None:

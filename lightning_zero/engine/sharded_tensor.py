@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -75,6 +76,9 @@ class Slot(Protocol):
     def write_parameter(self, value: Tensor) -> None:
         """Give the parameter a new whole value."""
 
+    def may_be_written_whole(self, value: Tensor) -> bool:
+        """Whether ``write_parameter`` gives it just these values: all of it is here, and none of it is their memory."""
+
     def written_locally(self, values: Tensor) -> None:
         """The local range of the parameter was written: all copies of it are to have these values."""
 
@@ -126,18 +130,10 @@ class Handle(torch.Tensor):
             out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        if func in _HANDLERS:
-            out = _HANDLERS[func](func, args, kwargs)
-        elif func.namespace == "c10d":
-            return _communicate(func, args, kwargs)
-        elif torch.Tag.pointwise in func.tags or func in _LOCAL:
-            out = _act_locally(func, args, kwargs)
-        elif func._schema.name.startswith("aten::_foreach_"):
-            out = _act_on_lists(func, args, kwargs)
-        elif _is_view(func) and isinstance(args[0], Handle):
-            out = _views(func, args, kwargs)
-        else:
-            out = NotImplemented
+        kind = _kind_of(func)
+        if kind.only_reads and not kwargs and (at_hand := _at_hand(args)) is not None:
+            return func(*at_hand)
+        out = kind.act(func, args, kwargs) if kind.act is not None else NotImplemented
         return _act_on_whole(func, args, kwargs) if out is NotImplemented else out
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -328,7 +324,7 @@ class ShardedTensor(Handle):
 
     @property
     def data(self) -> Tensor:
-        return self.detach()
+        return self.alias()
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -425,6 +421,8 @@ def _is_view(func: Any) -> bool:
 
 
 def _views(func: Any, args: Any, kwargs: Any) -> Any:
+    if not isinstance(args[0], Handle):
+        return NotImplemented
     if str(func._schema.returns[0].type) == "Tensor":
         return _View(args[0], [(func, args[1:], kwargs)])
     count = len(func(torch.empty(args[0].shape, device="meta"), *args[1:], **kwargs))
@@ -454,12 +452,56 @@ def flat_range(value: Tensor, start: int, stop: int) -> Tensor:
     return value.shown(start, stop) if isinstance(value, Handle) else value.reshape(-1)[start:stop]
 
 
+@cache
 def _targets(func: Any) -> list[int | str]:
     """Positions and names of the arguments that an operator writes to."""
     found: list[int | str] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             found.append(argument.name if argument.kwarg_only else position)
+    return found
+
+
+class _Kind(NamedTuple):
+    """What is done about an operator.
+
+    Attributes:
+        act: what to try before whole values; None for nothing.
+        only_reads: whether it gives the same from whole values that are at hand, and writes to nothing.
+    """
+
+    act: Callable[[Any, Any, Any], Any] | None
+    only_reads: bool
+
+
+@cache
+def _kind_of(func: Any) -> _Kind:
+    if func in _HANDLERS:
+        return _Kind(_HANDLERS[func], False)
+    if func.namespace == "c10d":
+        return _Kind(_communicate, False)
+    if torch.Tag.pointwise in func.tags or func in _LOCAL:
+        return _Kind(_act_locally, not _targets(func))
+    if func._schema.name.startswith("aten::_foreach_"):
+        return _Kind(_act_on_lists, False)
+    if _is_view(func):
+        return _Kind(_views, False)
+    return _Kind(None, not _targets(func))
+
+
+def _at_hand(args: Any) -> list[Any] | None:
+    """The arguments of an operator with whole values in the place of sharded ones; None if not all are at hand."""
+    found = []
+    for arg in args:
+        if isinstance(arg, Handle):
+            whole = arg.whole_at_hand()
+            if whole is None:
+                return None
+            found.append(whole)
+        elif isinstance(arg, (list, tuple)):
+            return None  # which may have some in it
+        else:
+            found.append(arg)
     return found
 
 
@@ -477,13 +519,18 @@ def _act_on_whole(func: Any, args: Any, kwargs: Any) -> Any:
                 written.append((value, whole))
             return whole
 
-        return convert
+        def convert_all(value: Any) -> Any:
+            return tree_map(convert, value) if isinstance(value, (list, tuple, dict)) else convert(value)
 
-    new_args = [tree_map(to_whole(position in targets), arg) for position, arg in enumerate(args)]
-    new_kwargs = {name: tree_map(to_whole(name in targets), arg) for name, arg in kwargs.items()}
+        return convert_all
+
+    new_args = [to_whole(position in targets)(arg) for position, arg in enumerate(args)]
+    new_kwargs = {name: to_whole(name in targets)(arg) for name, arg in kwargs.items()}
     out = func(*new_args, **new_kwargs)
     for handle, whole in written:
         handle.write_whole(whole)
+    if len(written) == 1 and out is written[0][1]:
+        return written[0][0]
     originals = {id(whole): handle for handle, whole in written}
     return tree_map(lambda value: originals.get(id(value), value), out)
 
@@ -726,6 +773,16 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
     if own[0] is not None and own[0] is own[1]:
         own[0].written_locally(own[0].local_parameter())
         return args[0]
+    target, source = args[:2]
+    if (
+        own[0] is not None
+        and not isinstance(source, Handle)
+        and source.shape == target.shape
+        and source.dtype == target.dtype
+        and own[0].may_be_written_whole(source)
+    ):
+        own[0].write_parameter(source)
+        return target
     return _act_locally(func, args, kwargs)
 
 
