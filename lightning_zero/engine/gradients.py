@@ -159,7 +159,7 @@ class GradientReducer:
                     self._launch_in_order(backward)
 
     def leave_unit(self, unit: Unit) -> None:
-        """Backward goes on from a unit for the last time: reduce what this one has, zeros for what this rank's data did not use.
+        """Backward goes on from a unit for the last time: reduce what it has, and zeros for the rest.
 
         Otherwise a rank that used all of it would wait in its reduction for this rank, which waits for the other's part
         of the next unit. A gradient that comes all the same is reduced at the end.
