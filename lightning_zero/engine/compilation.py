@@ -24,10 +24,11 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             set_eval_frame(compiler)
 
-    return _never_traced(run)
+    return never_traced(run)
 
 
-def _never_traced(function: Any) -> Any:
+def never_traced(function: Any) -> Any:
+    """The same function, whose own code is not compiled; what it calls is, unless it calls ``set_eval_frame(None)``."""
     # By the interface in C: the compiler itself takes half a second to import, for projects that may have no use of it.
     strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
     eval_frame.set_code_exec_strategy(function.__code__, strategy)
@@ -67,7 +68,7 @@ class EntryHook(OwnHook):
 
 
 for _hook in (OwnHook, EntryHook):
-    _never_traced(_hook.__call__)
+    never_traced(_hook.__call__)
 
 
 def _no_hook(*_: Any, **__: Any) -> None:

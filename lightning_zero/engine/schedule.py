@@ -97,7 +97,12 @@ class _Scope:
     @property
     def is_replaced(self) -> bool:
         """Whether others are in the place of all its parameters, as within ``full_parameters``: nothing is gathered."""
-        return self.depth == 0 and all(holder.get(name) is not parameter for holder, name, parameter, _ in self.entries)
+        if self.depth:
+            return False
+        for holder, name, parameter, _ in self.entries:  # at each call of each module; the first one says no
+            if holder.get(name) is parameter:
+                return False
+        return True
 
     def swap_in(self) -> None:
         self.depth += 1
