@@ -28,13 +28,14 @@ class Unit:
 
     def __init__(self, plan: UnitPlan, buckets: list[Bucket]) -> None:
         self.name, self.is_root, self.buckets = plan.name, plan.is_root, buckets
+        self.is_resident = plan.is_resident  # held by a window and until the backward after it
         self.parameter_names = list(plan.parameters)
         self.numel = sum(parameter.numel() for parameter in plan.parameters.values())
         self.ran: set[_Scope] = set()  # since the last backward, with a graph
         self.ran_twice = False  # a module of it, since the last backward
         self.turns = 0  # how often it has begun in forward, with a graph, and not yet been left in backward
         self.stays = all(bucket.replicated for bucket in buckets)  # whole at rest
-        self.held = False  # the root unit, by a window and until the backward after it; others under ``torch.func``
+        self.held = False  # a resident one, by a window and until the backward after it; others under ``torch.func``
         self.depth = 0  # of nested forwards
         self.outstanding = False  # ran under grad since the last backward
 
@@ -176,7 +177,7 @@ class Schedule:
 
     def __init__(self, units: list[Unit], prefetch: int) -> None:
         self.units, self.prefetch = units, prefetch
-        self.root = next((unit for unit in units if unit.is_root), None)
+        self._resident = [unit for unit in units if unit.is_resident]
         self.windows = 0
         # The order in which units ran in the last window, which the next one is expected to repeat.
         self._order: list[Unit] = []
@@ -338,12 +339,13 @@ class Schedule:
             self._saved.watch()
         self._turn_to(None)
         for unit in self.units:
-            if unit.held and not unit.is_root:  # by ``torch.func`` in the last one
+            if unit.held and not unit.is_resident:  # by ``torch.func`` in the last one
                 unit.held = False
                 self.release_if_idle(unit)
-        if self.root is not None:
-            self.root.gather()
-            self.root.held = True
+        for unit in self._resident:
+            unit.gather()
+            unit.held = True
+        if self._resident:
             self._prefetch_after(-1)
 
     def close_window(self) -> None:
@@ -358,13 +360,13 @@ class Schedule:
         if last is None or not last.outstanding:
             last = self._current = None
         for unit in self.units:
-            if unit is not self.root and unit is not last:  # with which backward begins
+            if not unit.is_resident and unit is not last:  # with which backward begins
                 self.release_if_idle(unit)  # a prefetched one that never ran
-        if self.root is not None:
-            self.root.outstanding = torch.is_grad_enabled()
-            if not self.root.outstanding:
-                self.root.held = False
-                self.root.release()
+        for unit in self._resident:
+            unit.outstanding = torch.is_grad_enabled()
+            if not unit.outstanding:
+                unit.held = False
+                unit.release()
 
     def _enter(self, unit: Unit) -> None:
         if self._keeping and not unit.stays and not unit.held:
@@ -373,7 +375,7 @@ class Schedule:
             unit.held = True
             unit.depth += 1
             return
-        if unit.depth or unit.is_root and unit.held:
+        if unit.depth or unit.is_resident and unit.held:
             unit.wait()
             unit.depth += 1
             return
@@ -481,7 +483,7 @@ class Schedule:
         for unit in self.units:
             unit.outstanding, unit.ran_twice, unit.turns = False, False, 0
             unit.ran.clear()
-            if unit.is_root and not self.windows:
+            if unit.is_resident and not self.windows:
                 unit.held = False
             if unit.depth == 0 and not unit.held:
                 unit.release()

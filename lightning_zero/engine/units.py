@@ -18,7 +18,8 @@ LEAST_UNITS = 4
 """Of a model of at least so many blocks: merged further, most of it would be gathered, and in reduction, at once."""
 
 TINY = 2**16
-"""Parameters up to which a whole model is one unit: there messages are nearly all of what a step costs."""
+"""Parameters up to which all units of a model are gathered at once, from the begin of forward to the end of backward, as
+the root unit is: there messages are nearly all of what a step costs, and buffers a matter of kilobytes."""
 
 Units = str | type[nn.Module] | Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]
 
@@ -41,12 +42,14 @@ class UnitPlan:
             the same, where the whole module is small.
         parameters: by qualified name, each once, in the order of ``root.named_parameters()``.
         owners: the holders of each parameter, by the same name.
+        is_resident: whether it stays gathered from the begin of forward to the end of backward.
     """
 
     name: str
     blocks: list[nn.Module]
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     owners: dict[str, list[Owner]] = field(default_factory=dict)
+    is_resident: bool = False
 
     @property
     def is_root(self) -> bool:
@@ -67,8 +70,7 @@ def plan_units(root: nn.Module, units: Units = "auto", unit_numel: int | None = 
         units: ``"auto"``; a module class or several; or a predicate of (qualified name, module).
         unit_numel: parameters up to which neighbours in a list or a sequence are one unit, and up to which the whole
             module is. None for no such thing where units are not automatic. Where they are, for ``UNIT_NUMEL``, or
-            less if there would be fewer than ``LEAST_UNITS`` beside the root unit otherwise; a module of no more
-            than ``TINY`` parameters is one unit.
+            less if there would be fewer than ``LEAST_UNITS`` beside the root unit otherwise.
 
     Raises:
         TypeError: if ``units`` is none of these.
@@ -81,11 +83,13 @@ def plan_units(root: nn.Module, units: Units = "auto", unit_numel: int | None = 
     for name, block in _chosen(root, units, min(LARGE_LAYER, share_of(root)) if is_automatic else LARGE_LAYER):
         first_names.setdefault(block, name)
     blocks = [(name, block) for block, name in first_names.items()]
-    if _numel(root) <= (TINY if is_automatic else unit_numel):
+    if not is_automatic and _numel(root) <= unit_numel:
         plans = [UnitPlan("", [block for _, block in blocks])]
     else:
         merged = _merged_into_several if is_automatic else _merged
         plans = [UnitPlan("", []), *merged(root, blocks, unit_numel)]
+    for plan in plans:
+        plan.is_resident = plan.is_root or (is_automatic and _numel(root) <= TINY)
     plan_of_module = {id(inner): plans[0] for inner in root.modules()}
     plan_of_module |= {id(inner): plan for plan in plans for block in plan.blocks for inner in block.modules()}
     holders: dict[int, list[tuple[str, Owner]]] = {}

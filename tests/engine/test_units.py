@@ -213,9 +213,10 @@ def test_beside_a_large_root_unit_too():
     assert [plan.name for plan in plans] == ["", *(f"layers.{i} to layers.{i + 1}" for i in range(0, 8, 2))]
 
 
-def test_a_tiny_model_is_one_unit_and_one_that_is_larger_is_not():
-    assert [plan.name for plan in plan_units_of(tower(*[128] * 4))] == [""]
-    assert len(plan_units_of(tower(*[128] * 4, 1))) == 4
+def test_units_of_a_tiny_model_stay_gathered_for_the_step_and_those_of_a_larger_one_do_not():
+    tiny, larger = plan_units_of(tower(*[128] * 4)), plan_units_of(tower(*[128] * 4, 1))
+    assert [(plan.name, plan.is_resident) for plan in tiny] == [(str(i), True) for i in range(4)]
+    assert [(plan.name, plan.is_resident) for plan in larger][:3] == [(str(i), False) for i in range(3)]
 
 
 def test_layers_of_a_quarter_of_the_model_form_their_own():
