@@ -18,8 +18,8 @@ LEAST_UNITS = 4
 """Of a model of at least so many blocks: merged further, most of it would be gathered, and in reduction, at once."""
 
 TINY = 2**16
-"""Parameters up to which all units of a model are gathered at once, from the begin of forward to the end of backward, as
-the root unit is: there messages are nearly all of what a step costs, and buffers a matter of kilobytes."""
+"""Parameters up to which all units of a model stay gathered from the begin of forward to the end of backward, as the
+root unit does: there messages are nearly all of what a step costs, and buffers a matter of kilobytes."""
 
 Units = str | type[nn.Module] | Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]
 

@@ -60,6 +60,9 @@ class Execution:
     """
 
     def __init__(self, program: Program, net: Net) -> None:
+        from lightning_zero.engine import units
+
+        units.UNIT_NUMEL = 2**20  # the default, which `tests/support/workers.py` sets aside
         self.program, self.setup, self.net = program, program.setup, net
         self.parameters = list(net.parameters())
         self.optimizers = make_optimizers(self.setup, self.parameters)
@@ -74,7 +77,7 @@ class Execution:
         setup = self.setup
         return {
             "stage": setup.stage,
-            "unit_numel": 2**20 if setup.merged else 0,
+            "unit_numel": {"merged": 2**20, "single": 0, "resident": None}[setup.units],
             "overlap": setup.overlap,
             "bucket_numel": setup.bucket_numel,
             "offload": setup.offload,
@@ -244,7 +247,7 @@ class Execution:
         scaled = op.scaled and trained[0]
         all_reached = [[reached(uses) for uses in by_rank] for by_rank in op.uses]
         if self.setup.stage == 3:
-            if not self.setup.merged and any(row != by_rank[0] for by_rank in all_reached for row in by_rank):
+            if self.setup.units == "single" and any(row != by_rank[0] for by_rank in all_reached for row in by_rank):
                 return False
             if op.twice and any(row != by_rank[0] for by_rank in op.uses for row in by_rank):
                 return False  # the second one gathers what was released for those ranks alone whose layers need it

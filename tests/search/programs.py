@@ -23,13 +23,15 @@ class Setup:
     """The model, its optimizers and the engine's options.
 
     Attributes:
+        units: "merged" (the whole model is one unit), "single" (each block is one), or "resident" (each is one, and
+            stays gathered for the step, as in a tiny model by default).
         owner_of: by parameter, the optimizer that has it from the start; None for one that may be added later.
     """
 
     ranks: int
     stage: int
     blocks: int
-    merged: bool
+    units: str
     overlap: bool
     offload: str | None
     bucket_numel: int
@@ -190,7 +192,7 @@ def setups(draw: st.DrawFn, ranks: int) -> Setup:
         ranks=ranks,
         stage=draw(st.sampled_from((1, 2, 3))),
         blocks=draw(st.integers(1, BLOCKS)),
-        merged=draw(st.booleans()),
+        units=draw(st.sampled_from(("merged", "single", "resident"))),
         overlap=draw(st.booleans()),
         offload=draw(st.sampled_from((None, None, None, "cpu"))),
         bucket_numel=draw(st.sampled_from((2**25, 2**25, 40))),
@@ -210,7 +212,7 @@ def _uses(draw: st.DrawFn, setup: Setup) -> tuple[tuple[str, ...], ...]:
         row = []
         for part in first:
             other = draw(st.sampled_from(PARTS))
-            if setup.stage == 3 and not setup.merged:
+            if setup.stage == 3 and setup.units == "single":
                 other = (other or "a") if part else ""
             row.append(other)
         rows.append(tuple(row))

@@ -19,7 +19,7 @@ SETUP = Setup(
     ranks=2,
     stage=2,
     blocks=1,
-    merged=True,
+    units="merged",
     overlap=True,
     offload=None,
     bucket_numel=2**25,
@@ -85,7 +85,7 @@ FOUND = {
 
 def test_ranks_that_use_other_layers_of_a_block_do_not_wait_for_each_other(run_on):
     """Where a reduction is waited for before the next unit of backward is gathered."""
-    setup = replace(SETUP, stage=3, merged=False, overlap=False, blocks=2, bucket_numel=12, owner_of=(0,) * 9)
+    setup = replace(SETUP, stage=3, units="single", overlap=False, blocks=2, bucket_numel=12, owner_of=(0,) * 9)
     once = ((("a", "ab"), ("a", "a")),)
     twice = ((("a", "ab"), ("ab", "a")),) * 2
     for uses in (once, twice):
@@ -101,9 +101,9 @@ def test_a_layer_is_used_again_on_one_rank(run_on, stage):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("merged", [True, False], ids=["merged", "single"])
+@pytest.mark.parametrize("units", ["merged", "single", "resident"])
 @pytest.mark.parametrize("name", FOUND)
-def test_gradients_are_averaged_ones_where(run_on, name, merged, stage):
-    program = Program(replace(SETUP, stage=stage, merged=merged), (*FOUND[name], Check()))
+def test_gradients_are_averaged_ones_where(run_on, name, units, stage):
+    program = Program(replace(SETUP, stage=stage, units=units), (*FOUND[name], Check()))
     found = run_on(2, execute, program=program)
     assert found == [None, None], "\n".join(filter(None, found))
