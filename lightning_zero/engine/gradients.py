@@ -46,6 +46,7 @@ class _Backward:
     counts: list[list[int]]
     missing: list[int]  # by bucket: gradients that are expected still
     position: int = 0  # in the order of reduction
+    left: set[int] = field(default_factory=set)  # buckets that were reduced since their unit was left
     launched: set[int] = field(default_factory=set)
     sent: set[tuple[int, int]] = field(default_factory=set)  # parameters that the launched reductions had something of
     completed: list[int] = field(default_factory=list)
@@ -168,8 +169,9 @@ class GradientReducer:
         if backward is None or unit.depth or not self._synchronises:
             return
         for number, of in enumerate(self._units):
-            if of is unit and number not in backward.expectation.late:
+            if of is unit and number not in backward.expectation.late and backward.missing[number] > 0:
                 backward.missing[number] = 0
+                backward.left.add(number)
         self._launch_in_order(backward)
 
     @property
@@ -261,7 +263,7 @@ class GradientReducer:
         with at(self._communicator.home):
             shard = backward.shards[number] = self._gradients[number].finish_reduction(pending)
         # What ran twice may be needed again by the other run's backward, though all of its gradients are there.
-        is_done = all(backward.counts[number]) and not self._units[number].ran_twice
+        is_done = all(backward.counts[number]) and number not in backward.left and not self._units[number].ran_twice
         if self.on_reduced is not None and backward.expectation.observed and is_done:
             self.on_reduced(self._buckets[number], shard, backward.order)
 
