@@ -179,8 +179,7 @@ class _Lookout:
             wait = self._wait
             if wait is None or time.monotonic() - wait.since < PATIENCE:
                 if not self._sees_waits and (reason := failure(self._store)) is not None:
-                    if not _have_all_failed(self._store):
-                        _wake(reason, self._store)
+                    _wake(reason, self._store)
                     return
                 continue
             reason = failure(self._store)
@@ -307,16 +306,24 @@ def fail(reason: str) -> None:
     The process group is of no use then; see ``renew``. But where all ranks fail at once, and alike, none waits, and the
     group is left as it is for whoever has use of it.
     """
+    global _failures_alike
     store = dist.distributed_c10d._get_default_store()
-    _write(store, f"{_FAILED}/{dist.get_rank()}", "")
-    if _told or not _have_all_failed(store):
+    notes = [f"{_FAILED}/{_failures_alike}/{rank}" for rank in range(dist.get_world_size())]
+    _write(store, notes[dist.get_rank()], "")
+    if _told or not _have_all_come(store, notes):
         _wake(reason, store)
+    else:
+        _failures_alike += 1
 
 
-def _have_all_failed(store: Any) -> bool:
-    """Whether every rank has said so, or does at once."""
+_failures_alike = 0
+"""How often all ranks have failed at once over this process group, whose store keeps their notes."""
+
+
+def _have_all_come(store: Any, notes: list[str]) -> bool:
+    """Whether every rank has written its note, or does at once."""
     try:
-        store.wait([f"{_FAILED}/{rank}" for rank in range(dist.get_world_size())], _AT_ONCE)
+        store.wait(notes, _AT_ONCE)
     except RuntimeError:
         return False
     return True
@@ -387,6 +394,8 @@ def renew(**options: Any) -> None:
             f"The ranks cannot run again after the failure: the process of rank(s) {ended} has ended. Start all "
             "of them anew."
         )
+    global _failures_alike
+    _failures_alike = 0
     rank, size, backend = dist.get_rank(), dist.get_world_size(), dist.get_backend()
     store = dist.PrefixStore("lightning_zero/renewed", dist.distributed_c10d._get_default_store())
     for lookout in list(_lookouts):

@@ -45,14 +45,14 @@ def interrupt():
 
 
 class FailsOnce(Learner):
-    """One rank fails once, in one place."""
+    """One rank fails once, in one place; without `failing` all do."""
 
     def __init__(self, fail, where="training_step", failing=1):
         super().__init__(batches=3)
         self.fail, self.where, self.failing = fail, where, failing
 
     def _maybe(self, where):
-        if self.where == where and self.global_rank == self.failing:
+        if self.where == where and self.failing in (None, self.global_rank):
             self.where = None
             self.fail()
 
@@ -97,6 +97,17 @@ def fail_and_fit_again(stage, fail, error, name, where="training_step", failing=
     assert trainer.global_step == 3
     assert all(type(p) is nn.Parameter for p in module.parameters())
     return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def fail_on_all_ranks_and_then_on_one():
+    for failing in (None, None, 1):
+        module = FailsOnce(user_error, failing=failing)
+        with pytest.raises(UserError if failing in (None, rank()) else RuntimeError, match="in the user's code"):
+            make_trainer(ZeroStrategy(stage=2), max_epochs=1).fit(module)
+
+
+def test_a_failure_on_one_rank_reaches_the_others_also_after_failures_on_all(run_on):
+    run_on(2, fail_on_all_ranks_and_then_on_one, timeout=40)
 
 
 ERRORS = pytest.mark.parametrize(
