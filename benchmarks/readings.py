@@ -8,7 +8,9 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -95,30 +97,39 @@ def sent_by_sockets() -> int:
 
 
 class Read:
-    """Bytes that a rank reads from the memory of others within the block, which ours does where it may: `bytes`."""
+    """Bytes that ranks of one machine exchange without a network within the block, as ours do where they may: `bytes`.
+
+    That is what a rank reads from the memory of others, and what it sends them in small messages.
+    """
 
     def __enter__(self) -> "Read":
         self.bytes = 0
-        self._module = sys.modules.get("lightning_zero.engine.same_machine")
-        if self._module is not None:
-            self._read = read = self._module.read_memory
+        self._undo = ExitStack()
+        memory = sys.modules.get("lightning_zero.engine.same_machine")
+        if memory is None:
+            return self
+        read, send = memory.read_memory, memory.SmallMessages.send
 
-            def count_and_read(process: int, address: int, target: Tensor) -> None:
-                self.bytes += target.nbytes
-                read(process, address, target)
+        def count_and_read(process: int, address: int, target: Tensor) -> None:
+            self.bytes += target.nbytes
+            read(process, address, target)
 
-            self._module.read_memory = count_and_read
+        def count_and_send(small: Any, tag: int, messages: list[bytes]) -> Any:
+            self.bytes += sum(map(len, messages))
+            return send(small, tag, messages)
+
+        self._undo.enter_context(patch.object(memory, "read_memory", count_and_read))
+        self._undo.enter_context(patch.object(memory.SmallMessages, "send", count_and_send))
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._module is not None:
-            self._module.read_memory = self._read
+        self._undo.close()
 
 
 def communication(step: Callable[[], None]) -> dict[str, float]:
     """Bytes that a rank is asked to send in one step, and on a CPU what its sockets have sent in another.
 
-    What it reads from the others' memory counts for both: the others need not send it.
+    What goes without a network counts for both: see `Read`.
     """
     found = {}
     if dist.get_backend() == "gloo" and sys.platform == "linux":
