@@ -186,13 +186,8 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 
 def fill(tensor: Tensor, message: bytes) -> None:
-    """Fill a contiguous CPU tensor, without a new version of it: autograd may have saved views of the same values.
-
-    Raises:
-        RuntimeError: if the message is not of its size.
-    """
-    if len(message) != tensor.nbytes:
-        raise RuntimeError(f"another rank sent {len(message)} bytes where {tensor.nbytes} were expected")
+    """Fill a contiguous CPU tensor, without a new version of it: autograd may have saved views of the same values."""
+    assert len(message) == tensor.nbytes, f"another rank sent {len(message)} bytes where {tensor.nbytes} were expected"
     ctypes.memmove(tensor.data_ptr(), message, len(message))
 
 

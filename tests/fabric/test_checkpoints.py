@@ -170,7 +170,7 @@ def load_alone(strategy: str, path: str) -> None:
 
 
 def test_an_optimizer_that_is_no_adam_is_refused_when_it_is_set_up(run_on):
-    run_on(1, refused_optimizer)
+    run_on(2, refused_optimizer)
 
 
 def refused_optimizer() -> None:
