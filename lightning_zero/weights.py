@@ -109,7 +109,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         with _named_in_errors(path):
             return load_file(path, device="cpu")
     with _named_in_errors(path):
-        return _state_dict_in(load_torch(path, mmap=zipfile.is_zipfile(path)))
+        return _state_dict_in(load_torch(path, mmap=zipfile.is_zipfile(path), may_have_configuration=False))
 
 
 @contextmanager

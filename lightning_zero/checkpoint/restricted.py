@@ -10,7 +10,7 @@ import re
 import typing
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import EnumMeta
 from typing import Any
 
@@ -77,13 +77,16 @@ def load_dcp_metadata(data: bytes) -> Any:
     return _MetadataUnpickler(io.BytesIO(data)).load()
 
 
-def load_torch(file: Any, *, weights_only: bool | None = None, mmap: bool = False) -> Any:
+def load_torch(
+    file: Any, *, weights_only: bool | None = None, mmap: bool = False, may_have_configuration: bool = True
+) -> Any:
     """``torch.load`` on the CPU. OmegaConf's containers are allowed beside what torch allows.
 
     Args:
         file: a path, or a stream.
         weights_only: ``False`` unpickles whatever is in it: for files of those one trusts.
         mmap: as of ``torch.load``; takes a path.
+        may_have_configuration: False leaves OmegaConf out, whose import takes 4 MB.
 
     Raises:
         ForbiddenClassError: naming what is not allowed, and where it lies; a ``CodeToRunError`` if that would run code.
@@ -91,7 +94,7 @@ def load_torch(file: Any, *, weights_only: bool | None = None, mmap: bool = Fals
     """
     if weights_only is False:
         return torch.load(file, map_location="cpu", mmap=mmap, weights_only=False)
-    with _omegaconf_allowed():
+    with _omegaconf_allowed() if may_have_configuration else nullcontext():
         try:
             return torch.load(file, map_location="cpu", mmap=mmap, weights_only=True)
         except (pickle.UnpicklingError, RuntimeError) as error:
