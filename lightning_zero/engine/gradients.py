@@ -84,6 +84,9 @@ class GradientReducer:
         self.backwards = 0
         self._units = [unit for unit in units for _ in unit.buckets]
         self._buckets = [bucket for unit in units for bucket in unit.buckets]
+        self._numbers_of: dict[Unit, list[int]] = {unit: [] for unit in units}
+        for number, unit in enumerate(self._units):
+            self._numbers_of[unit].append(number)
         self._gradients = [BucketGradients(bucket, reduce_dtype) for bucket in self._buckets]
         self.synchronise = True
         self._expectations: dict[tuple[bool, ...], _Expectation] = {}
@@ -168,8 +171,8 @@ class GradientReducer:
         backward = self._backward
         if backward is None or unit.depth or not self._synchronises:
             return
-        for number, of in enumerate(self._units):
-            if of is unit and number not in backward.expectation.late and backward.missing[number] > 0:
+        for number in self._numbers_of[unit]:
+            if number not in backward.expectation.late and backward.missing[number] > 0:
                 backward.missing[number] = 0
                 backward.left.add(number)
         self._launch_in_order(backward)
