@@ -1,5 +1,5 @@
-# make demo | test | search | lint | types | bench | clean. The first call makes .venv and installs; nothing else is needed.
-# ARGS is handed on, e.g.: make demo ARGS="stage=2 debug=short"   make test ARGS="tests/engine -x"
+# make demo | test | test-all | search | lint | types | bench | clean. The first call creates .venv and installs
+# everything. ARGS is passed on, e.g.: make demo ARGS="stage=2 debug=short"   make test ARGS="tests/engine -x"
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
@@ -7,19 +7,24 @@ ARGS ?=
 INSTALLED := $(VENV)/.installed
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test search lint types bench clean
+.PHONY: demo test test-all search lint types bench clean
 
 demo: $(INSTALLED)
 	$(RUN) -m lightning_zero train $(ARGS)
 
+# The specification: every behaviour at every stage.
 test: $(INSTALLED)
 	$(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
 
-# Random training programs against averaged gradients, for as long as there are: make search PROGRAMS=20000 SEED=1
+# The specification with all cases of its matrices, and the slow tests.
+test-all: $(INSTALLED)
+	$(RUN) -m pytest -n 2 --dist loadfile --all $(ARGS)
+
+# Compares random training programs with averaged gradients; number of programs: make search PROGRAMS=20000 SEED=1
 PROGRAMS ?= 3000
 SEED ?= 0
 search: $(INSTALLED)
-	$(RUN) -m pytest tests/search --programs $(PROGRAMS) --programs-seed $(SEED) $(ARGS)
+	$(RUN) -m pytest tests/search -o faulthandler_timeout=0 --programs $(PROGRAMS) --programs-seed $(SEED) $(ARGS)
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .
@@ -32,7 +37,7 @@ bench: $(INSTALLED)
 	$(RUN) benchmarks/overhead.py
 	$(RUN) benchmarks/tiny.py
 
-# The stamp is newer than the two files that say what is installed, so a second call does not install again.
+# The stamp file is newer than the two files that determine what is installed, so a second call does not install again.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install -c constraints.txt -e ".[dev]"

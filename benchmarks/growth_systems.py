@@ -15,7 +15,7 @@ from systems import LEARNING_RATE, cross_entropy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_zero.engine import Engine, collectives
+from lightning_zero.engine import Engine
 
 
 class Unit(nn.Module):
@@ -57,7 +57,7 @@ def time_of_others() -> Iterator[Callable[[], float]]:
     """
     spent = 0.0
     adam = import_module(torch.optim.Adam.__module__)
-    places = [(collectives, "_all_gather_single"), (collectives, "_reduce_scatter_single"), (adam, "adam")]
+    places = [(dist, "all_gather_single"), (dist, "reduce_scatter_single"), (adam, "adam")]
     originals = [(place, name, getattr(place, name)) for place, name in places]
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:

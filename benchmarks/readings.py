@@ -105,10 +105,11 @@ class Read:
     def __enter__(self) -> "Read":
         self.bytes = 0
         self._undo = ExitStack()
-        memory = sys.modules.get("lightning_zero.engine.same_machine")
-        if memory is None:
+        memory = sys.modules.get("lightning_zero.engine.comm.process_memory")
+        messages = sys.modules.get("lightning_zero.engine.comm.small_messages")
+        if memory is None or messages is None:
             return self
-        read, send = memory.read_memory, memory.SmallMessages.send
+        read, send = memory.read_memory, messages.SmallMessages.send
 
         def count_and_read(process: int, address: int, target: Tensor) -> None:
             self.bytes += target.nbytes
@@ -119,7 +120,7 @@ class Read:
             return send(small, tag, messages)
 
         self._undo.enter_context(patch.object(memory, "read_memory", count_and_read))
-        self._undo.enter_context(patch.object(memory.SmallMessages, "send", count_and_send))
+        self._undo.enter_context(patch.object(messages.SmallMessages, "send", count_and_send))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -17,6 +17,7 @@ from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.engine import Engine
+from lightning_zero.engine.tensor.sharded_tree import in_parts, on_cpu, on_meta
 from lightning_zero.zoo.gpt import GPT
 
 
@@ -32,20 +33,23 @@ class Ours:
     def save(self, path: Path) -> None:
         if self._in_parts:
             names = names_in(self.optimizer, {id(p): name for name, p in self.module.named_parameters()})
-            state = self._engine.optimizer_state_dict_in_parts(self.optimizer)
+            state = self._engine.full_optimizer_state_dict(self.optimizer, leaf=in_parts)
             tree = {"state_dict": self.module.state_dict(), "optimizer_0": by_name(state, names)}
-            self._saver.save_in_parts(tree, {}, path, {}, dist.get_rank(), self._engine.communicator.gather_objects)
+            gather = self._engine.communicator.control.gather_objects
+            self._saver.save_in_parts(tree, {}, path, {}, dist.get_rank(), gather)
             return
         if self._in_background:
-            state = self._engine.optimizer_state_dict_in_parts(self.optimizer)
+            state = self._engine.full_optimizer_state_dict(self.optimizer, leaf=in_parts)
             whole = {"state_dict": self.module.state_dict(), "optimizer_states": [state]}
             group = self._engine.communicator.background_group()
             self._saver.save_whole_later(whole, path, dist.get_rank(), group)
             return
         is_first = dist.get_rank() == 0
         whole = {
-            "state_dict": self._engine.full_state_dict(keep=is_first),
-            "optimizer_states": [self._engine.full_optimizer_state_dict(self.optimizer, keep=is_first)],
+            "state_dict": self._engine.full_state_dict(leaf=on_cpu if is_first else on_meta),
+            "optimizer_states": [
+                self._engine.full_optimizer_state_dict(self.optimizer, leaf=on_cpu if is_first else on_meta)
+            ],
         }
         if is_first:
             self._saver.save_whole(whole, path)

@@ -1,31 +1,30 @@
-"""ZeRO as a Lightning strategy: import this, and pass ``Trainer(strategy="zero3")``.
+"""ZeRO as a Lightning strategy: import this package, and pass ``Trainer(strategy="zero3")``.
 
-Lightning is imported by whoever uses it, before or after this package: then the names are registered there. The engine
-alone (``lightning_zero.engine``) does without it, and begins in half the time.
+This package does not import Lightning: strategy names are registered when Lightning is imported, before or after this
+package. The engine alone (``lightning_zero.engine``) works without Lightning, and is imported in half the time.
 """
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"  # before the imports: checkpoints say it
-
-from lightning_zero.after_import import after_import
 from lightning_zero.engine.access import full_grad, full_optimizer_state, full_parameters, shard_of
-from lightning_zero.engine.core import uneven_forwards
-from lightning_zero.engine.offload.config import OffloadConfig
+from lightning_zero.engine.config import OffloadConfig
+from lightning_zero.engine.engine import uneven_forwards
+from lightning_zero.strategies.after_import import after_import
+from lightning_zero.version import __version__
 
 if TYPE_CHECKING:
-    from lightning_zero.strategy import ZeroStrategy
-    from lightning_zero.weights import load_weights
+    from lightning_zero.checkpoint.weights import load_weights
+    from lightning_zero.strategies.trainer import ZeroStrategy
 
 for _package, _ours in (
-    ("lightning.fabric", "fabric"),
-    ("lightning.pytorch", "strategy"),
+    ("lightning.fabric", "strategies.fabric"),
+    ("lightning.pytorch", "strategies.trainer"),
     ("lightning_fabric", "lightning_fabric"),
     ("pytorch_lightning", "pytorch_lightning"),
 ):
     after_import(_package, f"lightning_zero.{_ours}")
 
-_MODULE_OF = {"ZeroStrategy": "strategy", "load_weights": "weights"}
+_MODULE_OF = {"ZeroStrategy": "strategies.trainer", "load_weights": "checkpoint.weights"}
 
 __all__ = [
     "OffloadConfig",
@@ -41,11 +40,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What needs Lightning, and its modules, when somebody asks for it."""
+    """Import submodules and names that need Lightning on first access."""
     from importlib import import_module
 
     if name in _MODULE_OF:
         return getattr(import_module(f"lightning_zero.{_MODULE_OF[name]}"), name)
-    if name in ("fabric", "strategy"):
-        return import_module(f"lightning_zero.{name}")
+    if name == "fabric":
+        return import_module("lightning_zero.fabric")
     raise AttributeError(f"module 'lightning_zero' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The strategy for ``lightning_fabric``'s Fabric: imported when that is, and so registered."""
+"""The strategy for ``lightning_fabric``'s Fabric; imported, and so registered, right after ``lightning_fabric``."""
 
 from types import ModuleType
 from typing import ClassVar
@@ -6,7 +6,7 @@ from typing import ClassVar
 import lightning_fabric
 from lightning_fabric.strategies import STRATEGY_REGISTRY, ParallelStrategy
 
-from lightning_zero import fabric
+from lightning_zero.strategies import fabric
 
 
 class ZeroStrategy(fabric.FabricStrategy, ParallelStrategy):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""The strategy and the callback for ``pytorch_lightning``'s Trainer: imported when that is, and so registered."""
+"""Strategy and callback for ``pytorch_lightning``'s Trainer; imported, and so registered, right after that package."""
 
 from types import ModuleType
 from typing import ClassVar
@@ -7,12 +7,12 @@ import pytorch_lightning
 from pytorch_lightning import Callback
 from pytorch_lightning.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
 
-from lightning_zero import strategy
 from lightning_zero.monitoring import callback
+from lightning_zero.strategies import trainer
 
 
-class ZeroStrategy(strategy.TrainerStrategy, ParallelStrategy):  # type: ignore[misc]
-    __doc__ = strategy.TrainerStrategy.__doc__
+class ZeroStrategy(trainer.TrainerStrategy, ParallelStrategy):  # type: ignore[misc]
+    __doc__ = trainer.TrainerStrategy.__doc__
     lightning: ClassVar[ModuleType] = pytorch_lightning
 
 

@@ -1,4 +1,4 @@
-"""Fixtures for every test; `tests/support/__init__.py` says how a test runs on several ranks."""
+"""Fixtures for all tests; `tests/support/__init__.py` explains how a test runs on several ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.support import WorkerPools
 
-pytest_plugins = ["pytester", "tests.support.alone", "tests.support.compatibility"]
+pytest_plugins = ["pytester", "tests.support.alone", "tests.support.compatibility", "tests.support.selection"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,5 +26,5 @@ def worker_pools() -> Iterator[WorkerPools]:
 
 @pytest.fixture
 def run_on(worker_pools: WorkerPools) -> Callable[..., list[Any]]:
-    """`run_on(world_size, fn, timeout=60, seed=0, **kwargs)`: what `fn(**kwargs)` returned on each rank, by rank."""
+    """`run_on(world_size, fn, timeout=60, seed=0, **kwargs)`: the return values of `fn(**kwargs)`, by rank."""
     return worker_pools.run_on

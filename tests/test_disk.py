@@ -1,4 +1,4 @@
-"""Files beside the system's cache hold and give what was written, wherever they lie; what goes wrong is told."""
+"""Direct file I/O returns what was written, on any file system, and reports errors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_zero import disk
-from lightning_zero.disk import ALIGNMENT, Appender, DirectFile, aligned_memory, free_bytes, huge_memory
+from lightning_zero.io import disk
+from lightning_zero.io.disk import ALIGNMENT, Appender, DirectFile, aligned_memory, free_bytes, huge_memory
 from tests.checkpoint import faults
 
 IN_MEMORY = Path("/dev/shm")
@@ -111,7 +111,7 @@ def refuse_direct(monkeypatch):
 def test_what_is_read_is_what_was_written_at_any_place_and_of_any_size(
     tmp_path, monkeypatch, in_memory, is_refused, at_once
 ):
-    """Past the cache, through it and mixed; also if the system moves fewer bytes at once than it was asked to."""
+    """Direct, cached and mixed; also if the system transfers fewer bytes at once than requested."""
     if is_refused:
         refuse_direct(monkeypatch)
     preadv, pwrite = os.preadv, os.pwrite

@@ -1,10 +1,10 @@
-"""A label tells of its process whether that has ended."""
+"""A label shows whether the process that created it has ended."""
 
 from __future__ import annotations
 
 import os
 
-from lightning_zero.labels import is_of_the_dead, new_label
+from lightning_zero.io.labels import is_of_the_dead, new_label
 
 
 def test_a_label_is_of_the_living_until_its_process_has_ended():

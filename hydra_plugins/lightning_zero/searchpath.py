@@ -28,7 +28,7 @@ class LightningZeroSearchPath(SearchPathPlugin):
 
 
 def _register_after_lightning() -> None:
-    spec = spec_from_file_location("lightning_zero_after_import", _package() / "after_import.py")
+    spec = spec_from_file_location("lightning_zero_after_import", _package() / "strategies" / "after_import.py")
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -1,1 +1,1 @@
-"""Checkpoints by parameter name and full shape, whatever wrote them: their form, how they are written and read."""
+"""Save, open, verify and convert checkpoints, which store tensors by parameter name in their full shape."""

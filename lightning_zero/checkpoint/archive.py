@@ -1,4 +1,4 @@
-"""``torch.save``'s archive of a small tensor, made of that of another of its kind: models have thousands of them."""
+"""Fast ``torch.save`` of small tensors from a cached archive of the same shape and dtype; models have thousands."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor
 from lightning_zero.checkpoint.records import records_of
 
 LARGEST = 2**16
-"""Bytes up to which a tensor counts as small: what ``torch.save`` itself takes is more than what writing them takes."""
+"""Size in bytes up to which a tensor is small: ``torch.save``'s overhead exceeds the time for writing the values."""
 
 _DESCRIPTOR = b"PK\x07\x08"
-"""Behind the data, before their checksum, which the directory has once more."""
+"""Zip signature after the data and before their checksum, which the central directory repeats."""
 
 
 class _Template(NamedTuple):
-    """An archive of zeros, and where in it the values and their checksum stand."""
+    """A ``torch.save`` archive of zeros, and where the values and their checksums are in it."""
 
     archive: bytes
     values: slice
@@ -29,10 +29,10 @@ class _Template(NamedTuple):
 
 
 def archived(tensor: Tensor) -> bytearray:
-    """What ``torch.save`` writes of a tensor, byte by byte, but for the id that it gives each archive.
+    """Return the bytes that ``torch.save`` writes for a tensor; only the random id of the archive differs.
 
     Args:
-        tensor: contiguous, on the CPU, in memory of its own size.
+        tensor: contiguous, on the CPU, with a storage of the tensor's size.
     """
     template = _template(tensor.dtype, tuple(tensor.shape))
     archive = bytearray(template.archive)

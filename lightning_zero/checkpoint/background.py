@@ -1,4 +1,4 @@
-"""Writing checkpoints in the background, one after another, while training goes on."""
+"""Write checkpoints in the background, one after another, while training continues."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from threading import Event
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.checkpoint.saving import Entry
-from lightning_zero.engine.watch import explained, failure, lifelines_over
+from lightning_zero.engine.comm import process_group
+from lightning_zero.engine.comm.failures import explained, failure, lifelines_over
+from lightning_zero.engine.comm.process_group import DistError, ProcessGroup, Store
 
 log = logging.getLogger(__name__)
 
 _PATIENCE = 10.0
-"""Seconds that a rank waits for the others to have written once one is known to have failed."""
+"""Seconds to wait for the other ranks' files once a rank is known to have failed."""
 
 
 class Background:
-    """One thread that does what is submitted, in that order. What follows something that failed is not done."""
+    """A thread that runs submitted jobs in order. After a job has failed, the following ones are skipped."""
 
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
         self._jobs: list[Future[None]] = []
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Do something when all before it is done."""
+        """Run a job after all earlier ones have finished."""
         if self._executor is None:
-            # its thread is waited for when the interpreter ends
+            # The interpreter waits for this thread at exit.
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="lightning_zero-checkpoint")
         before = self._jobs[-1] if self._jobs else None
 
@@ -50,7 +51,7 @@ class Background:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was submitted since ``finish`` was called last."""
+        """Whether no job was submitted since the last call of ``finish``."""
         return not self._jobs
 
     @property
@@ -58,10 +59,10 @@ class Background:
         return all(job.done() for job in self._jobs)
 
     def finish(self) -> None:
-        """Wait until all is done.
+        """Wait until all jobs have finished.
 
         Raises:
-            Exception: the first that was raised by something submitted since the last call.
+            Exception: the first exception of a job that was submitted since the last call.
         """
         jobs, self._jobs = self._jobs, []
         _unfinished.discard(self)
@@ -71,7 +72,7 @@ class Background:
             job.result()
 
     def close(self) -> None:
-        """As ``finish``, and end the thread."""
+        """Call ``finish``, and end the thread."""
         try:
             self.finish()
         finally:
@@ -85,7 +86,7 @@ _unfinished: set[Background] = set()
 
 @atexit.register
 def _tell_at_the_end() -> None:
-    """Of what failed where nobody asks any more: a script of Fabric's has ended."""
+    """Log failures that no call of ``finish`` reported, since a Fabric script has ended."""
     for background in _unfinished:
         for job in background._jobs:
             if (error := job.exception()) is not None:
@@ -93,67 +94,68 @@ def _tell_at_the_end() -> None:
 
 
 def put_together(
-    entries: list[Entry], ranges: list[list[tuple[int, int]]], rank: int, group: dist.ProcessGroup | None
+    entries: list[Entry], ranges: list[list[tuple[int, int]]], rank: int, group: ProcessGroup | None
 ) -> list[Tensor]:
-    """Whole tensors on rank 0, of what each rank has of them; nothing on other ranks. Collective.
+    """Gather sharded tensors on rank 0; returns full tensors there, an empty list on other ranks. Collective.
 
     Args:
-        entries: this rank's parts, the same tensors in the same order on every rank.
-        ranges: of each tensor, which part of it flattened each rank has.
-        group: for this alone; None where there is one rank.
+        entries: this rank's shards, of the same tensors in the same order on every rank.
+        ranges: for each tensor, the range of the flattened tensor that each rank owns.
+        group: a process group used for nothing else; None with one rank.
     """
     whole = []
     for entry, owned in zip(entries, ranges):
         if rank:
             if entry.values.numel():
-                dist.send(entry.values, group=group, group_dst=0)
+                process_group.send(entry.values, group, 0)
             continue
         flat = torch.empty(entry.shape.numel(), dtype=entry.dtype, device="cpu")
         flat[: entry.values.numel()] = entry.values
         for source, (start, stop) in enumerate(owned[1:], 1):
             if stop > start:
-                dist.recv(flat[start:stop], group=group, group_src=source)
+                process_group.receive(flat[start:stop], group, source)
         whole.append(flat.view(entry.shape))
     return whole
 
 
-def own_connection() -> dist.Store:
-    """One to the process group's store, since the main thread may hold the other for as long as it waits.
+def own_connection() -> Store:
+    """Return a second connection to the process group's store, since the main thread may block the first one.
 
-    Not for every save a new one: if the host of the store is gone, it is tried for as long as the group's timeout.
+    The connection is reused by later saves: connecting to a store whose host is gone takes as long as the group's
+    timeout.
     """
-    store = dist.distributed_c10d._get_default_store()
+    store = process_group.default_store()
     if not _connections or _connections[0] is not store:
-        _connections[:] = [store, store.clone() if hasattr(store, "clone") else store]
+        _connections[:] = [store, process_group.new_connection(store)]
     return _connections[1]
 
 
-_connections: list[dist.Store] = []
+_connections: list[Store] = []
 
 
 class StoreExchange:
-    """Ranks tell each other values through the process group's store: from a thread, beside any collectives.
+    """All-gather of small values through the process group's store, usable from a thread while collectives run.
 
     Args:
         store: see ``own_connection``.
-        name: the same on every rank, and new each time.
-        abandoned: is set when the others need not be waited for any longer than some seconds.
+        name: the same on every rank, and different for each exchange.
+        abandoned: once set, other ranks are awaited for only a few seconds more.
     """
 
-    def __init__(self, store: dist.Store, name: str, abandoned: Event) -> None:
-        self._store = dist.PrefixStore(f"lightning_zero/checkpoint/{name}", store)
-        self._rank, self._size, self._abandoned = dist.get_rank(), dist.get_world_size(), abandoned
+    def __init__(self, store: Store, name: str, abandoned: Event) -> None:
+        self._store = process_group.named_store(f"lightning_zero/checkpoint/{name}", store)
+        self._rank, self._size, self._abandoned = process_group.rank(), process_group.world_size(), abandoned
         self._lifelines = lifelines_over()
         self._round = 0
 
     def __call__(self, value: Any) -> list[Any]:
-        """Every rank's small picklable value, in the order of ranks.
+        """All-gather a small picklable value; returns the values in the order of ranks.
 
         Raises:
-            RuntimeError: if some do not come: a rank has failed.
+            RuntimeError: if a rank does not take part, because it has failed.
         """
         number, self._round = self._round, self._round + 1
-        with explained("The exchange about a checkpoint", dist.DistError):  # the store goes with the rank that hosts it
+        with explained("The exchange about a checkpoint", DistError):  # fails if its host rank ends
             self._store.set(f"{number}/{self._rank}", pickle.dumps(value))  # type: ignore[arg-type]
             missing = self._wait(f"{number}")
         if missing:
@@ -169,18 +171,18 @@ class StoreExchange:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let the others know that this rank needs to hear no more. Rank 0, whose process may host the store, waits."""
-        with suppress(RuntimeError):  # the store is gone, and with it whoever would wait
+        """Announce that this rank is done. Rank 0, whose process may host the store, waits for all others."""
+        with suppress(RuntimeError):  # the store is gone, so no other rank can wait for it
             self._store.set(f"left/{self._rank}", "")
             if self._rank == 0:
                 self._wait("left")
 
     def _wait(self, what: str) -> list[int]:
-        """Wait for all ranks to have said something; those that never will."""
+        """Wait until all ranks have written their key; returns the ranks that never will."""
         missing = [rank for rank in range(self._size) if rank != self._rank]
         pause, lost_since = 1e-3, None
         while True:
-            ended = self._lifelines.ended  # before it is seen whether they have come
+            ended = self._lifelines.ended  # read before the keys: a rank may write its key and then end
             missing = [rank for rank in missing if not self._store.check([f"{what}/{rank}"])]
             if not missing or ended.intersection(missing):
                 return missing

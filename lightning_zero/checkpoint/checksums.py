@@ -1,4 +1,4 @@
-"""What of a checkpoint has checksums, and holding it against them."""
+"""Verify a checkpoint's bytes against their checksums (CRC-32)."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from itertools import accumulate, cycle, groupby
 from typing import Any
 
 from lightning_zero.checkpoint.files import Files
-from lightning_zero.engine.sources import listed
+from lightning_zero.engine.init.sources import listed
 
 ADVICE = "Take another checkpoint, or copy this one again from where it is whole."
 NO_CHECKSUM = -1
-"""One that no bytes have: of what is damaged already."""
+"""Value that no CRC-32 has; marks bytes that are damaged for another reason."""
 
 _AT_ONCE = 2**23
-"""Bytes that are read at once: a disk takes twice the time if it is asked for less."""
+"""Bytes per read: with smaller reads a disk takes twice the time."""
 
 
 class DamagedCheckpointError(ValueError):
-    """A checkpoint is not as it was written: truncated, altered, or a piece of it is missing."""
+    """A checkpoint differs from what was written: it is truncated or altered, or a file is missing."""
 
 
 class NoCheckpointError(ValueError):
-    """What lies at a path is no checkpoint, or so little of one is left that it cannot be told from something else."""
+    """The path contains no checkpoint, or too little of one to recognise it."""
 
 
 @dataclass(slots=True)
 class Extent:
-    """Bytes of a file that are written, and verified, together.
+    """A range of bytes in a file that is written and verified as one.
 
     Attributes:
-        file: its name in the folder; empty for a checkpoint that is one file.
-        crc32: None if they have no checksum.
-        holds: names of what they hold, as the checkpoint's ``tensors`` has them, or what tells these.
-        is_checked: whether they have been held against their checksum.
+        file: the file's name in the folder; empty for a checkpoint that is a single file.
+        crc32: None if the range has no checksum.
+        holds: names of the tensors in the range, as keys of the checkpoint's ``tensors``, or a function that returns
+        them. is_checked: whether the range has been verified.
     """
 
     file: str
@@ -56,14 +56,14 @@ class Extent:
 def verify(
     files: Files, extents: Iterable[Extent], progress: Callable[[int], None] | None, share: tuple[int, int]
 ) -> None:
-    """Hold extents, or a share of them, against their checksums; those that match are marked so.
+    """Verify extents, or this process's share of them, against their checksums, and mark those that match.
 
     Args:
-        progress: is told of each number of bytes that was read.
-        share: ``(number, of)``.
+        progress: called with the number of bytes of each read.
+        share: ``(number, of)``: verify share ``number`` of ``of`` shares.
 
     Raises:
-        DamagedCheckpointError: naming all that is damaged.
+        DamagedCheckpointError: naming all damaged extents.
     """
     wrong = []
     for name, parts in groupby(_share(extents, *share), lambda extent: extent.file):
@@ -77,16 +77,17 @@ def verify(
 
 
 def _share(extents: Iterable[Extent], number: int, of: int) -> list[Extent]:
-    """One of several shares of about as many bytes, which lie one after another.
+    """Return one of ``of`` contiguous shares with about as many bytes each.
 
-    So of as many processes as have written a file each, each reads its own, which it is likely to load as well.
+    With as many processes as files, each process reads the file of its own rank, from which it is likely to load as
+    well.
     """
     by_file: dict[str, list[Extent]] = {}
     for extent in extents:
         by_file.setdefault(extent.file, []).append(extent)
     ordered = [extent for parts in by_file.values() for extent in sorted(parts, key=lambda extent: extent.start)]
     ends = list(accumulate(extent.length for extent in ordered))
-    middles = [2 * end - extent.length for extent, end in zip(ordered, ends)]  # doubled
+    middles = [2 * end - extent.length for extent, end in zip(ordered, ends)]  # times two, to stay with integers
     return [
         extent for extent, middle in zip(ordered, middles) if min(middle * of // (2 * ends[-1] or 1), of - 1) == number
     ]
@@ -95,9 +96,9 @@ def _share(extents: Iterable[Extent], number: int, of: int) -> list[Extent]:
 def _checksums(
     file: Any, extents: list[Extent], progress: Callable[[int], None] | None
 ) -> Iterator[tuple[Extent, int]]:
-    """The checksum that each extent has now; they lie one after another."""
+    """Compute the current checksum of each extent. The extents must be contiguous."""
     blocks = _blocks(file, extents[0].start, extents[-1].start + extents[-1].length)
-    block, position = memoryview(b""), extents[0].start  # of what is left of the block
+    block, position = memoryview(b""), extents[0].start  # the unread rest of the current block, and its position
     for extent in extents:
         crc32, at, stop = 0, extent.start, extent.start + extent.length
         while at < stop:
@@ -105,7 +106,7 @@ def _checksums(
                 position += len(block)
                 block = next(blocks, memoryview(b""))
                 if not block:
-                    break  # truncated since it was opened: the checksum says so
+                    break  # truncated since the checkpoint was opened: the checksum will differ
                 continue
             part = block[at - position : stop - position]
             crc32, at = zlib.crc32(part, crc32), at + len(part)
@@ -115,7 +116,7 @@ def _checksums(
 
 
 def _blocks(file: Any, start: int, stop: int) -> Iterator[memoryview]:
-    """The bytes ``[start, stop)`` of a file; while one block of them is looked at, the next is read."""
+    """Read the bytes ``[start, stop)`` of a file in blocks; the next block is read in the background."""
     rooms = cycle([memoryview(bytearray(_AT_ONCE)) for _ in range(2)])
 
     def read(room: memoryview) -> memoryview:

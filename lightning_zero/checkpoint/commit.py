@@ -1,4 +1,4 @@
-"""A checkpoint is written beside its place, under a hidden name, and put there when it is whole and on the disk."""
+"""Atomic commit of a checkpoint: written to a hidden partial path, synced, and then renamed into place."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_zero.checkpoint.form import DCP_METADATA, MANIFEST, REST
-from lightning_zero.disk import Appender
-from lightning_zero.labels import LABEL, is_left_over, new_label
+from lightning_zero.io.disk import Appender
+from lightning_zero.io.labels import LABEL, is_left_over, new_label
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 _OF_A_CHECKPOINT = re.compile(
     "|".join(
         [
-            rf"{re.escape(DCP_METADATA)}(\.tmp)?",  # DCP itself has the latter before it has written all
+            rf"{re.escape(DCP_METADATA)}(\.tmp)?",  # DCP writes the .tmp file first and renames it
             *map(re.escape, (MANIFEST, REST)),
             r"__\d+_\d+\.distcp",
-            r"\.DS_Store|\._.*|\.nfs[0-9a-f]+",  # macOS and NFS put them into folders that somebody looks at
+            r"\.DS_Store|\._.*|\.nfs[0-9a-f]+",  # created by macOS and by NFS
         ]
     )
 )
-"""The names of a sharded checkpoint's files."""
+"""The file names of a sharded checkpoint."""
 
 _LONGEST = 120
-"""Bytes of a name from which on that of its partial file is shortened: the system allows 255 for both."""
+"""Names with more bytes are shortened in their partial files' names, which file systems limit to 255 bytes."""
 
 
 class Destination:
-    """Where a checkpoint goes.
+    """Path that a checkpoint is committed to.
 
     Args:
-        path: a local one, or one of fsspec's (``s3://...``).
-        label: of this save alone, and the same on every rank; ``labels.new_label`` makes it.
+        path: a local path, or an fsspec URL (``s3://...``).
+        label: unique for this save, and the same on every rank; created by ``labels.new_label``.
 
     Attributes:
         path: as given.
-        partial: where it is written to, beside.
+        partial: hidden path in the same folder, to which the checkpoint is written first.
     """
 
     def __init__(self, path: Any, label: str) -> None:
@@ -59,14 +59,14 @@ class Destination:
         self._old = os.path.join(self._parent, _put_aside(self._name, label))
 
     def check_replaceable(self) -> None:
-        """Refuse to replace a folder with anything in it that is no part of a checkpoint: all of it would be lost.
+        """Refuse to replace a folder that contains anything but a checkpoint, since all of its contents would be lost.
 
         Raises:
-            IsADirectoryError: then.
-            FileExistsError: if it is a device, a pipe or a socket.
+            IsADirectoryError: if the folder contains other files.
+            FileExistsError: if the path is a device, a pipe or a socket.
         """
         if self._is_local and os.path.islink(self._place):
-            return  # no more than the link is lost
+            return  # only the link would be replaced
         is_known = os.path.isfile(self._place) or os.path.isdir(self._place)
         if self._is_local and os.path.exists(self._place) and not is_known:
             raise FileExistsError(
@@ -76,13 +76,13 @@ class Destination:
             return
         try:
             found = self._fs.ls(self._place, detail=True)
-        except FileNotFoundError:  # another run is just replacing it
+        except FileNotFoundError:  # another run is replacing the folder at this moment
             return
         kinds = {os.path.basename(entry["name"].rstrip("/")): entry["type"] for entry in found}
-        from lightning_zero.engine.sources import listed  # which needs torch
+        from lightning_zero.engine.init.sources import listed  # imported here because it needs torch
 
         others = [name for name, kind in kinds.items() if kind == "directory" or not _OF_A_CHECKPOINT.fullmatch(name)]
-        if others or set(kinds) == {REST}:  # which by itself may be anybody's
+        if others or set(kinds) == {REST}:  # a file of this name alone may belong to any program
             raise IsADirectoryError(
                 f"{self.path} is a folder with more in it than a checkpoint has ({listed(sorted(others) or [REST])}), "
                 "and is not replaced: write the checkpoint's own name behind it, FOLDER/NAME.ckpt, or move that "
@@ -91,10 +91,10 @@ class Destination:
 
     @contextmanager
     def writing(self, name: str | None = None) -> Iterator[Stream]:
-        """A stream whose contents are on the disk afterwards.
+        """Open a stream whose contents are synced to the disk on leaving the context.
 
         Args:
-            name: of a file in the folder that the checkpoint is; None where it is a file itself.
+            name: a file's name in a checkpoint that is a folder; None for a checkpoint that is a file.
         """
         if name is None:
             self._fs.makedirs(self._parent, exist_ok=True)
@@ -111,7 +111,7 @@ class Destination:
             appender.finish()
 
     def size_of(self, name: str) -> int | None:
-        """Bytes of a file that was written, as this rank sees it; None where it sees none."""
+        """The size in bytes of a written file as visible to this rank; None if the file is not visible."""
         target = os.path.join(self.partial, name)
         if self._is_local:
             return os.path.getsize(target) if os.path.exists(target) else None
@@ -119,20 +119,21 @@ class Destination:
         return self._fs.size(target) if self._fs.exists(target) else None
 
     def put_in_place(self) -> None:
-        """Let the name stand for what was written; what it stood for before is gone then, and no moment earlier.
+        """Replace what is at the path by the checkpoint that was written; the old contents are deleted only after that.
 
         Raises:
-            OSError: if that fails, also as ``check_replaceable``: somebody may have put a file there meanwhile.
+            OSError: if replacing fails or, as in ``check_replaceable``, other files have appeared at the path
+            meanwhile.
         """
         self.check_replaceable()
         if self._is_local:
             if os.path.isdir(self.partial):
                 _sync(self.partial)
             self._rename()
-            # It is there now. What cannot be cleared away is no reason to say that it is not.
+            # The checkpoint is in place: a failure of the clean-up below must not be reported as a failed save.
             with suppress(OSError):
                 _sync(self._parent)
-            for old in (self.partial, self._old):  # under its partial name, if the two were exchanged
+            for old in (self.partial, self._old):  # an exchange has left it under the partial name
                 with suppress(OSError):
                     _remove(old)
             return
@@ -166,7 +167,7 @@ class Destination:
         return True
 
     def discard(self) -> None:
-        """Remove what was written so far, as far as that is possible: why it is not wanted is to be told, not this."""
+        """Delete what was written so far; errors are ignored, so that the reason for discarding is reported instead."""
         with suppress(OSError):
             if self._is_local:
                 _remove(self.partial)
@@ -174,16 +175,18 @@ class Destination:
                 self._fs.rm(self.partial, recursive=True)
 
     def remove(self) -> None:
-        """Remove what is at the path: all of it is gone at once, for whoever looks there.
+        """Remove the checkpoint at the path; for other processes all of it disappears at once.
 
-        What a process that dies meanwhile leaves has a partial file's name, and goes as those do.
+        If this process dies during the removal, the rest has a partial file's name and is deleted by
+        ``clear_leftovers``.
 
         Raises:
-            OSError: if it may not be removed. Then it is there as before; or under a partial file's name, if this user
-                may take its name and not remove its files.
+            OSError: if removal is not permitted. The checkpoint is then intact; or it has a partial file's name, if
+            this user
+                may rename it but not delete its files.
         """
         if self._is_local:
-            with suppress(FileNotFoundError):  # it is gone already
+            with suppress(FileNotFoundError):  # already removed
                 if not _is_folder(self._place):
                     os.remove(self._place)
                     return
@@ -191,18 +194,18 @@ class Destination:
                 _sync(self._parent)
                 _remove(self.partial)
         elif self._fs.exists(self._place):
-            with suppress(FileNotFoundError):  # without it the rest is no checkpoint
+            with suppress(FileNotFoundError):  # without its metadata the rest is no checkpoint
                 self._fs.rm(f"{self._place}/{DCP_METADATA}")
             self._fs.rm(self._place, recursive=True)
 
     def clear_leftovers(self) -> None:
-        """Remove what processes that have died had begun to write in this folder, and let an old one back."""
+        """Delete partial files of dead processes in this folder, and restore a checkpoint that they had moved aside."""
         if not self._is_local or not os.path.isdir(self._parent):
             return
         for entry in os.listdir(self._parent):
             found = _PARTIAL.fullmatch(entry) or _OLD.fullmatch(entry)
             path = os.path.join(self._parent, entry)
-            with suppress(OSError):  # another's, perhaps, that this user may not remove
+            with suppress(OSError):  # may belong to another user
                 if found is None or not is_left_over(found["label"], path):
                     continue
                 name = found["stem"] + (found["suffix"] or "")
@@ -215,19 +218,19 @@ class Destination:
 
 
 def remove(path: Any) -> None:
-    """Remove a checkpoint, so that nobody finds a part of it; see ``Destination.remove``."""
+    """Remove a checkpoint so that no other process sees a part of it; see ``Destination.remove``."""
     Destination(path, new_label()).remove()
 
 
 class Stream:
-    """A file being written, with the checksum of what went into it since ``begin``."""
+    """An open file with a running checksum of the bytes written since ``begin``."""
 
     def __init__(self, file: IO[bytes] | Appender) -> None:
         self._file = file
         self.position = self.crc32 = 0
 
     def begin(self) -> int:
-        """Begin a piece; where it begins: at a multiple of 64, as records within it do, so that it can be mapped."""
+        """Start a piece and return its offset, a multiple of 64: then its records, aligned within, can be mapped."""
         self.write(bytes(-self.position % 64))
         self.crc32 = 0
         return self.position
@@ -236,7 +239,7 @@ class Stream:
         view = memoryview(data).cast("B")
         self.crc32 = zlib.crc32(view, self.crc32)
         written = 0
-        while written < len(view):  # a file may take less at a time
+        while written < len(view):  # a raw file may write fewer bytes than requested
             written += self._file.write(view[written:])
         self.position += written
         return written
@@ -246,9 +249,9 @@ class Stream:
 
 
 def stand_in(path: str) -> str | None:
-    """Where the checkpoint is that a path stood for before it was to be replaced; None if there is none.
+    """Return where the checkpoint is that was moved aside to be replaced; None if there is none.
 
-    The path stands for nothing if a process died in the middle of that, on a file system that cannot exchange names.
+    Such a checkpoint exists if a process died while replacing it on a file system that cannot exchange two names.
     """
     fs, place = url_to_fs(path)
     parent, name = os.path.split(place.rstrip("/"))
@@ -280,7 +283,7 @@ def _short(name: str) -> str:
 
 
 def _put_aside(name: str, label: str) -> str:
-    """The name of what is to be replaced, meanwhile. It is one that Lightning finds where it looks for the last one."""
+    """The temporary name of a checkpoint being replaced, which Lightning's search for the last checkpoint finds too."""
     stem, suffix = os.path.splitext(_short(name))
     return f"{stem}.old-{label}{suffix}"
 
@@ -290,7 +293,7 @@ def _is_folder(path: str) -> bool:
 
 
 def _exchange(one: str, other: str) -> bool:
-    """Let two names change places at once (Linux); False where the system or the file system cannot."""
+    """Atomically exchange two names (Linux); False if the system or the file system does not support that."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):
@@ -310,7 +313,7 @@ def _sync(folder: str) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # of file systems that have no such thing for folders
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # the file system cannot sync folders
             raise
     finally:
         os.close(descriptor)

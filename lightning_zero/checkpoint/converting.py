@@ -1,4 +1,4 @@
-"""A checkpoint of one form written as another, with everything in it."""
+"""Convert checkpoints between the full and the sharded form, with all of their contents."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ import torch
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zero.checkpoint.commit import Destination, Stream
 from lightning_zero.checkpoint.exporting import write_values
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, NAMES
 from lightning_zero.checkpoint.reading import OpenedCheckpoint, by_number
 from lightning_zero.checkpoint.saving import by_name, content_of, identity, save_in_parts, save_whole
-from lightning_zero.engine.stored import StoredTensor
-from lightning_zero.labels import new_label
+from lightning_zero.engine.compat import tree_leaves, tree_map_only
+from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
+from lightning_zero.io.labels import new_label
 
-_ALIGNMENT = 64  # bytes; that of torch.save
+_ALIGNMENT = 64  # bytes, as in torch.save
 
 
 def bytes_of(checkpoint: dict[str, Any]) -> int:
-    """Of all tensors, of tied ones once."""
+    """Size of all tensors in bytes, counting tied ones once."""
     return sum({identity(leaf): leaf.nbytes for leaf in tree_leaves(checkpoint) if isinstance(leaf, Tensor)}.values())
 
 
 def write_full(opened: OpenedCheckpoint, out: str, advance: Callable[[int], Any] = lambda _: None) -> None:
-    """Write one ordinary Lightning file.
+    """Write a full checkpoint: one ordinary Lightning file.
 
-    ``torch.save`` takes tensors in memory. So stored ones are written one after another to a file without a name first,
-    and saved from its mapping: the system keeps of that in memory what there is room for.
+    ``torch.save`` needs tensors in memory. So tensors that are still on disk are first copied one after another to an
+    unnamed temporary file and then saved from its memory mapping, of which the system can evict pages.
 
     Args:
-        opened: of any form.
-        out: replaced if it exists.
-        advance: called with the bytes that were written: of stored tensors twice.
+        opened: a checkpoint in any form.
+        out: path; replaced if it exists.
+        advance: called with the number of bytes written; tensors from disk are counted twice.
 
     Raises:
-        OSError: if it cannot be written; then everything is as before.
-        DamagedCheckpointError: if some values cannot be read; likewise.
+        OSError: if writing fails; ``out`` is unchanged then.
+        DamagedCheckpointError: if some values cannot be read; ``out`` is unchanged then.
     """
     checkpoint, names = _whole(opened)
     fs, place = url_to_fs(out)
@@ -61,10 +61,10 @@ def write_full(opened: OpenedCheckpoint, out: str, advance: Callable[[int], Any]
         file.flush()
         size = os.fstat(file.fileno()).st_size
         mapping = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b""
-    # each a storage of its own, as torch.save writes whole storages; tied ones are one tensor
+    # One storage per tensor, since torch.save writes whole storages; tied names share a tensor object.
     mapped = {key: _at(mapping, places[key], tensor) for key, tensor in stored.items()}
     ready = tree_map_only(StoredTensor, lambda tensor: mapped[id(tensor)], checkpoint)
-    if any(not name.isdecimal() for of_one in names.values() for name in of_one):  # somebody knew them
+    if any(not name.isdecimal() for of_one in names.values() for name in of_one):  # the names are known
         ready[CHECKPOINT_KEY] = {**ready.get(CHECKPOINT_KEY, {}), NAMES: names}
     save_whole(ready, _Told(out, advance))
 
@@ -76,18 +76,18 @@ def _at(mapping: Any, place: int, like: Tensor) -> Tensor:
 
 
 def write_sharded(opened: OpenedCheckpoint, out: str, advance: Callable[[int], Any] = lambda _: None) -> None:
-    """Write a folder in the format of ``torch.distributed.checkpoint``.
+    """Write a sharded checkpoint: a folder in the format of ``torch.distributed.checkpoint``.
 
-    The optimizers' state is by the parameters' names there; where nobody knows them, by their numbers.
+    Optimizer state is stored by parameter names there; if they are unknown, by parameter numbers.
 
     Args:
-        opened: of any form.
-        out: replaced if it exists.
-        advance: called with the bytes that were written.
+        opened: a checkpoint in any form.
+        out: path; replaced if it exists.
+        advance: called with the number of bytes written.
 
     Raises:
-        OSError: if it cannot be written; then everything is as before.
-        DamagedCheckpointError: if some values cannot be read; likewise.
+        OSError: if writing fails; ``out`` is unchanged then.
+        DamagedCheckpointError: if some values cannot be read; ``out`` is unchanged then.
     """
     checkpoint, names = _whole(opened)
     ours = dict(checkpoint.pop(CHECKPOINT_KEY, None) or {})
@@ -111,10 +111,10 @@ def write_sharded(opened: OpenedCheckpoint, out: str, advance: Callable[[int], A
 
 
 def _whole(opened: OpenedCheckpoint) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """A checkpoint as a file has it, and the names of each optimizer's parameters by the key that a folder has for it.
+    """Return a checkpoint's dictionary for one file, and each optimizer's parameter names by its DCP key.
 
-    One of Lightning's is in its Trainer's form, whichever of its strategies wrote it; any other, as Fabric's, under the
-    keys that its project gave it.
+    Checkpoints of any Lightning strategy have the form of a Trainer's file; others, such as Fabric's, keep the keys
+    that their project chose.
     """
     if _is_lightnings(opened):
         of_all = opened.names_of_optimizers or []
@@ -141,7 +141,7 @@ def _has_tensors(value: Any) -> bool:
 
 
 class _Told(Destination):
-    """One that tells how many bytes are written."""
+    """A ``Destination`` that reports progress."""
 
     def __init__(self, path: str, advance: Callable[[int], Any]) -> None:
         super().__init__(path, new_label())
@@ -162,7 +162,7 @@ class _Told(Destination):
 
 
 def with_prefix(opened: OpenedCheckpoint, prefix: str) -> OpenedCheckpoint:
-    """One of a Trainer's with a prefix (``model.``, or ``model``) before the name of each parameter and buffer."""
+    """Prepend a prefix (``model.`` or ``model``) to all parameter and buffer names of a Trainer checkpoint."""
     prefix = f"{prefix.removesuffix('.')}." if prefix else ""
 
     def renamed(values: dict[str, Any]) -> dict[str, Any]:

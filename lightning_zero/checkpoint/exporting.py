@@ -1,7 +1,7 @@
-"""Weights of a checkpoint as safetensors files, tensor by tensor, so that memory does not grow with the checkpoint.
+"""Export weights as safetensors files, tensor by tensor, so that memory does not grow with the checkpoint.
 
-The format (huggingface.co/docs/safetensors): eight bytes with the length of a header, the header in JSON with the
-dtype, shape and place of each tensor, then the values of all, little-endian and without gaps.
+The format (huggingface.co/docs/safetensors): eight bytes with the length of a header, a JSON header with the dtype,
+shape and offset of each tensor, then the values of all tensors, little-endian and without gaps.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.reading import OpenedCheckpoint
 from lightning_zero.checkpoint.saving import identity
-from lightning_zero.engine.sources import listed
-from lightning_zero.engine.stored import StoredTensor
-from lightning_zero.labels import new_label
+from lightning_zero.engine.init.sources import listed
+from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
+from lightning_zero.io.labels import new_label
 
 DTYPES = {
     torch.float64: "F64",
@@ -47,31 +47,31 @@ DTYPES = {
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }
 _PART = 2**20
-"""Elements of a tensor that are in memory at once."""
+"""Elements of a tensor that are converted, and in memory, at once."""
 
 _CAST = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass
 class Weight:
-    """A tensor to be written: under which name, in which dtype, from which values."""
+    """A tensor to write: its name, dtype and values."""
 
     name: str
     values: Tensor
     dtype: torch.dtype
     master: Tensor | None = None
     overflows: bool = False
-    """Whether some finite value became infinite when it was written."""
+    """Whether a finite value became infinite in the conversion."""
 
     @property
     def bytes(self) -> int:
         return self.values.numel() * self.dtype.itemsize
 
     def converted(self, part: Tensor, start: int) -> Tensor:
-        """A part of the values in the dtype wanted, with the digits of the master."""
+        """Convert a part of the values to the wanted dtype, starting from the master weights."""
         if self.master is not None:
             master = part_of(self.master, start, start + part.numel())
-            # where the parameter is not its master rounded somebody has changed it since: there it counts
+            # A parameter that differs from its rounded master was changed since the last step: its own value counts.
             part = torch.where(master.to(part.dtype) == part, master, part.to(master.dtype))
         values = part.to(self.dtype)
         if self.dtype is torch.float16:
@@ -81,13 +81,13 @@ class Weight:
 
 @dataclass
 class Export:
-    """What is to be written.
+    """Contents of an export.
 
     Attributes:
-        weights: each memory once.
-        tied: names that are left out, with the name under which their values are written.
-        left_out: names that do not begin with the prefix, and entries that are no tensors.
-        config: of the transformers model that the weights are of, as its ``config.json``.
+        weights: one for each distinct tensor.
+        tied: names that are not written, with the name under which their values are written.
+        left_out: names without the prefix, and entries that are not tensors.
+        config: contents of ``config.json``, if the weights belong to a transformers model.
     """
 
     weights: list[Weight]
@@ -101,17 +101,17 @@ class Export:
 
 
 def export(opened: OpenedCheckpoint, dtype: torch.dtype | None = None, prefix: str | None = None) -> Export:
-    """Say what an export consists of. Reads no values.
+    """Determine what to export, without reading values.
 
     Args:
-        opened: of any form.
-        dtype: of floating-point weights; None as they were saved. Conversions start from the fp32 masters, where the
-            checkpoint has some.
-        prefix: only names that begin with it, and without it. None: that of the one transformers model that the module
-            wrapped, if it did.
+        opened: a checkpoint in any form.
+        dtype: for floating-point weights; None keeps the saved dtype. Conversions start from the fp32 master weights if
+            the checkpoint has them.
+        prefix: export only names with this prefix, and strip it. None: the name of the transformers model within the
+            module, if there is exactly one.
 
     Raises:
-        ValueError: if nothing begins with the prefix, or a tensor is of a dtype that safetensors does not have.
+        ValueError: if no name has the prefix, or safetensors does not support a tensor's dtype.
     """
     ours = opened.checkpoint.get(CHECKPOINT_KEY) or {}
     models = {name.rstrip("."): config for name, config in (ours.get("transformers") or {}).items()}
@@ -155,9 +155,9 @@ def export(opened: OpenedCheckpoint, dtype: torch.dtype | None = None, prefix: s
 
 
 def _weights(checkpoint: Mapping[str, Any], masters: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Weights and masters by name; in a checkpoint of Fabric with its project's own keys, behind these."""
+    """Return weights and masters by name; in a Fabric checkpoint names are prefixed with the project's keys."""
     if "state_dict" in checkpoint:
-        inner = masters.get("model")  # where Fabric has them, with weights under that key
+        inner = masters.get("model")  # Fabric stores masters by key, with the weights under the same key
         return dict(checkpoint["state_dict"]), dict(inner if isinstance(inner, Mapping) else masters)
     found: list[dict[str, Any]] = [{}, {}]
     for target, source in zip(found, (checkpoint, masters)):
@@ -168,7 +168,7 @@ def _weights(checkpoint: Mapping[str, Any], masters: Mapping[str, Any]) -> tuple
 
 
 def _say_dtype(config: dict[str, Any], dtypes: set[torch.dtype]) -> None:
-    """``from_pretrained`` loads weights in the dtype that the configuration says, whatever they are saved in."""
+    """Set the dtype in the configuration, since ``from_pretrained`` loads weights in that dtype, not the saved one."""
     if len(dtypes) == 1:
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
         config[key] = str(dtypes.pop()).removeprefix("torch.")
@@ -176,7 +176,7 @@ def _say_dtype(config: dict[str, Any], dtypes: set[torch.dtype]) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """Where an export goes: ``FOLDER/NAME.safetensors``, or in its stead an index and the files that it names."""
+    """Paths of an export: ``FOLDER/NAME.safetensors``, or an index with several files that the index names."""
 
     out: str
 
@@ -196,12 +196,12 @@ class Place:
         return os.path.join(self.folder, name)
 
     def names(self, count: int) -> list[str]:
-        """Of the files that hold tensors."""
+        """Names of the ``count`` files that contain tensors."""
         stem, suffix = os.path.splitext(self.name)
         return [f"{stem}-{i:05}-of-{count:05}{suffix}" for i in range(1, count + 1)] if count > 1 else [self.name]
 
     def existing(self) -> list[str]:
-        """Names of files that earlier exports have left."""
+        """Names of files that earlier exports have written."""
         fs, folder = url_to_fs(self.folder or ".")
         if not fs.exists(folder):
             return []
@@ -219,20 +219,20 @@ class Place:
 def write_safetensors(
     content: Export, place: Place, *, most_bytes: int, advance: Callable[[int], Any] = lambda _: None
 ) -> list[str]:
-    """Write an export, in the place of what an earlier one has written there.
+    """Write an export, replacing an earlier one at the same place.
 
     Args:
-        content: of ``export``.
-        place: ``config.json`` goes beside.
-        most_bytes: of a file's tensors: what does not fit becomes several files with an index. A tensor that is larger
-            has a file of its own.
-        advance: called with the bytes that were written.
+        content: returned by ``export``.
+        place: paths to write to; ``config.json`` goes to the same folder.
+        most_bytes: size limit of one file's tensors; larger exports become several files with an index. A tensor above
+            the limit has a file of its own.
+        advance: called with the number of bytes written.
 
     Returns:
-        The files that are there now.
+        The files that were written.
 
     Raises:
-        OSError: as the system gives it; then everything is as before.
+        OSError: if writing fails; earlier files are unchanged then.
     """
     shards = list(_shards(content.weights, most_bytes))
     names = place.names(len(shards))
@@ -252,7 +252,7 @@ def write_safetensors(
         for name, text in texts.items():
             with written[name].writing() as stream:
                 stream.write(f"{json.dumps(text, indent=2)}\n".encode())
-        # Whoever loads meanwhile, or after a crash, finds the old weights, the new ones or none: never some of each.
+        # Readers see the old weights, the new ones or none, also after a crash here: never a mixture.
         if len(shards) > 1:
             for name in (place.name, place.index):
                 place.remove(name)
@@ -274,13 +274,13 @@ def write_values(
     advance: Callable[[int], Any],
     convert: Callable[[Tensor, int], Tensor] = lambda part, _: part,
 ) -> None:
-    """Write a tensor's values, in the order of the flattened tensor and a part at a time.
+    """Write a tensor's values in the order of the flattened tensor, one part at a time.
 
     Args:
-        stream: anything with ``write``.
+        stream: any object with ``write``.
         tensor: in memory, mapped or a ``StoredTensor``.
-        advance: called with the bytes that were written.
-        convert: of a 1-D part, and where that begins in the flattened tensor, what is to be written instead.
+        advance: called with the number of bytes written.
+        convert: called with a 1-D part and its offset in the flattened tensor; returns the values to write instead.
     """
     flat = tensor if isinstance(tensor, StoredTensor) else tensor.reshape(-1)
     for start in range(0, tensor.numel(), _PART):
@@ -289,7 +289,7 @@ def write_values(
 
 
 def part_of(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """Elements of the flattened tensor; of a stored one no others are read."""
+    """Return the elements ``[start, stop)`` of the flattened tensor; of a stored tensor only these are read."""
     if isinstance(tensor, StoredTensor):
         return tensor.range(start, stop)
     return tensor.detach().reshape(-1)[start:stop]
@@ -308,14 +308,14 @@ def _shards(weights: list[Weight], most_bytes: int) -> Iterator[list[Weight]]:
 
 
 def _aligned(weights: list[Weight]) -> list[Weight]:
-    """The widest first: then each tensor's values begin at a multiple of its elements' size, as mapping needs it."""
+    """Sort by descending element size, so that each tensor's offset is a multiple of it, as memory mapping requires."""
     return sorted(weights, key=lambda weight: -weight.dtype.itemsize)
 
 
 def _header(weights: list[Weight], tied: Mapping[str, str]) -> bytes:
     assert sys.byteorder == "little"
     here = {weight.name for weight in weights}
-    # as safetensors' own save_model says which names were left out
+    # safetensors' own save_model records tied names in the same way
     entries: dict[str, Any] = {"__metadata__": {**{k: v for k, v in tied.items() if v in here}, "format": "pt"}}
     end = 0
     for weight in weights:

@@ -1,4 +1,4 @@
-"""Where a checkpoint is read from: a file, or a folder of files, local or of fsspec."""
+"""Read access to a checkpoint's files: a single file or a folder, local or through fsspec."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import IO
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)  # Python names it from 3.12 on
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)  # Python has it from 3.12 on
 _PRIVATE = mmap.MAP_PRIVATE | _NO_RESERVE
 
 
 class Files:
-    """A path, and what lies there.
+    """The file or folder at a path.
 
     Args:
-        path: local, or a URL that fsspec knows.
+        path: a local path, or an fsspec URL.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -40,7 +40,7 @@ class Files:
         return self._root
 
     def sizes(self) -> dict[str, int]:
-        """The files of a folder, by name, and their bytes. Of folders in it the name ends with a slash."""
+        """Sizes in bytes of the folder's files by name. Names of subfolders end with a slash."""
         found = {}
         for entry in self._fs.ls(self._root, detail=True):
             name = entry["name"].rstrip("/").rsplit("/", 1)[-1]
@@ -49,11 +49,11 @@ class Files:
         return found
 
     def size(self) -> int:
-        """The bytes of the file that the path itself is."""
+        """Size in bytes of the file at the path."""
         return self._fs.size(self._root)
 
     def open(self, name: str = "") -> IO[bytes]:
-        """A file of the folder; without a name, the file that the path itself is."""
+        """Open a file of the folder or, without a name, the file at the path itself."""
         if self.is_local:
             return open(self._where(name), "rb")
         return self._fs.open(self._where(name), "rb")
@@ -63,13 +63,13 @@ class Files:
             return file.read()
 
     def part(self, name: str, offset: int, length: int) -> memoryview:
-        """Some bytes of a file, named as for ``open``: of a local one mapped memory, of others a copy."""
+        """Return a range of bytes of a file (named as for ``open``): memory-mapped if local, otherwise a copy."""
         if not self.is_local:
             return memoryview(bytearray(self._fs.cat_file(self._where(name), start=offset, end=offset + length)))
         if name not in self._mappings:
             with open(self._where(name), "rb") as file:
-                # Writable, as torch warns of memory that is not, but nobody writes to it: so none need be reserved, and
-                # a file may be larger than memory.
+                # Writable, because torch warns about read-only memory. Nothing writes to it, so no memory needs to be
+                # reserved for it, and a file may be larger than memory.
                 mapped = mmap.mmap(file.fileno(), 0, _PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
             self._mappings[name] = memoryview(mapped)
         return self._mappings[name][offset : offset + length]

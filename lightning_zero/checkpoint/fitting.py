@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits what it is to be loaded into, before anything of that is changed."""
+"""Check that a checkpoint fits the module and optimizers before any of them is changed."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_zero.engine.elementwise import is_torchs_elementwise
-from lightning_zero.engine.promises import taking_values
-from lightning_zero.engine.sources import listed
+from lightning_zero.engine.init.deferred_param import taking_values
+from lightning_zero.engine.init.sources import listed
+from lightning_zero.engine.optim.compatibility import is_torchs_elementwise
 
 
 def check_module(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-    """Refuse a state dict that ``load_state_dict`` would refuse after having loaded what fits.
+    """Refuse a state dict that ``load_state_dict`` would refuse only after loading the tensors that fit.
 
     Raises:
-        RuntimeError: torch's.
+        RuntimeError: as raised by torch.
     """
     own = {name: value.shape for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     if own == {name: value.shape for name, value in state.items() if isinstance(value, Tensor)}:
@@ -29,22 +29,22 @@ def check_module(module: nn.Module, state: Mapping[str, Any], strict: bool) -> N
         except RuntimeError as error:
             if str(error).startswith("Error(s) in loading state_dict"):
                 raise
-        except Exception:  # of a module that does more than torch's do: what it means, loading tells
+        except Exception:  # raised by a custom module: only loading shows what it means
             pass
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse optimizers' states that belong to others.
+    """Refuse optimizer states that belong to other optimizers.
 
     Args:
-        optimizers: before any of them loads its state.
+        optimizers: none of them has loaded its state yet.
         states: in torch's ordinary form.
 
     Raises:
         ValueError: naming the first difference.
     """
     if not states:
-        return  # a checkpoint that somebody has put together: optimizers begin anew, as under DDP
+        return  # a checkpoint assembled by hand: optimizers start afresh, as under DDP
     if len(optimizers) != len(states):
         raise ValueError(
             f"The checkpoint has the state of {len(states)} optimizer(s), and configure_optimizers returns "
@@ -53,7 +53,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[s
         )
     for number, (optimizer, state) in enumerate(zip(optimizers, states)):
         if "param_groups" not in state:
-            continue  # Lightning's stand-in for no optimizer
+            continue  # Lightning's placeholder for "no optimizer"
         which = f"The state of optimizer {number} ({type(optimizer).__name__}) does not fit:"
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         saved = [len(group["params"]) for group in state["param_groups"]]
@@ -64,7 +64,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[s
                 "for the checkpoint."
             )
         if not is_torchs_elementwise(optimizer):
-            continue  # which may keep what has shapes of its own
+            continue  # may have states with shapes of their own
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         numbers = [index for group in state["param_groups"] for index in group["params"]]
         for index, parameter in zip(numbers, parameters):

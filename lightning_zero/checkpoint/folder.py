@@ -1,4 +1,4 @@
-"""A folder of DCP's: what its metadata says, and ranges of its tensors, read of the pieces that have any of them."""
+"""Read a sharded checkpoint in DCP's format: its metadata, and ranges of tensors from the pieces that overlap them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.form import DCP_METADATA, MANIFEST, REST, SAVE_ID, Manifest, UnknownFormatError
 from lightning_zero.checkpoint.records import BrokenArchiveError, BufferFile, Plain, records_of, tensor_in
 from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_dcp_metadata, load_torch, with_way_out
-from lightning_zero.engine.pieces import Box, boxes
-from lightning_zero.engine.sources import listed
-from lightning_zero.engine.stored import StoredTensor
+from lightning_zero.engine.init.sources import listed
+from lightning_zero.engine.plan.chunks import Box, boxes
+from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
 
 
 def check_is_dcp(files: Files, sizes: dict[str, int]) -> None:
@@ -51,7 +51,7 @@ def check_is_dcp(files: Files, sizes: dict[str, int]) -> None:
 
 
 def manifest_of(files: Files, sizes: dict[str, int]) -> Manifest | None:
-    """What we have written beside; None for checkpoints of others."""
+    """Read our manifest; None for checkpoints written by other programs."""
     if MANIFEST not in sizes:
         return None
     try:
@@ -76,7 +76,7 @@ def manifest_of(files: Files, sizes: dict[str, int]) -> Manifest | None:
 
 
 def metadata_of(files: Files) -> tuple[Metadata, int]:
-    """DCP's metadata, and its checksum."""
+    """Read DCP's metadata; returns them and their checksum."""
     data = files.read(DCP_METADATA)
     try:
         metadata = load_dcp_metadata(data)
@@ -102,10 +102,10 @@ def metadata_of(files: Files) -> tuple[Metadata, int]:
 
 
 def check_has_manifest(files: Files, manifest: Manifest | None, metadata: Metadata) -> None:
-    """Without it nothing says whether the files of a folder of ours are of one save.
+    """Check that a folder written by us has its manifest, without which its files may stem from different saves.
 
     Raises:
-        DamagedCheckpointError: if we wrote the folder and it is missing.
+        DamagedCheckpointError: if we wrote the folder and the manifest is missing.
     """
     if manifest is None and getattr(getattr(metadata, "storage_meta", None), "save_id", None) == SAVE_ID:
         raise DamagedCheckpointError(
@@ -116,14 +116,14 @@ def check_has_manifest(files: Files, manifest: Manifest | None, metadata: Metada
 
 @dataclass
 class _Chunk:
-    """A rectangle of a tensor, and where it lies."""
+    """A rectangle of a tensor, and its location in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     start: int
-    """Of its first element in the flattened tensor."""
+    """Index of its first element in the flattened tensor."""
     stop: int
-    """After its last one."""
+    """Index behind its last element in the flattened tensor."""
     extent: Extent
 
     @property
@@ -132,7 +132,7 @@ class _Chunk:
 
 
 class Folder:
-    """The pieces of a sharded checkpoint."""
+    """Reader of a sharded checkpoint's tensors and other values."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class Folder:
         self._identity = identity, zlib.crc32(repr(sorted(checksums.items())).encode())
 
     def rest(self) -> dict[str, Any]:
-        """What is no tensor of a model or optimizer."""
+        """Read everything other than the tensors of models and optimizers."""
         if not self._has_rest:
             return {}
         rest = self._load(REST, self._files.read(REST))
@@ -210,7 +210,7 @@ class Folder:
         return rest
 
     def values(self, metadata: Metadata) -> Iterator[tuple[str, Any]]:
-        """All else, by name. The metadata is not kept: it is as large as a checkpoint of small tensors."""
+        """Iterate over all other values by name. Drops the metadata, as large as a checkpoint of many small tensors."""
         by_pieces: dict[Any, StoredTensor] = {}
         for name, stored in metadata.state_dict_metadata.items():
             if not isinstance(stored, TensorStorageMetadata):
@@ -222,7 +222,7 @@ class Folder:
                 continue
             origin = (os.path.basename(self._files.path), name, self._identity)
             value = StoredTensor(name, stored.size, stored.properties.dtype, read, origin)
-            # names of tied parameters have the same pieces, and are one tensor again
+            # Tied parameters are stored as the same pieces, so equal pieces become one tensor again.
             pieces = tuple((chunk.offsets, chunk.extent.file, chunk.extent.start) for chunk in self._chunks[name])
             yield name, by_pieces.setdefault(pieces, value) if pieces else value
 
@@ -251,7 +251,7 @@ class Folder:
 
     def _tensor(self, chunk: _Chunk, dtype: torch.dtype) -> Tensor:
         data = self._checked(chunk.extent)
-        known = self._known if chunk.extent.crc32 is not None else {}  # else only all of it tells what is damaged
+        known = self._known if chunk.extent.crc32 is not None else {}  # else only parsing shows damage
         try:
             tensor = tensor_in(data, known, (chunk.sizes, dtype))
         except Exception as error:
@@ -267,9 +267,9 @@ class Folder:
         return tensor
 
     def _range(self, name: str, shape: torch.Size, dtype: torch.dtype, start: int, stop: int) -> Tensor:
-        """The elements ``[start, stop)`` of a flattened tensor, of the pieces that have any of them.
+        """Return the elements ``[start, stop)`` of a flattened tensor, read from the pieces that overlap them.
 
-        Those of a single piece are its own, mapped memory.
+        If a single piece contains them all, the result is a view of its mapped memory.
         """
         chunks = [chunk for chunk in self._chunks[name] if chunk.start < stop and start < chunk.stop]
         if len(chunks) == 1 and chunks[0].is_range:
@@ -290,7 +290,7 @@ class Folder:
         return out
 
     def _copy(self, out: Tensor, start: int, box: Box, chunk: _Chunk, shape: torch.Size, dtype: torch.dtype) -> None:
-        """Copy what a rectangle and a chunk have in common."""
+        """Copy the intersection of a rectangle and a chunk."""
         first = [max(a, b) for a, b in zip(box.offsets, chunk.offsets)]
         after = [
             min(a + size, b + other) for a, size, b, other in zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes)
@@ -303,7 +303,7 @@ class Folder:
         out.as_strided(sizes, strides, _flat(first, shape) - start).copy_(source)
 
     def extents(self) -> Iterator[Extent]:
-        """All that has a checksum, and has not been held against it on opening."""
+        """Iterate over all extents that have a checksum and were not verified on opening."""
         for extent in self._extents.values():
             if extent.crc32 is not None:
                 yield extent
@@ -325,7 +325,7 @@ def _ints(values: Any) -> tuple[int, ...] | None:
 
 
 def _flat(index: Any, shape: Any) -> int:
-    """Where an element lies in the flattened tensor."""
+    """Index of an element in the flattened tensor."""
     position = 0
     for number, size in zip(index, shape):
         position = position * size + number
@@ -337,11 +337,11 @@ def _piece_name(name: str, offset: Any) -> str:
 
 
 Path = tuple[str | int, ...]
-"""Where DCP's metadata says that a value lies: keys of dictionaries as strings, and positions in lists."""
+"""Location of a value in DCP's metadata: dictionary keys as strings, and list indices."""
 
 
 def odd_keys(tree: Any, path: Path = ()) -> dict[Path, Any]:
-    """The keys in nested dictionaries and lists that are no strings, by the path that DCP has for them."""
+    """Find keys in nested dictionaries and lists that are not strings, by DCP's path to them."""
     found: dict[Path, Any] = {}
     if isinstance(tree, dict):
         for key, value in tree.items():
@@ -355,10 +355,10 @@ def odd_keys(tree: Any, path: Path = ()) -> dict[Path, Any]:
 
 
 def put(tree: dict[str, Any], path: Path, value: Any, keys: Mapping[Path, Any] = MappingProxyType({})) -> None:
-    """Put a value where DCP's path says, into containers that are made as they are needed.
+    """Insert a value at DCP's path, creating containers as needed.
 
     Args:
-        keys: of those there are already, see ``odd_keys``.
+        keys: the original keys where they are not strings, see ``odd_keys``.
     """
     here: Any = tree
     for length, (key, following) in enumerate(zip(path, path[1:]), 1):

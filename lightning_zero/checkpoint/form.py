@@ -1,4 +1,4 @@
-"""What a sharded checkpoint consists of, and the manifest by which it is known to be whole."""
+"""Names and manifest of our checkpoint formats; the manifest shows whether a sharded checkpoint is complete."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ from dataclasses import dataclass, field
 from typing import Any
 
 FORMAT = 1
-"""Of checkpoints written by this version; a reader knows this one and those before."""
+"""Format version that is written; this version and earlier ones can be read."""
 
 CHECKPOINT_KEY = "lightning_zero"
-"""Where a checkpoint of Lightning's keeps what is ours."""
+"""Key of our own entry in a Lightning checkpoint."""
 
 NAMES = "optimizer_names"
-"""Under our key in a file: by the key that a folder has for an optimizer, the names by which it keeps the state."""
+"""Key within our entry of a full checkpoint: each optimizer's parameter names, by the optimizer's key in a folder."""
 
 CONTAINERS = "containers"
-"""Under our key in a folder: dictionaries and lists of what DCP keeps that its dotted names do not tell: those with
-nothing in them, and keys that are no strings."""
+"""Key within our entry of a sharded checkpoint: the containers that DCP's dotted names cannot express, which are empty
+ones and dictionaries with keys that are not strings."""
 
 DCP_METADATA = ".metadata"
-"""Names, shapes and places of all tensors, as ``torch.distributed.checkpoint`` writes and reads it."""
+"""File with the names, shapes and offsets of all tensors, as ``torch.distributed.checkpoint`` writes and reads it."""
 
 REST = "meta.pt"
-"""What is no tensor of the model or an optimizer, where Lightning's own strategies for sharded models put it."""
+"""File with everything but the tensors of models and optimizers, named as by Lightning's own sharded strategies."""
 
 MANIFEST = "lightning_zero.json"
-"""Written last: sizes and checksums of all else."""
+"""Manifest file, written last: sizes and checksums of all other files."""
 
 SAVE_ID = "lightning_zero"
-"""Of a save, in DCP's metadata: the folder has a manifest. Other programs have random numbers there, or nothing."""
+"""The ``save_id`` in DCP's metadata of a folder with a manifest; other programs write random ids, or none."""
 
 
 def configs_of_models(module: Any) -> dict[str, str]:
-    """By name, the ``config.json`` of each model of transformers that a module wraps, without which no one can make it.
+    """Return the ``config.json`` of each transformers model in a module, by name; required to create the model again.
 
     Args:
-        module: an ``nn.Module``; one that is such a model itself has the empty name.
+        module: an ``nn.Module``; if the module itself is such a model, its name is empty.
     """
     found: dict[str, str] = {}
     for name, inner in module.named_modules():
@@ -48,7 +48,7 @@ def configs_of_models(module: Any) -> dict[str, str]:
 
 
 class UnknownFormatError(ValueError):
-    """A checkpoint of a version that this one does not know."""
+    """The checkpoint has a format version that this package does not know."""
 
 
 @dataclass
@@ -57,8 +57,8 @@ class Manifest:
 
     Attributes:
         written_by: versions, stage and world size.
-        files: by name, ``{"bytes": ..., "crc32": ...}``; ``None`` where the pieces have the checksums.
-        pieces: by name of a data file, ``[offset, length, crc32]`` of each piece in it.
+        files: ``{"bytes": ..., "crc32": ...}`` by file name; the checksum is ``None`` if the pieces have checksums.
+        pieces: ``[offset, length, crc32]`` of each piece, by name of the data file.
     """
 
     written_by: dict[str, Any]
@@ -71,7 +71,7 @@ class Manifest:
 
     @classmethod
     def of_bytes(cls, data: bytes) -> Manifest:
-        """Read one back.
+        """Parse a manifest.
 
         Raises:
             UnknownFormatError: if a newer version wrote it.
@@ -86,10 +86,10 @@ class Manifest:
 
 
 def check_format(number: Any) -> None:
-    """Refuse what a later version wrote.
+    """Refuse a format version that is newer than this package's.
 
     Raises:
-        UnknownFormatError: then.
+        UnknownFormatError: if it is newer.
     """
     if not isinstance(number, int) or not 1 <= number <= FORMAT:
         raise UnknownFormatError(

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, without reading its values."""
+"""List the tensors of a checkpoint without reading their values."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA
 from lightning_zero.checkpoint.reading import OpenedCheckpoint
 from lightning_zero.checkpoint.restricted import load_dcp_metadata
 from lightning_zero.checkpoint.saving import identity
-from lightning_zero.engine.stored import StoredTensor
+from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
 
 
 @dataclass
 class Row:
-    """A tensor of a checkpoint.
+    """One tensor of a checkpoint.
 
     Attributes:
-        name: dotted, where it is in Lightning's dict.
-        bytes: of its values.
-        pieces: in which it is kept, in how many ``files``.
-        tied_to: the name of an earlier one that is the same memory.
+        name: dotted path in Lightning's dictionary.
+        bytes: size of the values.
+        pieces: number of pieces, which are in ``files`` files.
+        tied_to: the name of an earlier tensor with the same memory.
     """
 
     name: str
@@ -34,13 +34,13 @@ class Row:
 
     @property
     def part(self) -> str:
-        """What it belongs to: ``state_dict``, ``optimizer_states.0``, ``lightning_zero.masters``, ``callbacks``, ..."""
+        """Its entry: ``state_dict``, ``optimizer_states.0``, ``lightning_zero.masters``, ``callbacks``, ..."""
         first, _, rest = self.name.partition(".")
         return f"{first}.{rest.partition('.')[0]}" if first in ("optimizer_states", CHECKPOINT_KEY) else first
 
 
 def rows_of(opened: OpenedCheckpoint) -> list[Row]:
-    """A row for each tensor, in the checkpoint's order."""
+    """Return a row for each tensor, in the checkpoint's order."""
     places = _places(opened)
     seen: dict[Any, str] = {}
     rows = []
@@ -62,7 +62,7 @@ def rows_of(opened: OpenedCheckpoint) -> list[Row]:
 
 
 def _places(opened: OpenedCheckpoint) -> dict[str, list[str]]:
-    """By DCP's name of a tensor, the file of each of its pieces."""
+    """Return the file of each piece of a tensor, by the tensor's name in DCP's metadata."""
     places: dict[str, list[str]] = {}
     if opened.form == "sharded":
         metadata = load_dcp_metadata(Files(opened.path).read(DCP_METADATA))

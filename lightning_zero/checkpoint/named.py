@@ -1,4 +1,4 @@
-"""What a pickle names, and whether loading it would run code, without importing or calling any of it."""
+"""List the classes and functions that a pickle names, and whether loading would run code; imports and calls nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-import torch
+from lightning_zero.engine.compat import PyTorchFileReader
 
 _VALUES = {
     "_codecs": {"encode"},
@@ -39,7 +39,7 @@ _VALUES = {
     "uuid": {"UUID"},
     "zoneinfo": {"ZoneInfo", "ZoneInfo._unpickle"},
 }
-"""Of Python's own library, what makes plain values; whatever else a file calls there may do anything."""
+"""Callables of the standard library that create plain values; any other callable may have side effects."""
 
 _RUN_CODE = set(
     """
@@ -48,7 +48,7 @@ _RUN_CODE = set(
     smtplib socket subprocess sys tempfile timeit trace types urllib webbrowser
     """.split()
 )
-"""Packages of which a file has no reason to name anything but plain values."""
+"""Packages from which a checkpoint has no reason to name anything but plain values."""
 
 _NAMES_THAT_RUN_CODE = set(
     """
@@ -56,7 +56,7 @@ _NAMES_THAT_RUN_CODE = set(
     popen rmtree run_module run_path runstring system
     """.split()
 )
-"""Wherever a package has them from."""
+"""Names that run code, whichever package they come from."""
 
 _CALLS_THAT_RUN_CODE = {"call", "compile", "getattr", "load", "loads", "open", "remove", "run", "unlink", "unpickle"}
 
@@ -67,8 +67,8 @@ class Use:
 
     Attributes:
         module, name: where it would be imported from.
-        place: where in the file's dictionaries it lies first, dotted; empty where that cannot be told.
-        is_called: whether loading would call it, as a function is called.
+        place: dotted path of its first occurrence in the file's dictionaries; empty if unknown.
+        is_called: whether loading would call it as a function.
     """
 
     module: str
@@ -90,7 +90,7 @@ class Use:
 
     @property
     def runs_code(self) -> bool:
-        """Whether it has no place in a checkpoint, as far as that is known. Other classes may run code as well."""
+        """Whether it is known to have no place in a checkpoint. Other classes may run code as well."""
         package, last, found = self.module.partition(".")[0], self.name.rpartition(".")[2], self._loaded()
         is_exception = isinstance(found, type) and issubclass(found, BaseException)
         if self.name in _VALUES.get(self.module, ()) or is_exception:
@@ -108,20 +108,20 @@ class Use:
         return package == "torch" and is_function
 
     def _loaded(self) -> Any:
-        """What the name stands for, if its module has been imported; None if not, or if it has no such name."""
+        """Return the named object if its module is already imported and has that name, else None."""
         found: Any = sys.modules.get(self.module)
         for part in self.name.split("."):
             try:
-                found = vars(found).get(part)  # no attribute: a module may import something to give it
+                found = vars(found).get(part)  # not getattr: a module's __getattr__ may import
             except TypeError:
                 return None
             if isinstance(found, ModuleType):
-                return found  # and reach any code through it
+                return found  # any code can be reached through a module
         return found
 
 
 class _Kind(type):
-    """The class of stand-ins; tells whether one is called like a function, or made as an object is."""
+    """Metaclass of stand-ins; records whether a stand-in is called like a function or created like an object."""
 
     use: Use
 
@@ -131,7 +131,7 @@ class _Kind(type):
 
 
 class _Anything(metaclass=_Kind):
-    """In the place of every object while a file is only looked at: takes whatever a pickle does, does nothing."""
+    """Stand-in for every object while a file is inspected: accepts all of pickle's operations and ignores them."""
 
     use = Use("", "")
     items: list[Any]
@@ -145,7 +145,7 @@ class _Anything(metaclass=_Kind):
         pass
 
     def __call__(self, *args: Any) -> _Anything:
-        raise NotImplementedError  # what a call would give is not known, nor what calling that would do
+        raise NotImplementedError  # the result of a call is unknown, and so is the effect of calling it
 
     def __setstate__(self, state: Any) -> None:
         self.items.append(state)
@@ -169,7 +169,7 @@ class _Finder(pickle.Unpickler):
         self._found = found
 
     def find_class(self, module: str, name: str) -> Any:
-        # as Python itself does: the older forms of pickles have the names of Python 2
+        # as Python's own unpickler: older pickle protocols use the names of Python 2
         module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         if (module, name) not in self._found:
             self._found[module, name] = _Kind("_Named", (_Anything,), {"use": Use(module, name)})
@@ -180,10 +180,10 @@ class _Finder(pickle.Unpickler):
 
 
 def uses_in(file: Any) -> tuple[list[Use], bool]:
-    """The classes and functions that a file of ``torch.save``, or of ``pickle``, names, and whether these are all.
+    """Return the classes and functions that a ``torch.save`` or ``pickle`` file names, and whether those are all.
 
     Args:
-        file: a path, or a stream at its beginning.
+        file: a path, or a stream at its start.
     """
     found: dict[tuple[str, str], _Kind] = {}
     values: list[Any] = []
@@ -191,7 +191,8 @@ def uses_in(file: Any) -> tuple[list[Use], bool]:
     try:
         for pickled in _pickles(file):
             try:
-                # a file of torch before 1.6 has a number, another, what wrote it and then the checkpoint
+                # Files of torch before 1.6 contain a magic number, a version and system information before the
+                # checkpoint.
                 while len(values) < 4:
                     values.append(_Finder(pickled, found).load())
             except EOFError:
@@ -212,7 +213,7 @@ def _pickles(file: Any) -> list[Any]:
     finally:
         if stream is not file:
             stream.close()
-    reader = torch._C.PyTorchFileReader(file if stream is file else os.fspath(file))
+    reader = PyTorchFileReader(file if stream is file else os.fspath(file))
     return [io.BytesIO(reader.get_record("data.pkl"))]
 
 

@@ -1,4 +1,4 @@
-"""What ``ckpt_path="last"`` stands for, and what may stand in for it."""
+"""Resolve ``ckpt_path="last"``, and find older checkpoints to fall back to."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lightning.pytorch import Trainer
 
 
 def is_last(trainer: Trainer, path: Any) -> bool:
-    """Whether Lightning itself has chosen a path, for ``ckpt_path="last"``, and the user has not given it.
+    """Whether Lightning itself resolved the path from ``ckpt_path="last"``, as opposed to a path given by the user.
 
-    The strategy is told of the path alone; what the user wrote is an argument of what has called it.
+    The strategy receives only the path; the user's argument is a local variable of a calling frame.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -28,14 +28,14 @@ def is_last(trainer: Trainer, path: Any) -> bool:
 
 
 def others_by_age(trainer: Trainer, path: Any) -> list[str]:
-    """All other checkpoints in the folders of the Trainer's callbacks, the newest first."""
+    """Return all other checkpoints in the folders of the Trainer's callbacks, newest first."""
     found: dict[str, Any] = {}
     for folder in {os.path.dirname(str(each)) for each in (path, *_last_ones(trainer))}:
         fs, place = url_to_fs(folder)
         for entry in fs.ls(place, detail=False) if fs.exists(place) else []:
             hidden = os.path.basename(entry).startswith(".")
             if not hidden and entry.endswith(".ckpt") and _plain(entry) != _plain(path):
-                with suppress(OSError):  # a link to what is gone
+                with suppress(OSError):  # a dangling link
                     found[fs.unstrip_protocol(entry) if "://" in folder else entry] = fs.modified(entry)
     return sorted(found, key=lambda entry: found[entry], reverse=True)
 

@@ -1,4 +1,4 @@
-"""Opening a checkpoint, whatever wrote it: its contents by name, with values that stay where they are until needed."""
+"""Open checkpoints of any origin: contents by name, with tensors that are only read when they are needed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from typing import IO, Any, Literal
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
 
 from lightning_zero.checkpoint.checksums import ADVICE, DamagedCheckpointError, Extent, NoCheckpointError, verify
 from lightning_zero.checkpoint.commit import stand_in
@@ -30,21 +28,23 @@ from lightning_zero.checkpoint.folder import (
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, CONTAINERS, DCP_METADATA, UnknownFormatError, check_format
 from lightning_zero.checkpoint.records import BrokenArchiveError, Record, ends_as_archive, read_checked, records_of
 from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_torch, with_way_out
-from lightning_zero.engine.stored import StoredTensor
+from lightning_zero.engine.compat import FakeTensorMode, tree_map_only
+from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
 
 
 @dataclass
 class OpenedCheckpoint:
-    """What a checkpoint holds.
+    """An opened checkpoint.
 
     Attributes:
-        path: as it was given.
-        form: one file, or a folder of DCP.
-        written_by: versions, stage and world size, as far as it says.
+        path: as given.
+        form: "full" for one file, "sharded" for a DCP folder.
+        written_by: versions, stage and world size, as far as the checkpoint records them.
         checkpoint: Lightning's dictionary: ``state_dict``, ``optimizer_states`` with parameters by number, and all
-            else. Tensors are mapped from a local file; those of a sharded checkpoint are ``StoredTensor``.
-        as_saved: the dictionary as whoever saved it had it, and with optimizers' states by name where DCP has them so.
-        names_of_optimizers: the parameters' names of each optimizer in the order of their numbers; None if unknown.
+        other
+            entries. Tensors are mapped from a local file; those of a sharded checkpoint are ``StoredTensor``.
+        as_saved: the dictionary as it was passed to the saving function; optimizer states by name if DCP has them so.
+        names_of_optimizers: each optimizer's parameter names in the order of their numbers; None if unknown.
     """
 
     path: str
@@ -59,34 +59,34 @@ class OpenedCheckpoint:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor of ``checkpoint`` by dotted name, as ``optimizer_states.0.state.3.exp_avg``."""
+        """All tensors of ``checkpoint`` by dotted name, for example ``optimizer_states.0.state.3.exp_avg``."""
         return _tensors_in(self.checkpoint)
 
     @property
     def bytes_to_verify(self) -> int:
-        """As many as ``verify`` reads."""
+        """Number of bytes that ``verify`` reads."""
         return sum(extent.length for extent in self._extents())
 
     def verify(self, progress: Callable[[int], None] | None = None, share: tuple[int, int] = (0, 1)) -> None:
-        """Hold everything, or a share of it, against its checksums. Memory for a few MiB is enough.
+        """Verify everything, or a share of it, against its checksums. Needs only a few MiB of memory.
 
         Args:
-            progress: is told of each number of bytes that was read.
-            share: ``(number, of)``: of several processes that divide the work, which this one is.
+            progress: called with the number of bytes of each read.
+            share: ``(number, of)``: which share this is when several processes divide the work.
 
         Raises:
-            DamagedCheckpointError: naming all that is damaged.
+            DamagedCheckpointError: naming everything that is damaged.
         """
         verify(self._files, self._extents(), progress, share)
 
     def trust(self) -> None:
-        """Read pieces without holding each against its checksum once more: all shares have been verified."""
+        """Skip the verification of each piece on reading, because ``verify`` has run for all shares."""
         self._trust()
 
 
 @contextmanager
 def _keeping_all() -> Iterator[None]:
-    """Collect no garbage while thousands of objects are made that stay: it would look at all of them time and again."""
+    """Disable the garbage collector while thousands of long-lived objects are created: it would rescan all of them."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -98,19 +98,20 @@ def _keeping_all() -> Iterator[None]:
 
 @_keeping_all()
 def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool | None = None) -> OpenedCheckpoint:
-    """Read what a checkpoint consists of, and of no large tensor the values.
+    """Open a checkpoint without reading the values of large tensors.
 
     Args:
-        path: of a file of Lightning's, or of a folder of ``torch.distributed.checkpoint``: ours, FSDP2's or another's.
-            Local, or a URL that fsspec knows.
-        weights_only: ``False`` unpickles whatever the project's hooks have put in, which runs code; for checkpoints of
-            those one trusts. Otherwise classes have to be allowed by ``torch.serialization.add_safe_globals``.
+        path: a Lightning file, or a folder of ``torch.distributed.checkpoint``: written by us, FSDP2 or another
+        program.
+            Local, or an fsspec URL.
+        weights_only: ``False`` unpickles any objects that the project's hooks have added, which can run code: only for
+            trusted checkpoints. Otherwise classes must be allowed by ``torch.serialization.add_safe_globals``.
 
     Raises:
-        FileNotFoundError: if there is nothing at the path, or a folder with nothing in it.
-        NoCheckpointError: if it is none.
-        ValueError: if it is of a later version, or names classes that are not allowed.
-        DamagedCheckpointError: if it is not as it was written, as far as that shows without reading all of it.
+        FileNotFoundError: if there is nothing at the path, or an empty folder.
+        NoCheckpointError: if the path contains no checkpoint.
+        ValueError: if a later version wrote it, or it names classes that are not allowed.
+        DamagedCheckpointError: if damage shows without reading all of it.
     """
     files = Files(path)
     if not files.exists and (aside := stand_in(files.path)) is not None:
@@ -130,12 +131,12 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
     size = files.size()
     with files.open() as file:
         head = file.read(4)
-        if head[:1] == b"\x80":  # of torch before 1.6: a pickle, with nothing to tell whether it is whole
+        if head[:1] == b"\x80":  # torch before 1.6: a bare pickle, without sizes or checksums
             records, loadable = [], False
         elif head == b"PK\x03\x04" or ends_as_archive(file):
             records, loadable = _records_of_file(files, file, size), files.is_local
         elif not any(head) or b"PK\x03\x04".startswith(head):
-            # zeros are what a machine makes of a file that had not been synced when it lost its power
+            # A file that was not synced before a power failure may consist of zeros.
             raise DamagedCheckpointError(
                 f"{files.path} ({size} bytes) is damaged: it {_beginning(head)}, as after a crash while it was "
                 f"written. {ADVICE}"
@@ -154,7 +155,7 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
         except ForbiddenClassError as error:
             raise ValueError(f"{files.path}: {with_way_out(error)}.") from error
         except Exception as error:
-            if "PytorchStreamReader" in str(error):  # a record that the pickle names is not among those there are
+            if "PytorchStreamReader" in str(error):  # the pickle names a record that the archive lacks
                 raise DamagedCheckpointError(
                     f"{files.path} ({size} bytes) is damaged: {str(error).splitlines()[0]}. {ADVICE}"
                 ) from error
@@ -217,7 +218,7 @@ def _load_mapped(files: Files, weights_only: bool | None) -> Any:
     except RuntimeError as error:
         if "unable to mmap" not in str(error):
             raise
-    # Torch maps memory that could be written to, of which the system gives no more than it has.
+    # torch's mapping is writable, for which the system reserves memory, so it failed for a file larger than memory.
     with FakeTensorMode():
         checkpoint = load_torch(files.local_path, weights_only=weights_only)
 
@@ -238,7 +239,7 @@ def _load_mapped(files: Files, weights_only: bool | None) -> Any:
 
 
 def _names_by_offset(files: Files) -> dict[int, list[str]]:
-    """Which tensors each record of a file holds, by where it begins. Reads the file's pickle once more."""
+    """Return the tensors in each record of a file, by the record's offset. Reads the file's pickle once more."""
     names: dict[int, list[str]] = {}
     with files.open() as file:
         try:
@@ -281,7 +282,7 @@ def _open_folder(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
 
 
 def _number_parameters(files: Files, tree: dict[str, Any]) -> tuple[dict[str, Any], list[list[str]] | None]:
-    """Optimizers' states by number, where Lightning has them, in the place of those by name, as DCP has them."""
+    """Convert optimizer states by parameter name, as in DCP, to states by number under Lightning's key."""
     rest = dict(tree)
     states: list[dict[str, Any]] = []
     names: list[list[str]] = []
@@ -298,10 +299,10 @@ def _number_parameters(files: Files, tree: dict[str, Any]) -> tuple[dict[str, An
 
 
 def by_number(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state dict in torch's ordinary form, of one by name, as DCP has it; the opposite of ``by_name``.
+    """Convert an optimizer state dict by parameter name, as in DCP, to torch's ordinary form. Inverse of ``by_name``.
 
     Raises:
-        KeyError: for a state of what is in no param group.
+        KeyError: if a state belongs to a parameter that is in no param group.
     """
     groups: list[dict[str, Any]] = []
     number_of: dict[Any, int] = {}
@@ -317,19 +318,19 @@ def by_number(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_lightnings(tree: dict[str, Any]) -> dict[str, Any]:
-    """A dictionary with the weights where Lightning has them."""
+    """Return a dictionary with the weights under Lightning's key."""
     if "state_dict" in tree:
         return tree
-    if isinstance(tree.get("model"), dict):  # FSDP's, and Fabric's by convention
+    if isinstance(tree.get("model"), dict):  # the key of FSDP and, by convention, of Fabric projects
         return {"state_dict": tree["model"], **{key: value for key, value in tree.items() if key != "model"}}
     return {"state_dict": tree} if any(isinstance(value, Tensor) for value in tree.values()) else tree
 
 
 def _tensors_in(tree: Any, name: str = "") -> dict[str, Tensor]:
-    """All tensors in nested dictionaries and lists, by dotted name."""
+    """Return all tensors in nested dictionaries and lists by dotted name."""
     if isinstance(tree, Tensor):
         return {name: tree}
-    if isinstance(tree, dict):  # no other mapping: a configuration would resolve what it refers to
+    if isinstance(tree, dict):  # other mappings are skipped: a configuration would resolve interpolations
         items: Iterable[tuple[Any, Any]] = tree.items()
     elif isinstance(tree, (list, tuple)):
         items = enumerate(tree)

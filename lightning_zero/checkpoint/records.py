@@ -1,4 +1,4 @@
-"""The records of a file of ``torch.save``, or of a piece of one: where they lie, their checksums, and a tensor."""
+"""Parse archives of ``torch.save``: the offsets and checksums of records, and the tensor in a small archive."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.restricted import load_torch
+from lightning_zero.engine.compat import dtype_by_storage_name
 
 _LOCAL_HEADER = 30
 _ENTRY = struct.Struct("<4s6H3I5H2I")
 _END, _END_64, _LOCATOR_64 = struct.Struct("<4s4H2IH"), struct.Struct("<4sQ2H2I4Q"), struct.Struct("<4sIQI")
 _FOLDER = 0x10
-"""An attribute: torch takes such a record to have no contents."""
+"""Attribute bit of directories; torch treats such a record as empty."""
 
 _SEE_EXTRA = 0xFFFFFFFF
 
 
 class BrokenArchiveError(ValueError):
-    """The bytes are no archive of ``torch.save``, or no whole one."""
+    """The bytes are not a complete archive of ``torch.save``."""
 
 
 class Record(NamedTuple):
-    """One record of an archive, stored as it is.
+    """An uncompressed record of an archive.
 
     Attributes:
-        start, length: in bytes, of the archive.
-        crc32: of these; None in an archive written without checksums (``torch.serialization.set_crc32_options``).
-        entry: where the archive's directory tells of it.
+        start, length: bytes in the archive.
+        crc32: of these bytes; None in an archive without checksums (``torch.serialization.set_crc32_options``).
+        entry: offset of the record's entry in the archive's central directory.
     """
 
     name: str
@@ -45,12 +46,12 @@ class Record(NamedTuple):
 
 
 def records_of(archive: IO[bytes]) -> list[Record]:
-    """The records of a zip archive as torch.save writes it: nothing compressed, no comment at the end.
+    """List the records of a zip archive written by torch.save: uncompressed, without a comment at the end.
 
     Not by ``zipfile``, which takes three times as long: a checkpoint has an archive for each piece of a tensor.
 
     Raises:
-        BrokenArchiveError: if it is none, or not whole.
+        BrokenArchiveError: if the bytes are not a complete archive.
     """
     try:
         return _records(archive)
@@ -59,7 +60,7 @@ def records_of(archive: IO[bytes]) -> list[Record]:
 
 
 def ends_as_archive(file: IO[bytes]) -> bool:
-    """Whether it is one, as far as its last bytes tell."""
+    """Whether the file ends like a zip archive."""
     file.seek(0, io.SEEK_END)
     file.seek(-min(file.tell(), _END.size), io.SEEK_END)
     return file.read(4) == b"PK\x05\x06"
@@ -122,7 +123,7 @@ def _records(archive: IO[bytes]) -> list[Record]:
 
 
 def _large(extra: bytes, *values: int) -> tuple[int, ...]:
-    """Those of the values that have 64 bits are in the entry's extra field, one after another."""
+    """Read those of the values that are stored with 64 bits, consecutively, in the entry's extra field."""
     position = 0
     while position + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, position)
@@ -134,10 +135,10 @@ def _large(extra: bytes, *values: int) -> tuple[int, ...]:
 
 
 def read_checked(archive: IO[bytes], record: Record) -> bytes:
-    """A record's bytes.
+    """Read a record and verify its checksum.
 
     Raises:
-        BrokenArchiveError: if they are not those that were written.
+        BrokenArchiveError: if the checksum differs.
     """
     archive.seek(record.start)
     data = archive.read(record.length)
@@ -147,7 +148,7 @@ def read_checked(archive: IO[bytes], record: Record) -> bytes:
 
 
 class BufferFile(io.RawIOBase):
-    """A buffer as a stream of bytes, of which nothing is copied but what is read."""
+    """Read-only binary stream over a buffer; only the bytes that are read are copied."""
 
     def __init__(self, buffer: memoryview) -> None:
         self._buffer, self._position = buffer, 0
@@ -193,7 +194,7 @@ def _describe(storage: _Storage, offset: int, shape: Any, strides: Any, *_: Any)
 
 
 class _NotPlain(Exception):
-    """What lies there is not one plain tensor."""
+    """The archive does not contain exactly one plain tensor."""
 
 
 class _TensorUnpickler(pickle.Unpickler):
@@ -201,7 +202,7 @@ class _TensorUnpickler(pickle.Unpickler):
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
             return _describe
         if (module, name) == ("collections", "OrderedDict"):
-            return dict  # of hooks, always empty
+            return dict  # backward hooks, always empty
         if module == "torch" and name in _DTYPES:
             return _DTYPES[name]
         raise _NotPlain
@@ -209,18 +210,18 @@ class _TensorUnpickler(pickle.Unpickler):
     def persistent_load(self, reference: Any) -> _Storage:
         _, dtype, key, _, _ = reference
         if not isinstance(dtype, torch.dtype):
-            raise _NotPlain  # an UntypedStorage: of a dtype without a storage class
+            raise _NotPlain  # an UntypedStorage, used for dtypes without a storage class
         return _Storage(key, dtype)
 
 
-_DTYPES = {name: dtype for dtype, name in torch.storage._dtype_to_storage_type_map().items()}
+_DTYPES = dtype_by_storage_name()
 
 
 class Plain(NamedTuple):
-    """An archive of one plain tensor; another of its length that begins with the same bytes differs in values alone.
+    """Layout of an archive with one plain tensor; an archive of equal length and ``head`` differs in its values alone.
 
     Attributes:
-        head: all that stands before the values.
+        head: all bytes before the values.
         numel: of the storage.
     """
 
@@ -233,13 +234,13 @@ class Plain(NamedTuple):
 
 
 def tensor_in(buffer: memoryview, known: dict[Any, Plain], kind: Any) -> Tensor:
-    """The one tensor in a piece of ``torch.save``, over the buffer's own memory where it is plain.
+    """Load the only tensor of a ``torch.save`` archive; a plain one becomes a view of the buffer.
 
-    Not to be written to. Its address is whatever the buffer's is: not aligned, as a rule.
+    The tensor must not be modified. Its address depends on the buffer's and is usually not aligned.
 
     Args:
-        known: what an archive of each kind is like, and what this one is, from now on.
-        kind: of a tensor: those with the same shape and dtype are likely to have the same archive.
+        known: cache of layouts; the archive's layout is added.
+        kind: cache key: tensors with the same shape and dtype are likely to have archives of the same layout.
     """
     plain = known.get((kind, len(buffer)))
     if plain is None or bytes(buffer[: len(plain.head)]) != plain.head:

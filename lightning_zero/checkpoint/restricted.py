@@ -1,4 +1,4 @@
-"""Reading pickles without running what they name: DCP's metadata, and files of ``torch.save``."""
+"""Restricted unpickling of DCP's metadata and of ``torch.save`` files: runs none of the code that they name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _METADATA_CLASSES = {
         "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    # where torch 2.1 and before had them
+    # their module in torch 2.1 and before
     "torch.distributed._shard.sharded_tensor.metadata": {"MEM_FORMAT_ENCODING", "TensorProperties"},
     "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict"},
@@ -39,11 +39,11 @@ _PATHS = {"Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "Pure
 
 
 class ForbiddenClassError(ValueError):
-    """A pickle names a class or function that is not among those allowed."""
+    """A pickle names a class or function that is not allowed."""
 
 
 class CodeToRunError(ForbiddenClassError):
-    """What it names has no place in a checkpoint: nothing is to be advised by which it would be loaded."""
+    """A pickle names code that has no place in a checkpoint; its message must not suggest a way to load the file."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -53,26 +53,26 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
             return getattr(torch, name)
         if (module, name) == ("builtins", "getattr"):
-            return _member  # of Python 3.11.0 to 3.11.3, which pickle members of enumerations so
+            return _member  # Python 3.11.0 to 3.11.3 pickles enum members by getattr
         if module.split(".")[0] == "pathlib" and name in _PATHS:
-            # only ever shown, and a WindowsPath cannot be made elsewhere
+            # for display only: a WindowsPath cannot be created on other systems
             return pathlib.PureWindowsPath if "Windows" in name else pathlib.PurePosixPath
         raise ForbiddenClassError(f"{module}.{name}")
 
 
 def _member(kind: Any, name: Any) -> Any:
-    """A member of an enumeration, in the place of any attribute of anything."""
+    """Safe replacement of ``getattr`` that returns members of enumerations only."""
     if not isinstance(kind, EnumMeta) or name not in kind.__members__:
         raise ForbiddenClassError("builtins.getattr")
     return kind[name]
 
 
 def load_dcp_metadata(data: bytes) -> Any:
-    """The ``Metadata`` in a ``.metadata`` file of ``torch.distributed.checkpoint``.
+    """Load the ``Metadata`` from a ``.metadata`` file of ``torch.distributed.checkpoint``.
 
     Raises:
-        ForbiddenClassError: if it names anything else; that has not been imported or called.
-        Exception: of many classes, if it is damaged.
+        ForbiddenClassError: if the file names any other class, which is then neither imported nor called.
+        Exception: of various classes, if the file is damaged.
     """
     return _MetadataUnpickler(io.BytesIO(data)).load()
 
@@ -80,17 +80,17 @@ def load_dcp_metadata(data: bytes) -> Any:
 def load_torch(
     file: Any, *, weights_only: bool | None = None, mmap: bool = False, may_have_configuration: bool = True
 ) -> Any:
-    """``torch.load`` on the CPU. OmegaConf's containers are allowed beside what torch allows.
+    """``torch.load`` on the CPU that also allows OmegaConf's containers.
 
     Args:
         file: a path, or a stream.
-        weights_only: ``False`` unpickles whatever is in it: for files of those one trusts.
-        mmap: as of ``torch.load``; takes a path.
-        may_have_configuration: False leaves OmegaConf out, whose import takes 4 MB.
+        weights_only: ``False`` unpickles any object: only for trusted files.
+        mmap: as in ``torch.load``; requires a path.
+        may_have_configuration: False excludes OmegaConf, whose import takes 4 MB.
 
     Raises:
-        ForbiddenClassError: naming what is not allowed, and where it lies; a ``CodeToRunError`` if that would run code.
-        Exception: of many classes, if the file is damaged.
+        ForbiddenClassError: naming what is not allowed, and where; a ``CodeToRunError`` if loading it would run code.
+        Exception: of various classes, if the file is damaged.
     """
     if weights_only is False:
         return torch.load(file, map_location="cpu", mmap=mmap, weights_only=False)
@@ -100,13 +100,13 @@ def load_torch(
         except (pickle.UnpicklingError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and "weights_only" not in str(error):
                 raise
-            # torch's own words advise what would run the file
+            # torch's own message advises an option that would run the file's code
             refused: Exception = _refusal(_rewound(file)) or type(error)(_without_advice(str(error)))
         raise refused
 
 
 def with_way_out(error: ForbiddenClassError) -> str:
-    """What is said where ``weights_only`` may be given."""
+    """Return the error's message with the advice to pass ``weights_only=False``, for callers that accept it."""
     if isinstance(error, CodeToRunError):
         return str(error)
     return f"{error}, or give weights_only=False if you trust whoever wrote all of it"
@@ -119,7 +119,7 @@ def _rewound(file: Any) -> Any:
 
 
 def _refusal(file: Any) -> ForbiddenClassError | None:
-    """What is said of a file that names what is not allowed; None if it names nothing of that kind."""
+    """Return the error for a file that names classes that are not allowed; None if it names no such class."""
     uses, is_complete = uses_in(file)
     unsafe = _not_allowed(uses)
     running = [use for use in unsafe if use.runs_code]
@@ -147,7 +147,7 @@ def _refusal(file: Any) -> ForbiddenClassError | None:
 
 
 def _not_allowed(uses: list[Use]) -> list[Use]:
-    """Those that torch does not allow, by name. It tells that of a file, so one is made of the names."""
+    """Filter the names that torch refuses. torch only answers for a file, so a file with the names is created."""
     named = b"".join(f"c{use.module}\n{use.name}\n".encode() for use in uses if "\n" not in use.kind)
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as made:
@@ -159,7 +159,7 @@ def _not_allowed(uses: list[Use]) -> list[Use]:
 
 
 def _without_advice(text: str) -> str:
-    """What torch says of a file, without what it advises: how to load it all the same."""
+    """Remove torch's advice on how to load the file all the same from its message."""
     if "TorchScript" in text:
         return "it is a TorchScript archive"
     sentences = re.split(r"(?<=[.:])\s+", text)
@@ -169,7 +169,7 @@ def _without_advice(text: str) -> str:
 
 @contextmanager
 def _omegaconf_allowed() -> Iterator[None]:
-    """What OmegaConf's containers consist of, allowed within it. They resolve nothing while they are loaded."""
+    """Context that allows the classes in OmegaConf's containers, which resolve no interpolation on loading."""
     from omegaconf import base, nodes
     from omegaconf.dictconfig import DictConfig
     from omegaconf.listconfig import ListConfig
@@ -179,7 +179,7 @@ def _omegaconf_allowed() -> Iterator[None]:
     ]
     kinds += [DictConfig, ListConfig, base.ContainerMetadata, base.Metadata, collections.defaultdict]
     kinds += [bool, bytes, dict, float, int, list, str, tuple]
-    kinds += [(pathlib.PosixPath, f"{module}.PosixPath") for module in ("pathlib", "pathlib._local")]  # of Python 3.13
+    kinds += [(pathlib.PosixPath, f"{module}.PosixPath") for module in ("pathlib", "pathlib._local")]  # Python 3.13
     kinds += [
         (getattr(typing, name), f"typing.{name}") for name in ("Any", "Dict", "List", "Optional", "Tuple", "Union")
     ]

@@ -1,19 +1,17 @@
-"""What a strategy saves by: in the form that was asked for, now or in the background."""
+"""Saves a strategy's checkpoints, full or sharded, at once or in the background."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Event
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.checkpoint.background import Background, StoreExchange, own_connection, put_together
@@ -26,25 +24,27 @@ from lightning_zero.checkpoint.saving import (
     content_of,
     device_of,
     entry_of,
-    identity,
     is_view_of_parameter,
     not_saved,
     refusal_of,
     save_in_parts,
     save_whole,
 )
-from lightning_zero.engine.settling import Work
-from lightning_zero.engine.sharded_tensor import ShardedTensor
-from lightning_zero.engine.stored import StoredTensor
-from lightning_zero.engine.watch import failure
-from lightning_zero.labels import new_label
+from lightning_zero.engine.comm.background_work import BackgroundWork
+from lightning_zero.engine.comm.failures import failure
+from lightning_zero.engine.comm.process_group import is_initialized
+from lightning_zero.engine.compat import tree_leaves
+from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
+from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
+from lightning_zero.engine.tensor.sharded_tree import is_in_parts, walk
+from lightning_zero.io.labels import new_label
 
 
 class Saver:
-    """Saves one checkpoint after another. Call ``finish`` before each, on all ranks, to learn what became of the last.
+    """Saves one checkpoint after another. Call ``finish`` on all ranks before each, to learn the last one's result.
 
     Args:
-        in_background: copy what is to be saved, and let the caller go on while it is written.
+        in_background: copy the values, and return before they are written.
     """
 
     def __init__(self, in_background: bool) -> None:
@@ -54,7 +54,7 @@ class Saver:
         self._made = WeakIdKeyDictionary()
 
     def __reduce__(self) -> Any:
-        # users copy trainers and strategies: what is under way belongs to one
+        # Users copy trainers and strategies; background work belongs to the original alone.
         return Saver, (self._in_background,)
 
     def save_in_parts(
@@ -66,23 +66,22 @@ class Saver:
         rank: int,
         gather: Gather,
     ) -> None:
-        """Write a folder, of which each rank writes a file. Collective.
+        """Write a sharded checkpoint: a folder in which each rank writes one file. Collective.
 
         Args:
             tree, rest: see ``content_of``.
-            path: rank 0's counts.
+            path: rank 0's is used.
             written_by: for the manifest.
-            rank: this one.
-            gather: collects a value of every rank.
+            rank: of this process.
+            gather: all-gathers a value.
 
         Raises:
-            CheckpointNotSavedError: on every rank, if it was not written; in the background ``finish`` raises it.
+            CheckpointNotSavedError: on every rank, if writing failed; in the background ``finish`` raises it.
         """
-        # Before anything that ranks do together: who is not connected yet when the host of the store is lost would try
-        # for as long as the group's timeout.
-        store = own_connection() if self._in_background and dist.is_initialized() else None
+        # Connect before any collective: if the store's host is lost, connecting takes as long as the group's timeout.
+        store = own_connection() if self._in_background and is_initialized() else None
         label = new_label()
-        # likewise: what is refused is refused on every rank before any has written something
+        # Checked here as well: a refused path is refused on every rank before any rank has written.
         everyone = gather((label, str(path), refusal_of(path, label) if rank == 0 else None))
         label, path, refusal = everyone[0]
         if refusal is not None:
@@ -93,8 +92,8 @@ class Saver:
             return
         self._background.finish()
         copied = self._copying([entry for entry in content.entries if not _stays_on_disk(entry)])
-        # what stays there is read as it is written, and nobody writes to it until then
-        reading = Work(tells=False, settles=any(map(_stays_on_disk, content.entries)))
+        # Values on a disk are read while they are written to the checkpoint; nothing may change them until then.
+        reading = BackgroundWork(is_awaited=any(map(_stays_on_disk, content.entries)))
         telling: AbstractContextManager[Gather] = nullcontext(lambda value: [value])
         if store is not None and len(everyone) > 1:
             telling = StoreExchange(store, label, self._abandoned)
@@ -105,7 +104,7 @@ class Saver:
                 entries = [entry if _stays_on_disk(entry) else next(memory) for entry in content.entries]
 
                 def tell(value: Any) -> list[Any]:
-                    reading.end()  # this rank has written its part
+                    reading.end()  # this rank's file is written
                     return exchange(value)
 
                 save_in_parts(replace(content, entries=entries), destination, written_by, rank, tell)
@@ -113,16 +112,16 @@ class Saver:
         self._background.submit(save)
 
     def _copying(self, entries: list[Entry]) -> Callable[[], list[Entry]]:
-        """Copy what may be written to at any time, and return what copies the rest, which training waits for to do so.
+        """Copy unguarded values, which may change at any time; returns a function that copies the guarded ones.
 
-        It must be called, in another thread.
+        The returned function must be called, in another thread: training waits for it before it changes guarded values.
         """
         guarded = [entry for entry in entries if entry.is_guarded]
         self._memory_later.reserve(guarded)
         now = self._memory.copied([entry for entry in entries if not entry.is_guarded])
         device = device_of(guarded)
         ready = torch.accelerator.current_stream(device).record_event() if device is not None else None
-        work = Work(tells=False)
+        work = BackgroundWork()
 
         def copied() -> list[Entry]:
             with work:
@@ -131,16 +130,16 @@ class Saver:
 
         return copied
 
-    def made(self, values: Iterable[Any]) -> None:
-        """Note of tensors that nobody will change them: they need not be copied to be saved."""
+    def made(self, value: Tensor) -> None:
+        """Note of a tensor that nobody will change it: it need not be copied to be saved."""
         if self._in_background:
-            self._made.update((value, None) for value in values if isinstance(value, Tensor))
+            self._made[value] = None
 
     def save_whole(self, checkpoint: Mapping[str, Any], path: Any) -> None:
-        """Write one file, by one rank.
+        """Write a full checkpoint, by one rank.
 
         Raises:
-            CheckpointNotSavedError: if it was not written; in the background ``finish`` raises it.
+            CheckpointNotSavedError: if writing failed; in the background ``finish`` raises it.
         """
         destination = Destination(path, new_label())
         if not self._in_background:
@@ -152,44 +151,49 @@ class Saver:
     def _copied(self, checkpoint: Any) -> Any:
         memo: dict[int, Any] = {}
         for leaf in tree_leaves(checkpoint):
-            if isinstance(leaf, Tensor):  # one that autograd has made has no deep copy
+            if isinstance(leaf, Tensor):  # deepcopy refuses non-leaf tensors of autograd
                 memo[id(leaf)] = leaf if leaf in self._made else copy.deepcopy(leaf.detach(), memo)
         return copy.deepcopy(checkpoint, memo)
 
     def save_whole_later(self, checkpoint: Mapping[str, Any], path: Any, rank: int, group: Any) -> None:
-        """Copy this rank's parts, and let rank 0 put all parts together and write one file in the background.
+        """Copy this rank's shards; in the background, rank 0 gathers all shards and writes a full checkpoint.
 
         Args:
-            checkpoint: with sharded tensors, the same on every rank; of all else rank 0's counts.
-            group: for the threads of all ranks alone; None where there is one rank.
+            checkpoint: with the same sharded tensors on every rank; of everything else rank 0's is written.
+            group: a process group for these background threads only; None with one rank.
         """
         self._background.finish()
-        leaves, spec = tree_flatten(dict(checkpoint))
-        leaves = [leaf.whole() if is_view_of_parameter(leaf) else leaf for leaf in leaves]
-        sharded = {identity(leaf): leaf for leaf in leaves if isinstance(leaf, ShardedTensor)}
-        keys = [identity(leaf) if isinstance(leaf, ShardedTensor) else None for leaf in leaves]
-        entries = [entry_of(tensor, rank) for tensor in sharded.values()]
-        ranges = [tensor.slot.ranges() for tensor in sharded.values()]
-        kept = self._copied([leaf if key is None and rank == 0 else None for key, leaf in zip(keys, leaves)])
+        sharded: list[ShardedTensor] = []
+
+        def later(tensor: Any) -> Any:
+            if is_view_of_parameter(tensor):
+                return tensor.whole()
+            sharded.append(tensor)
+            return _Later(len(sharded) - 1)
+
+        hollow = walk(dict(checkpoint), later, is_in_parts)
+        entries = [entry_of(tensor, rank) for tensor in sharded]
+        ranges = [tensor.slot.ranges() for tensor in sharded]
+        kept = self._copied(hollow) if rank == 0 else None
         destination = Destination(path, new_label())
         copied = self._copying(entries)
 
         def save() -> None:
             try:
-                whole = dict(zip(sharded, put_together(copied(), ranges, rank, group)))
+                whole = put_together(copied(), ranges, rank, group)
             except RuntimeError as error:
                 raise CheckpointNotSavedError(
                     f"The checkpoint {path} was not saved: its parts did not come together: {failure() or error}. What "
                     "was there before is as it was."
                 ) from error
             if rank == 0:
-                found = [leaf if key is None else whole[key] for key, leaf in zip(keys, kept)]
-                save_whole(tree_unflatten(found, spec), destination)
+                found = walk(kept, lambda leaf: whole[leaf.number], _is_later)
+                save_whole(found, destination)
 
         self._background.submit(save)
 
     def then(self, act: Callable[[], None]) -> None:
-        """Do something when what was saved before is written; not at all if that fails."""
+        """Call ``act`` after earlier checkpoints have been written; not at all if writing them fails."""
         if self._background.is_empty:
             act()
         else:
@@ -197,22 +201,23 @@ class Saver:
 
     @property
     def is_done(self) -> bool:
-        """Whether all that was saved is written, or has failed."""
+        """Whether all saves have finished, successfully or not."""
         return self._background.is_done
 
     def finish(self) -> None:
-        """Wait until all that was saved is written.
+        """Wait until all checkpoints have been written.
 
         Raises:
-            CheckpointNotSavedError: if something was not.
+            CheckpointNotSavedError: if one could not be written.
         """
         self._background.finish()
 
     def close(self, *, abandon: bool = False) -> None:
-        """As ``finish``, at the end of a run.
+        """Call ``finish`` at the end of a run.
 
         Args:
-            abandon: other ranks are gone: what waits for them for more than some seconds is given up, and removed.
+            abandon: other ranks are gone: a save that waits for them for more than a few seconds is given up and
+            removed.
         """
         if abandon:
             self._abandoned.set()
@@ -222,6 +227,17 @@ class Saver:
             self._abandoned.clear()
 
 
+@dataclass(frozen=True)
+class _Later:
+    """In the place of a tensor whose parts are put together in the background: its number among these."""
+
+    number: int
+
+
+def _is_later(leaf: Any) -> bool:
+    return isinstance(leaf, _Later)
+
+
 def _stays_on_disk(entry: Entry) -> bool:
-    """Whether it is states of an optimizer on a disk, of which there are too many for the memory."""
+    """Whether it is optimizer state on a disk, which is too large to be copied to memory."""
     return entry.is_guarded and isinstance(entry.values, StoredTensor)

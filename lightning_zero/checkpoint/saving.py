@@ -1,8 +1,7 @@
-"""Writing a checkpoint: in parts, by all ranks in parallel, or whole, by one."""
+"""Write a checkpoint: sharded, by all ranks in parallel, or full, by one rank."""
 
 from __future__ import annotations
 
-import copy
 import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -25,38 +22,42 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from lightning_zero.checkpoint import archive
 from lightning_zero.checkpoint.commit import Destination, Stream
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, CONTAINERS, DCP_METADATA, MANIFEST, REST, SAVE_ID, Manifest
-from lightning_zero.engine.pieces import Box, boxes
-from lightning_zero.engine.sharded_tensor import Handle, ShardedTensor
-from lightning_zero.engine.sources import listed
-from lightning_zero.engine.stored import StoredTensor
-from lightning_zero.engine.streams import own_stream
+from lightning_zero.engine.comm.streams import own_stream
+from lightning_zero.engine.compat import dcp_internals, foreach_copy, tree_leaves
+from lightning_zero.engine.init.sources import listed
+from lightning_zero.engine.plan.chunks import Box, boxes
+from lightning_zero.engine.tensor import sharded_tree
+from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
+from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
+from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
 Gather = Callable[[Any], list[Any]]
-"""Every rank's value, in the order of ranks; each rank calls it."""
+"""All-gather of a picklable value: returns the values in the order of ranks. Collective."""
 
+
+_flatten, _StorageInfo, _DCP_VERSION = dcp_internals()
 _PIECE_BYTES = 2**26
-"""Bytes of the largest piece, as far as rows allow: as much as a piece costs in memory when it is read back."""
+"""Maximum size of a piece, if its rows permit: reading back a piece takes as much memory."""
 
 
 class CheckpointNotSavedError(OSError):
-    """A checkpoint could not be written; what was there before is as it was."""
+    """A checkpoint could not be written; an earlier checkpoint at its path is unchanged."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor, as far as one rank writes it.
+    """The part of a tensor that one rank writes.
 
     Attributes:
-        names: of the parameter, and of those that are tied to it, which share its pieces.
-        shape, dtype: of the whole.
+        names: of the parameter and of those tied to it, which share its pieces.
+        shape, dtype: of the full tensor.
         values: this rank's range, 1-D, in any dtype; a ``StoredTensor`` is read piece by piece.
         start, stop: the range in the flattened tensor.
-        is_guarded: whether nobody writes to the values while they are read in the background, see ``engine.settling``.
+        is_guarded: whether writes to the values wait for reads in the background, see ``background_work``.
     """
 
     names: tuple[str, ...]
@@ -73,13 +74,13 @@ class Entry:
 
     @cached_property
     def boxes(self) -> list[Box]:
-        """The rectangles that tile the range; of a tensor without elements one that has none either."""
+        """The rectangles that tile the range; for an empty tensor a single empty one."""
         if not self.shape.numel():
             return [Box((0,) * len(self.shape), tuple(self.shape), 0)]
         return boxes(self.shape, self.start, self.stop, max(_PIECE_BYTES // self.dtype.itemsize, 1))
 
     def piece(self, box: Box) -> Tensor:
-        """One rectangle, on the CPU, in memory of its own size."""
+        """Return one rectangle on the CPU, with a storage of its size."""
         start, stop = box.start - self.start, box.stop - self.start
         if isinstance(self.values, StoredTensor):
             part = self.values.range(start, stop)
@@ -90,13 +91,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Content:
-    """What one rank writes of a checkpoint in parts.
+    """The part of a sharded checkpoint that one rank writes.
 
     Attributes:
-        entries: its parts of tensors.
-        objects: other leaves of what DCP keeps, serialised; rank 0 alone has some, as of the next two.
-        rest: all else, serialised.
-        paths: by DCP's dotted name, where a leaf is in the tree.
+        entries: this rank's parts of tensors.
+        objects: other leaves of DCP's tree, serialised; like ``rest`` and ``paths``, only on rank 0.
+        rest: all other entries, serialised.
+        paths: a leaf's path in the tree, by DCP's dotted name.
     """
 
     entries: list[Entry]
@@ -106,17 +107,17 @@ class Content:
 
 
 def content_of(tree: Mapping[str, Any], rest: Mapping[str, Any], rank: int = 0) -> Content:
-    """Split a checkpoint into what each rank writes. Every rank has the same sharded tensors in it.
+    """Split a checkpoint into what each rank writes. Every rank must pass the same sharded tensors.
 
     Args:
-        tree: nested dicts and lists of tensors and other values, all of which DCP is to know.
-        rest: Lightning's other entries; a tensor in parts among them is kept as those of the tree are.
+        tree: nested dicts and lists of tensors and other values, to be stored in DCP's format.
+        rest: Lightning's other entries; sharded tensors among them are stored in DCP's format, too.
     """
     hollow, handles = _split(rest)
     tree, containers = _told(tree)
     if containers:
         hollow[CHECKPOINT_KEY] = {**hollow.get(CHECKPOINT_KEY, {}), CONTAINERS: containers}
-    leaves, paths = flatten_state_dict({**tree, **handles})
+    leaves, paths = _flatten({**tree, **handles})
     shared: dict[Any, list[str]] = {}
     tensors: dict[Any, Tensor] = {}
     objects: dict[str, bytes] = {}
@@ -139,16 +140,16 @@ def content_of(tree: Mapping[str, Any], rest: Mapping[str, Any], rank: int = 0) 
 
 
 def is_view_of_parameter(value: Any) -> bool:
-    """Whether it is one, that user code has put into a checkpoint: it has no parts of its own."""
-    return isinstance(value, Handle) and not isinstance(value, (ShardedTensor, StoredTensor))
+    """Whether it is a view of a sharded parameter, put into a checkpoint by user code; a view has no shards."""
+    return isinstance(value, WrapperTensor) and not isinstance(value, (ShardedTensor, StoredTensor))
 
 
 def by_name(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """An optimizer's state dict with names of parameters in the place of numbers, as DCP's users keep it.
+    """Replace parameter numbers in an optimizer's state dict by names, as in DCP checkpoints.
 
     Args:
         state: in torch's ordinary form.
-        names: of the parameters, in the order of the groups; one that is missing keeps its number.
+        names: of the parameters, in the order of the groups; a parameter without a name keeps its number.
     """
 
     def name_of(number: int) -> str:
@@ -162,20 +163,20 @@ def by_name(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def names_in(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
-    """The names of an optimizer's parameters in the order of its groups, as ``by_name`` takes them.
+    """Return the names of an optimizer's parameters in the order of its groups, as ``by_name`` expects them.
 
     Args:
-        names: by ``id`` of the parameter; what is not there is called by its number.
+        names: by ``id`` of the parameter; a parameter without a name gets its number.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [names.get(id(parameter), str(number)) for number, parameter in enumerate(parameters)]
 
 
 def _split(rest: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is no tensor in parts, and the tensors in parts, each in nested dicts and lists."""
+    """Split into everything else and sharded tensors, each in nested dicts and lists."""
 
     def walk(value: Any) -> tuple[Any, Any]:
-        if isinstance(value, Handle):
+        if isinstance(value, WrapperTensor):
             return None, value
         if isinstance(value, (dict, list, tuple)):
             items = list(value.items() if isinstance(value, dict) else enumerate(value))
@@ -191,9 +192,9 @@ def _split(rest: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _told(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A tree as DCP can flatten it, and the containers in it that DCP would not make again, with None for leaves.
+    """Return a tree that DCP can flatten, and the containers that DCP could not restore, with None for leaves.
 
-    Those lie where modules keep more than tensors (``get_extra_state``), and in optimizers' groups.
+    Such containers occur in extra state of modules (``get_extra_state``) and in optimizers' groups.
     """
 
     def walk(value: Any) -> tuple[Any, Any, bool]:
@@ -205,7 +206,8 @@ def _told(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         if isinstance(value, dict):
             is_odd = is_odd or not all(isinstance(key, str) for key in value)
             return dict(zip(value, items)), dict(zip(value, hollow)), is_odd
-        in_parts = any(isinstance(leaf, Handle) for leaf in tree_leaves(items))  # DCP keeps a tuple as one object
+        # DCP stores a tuple as one object.
+        in_parts = any(isinstance(leaf, WrapperTensor) for leaf in tree_leaves(items))
         return items if in_parts else value, hollow, is_odd
 
     walked = {key: {name: walk(value) for name, value in of_one.items()} for key, of_one in tree.items()}
@@ -214,44 +216,22 @@ def _told(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return plain, {key: found for key, found in containers.items() if found}
 
 
-def without_parts(value: Any, *, keep: bool = True) -> Any:
-    """The same, with whole tensors on the CPU where hooks have put values of sharded parameters. Collective.
-
-    Args:
-        keep: False for ranks that take part but do not write: None in their place.
-    """
-    if isinstance(value, Handle) and not isinstance(value, StoredTensor):
-        whole = value.detach().whole()  # type: ignore[attr-defined]
-        return whole.to("cpu", copy=True) if keep else None
-    if not isinstance(value, (dict, list, tuple)):
-        return value
-    items = list(value.values() if isinstance(value, dict) else value)
-    parts = [without_parts(item, keep=keep) for item in items]
-    if all(part is item for part, item in zip(parts, items)):
-        return value
-    if isinstance(value, dict):
-        changed = copy.copy(value)  # of its class, and with what is noted at a state dict
-        changed.update(zip(value, parts))
-        return changed
-    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-
-
 def identity(tensor: Tensor) -> Any:
-    """Equal for tied tensors, which are the same memory, and for no others."""
+    """Key that is equal for tied tensors (the same memory) and different for all others."""
     if isinstance(tensor, ShardedTensor):
-        return (id(tensor.slot), tensor.dtype) if tensor.is_parameter else id(tensor)  # alike on all ranks
+        return sharded_tree.identity(tensor)
     if isinstance(tensor, StoredTensor) or not tensor.numel():
         return id(tensor)
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def entry_of(tensor: Tensor, rank: int, names: tuple[str, ...] = ()) -> Entry:
-    """What one rank has to write of a tensor."""
+    """Return what one rank writes of a tensor."""
     if isinstance(tensor, ShardedTensor) and tensor.numel():
         start, stop = tensor.slot.offset, tensor.slot.offset + tensor.slot.local_numel
         is_guarded = not (tensor.is_parameter and tensor.slot.is_written_by_modules)
         return Entry(names, tensor.shape, tensor.dtype, tensor.at_rest().detach(), start, stop, is_guarded)
-    # Other tensors are the same on every rank, or meant for rank 0 to write.
+    # Other tensors are the same on every rank, or only rank 0's is written.
     values = tensor if tensor.numel() else torch.empty(0, dtype=tensor.dtype, device="cpu")
     return Entry(names, tensor.shape, tensor.dtype, values, 0, tensor.numel() if rank == 0 else 0)
 
@@ -263,31 +243,31 @@ def _serialised(value: Any) -> bytes:
 
 
 def _alone(part: Tensor) -> Tensor:
-    """A tensor over the same memory whose storage is no larger than itself: torch.save writes whole storages."""
+    """View whose storage is no larger than the tensor, since torch.save writes whole storages."""
     if part.untyped_storage().nbytes() == part.nbytes or not part.numel():
         return part
     return torch.frombuffer(part.view(torch.uint8).numpy(), dtype=torch.uint8).view(part.dtype)
 
 
 class HostMemory:
-    """Memory on the CPU into which checkpoint after checkpoint is copied; pinned where there is a GPU."""
+    """Reusable CPU memory that checkpoints are copied to; pinned if there is a GPU."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def reserve(self, entries: list[Entry]) -> None:
-        """Make sure that there is room."""
+        """Allocate enough memory."""
         needed = sum(_aligned(entry.nbytes) for entry in entries)
         if len(self._memory) < needed:
-            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # so that the two are not there at once
+            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # frees the old memory first
             is_pinned = device_of(entries) is not None
             self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=is_pinned, device="cpu")
 
     def copied(self, entries: list[Entry], after: torch.Event | None = None) -> list[Entry]:
-        """The same entries, which training does not change.
+        """Copy the entries' values, so that training may change the originals.
 
         Args:
-            after: of their device, where it has the values; None for all that it was told to do so far.
+            after: event of the entries' device after which values are final; None for all work queued so far.
         """
         self.reserve(entries)
         copied, targets, sources, position = [], [], [], 0
@@ -296,25 +276,25 @@ class HostMemory:
             position += _aligned(entry.nbytes)
             copied.append(replace(entry, values=target))
             if isinstance(entry.values, StoredTensor):
-                target.copy_(entry.values.shown(0, target.numel()))  # one after another: all of them may be too large
+                target.copy_(entry.values.shown(0, target.numel()))  # one by one: together they may exceed memory
                 continue
             targets.append(target)
             sources.append(entry.values.detach().reshape(-1)[: target.numel()])
         device = device_of(entries)
         if device is None:
             if targets:
-                torch._foreach_copy_(targets, sources)
+                foreach_copy(targets, sources)
         else:
             stream = own_stream(device)
             stream.wait_event(after or torch.accelerator.current_stream(device).record_event())
             with stream:
-                torch._foreach_copy_(targets, sources, non_blocking=True)
+                foreach_copy(targets, sources, non_blocking=True)
             stream.synchronize()
         return copied
 
 
 def device_of(entries: list[Entry]) -> torch.device | None:
-    """The device that the values are on, None for the CPU's memory."""
+    """The values' device; None for the CPU."""
     return next((entry.values.device for entry in entries if entry.values.device.type != "cpu"), None)
 
 
@@ -343,15 +323,15 @@ def save_in_parts(
     rank: int = 0,
     gather: Gather = lambda value: [value],
 ) -> None:
-    """Write a checkpoint as a folder, of which each rank writes a file. Collective.
+    """Write a sharded checkpoint: a folder in which each rank writes one file. Collective.
 
     Args:
-        content: this rank's.
+        content: this rank's part.
         destination: the same on every rank.
         written_by: for the manifest.
 
     Raises:
-        CheckpointNotSavedError: on every rank, if one could not write. Nothing of it is left then.
+        CheckpointNotSavedError: on every rank, if one could not write. All files are removed then.
     """
     try:
         try:
@@ -380,7 +360,7 @@ def save_in_parts(
 
 
 def not_saved(path: str, rank: int, reason: str) -> CheckpointNotSavedError:
-    """The error, for every rank, of one that could not write."""
+    """Create the error that every rank raises if one could not write."""
     return CheckpointNotSavedError(
         f"The checkpoint {path} was not saved: rank {rank} could not write it: {reason}. Nothing of it is left, and "
         "what was there before is as it was."
@@ -388,7 +368,7 @@ def not_saved(path: str, rank: int, reason: str) -> CheckpointNotSavedError:
 
 
 def refusal_of(path: str, label: str) -> str | None:
-    """Why a checkpoint must not be written at a path; None if it may. See ``Destination``."""
+    """Return why a checkpoint must not be written to a path, or None if it may. See ``Destination``."""
     try:
         Destination(path, label).check_replaceable()
     except Exception as error:
@@ -397,10 +377,10 @@ def refusal_of(path: str, label: str) -> str | None:
 
 
 def save_whole(checkpoint: Mapping[str, Any], destination: Destination) -> None:
-    """Write a checkpoint as one ordinary file of ``torch.save``, by one rank.
+    """Write a full checkpoint: one ordinary file of ``torch.save``, by one rank.
 
     Raises:
-        CheckpointNotSavedError: if that fails. Nothing of it is left then.
+        CheckpointNotSavedError: if writing fails. The partial file is removed then.
     """
     try:
         destination.check_replaceable()
@@ -411,7 +391,7 @@ def save_whole(checkpoint: Mapping[str, Any], destination: Destination) -> None:
     except BaseException as error:
         destination.discard()
         if not isinstance(error, (OSError, RuntimeError)):
-            raise  # what cannot be pickled is the project's own
+            raise  # pickling errors belong to the project
         raise CheckpointNotSavedError(
             f"The checkpoint {destination.path} was not saved: {_reason(error)}. Nothing of it is left, and what was "
             "there before is as it was."
@@ -419,7 +399,7 @@ def save_whole(checkpoint: Mapping[str, Any], destination: Destination) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    # where writing fails, torch.save ends with an error of its own about positions in the file
+    # If a write fails, torch.save raises an error about file positions; the cause is the real one.
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__context__
@@ -432,7 +412,7 @@ def _write(content: Content, destination: Destination, rank: int) -> _Written:
         destination.clear_leftovers()
     name = f"__{rank}_0.distcp"
     tensors, objects = [], {}
-    # Small ones side by side: whoever opens a checkpoint reads some of them, and of a disk many of what lies around.
+    # Small tensors are adjacent: opening a checkpoint reads some of them, and a disk reads neighbouring blocks as well.
     entries = sorted(content.entries, key=lambda entry: entry.nbytes > archive.LARGEST)
     with destination.writing(name) as stream:
         for entry in entries:
@@ -456,14 +436,14 @@ def _save_piece(entry: Entry, box: Box, stream: Stream) -> None:
 
 
 def _piece(stream: Stream, write: Callable[[], Any]) -> list[int]:
-    """Offset, length and checksum of what is written to the stream now."""
+    """Call ``write``, and return offset, length and checksum of the bytes written to the stream."""
     offset = stream.begin()
     write()
     return [offset, stream.position - offset, stream.crc32]
 
 
 def _complete(content: Content, destination: Destination, written_by: dict[str, Any], everyone: list[_Written]) -> None:
-    """On rank 0: what makes a checkpoint of the files of all ranks."""
+    """On rank 0, write metadata and manifest, which turn the files of all ranks into a checkpoint."""
     elsewhere = [rank for rank, written in enumerate(everyone) if destination.size_of(written.file) != written.nbytes]
     if elsewhere:
         raise OSError(
@@ -487,7 +467,7 @@ def _complete(content: Content, destination: Destination, written_by: dict[str, 
 
 def _metadata(content: Content, everyone: list[_Written]) -> Metadata:
     tensors: dict[str, TensorStorageMetadata] = {}
-    storage: dict[MetadataIndex, _StorageInfo] = {}
+    storage: dict[MetadataIndex, Any] = {}
     for written in everyone:
         for names, shape, dtype, placed in written.tensors:
             for name in names:
@@ -507,7 +487,7 @@ def _metadata(content: Content, everyone: list[_Written]) -> Metadata:
             "rank == 0:' around it"
         )
     found: dict[str, Any] = {name: objects[name] if name in objects else tensors[name] for name in content.paths}
-    return Metadata(found, content.paths, storage, StorageMeta(save_id=SAVE_ID), CURRENT_DCP_VERSION)
+    return Metadata(found, content.paths, storage, StorageMeta(save_id=SAVE_ID), _DCP_VERSION)
 
 
 def _is_whole(tensor: TensorStorageMetadata | None) -> bool:

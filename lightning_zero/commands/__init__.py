@@ -1,4 +1,4 @@
-"""The subcommands of `lightning-zero`, one a file, each with a `main(arguments) -> exit code`."""
+"""Subcommands of `lightning-zero`, one per file, each with a `main(arguments) -> exit code`."""
 
 COMMANDS = {
     "train": "lightning_zero.commands.train",

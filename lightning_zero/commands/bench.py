@@ -1,4 +1,4 @@
-"""`lightning-zero bench`: runs a benchmark of the repository that this package was installed from."""
+"""`lightning-zero bench`: run a benchmark from the repository that this package was installed from."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def main(arguments: list[str]) -> int:
     if importlib.util.find_spec("psutil") is None:
         return _complain("it describes the machine by psutil: pip install 'lightning_zero[bench]'")
     try:
-        # a process of its own, which imports no torch and takes no core from what it measures
+        # Runs in a new process: this one imports no torch, and takes no core from the benchmark.
         return subprocess.call([sys.executable, str(script), *options])
     except KeyboardInterrupt:
-        return 130  # as shells have it; the script had the signal, too
+        return 130  # a shell's exit code after Ctrl-C; the script received the signal, too
 
 
 def _complain(text: str) -> int:

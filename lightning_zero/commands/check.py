@@ -1,6 +1,5 @@
-"""Finds wrong values before any process is started, and says each in one line that names its key."""
+"""Find invalid configuration values before any process is started; each error is one line that names the key."""
 
-import difflib
 import importlib.util
 import inspect
 import logging
@@ -18,9 +17,11 @@ from hydra.errors import (
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_zero.engine.config import suggestion
+
 
 class ConfigError(Exception):
-    """A mistake in the config; its text is one line which names the key."""
+    """A mistake in the config; the message is one line that names the key."""
 
 
 def _whole(value: Any, least: int) -> bool:
@@ -72,10 +73,10 @@ RULES: dict[str, Rule] = {
 
 
 def check(config: DictConfig) -> DictConfig:
-    """Returns ``config`` with its interpolations resolved.
+    """Check ``config`` and return it with interpolations resolved.
 
     Raises:
-        ConfigError: A package is missing, a key is misspelt, or a value is wrong.
+        ConfigError: A package is missing, a key is misspelt, or a value is invalid.
     """
     for package in ("rich", "matplotlib", *(["sklearn"] if "zoo.digits" in str(config.data) else [])):
         if importlib.util.find_spec(package) is None:
@@ -96,14 +97,14 @@ def check(config: DictConfig) -> DictConfig:
     if resolved.stage.get("offload") is not None and "stage" not in resolved.stage:
         raise ConfigError("offload: DDP keeps all on the device: offload=none, or stage=1, 2 or 3")
     if not resolved.trainer.get("enable_progress_bar", True):
-        resolved.callbacks.pop("progress", None)  # Lightning refuses one that it is told not to have
+        resolved.callbacks.pop("progress", None)  # Lightning rejects one together with enable_progress_bar=false
     _check_targets(resolved, "")
     _check_made(resolved)
     return resolved
 
 
 def _check_targets(node: Any, key: str) -> None:
-    """Every ``_target_`` exists and takes the arguments that the config gives it."""
+    """Check that every ``_target_`` exists and accepts the arguments in the config."""
     from hydra.utils import get_object
 
     if not isinstance(node, DictConfig):
@@ -124,13 +125,13 @@ def _check_targets(node: Any, key: str) -> None:
 
 
 def _check_made(config: DictConfig) -> None:
-    """The data can be read, and everything can be made (the model without memory for its weights)."""
+    """Check that the data can be read and all objects can be created; the model is created on the meta device."""
     import torch
     from hydra.utils import instantiate
 
     lightning = logging.getLogger("lightning.pytorch")
     level = lightning.level
-    lightning.setLevel(logging.ERROR)  # what it says of the Trainer is said again by the one which trains
+    lightning.setLevel(logging.ERROR)  # the training process repeats its messages about the Trainer
     group = "data"
     try:
         instantiate(config.data).setup()
@@ -147,14 +148,14 @@ def _check_made(config: DictConfig) -> None:
         instantiate(config.trainer, callbacks=callbacks, logger=False)
     except (InstantiationException, ValueError, OSError) as error:
         text = in_one_line(error)
-        # errors of the models, the data and offload begin with the argument's name: heads=3 must ...
+        # Errors of the models, the data and offload begin with the argument's name: heads=3 must ...
         raise ConfigError(f"{group}.{text}" if re.match(r"\w+=|offload: ", text) else f"{group}: {text}") from error
     finally:
         lightning.setLevel(level)
 
 
 def in_one_line(error: BaseException) -> str:
-    """The error's text without Hydra's explanations, naming the key."""
+    """Return the first line of the error, without Hydra's explanations, with the key's name."""
     cause = error.__cause__
     if isinstance(error, InstantiationException) and cause is not None:
         return in_one_line(cause)
@@ -174,9 +175,7 @@ def in_one_line(error: BaseException) -> str:
 
 def _unknown(key: str, known: Any) -> str:
     group, dot, name = key.rpartition(".")
-    near = difflib.get_close_matches(name, [str(k) for k in known], n=1)
-    hint = f"did you mean {group}{dot}{near[0]}?" if near else f"there are {', '.join(str(k) for k in known)}"
-    return f"{key}: no such key; {hint}"
+    return f"{key}: no such key; {suggestion(name, [str(k) for k in known], lambda near: f'{group}{dot}{near}')}"
 
 
 def _first_line(error: BaseException) -> str:

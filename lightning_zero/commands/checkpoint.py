@@ -1,4 +1,4 @@
-"""`lightning-zero checkpoint`: looks at checkpoints, checks them, and turns them into other forms."""
+"""`lightning-zero checkpoint`: inspect, verify, convert, export and import checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsspec.core import url_to_fs
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.commands.showing import in_bytes, progress, show
-from lightning_zero.labels import new_label
+from lightning_zero.io.labels import new_label
 
 EPILOG = "PATH is a checkpoint of any form, by whomever: a Lightning file, or a folder of torch.distributed.checkpoint."
 
@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
         return 1
     except KeyboardInterrupt:
         print(f"lightning-zero checkpoint {options.command}: interrupted", file=sys.stderr)
-        return 130  # as shells have it
+        return 130  # a shell's exit code after Ctrl-C
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -120,7 +120,7 @@ def _export(options: Any) -> None:
     import torch
 
     from lightning_zero.checkpoint.exporting import Place, export, write_safetensors
-    from lightning_zero.engine.sources import listed
+    from lightning_zero.engine.init.sources import listed
 
     place = Place(options.out)
     if not place.name.endswith(".safetensors"):
@@ -217,7 +217,7 @@ def _import(options: Any) -> None:
     if which and options.source != "fsdp":
         raise ValueError(f"--model {options.model} is for fsdp: a checkpoint of DeepSpeed has one model. Leave it out.")
     _refuse_existing([options.out], options)
-    source = importlib.import_module(f"lightning_zero.checkpoint.{options.source}")
+    source = importlib.import_module(f"lightning_zero.convert.{options.source}")
     _write(with_prefix(getattr(source, f"open_{options.source}")(options.path, **which), options.prefix), options)
 
 
@@ -225,7 +225,7 @@ def _write(opened: Any, options: Any) -> None:
     from lightning_zero.checkpoint.converting import bytes_of, write_full, write_sharded
 
     total = bytes_of(opened.checkpoint)
-    is_assembled = options.to == "full" and opened.form == "sharded"  # and then written once more
+    is_assembled = options.to == "full" and opened.form == "sharded"  # then the values are written twice
     with progress("converting", 2 * total if is_assembled else total) as advance:
         (write_full if options.to == "full" else write_sharded)(opened, options.out, advance)
     print(f"{options.out}: {options.to}, {in_bytes(total)}")

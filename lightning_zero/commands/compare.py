@@ -1,4 +1,4 @@
-"""The end of a sweep: one table and one plot which compare its jobs, and the same as comparison.json."""
+"""Summary of a sweep: a table, a plot and comparison.json that compare its jobs."""
 
 import json
 from pathlib import Path
@@ -11,10 +11,10 @@ from lightning_zero.monitoring.report import held_at_peak, make_console, plot_lo
 
 
 class CompareJobs(Callback):
-    """Remembers where a sweep puts its jobs.
+    """Hydra callback that records the folder of a sweep.
 
-    Hydra calls ``on_multirun_end`` only if no job failed; a comparison is wanted also of the jobs that did not. So the
-    command itself compares, when the sweep is over.
+    Hydra calls ``on_multirun_end`` only if no job failed, but the remaining jobs are to be compared also after a
+    failure. So the command itself calls ``compare`` when the sweep is over.
     """
 
     folder: ClassVar[Path | None] = None
@@ -24,7 +24,7 @@ class CompareJobs(Callback):
 
 
 def compare(folder: Path) -> None:
-    """Prints the table and writes ``comparison.png`` and ``comparison.json``, for the jobs in a sweep's ``folder``."""
+    """Print the table and write ``comparison.png`` and ``comparison.json`` for the jobs in a sweep's ``folder``."""
     from rich.table import Table
 
     jobs = _jobs(folder)
@@ -46,7 +46,7 @@ def compare(folder: Path) -> None:
 
 
 def _columns(results: dict[str, Any]) -> dict[str, str]:
-    """A job's figures by the headings of their columns."""
+    """Return a job's results by column heading."""
     loss, rate, psi = results["training_loss"], results["per_second"], results["communicated_psi"]
     states, buffers = held_at_peak(results)
     return {
@@ -62,7 +62,7 @@ def _columns(results: dict[str, Any]) -> dict[str, str]:
 
 
 def _jobs(folder: Path) -> dict[str, dict[str, Any] | None]:
-    """The results of each job, or None if it failed, by the overrides in which the jobs differ."""
+    """Return each job's results, or None if it failed, by the overrides in which the jobs differ."""
     overrides = {}
     for file in sorted(folder.glob("*/.hydra/overrides.yaml"), key=lambda file: (len(file.parts[-3]), file)):
         overrides[file.parent.parent] = [str(override) for override in OmegaConf.load(file)]

@@ -1,7 +1,7 @@
-"""Starts the ranks of one job on this machine, and is what each of them runs.
+"""Launch the ranks of one job on this machine; each rank runs ``lightning_zero.commands.rank``.
 
-Every job gets processes of its own, also within a sweep, and passes them its config in a file. Lightning's own launcher
-would run the command line again instead, which for a sweep is the whole sweep, and would leave MASTER_PORT, WORLD_SIZE
+Every job has its own processes, also within a sweep, and passes its config to them in a file. Lightning's own launcher
+would instead run the command line again, which for a sweep is the whole sweep, and would leave MASTER_PORT, WORLD_SIZE
 and a process group behind in the process that starts the next job.
 """
 
@@ -19,36 +19,36 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_zero.commands.check import ConfigError
 
-GRACE = 5.0  # seconds which ranks have to end by themselves before they are killed
+GRACE = 5.0  # seconds for ranks to end by themselves before they are killed
 
 
 class RankFailed(Exception):
-    """A rank ended with an exit code other than 0; it has said why itself."""
+    """A rank ended with an exit code other than 0, after printing the reason."""
 
 
 def ranks_exist() -> bool:
-    """Whether torchrun, SLURM or the like has started this process as one of several ranks."""
+    """Whether this process was started as one of several ranks, by torchrun, SLURM or another launcher."""
     from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 
     return "LOCAL_RANK" in os.environ or TorchElasticEnvironment.detect() or SLURMEnvironment.detect()
 
 
 def this_rank() -> int:
-    """The rank that torchrun, SLURM or the like gave this process; 0 if none did."""
+    """The rank that torchrun, SLURM or another launcher gave this process; 0 without a launcher."""
     from lightning.pytorch.utilities import rank_zero_only
 
     return int(getattr(rank_zero_only, "rank", 0))
 
 
 def launch(config: DictConfig) -> None:
-    """Runs one job on ``trainer.devices`` processes of this machine and returns when all have ended.
+    """Run one job on ``trainer.devices`` processes of this machine, and return when all have ended.
 
-    When one fails, or on Ctrl-C or SIGTERM, the others are ended within seconds.
+    When one fails, or on Ctrl-C or SIGTERM, the others are terminated within seconds.
 
     Raises:
         RankFailed: A rank ended with an exit code other than 0.
     """
-    from torch.distributed import TCPStore
+    from lightning_zero.engine.comm.process_group import TCPStore
 
     if config.trainer.num_nodes != 1:
         raise ConfigError(f"trainer.num_nodes={config.trainer.num_nodes}: start one process a rank by torchrun or srun")
@@ -57,15 +57,15 @@ def launch(config: DictConfig) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, file)
 
-    # As torchrun does, this process keeps the ranks' store: its port is open before anybody is told of it, so no other
-    # program can take it in between.
+    # As with torchrun, this process hosts the store: its port is open before the ranks learn its number, so no other
+    # program can take the port in between.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {name: value for name, value in os.environ.items() if name != "HYDRA_FULL_ERROR"}
     environment.update(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(store.port),
         TORCHELASTIC_USE_AGENT_STORE="True",
-        TORCHELASTIC_RUN_ID="lightning-zero",  # tells Lightning that the ranks exist
+        TORCHELASTIC_RUN_ID="lightning-zero",  # Lightning then does not launch processes of its own
         WORLD_SIZE=str(world_size),
         LOCAL_WORLD_SIZE=str(world_size),
         GROUP_RANK="0",
@@ -73,7 +73,7 @@ def launch(config: DictConfig) -> None:
     environment.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // world_size)))
     package_root = str(Path(__file__).parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, environment.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "lightning_zero.commands.launch", str(file.resolve())]
+    command = [sys.executable, "-m", "lightning_zero.commands.rank", str(file.resolve())]
 
     processes: list[subprocess.Popen[bytes]] = []
     ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
@@ -121,35 +121,5 @@ def _device_count(config: DictConfig) -> int:
 
 
 def _cores() -> int:
-    """CPU cores that this process may use."""
+    """Number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _end_with_parent() -> None:
-    """Ends this rank when the process that started it is gone, even if that was killed and could tell nobody."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while not threading.Event().wait(1.0):
-            if os.getppid() != parent:
-                os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _run_rank(file: str) -> None:
-    """What a started process does: the job whose config is in ``file``."""
-    from torch import distributed
-
-    from lightning_zero.commands.train import train
-
-    _end_with_parent()
-    config = OmegaConf.load(file)
-    assert isinstance(config, DictConfig)
-    train(config)
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _run_rank(sys.argv[1])

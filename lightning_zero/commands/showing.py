@@ -1,4 +1,4 @@
-"""What commands show: tables, and how far long work on bytes is."""
+"""Terminal output of commands: tables, and progress of long operations in bytes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 INTERVAL = 5.0
-"""Seconds between two lines."""
+"""Seconds between two lines of progress."""
 
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show progress while the block runs; what is yielded takes the number of bytes done since the last call."""
+    """Context that shows progress; yields a function to call with the number of bytes done since its last call."""
     if importlib.util.find_spec("rich") is None or not sys.stderr.isatty():
         yield _Lines(what, total).advance
         return
@@ -39,7 +39,7 @@ class _Lines:
 
 
 def in_bytes(number: float) -> str:
-    """A number of bytes for people, in decimal units."""
+    """Format a number of bytes in decimal units."""
     for unit in ("B", "kB", "MB", "GB"):
         if number < 1000:
             return f"{number:.3g} {unit}"
@@ -48,10 +48,10 @@ def in_bytes(number: float) -> str:
 
 
 def show(table: list[tuple[str, ...]], right: tuple[int, ...]) -> None:
-    """Print a table whose first row is its heading; with rich where that is installed.
+    """Print a table whose first row is the heading; uses rich if it is installed.
 
     Args:
-        right: the columns that are aligned to the right.
+        right: indices of right-aligned columns.
     """
     if importlib.util.find_spec("rich") is None:
         widths = [max(map(len, column)) for column in zip(*table)]
@@ -68,5 +68,5 @@ def show(table: list[tuple[str, ...]], right: tuple[int, ...]) -> None:
     for i, heading in enumerate(table[0]):
         shown.add_column(heading, justify="right" if i in right else "left", overflow="fold")
     for row in table[1:]:
-        shown.add_row(*map(Text, row))  # names are no markup
+        shown.add_row(*map(Text, row))  # Text: names must not be parsed as markup
     make_console().print(shown)

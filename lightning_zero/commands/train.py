@@ -1,4 +1,4 @@
-"""`lightning-zero train`: a Hydra app which trains one model, or with -m a sweep of them, and reports each."""
+"""`lightning-zero train`: a Hydra app that trains one model, or with -m a sweep of models, and writes reports."""
 
 import os
 import re
@@ -21,13 +21,13 @@ from lightning_zero.commands.launch import RankFailed, launch, ranks_exist, this
 
 
 def train(config: DictConfig) -> None:
-    """One job on one rank, from the config to the report. The whole program."""
+    """Run one job on one rank, from the config to the report."""
     from hydra.utils import instantiate
     from lightning.pytorch import Trainer, seed_everything
 
     from lightning_zero.monitoring import ZeroMonitor, report
 
-    # validation is on several ranks knowingly; the other is Lightning's own, with torch 2.13
+    # Validating on several ranks is intended; the treespec warning comes from Lightning itself with torch 2.13.
     for message in ("Using `DistributedSampler`", r"`isinstance\(treespec", ".*does not have many workers"):
         warnings.filterwarnings("ignore", message=message)
     seed_everything(config.seed, workers=True, verbose=False)
@@ -47,7 +47,7 @@ def train(config: DictConfig) -> None:
 
 
 def job(config: DictConfig) -> None:
-    """What Hydra calls for each job: checks, then trains on the ranks that exist, or on processes of the job's own."""
+    """Hydra's function for each job: check the config, then train on existing ranks or launch processes."""
     try:
         resolved = check(config)
         if ranks_exist():
@@ -57,8 +57,8 @@ def job(config: DictConfig) -> None:
     except (ConfigError, RankFailed) as error:
         complain(str(error))
         if HydraConfig.get().mode is RunMode.MULTIRUN:
-            raise  # Hydra goes on with the sweep's other jobs, then raises this
-        raise SystemExit(_exit_code(error)) from None  # Hydra would print two lines more about another exception
+            raise  # Hydra continues with the sweep's other jobs and raises this at the end
+        raise SystemExit(_exit_code(error)) from None  # for other exceptions Hydra prints two more lines
 
 
 def _exit_code(error: Exception) -> int:
@@ -71,18 +71,18 @@ def complain(text: str) -> None:
 
 
 def _quote_stage(argument: str) -> str:
-    """stage=1,2 -> stage="1","2": Hydra takes a bare number for a number, and wants the name of a file in a group."""
+    """stage=1,2 -> stage="1","2": Hydra parses bare numbers as integers, but requires strings as names of options."""
     key, equals, value = argument.partition("=")
     return key + equals + re.sub(r"(?<![\w\"'])(\d+)(?![\w\"'])", r'"\1"', value) if key == "stage" else argument
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the app with Hydra's arguments and returns the exit code."""
+    """Run the app with Hydra's arguments and return the exit code."""
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors, where it would print several lines and exit
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing several lines and exiting
     with tempfile.TemporaryDirectory() as nowhere:
         if this_rank() != 0:
-            # The ranks that torchrun or SLURM started are one job. Its folder is rank 0's.
+            # Ranks started by torchrun or SLURM are one job, whose results go to rank 0's folder only.
             arguments = [*arguments, f"hydra.run.dir={nowhere}", f"hydra.sweep.dir={nowhere}"]
             arguments += ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
         sys.argv = [sys.argv[0], *map(_quote_stage, arguments)]

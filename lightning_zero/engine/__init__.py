@@ -1,7 +1,10 @@
-"""The ZeRO engine on plain torch: no Lightning in here."""
+"""The ZeRO engine in plain torch; it does not import Lightning."""
 
-from lightning_zero.engine.core import Engine, Report, engine_of, slot_of
-from lightning_zero.engine.schedule import Unit
-from lightning_zero.engine.sharded_tensor import ShardedTensor
+from lightning_zero.engine.config import EngineConfig
+from lightning_zero.engine.engine import Engine, engine_of
+from lightning_zero.engine.report import Report
+from lightning_zero.engine.runtime.schedule import Unit
+from lightning_zero.engine.state.slot import slot_of
+from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 
-__all__ = ["Engine", "Report", "ShardedTensor", "Unit", "engine_of", "slot_of"]
+__all__ = ["Engine", "EngineConfig", "Report", "ShardedTensor", "Unit", "engine_of", "slot_of"]

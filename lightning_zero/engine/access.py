@@ -1,4 +1,4 @@
-"""Looking inside a sharded module from user code, on every rank together."""
+"""Read full parameters, gradients and optimizer state of a sharded module from user code."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.engine.masters import masters_that_hold
-from lightning_zero.engine.sharded_tensor import ShardedTensor
+from lightning_zero.engine.optim.masters import masters_that_hold
+from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 
 
 @contextmanager
 def full_parameters(module: nn.Module, writeback: bool = False) -> Iterator[None]:
-    """Within the context the module's parameters are ordinary tensors of the full shape. Collective.
+    """Context in which the module's parameters are ordinary tensors of the full shape. Collective.
 
     Args:
-        module: sharded, in part or not at all. A forward in here computes with these tensors; the gradients
-            of what was computed with them become the parameters'.
-        writeback: keep what is written to them, alike on every rank; otherwise it is dropped at the end.
+        module: fully sharded, partly sharded or not sharded. A forward within the context computes with the full
+            tensors, and backward through it adds to the gradients of the sharded parameters.
+        writeback: keep writes to the full tensors, which must be the same on every rank; otherwise they are dropped.
     """
     swapped: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
     ordinary: dict[int, nn.Parameter] = {}
@@ -47,24 +47,24 @@ def full_parameters(module: nn.Module, writeback: bool = False) -> Iterator[None
 
 
 def full_grad(parameter: Tensor) -> Tensor | None:
-    """The whole reduced gradient of a parameter, in its full shape; None if it has none. Collective."""
+    """The reduced gradient of a parameter in its full shape; None if it has none. Collective."""
     gradient = parameter.grad
     return gradient.whole().clone() if isinstance(gradient, ShardedTensor) else gradient
 
 
 def full_optimizer_state(parameter: Tensor) -> dict[str, Any]:
-    """What the optimizer that holds a sharded parameter keeps for it, each tensor in the full shape. Collective.
+    """The optimizer state of a sharded parameter, each tensor in the full shape. Collective.
 
     Returns:
-        The optimizer's state for it, empty before its first step, and for a parameter that no optimizer holds.
+        The state by name; empty before the first step, and for a parameter that no optimizer holds.
     """
     masters = masters_that_hold(parameter)
-    return {} if masters is None else masters.state_of(parameter)
+    return {} if masters is None else masters.states.of(parameter)
 
 
 def shard_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a parameter or of a gradient, 1-D; an ordinary tensor whole, flattened.
+    """This rank's shard of a parameter or gradient, 1-D; of an ordinary tensor all elements, flattened.
 
-    A parameter's part is a view of its (fp32) master: a write to it is seen once the unit is gathered again.
+    A parameter's shard is a view of its (fp32) master weight: modules see writes once the unit is gathered again.
     """
     return tensor.local if isinstance(tensor, ShardedTensor) else tensor.detach().reshape(-1)

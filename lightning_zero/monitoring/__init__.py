@@ -1,4 +1,4 @@
-"""Watching a run: a callback that measures while it trains, and a report when it ends."""
+"""Monitoring: a callback that measures while a run trains, and a report at its end."""
 
 from lightning_zero.monitoring.callback import ZeroMonitor
 

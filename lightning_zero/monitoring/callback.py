@@ -1,4 +1,4 @@
-"""Measures a fit while it runs: loss, throughput, memory of the model states, and communication."""
+"""Callback that measures a fit: loss, throughput, memory of the model states, and communication volume."""
 
 import time
 from typing import Any
@@ -6,26 +6,26 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_zero.engine.placement import replicated_bytes
+from lightning_zero.engine.plan.placement import replicated_bytes
 
 
 class Monitor:
-    """Puts loss, throughput and memory in the progress bar, and keeps what the report at the end is made of.
+    """Shows loss, throughput and memory in the progress bar, and collects the data for the report.
 
-    A module says what is counted for the throughput by a method ``count(batch) -> int`` and an attribute ``counted``,
-    for example ``"tokens"``; optimizer steps are counted otherwise. Works with every strategy; what only the ZeRO
-    engine knows stays None with the others.
+    A module defines the unit of throughput by a method ``count(batch) -> int`` and an attribute ``counted``, for
+    example ``"tokens"``; otherwise optimizer steps are counted. Works with every strategy; values that only the ZeRO
+    engine knows are None with others.
 
     Attributes:
         loss_curve: (step, training loss on rank 0) of each optimizer step.
         validation_curve: (step, metrics) of each validation during the fit.
-        per_second: What ``counted`` names, a second, over all ranks, while training only.
-        elements_per_step: Elements communicated by a rank in an optimizer step, while training only.
-        peak_bytes: Bytes of a rank at the highest, by category.
-        formula_bytes: What the formula for the stage says of the model states in them, with Adam as the optimizer.
-        ddp_bytes: Those under DDP, which keeps all of them on every rank.
-        units: Elements of what is gathered and reduced together, by name; empty with other strategies.
-        numel: Elements of all parameters.
+        per_second: Throughput in ``counted`` per second, over all ranks, during training only.
+        elements_per_step: Elements communicated by a rank per optimizer step, during training only.
+        peak_bytes: Peak memory of a rank in bytes, by category.
+        formula_bytes: Bytes of model states according to the stage's formula, with Adam as the optimizer.
+        ddp_bytes: Bytes of model states under DDP, which keeps all of them on every rank.
+        units: Number of elements of each unit (gathered and reduced together), by name; empty with other strategies.
+        numel: Number of elements of all parameters.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Monitor:
         self.ddp_bytes: int | None = None
         self.units: dict[str, int] = {}
         self.numel = 0
-        self._losses: list[tuple[int, Tensor]] = []  # still on the device: reading one waits for it
+        self._losses: list[tuple[int, Tensor]] = []  # kept on the device: reading a value would synchronize
         self._step_began: tuple[float, int] | None = None
         self._seconds = 0.0
         self._steps = 0
@@ -52,12 +52,12 @@ class Monitor:
         self.numel = sum(p.numel() for p in pl_module.parameters())
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # The step after a validation is not measured: it neither follows another directly, nor does all of its own
-        # communication (at stages 1 and 2 the validation may have gathered the parameters which it uses).
+        # The step after a validation is not measured: the time since the last step includes the validation, and some of
+        # its communication may be missing (at stages 1 and 2 the validation may have gathered the parameters already).
         self._step_began = None
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn == "fit":  # the sanity check before the first step is the curve's beginning
+        if trainer.state.fn == "fit":  # includes the sanity check before the first step, as the curve's first point
             metrics = {k: v.item() for k, v in trainer.callback_metrics.items() if k.startswith("validation/")}
             self.validation_curve.append((trainer.global_step, metrics))
 
@@ -68,7 +68,7 @@ class Monitor:
         self._window_count += count(batch) if count is not None else 0
         step = trainer.global_step
         if step == (self._losses[-1][0] if self._losses else 0):
-            return  # in the middle of an accumulation
+            return  # between micro-batches
 
         self._losses.append((step, outputs["loss"].detach()))
         pl_module.log("loss", outputs["loss"], prog_bar=True)
@@ -95,13 +95,13 @@ class Monitor:
             self.per_second = self._count / self._seconds
         engine = getattr(trainer.strategy, "engine", None)
         if engine is None:
-            # every rank holds everything: parameters, gradients, two moments
+            # Every rank holds all parameters, gradients and two moments.
             self.formula_bytes = self.ddp_bytes = sum(
                 replicated_bytes(p.numel(), p.element_size(), trains=p.requires_grad) for p in pl_module.parameters()
             )
         else:
             report = engine.report()
-            # a peak within a step is seen by the engine only
+            # Only the engine sees peaks within a step.
             self.peak_bytes, self.formula_bytes, self.numel = dict(report.peak), report.formula, report.numel
             self.ddp_bytes, self.units = report.replicated, report.units
             self.elements_per_step = self._elements / self._steps if self._steps else None
@@ -112,7 +112,7 @@ class ZeroMonitor(Monitor, Callback):
 
 
 def model_state_bytes(trainer: Trainer) -> dict[str, int]:
-    """Bytes of parameters, gradients and optimizer states which this rank holds now, by category."""
+    """Return the bytes of parameters, gradients and optimizer states that this rank holds now, by category."""
     engine = getattr(trainer.strategy, "engine", None)
     if engine is not None:
         return dict(engine.report().at_rest)
@@ -126,7 +126,7 @@ def model_state_bytes(trainer: Trainer) -> dict[str, int]:
 
 
 def _elements(trainer: Trainer) -> int:
-    """Elements gathered and reduced so far; 0 where nobody counts them."""
+    """Return the number of elements gathered and reduced so far; 0 with other strategies."""
     engine = getattr(trainer.strategy, "engine", None)
     if engine is None:
         return 0

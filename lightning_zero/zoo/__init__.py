@@ -1,1 +1,1 @@
-"""Models and data that the `train` command, the examples and the benchmarks use: ordinary Lightning code throughout."""
+"""Models and data for the `train` command, the examples and the benchmarks, in ordinary Lightning code."""

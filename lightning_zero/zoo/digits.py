@@ -1,4 +1,4 @@
-"""Scikit-learn's handwritten digits, and a small vision transformer that reads them."""
+"""Scikit-learn's handwritten digits, and a small vision transformer that classifies them."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ class DigitsData(LightningDataModule):
     """Images of 8 x 8 pixels in 0..1, shape (1, 8, 8), with their digits; every fifth is for validation.
 
     Arguments:
-        batch_size: Images a rank and step.
+        batch_size: Images per rank and step.
     """
 
     def __init__(self, batch_size: int = 32) -> None:
@@ -45,14 +45,14 @@ class DigitClassifier(LightningModule):
     """A vision transformer on patches of 2 x 2 pixels.
 
     Arguments:
-        width: Features of a patch.
-        depth: Number of blocks.
-        heads: Attention heads in a block; must divide ``width``.
-        optimizer: Makes the optimizer from the parameters, for example ``partial(torch.optim.AdamW, lr=1e-3)``.
-        warmup_steps: Optimizer steps until the full learning rate; a cosine follows.
+            width: Number of features per patch.
+            depth: Number of blocks.
+            heads: Attention heads per block; must divide ``width``.
+            optimizer: Creates the optimizer from the parameters, for example ``partial(torch.optim.AdamW, lr=1e-3)``.
+            warmup_steps: Optimizer steps until the full learning rate; cosine decay follows.
     """
 
-    counted = "images"  # what `count` counts
+    counted = "images"  # unit of `count`
 
     def __init__(
         self,
@@ -65,7 +65,8 @@ class DigitClassifier(LightningModule):
         super().__init__()
         if width % heads:
             raise ValueError(f"heads={heads} must divide width={width}")
-        # not the optimizer: a checkpoint should hold plain values, which torch.load reads with weights_only=True
+        # Without the optimizer: a checkpoint should contain plain values only, which torch.load accepts with
+        # weights_only=True.
         self.save_hyperparameters(ignore=["optimizer"])
         self.patches = nn.Conv2d(1, width, kernel_size=2, stride=2)
         self.position = nn.Parameter(0.5 * torch.randn(16, width))
@@ -80,7 +81,7 @@ class DigitClassifier(LightningModule):
         self.accuracy = MulticlassAccuracy(num_classes=10, average="micro")
 
     def forward(self, images: Tensor) -> Tensor:
-        """(batch, 1, 8, 8) of pixels -> (batch, 10) of logits."""
+        """(batch, 1, 8, 8) pixels -> (batch, 10) logits."""
         x = self.patches(images).flatten(2).transpose(1, 2) + self.position  # (batch, 16, width)
         for block in self.blocks:
             x = block(x)

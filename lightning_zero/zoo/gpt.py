@@ -1,4 +1,4 @@
-"""A byte-level GPT as a plain module, and the LightningModule which trains it. Nothing here knows about ZeRO."""
+"""A byte-level GPT as a plain module, and the LightningModule that trains it. Neither depends on ZeRO."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torchmetrics.text import Perplexity
 
 from lightning_zero.zoo.optimization import decay_by_shape
 
-VOCABULARY = 256  # every byte is a token: no tokenizer, and any file is a text
+VOCABULARY = 256  # every byte is a token: needs no tokenizer, and works with any file
 
 
 class Attention(nn.Module):
@@ -44,14 +44,14 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, logits of the next byte out.
+    """Maps bytes to logits of the next byte.
 
     Arguments:
-        width: Features of a token.
+        width: Number of features per token.
         depth: Number of blocks.
-        heads: Attention heads in a block; must divide ``width``.
-        context: The longest sequence, in bytes.
-        tied: Whether the head's weight is the embedding's.
+        heads: Attention heads per block; must divide ``width``.
+        context: The maximum sequence length in bytes.
+        tied: Whether the head shares the embedding's weight.
     """
 
     def __init__(self, width: int, depth: int, heads: int, context: int, tied: bool = False) -> None:
@@ -69,15 +69,15 @@ class GPT(nn.Module):
             self.head.weight = self.embedding.weight
 
     def reset_parameters(self) -> None:
-        """Weights begin as GPT-2's do; called again where a model that was made on the meta device gets its values."""
+        """Initialize as GPT-2; also called when a model that was created on the meta device is materialised."""
         for name, p in self.named_parameters():
             if p.ndim >= 2:
-                # what is added to the residual stream is scaled so that the stream's variance does not grow with depth
+                # Layers that add to the residual stream are scaled so that its variance does not grow with depth.
                 residual = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * len(self.blocks)) if residual else 0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, time) of bytes -> (batch, time, 256) of logits."""
+        """(batch, time) bytes -> (batch, time, 256) logits."""
         x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
@@ -85,7 +85,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, prompt: bytes, length: int, temperature: float = 0.8, top_k: int = 40, seed: int = 0) -> bytes:
-        """Continues ``prompt`` by ``length`` bytes, each from the ``top_k`` likeliest. Equal seeds, equal text."""
+        """Extend ``prompt`` by ``length`` bytes, each sampled from the ``top_k`` likeliest, reproducibly."""
         device = self.embedding.weight.device
         generator = torch.Generator(device).manual_seed(seed)
         tokens = torch.tensor([list(prompt)], device=device)
@@ -98,16 +98,16 @@ class GPT(nn.Module):
 
 
 class LanguageModel(LightningModule):
-    """Trains a GPT on (batch, context) windows of bytes: cross entropy, validation perplexity a byte.
+    """Trains a GPT on (batch, context) windows of bytes: cross entropy, validation perplexity per byte.
 
     Arguments:
-        width, depth, heads, context, tied: The GPT's.
-        optimizer: Makes the optimizer from parameter groups, for example ``partial(torch.optim.AdamW, lr=1e-3)``.
-        warmup_steps: Optimizer steps until the full learning rate; a cosine follows.
-        prompt: What the sample of text begins with.
+        width, depth, heads, context, tied: See ``GPT``.
+        optimizer: Creates the optimizer from parameter groups, for example ``partial(torch.optim.AdamW, lr=1e-3)``.
+        warmup_steps: Optimizer steps until the full learning rate; cosine decay follows.
+        prompt: The beginning of the text sample.
     """
 
-    counted = "tokens"  # what `count` counts
+    counted = "tokens"  # unit of `count`
 
     def __init__(
         self,
@@ -121,7 +121,8 @@ class LanguageModel(LightningModule):
         prompt: str = "def ",
     ) -> None:
         super().__init__()
-        # not the optimizer: a checkpoint should hold plain values, which torch.load reads with weights_only=True
+        # Without the optimizer: a checkpoint should contain plain values only, which torch.load accepts with
+        # weights_only=True.
         self.save_hyperparameters(ignore=["optimizer"])
         self.gpt = GPT(width, depth, heads, context, tied)
         self.optimizer = optimizer
@@ -151,5 +152,5 @@ class LanguageModel(LightningModule):
         return decay_by_shape(self, self.optimizer, self.warmup_steps)
 
     def sample(self) -> str:
-        """What the model writes after its prompt; for ordinary parameters, that is outside of a fit."""
+        """Generate text after the prompt; requires ordinary (unsharded) parameters, so call it outside of a fit."""
         return self.gpt.generate(self.prompt.encode(), length=400).decode("utf-8", errors="replace")

@@ -1,4 +1,4 @@
-"""How the models of the zoo are optimized: weight decay by shape, a warm-up and a cosine."""
+"""Optimizer and schedule of the zoo's models: weight decay by shape, warm-up and cosine decay."""
 
 import math
 from collections.abc import Callable
@@ -12,11 +12,11 @@ from torch.optim.lr_scheduler import LambdaLR
 def decay_by_shape(
     module: LightningModule, optimizer: Callable[..., Optimizer], warmup_steps: int
 ) -> OptimizerLRSchedulerConfig:
-    """What ``configure_optimizers`` returns: matrices decay; biases, norms and the like do not.
+    """Return value for ``configure_optimizers``: weight decay for matrices, none for biases, norms and the like.
 
     Arguments:
-        module: Whose trainable parameters are optimized, attached to its Trainer.
-        optimizer: Makes the optimizer from parameter groups, for example ``partial(torch.optim.AdamW, lr=1e-3)``.
+        module: The module whose trainable parameters are optimized, attached to its Trainer.
+        optimizer: Creates the optimizer from parameter groups, for example ``partial(torch.optim.AdamW, lr=1e-3)``.
         warmup_steps: See :func:`warmup_cosine`.
     """
     trainable = [p for p in module.parameters() if p.requires_grad]
@@ -31,13 +31,13 @@ def decay_by_shape(
 
 
 def warmup_cosine(optimizer: Optimizer, warmup_steps: int, total_steps: int, floor: float = 0.05) -> LambdaLR:
-    """Rises linearly over ``warmup_steps``, then falls along a cosine to ``floor`` times the full learning rate.
+    """Linear warm-up over ``warmup_steps``, then cosine decay to ``floor`` times the full learning rate.
 
     Arguments:
-        optimizer: Whose learning rates are the peak.
+        optimizer: Its learning rates are the peak.
         warmup_steps: Optimizer steps before the peak.
         total_steps: Optimizer steps of the whole run.
-        floor: The last learning rate, as a share of the peak.
+        floor: The final learning rate as a fraction of the peak.
     """
 
     def scale(step: int) -> float:

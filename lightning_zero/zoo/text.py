@@ -1,4 +1,4 @@
-"""Windows of bytes from text files; by default from the source of the running Python's own standard library."""
+"""Windows of bytes from text files; by default from the source of the running Python's standard library."""
 
 import sysconfig
 import zlib
@@ -9,12 +9,12 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
-# tests repeat themselves, and site-packages differs between machines with the same Python
+# Tests are repetitive, and site-packages differs between machines with the same Python.
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Consecutive windows of ``context`` bytes, each with the bytes that follow them by one as targets."""
+    """Consecutive windows of ``context`` bytes; the targets are the same bytes shifted by one."""
 
     def __init__(self, text: Tensor, context: int) -> None:
         self.text = text
@@ -30,31 +30,31 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def standard_library() -> Path:
-    """The folder with the source text of the running Python's standard library."""
+    """Return the folder with the source of the running Python's standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def text_files(root: Path, suffix: str = "") -> list[Path]:
-    """The files under ``root`` whose names end in ``suffix``, ordered by their relative names, so alike everywhere."""
+    """Return the files under ``root`` with a suffix, in the same order on every machine (by relative name)."""
     found = (path for path in root.rglob("*" + suffix) if path.is_file())
     kept = (path for path in found if SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts))
     return sorted(kept, key=lambda path: path.relative_to(root).as_posix())
 
 
 def is_validation(name: str, percent: float) -> bool:
-    """Whether the file of this relative name is held out: by its name's checksum, so alike on every machine."""
+    """Whether a file is for validation, by a checksum of its relative name: the same on every machine."""
     return zlib.crc32(name.encode()) % 10_000 < percent * 100
 
 
 def read_split(path: Path | None, max_bytes: int, percent: float) -> tuple[bytes, bytes]:
-    """Reads at most ``max_bytes`` and splits them into text for training and text for validation.
+    """Read at most ``max_bytes`` and split them into text for training and text for validation.
 
-    A folder is split by file. A single file has no other files to hold out: its end is the validation text.
+    A folder is split by file; of a single file the end is used for validation.
 
     Arguments:
         path: A file, a folder (all files in it), or None for the standard library.
-        max_bytes: Where reading ends.
-        percent: The share of files, or of bytes, which is for validation.
+        max_bytes: Reading stops here.
+        percent: The percentage of files, or of bytes, for validation.
     """
     if path is not None and path.is_file():
         text = path.read_bytes()[:max_bytes]
@@ -77,11 +77,11 @@ class TextData(LightningDataModule):
 
     Arguments:
         path: A file or a folder; None is the standard library of the running Python.
-        context: Bytes in a window.
-        batch_size: Windows a rank and step.
-        max_bytes: At most so much text is read.
-        validation_percent: The share of files (of bytes, for a single file) held out.
-        workers: Processes that load batches; 0 loads them in the training process.
+            context: Bytes per window.
+            batch_size: Windows per rank and step.
+            max_bytes: Maximum amount of text to read.
+            validation_percent: The percentage of files (of bytes, for a single file) held out.
+            workers: Number of worker processes that load batches; 0 loads them in the training process.
 
     Raises:
         FileNotFoundError: ``path`` does not exist.
@@ -114,11 +114,11 @@ class TextData(LightningDataModule):
                 where = self.path or standard_library()
                 needed = self.context + 1
                 raise ValueError(f"path={where} has {len(text)} bytes of text for {use}; at least {needed} are needed")
-        # bytearray, since a tensor wants memory that may be written
+        # bytearray, because torch.frombuffer expects writable memory
         self.train, validation = (
             Windows(torch.frombuffer(bytearray(text), dtype=torch.uint8), self.context) for text in texts
         )
-        # in a fixed order which mixes the files: a validation of a few batches should see more than the first of them
+        # Fixed order that mixes the files, so that a validation of a few batches sees more than the first file.
         order = torch.randperm(len(validation), generator=torch.Generator().manual_seed(0))
         self.validation = Subset(validation, order.tolist())
 

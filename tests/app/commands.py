@@ -1,4 +1,4 @@
-"""Runs `lightning-zero` in a process of its own, as a user does."""
+"""Runs `lightning-zero` in a separate process, as a user does."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ def start(
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,  # a group of its own, so that on a timeout its ranks can be ended with it
-        # as from a terminal: a shell that runs the tests in the background has made them deaf to Ctrl-C
+        # As in a terminal: a shell that runs the tests in the background has made them ignore Ctrl-C.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 

@@ -1,4 +1,4 @@
-"""Every file in conf/ composes, and what it describes can be made."""
+"""Every file in conf/ composes, and the objects it configures can be instantiated."""
 
 import re
 from pathlib import Path
@@ -64,14 +64,14 @@ def test_offload_reaches_the_strategy_at_every_stage(stage: str, tmp_path: Path)
         (["stage.offload=cpu"], OffloadConfig("cpu")),
     ):
         config = composed(f'stage="{stage}"', *arguments, folder=tmp_path)
-        assert instantiate(config.trainer.strategy)._offload == meant
+        assert instantiate(config.trainer.strategy).config.offload == meant
     for choice, meant in (
         ("cpu_params", OffloadConfig("cpu", parameters="cpu")),
         ("nvme_params", OffloadConfig("nvme", parameters="nvme", path=str(tmp_path))),
     ):
         arguments = [f'stage="{stage}"', f"offload={choice}", *([path] if "nvme" in choice else [])]
         if stage == "3":
-            assert instantiate(composed(*arguments, folder=tmp_path).trainer.strategy)._offload == meant
+            assert instantiate(composed(*arguments, folder=tmp_path).trainer.strategy).config.offload == meant
         else:
             with pytest.raises(ConfigError, match=rf"stage.offload: parameters='\w+' needs stage 3: at stage {stage}"):
                 check(composed(*arguments, "data.max_bytes=500_000", folder=tmp_path))

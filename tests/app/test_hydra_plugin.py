@@ -1,4 +1,4 @@
-"""A Hydra app of somebody else gets the strategy names and the config groups without an import."""
+"""A user's own Hydra app gets the strategy names and the config groups without an import."""
 
 import subprocess
 import sys

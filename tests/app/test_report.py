@@ -1,4 +1,4 @@
-"""The figures that a training reports."""
+"""The results in a training's report."""
 
 import pytest
 

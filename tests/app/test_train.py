@@ -1,4 +1,4 @@
-"""`lightning-zero train` on two processes: alone, as a sweep, under torchrun, and when something goes wrong."""
+"""`lightning-zero train` on two processes: a single job, a sweep, under torchrun, and failures."""
 
 import json
 import os
@@ -95,6 +95,7 @@ def test_sweep_ends_with_a_comparison(sweep: tuple[Path, str]) -> None:
     assert "2 of 2 jobs" in output
 
 
+@pytest.mark.exhaustive
 def test_sweep_over_offload_trains_alike_wherever_states_are(tmp_path: Path, alone: tuple[Path, str]) -> None:
     output = succeed("train", "-m", *TINY, "offload=cpu,cpu_params", "hydra.sweep.dir=sweep", folder=tmp_path)
     comparison = json.loads((tmp_path / "sweep/comparison.json").read_text())
@@ -161,7 +162,10 @@ def test_killed_rank_ends_the_others(endless: tuple[subprocess.Popen[str], list[
     assert re.search(r"^lightning-zero train: rank \d of 2 ended ", errors, flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+CTRL_C = pytest.param(signal.SIGINT, id="ctrl-c", marks=pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize("signum", [CTRL_C, pytest.param(signal.SIGTERM, id="sigterm")])
 def test_signal_ends_every_rank(
     signum: signal.Signals, endless: tuple[subprocess.Popen[str], list[psutil.Process]]
 ) -> None:
@@ -173,6 +177,7 @@ def test_signal_ends_every_rank(
     assert end_of(endless)[0] == 128 + signum
 
 
+@pytest.mark.exhaustive
 def test_killed_command_leaves_no_ranks(endless: tuple[subprocess.Popen[str], list[psutil.Process]]) -> None:
     process, ranks = endless
     process.kill()

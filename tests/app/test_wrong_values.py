@@ -1,4 +1,4 @@
-"""A wrong value ends with one line which names the key, before any process is started."""
+"""An invalid config value ends the command with one line that names the key, before any process is started."""
 
 import sys
 from pathlib import Path
@@ -71,6 +71,7 @@ def test_offload_with_ddp_ends_with_one_line(capfd: pytest.CaptureFixture[str]) 
     assert capfd.readouterr().err == line
 
 
+@pytest.mark.exhaustive
 def test_job_of_a_sweep_with_a_wrong_value_does_not_keep_the_others_from_training(tmp_path: Path) -> None:
     process = start("train", "-m", *TINY, "stage=ddp", "model.heads=3,4", "hydra.sweep.dir=sweep", folder=tmp_path)
     code, output, errors = finish(process)

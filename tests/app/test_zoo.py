@@ -33,6 +33,7 @@ def test_file_stays_on_its_side_when_others_come_and_go(folder: Path) -> None:
     assert after.replace(b"new;", b"") == before
 
 
+@pytest.mark.exhaustive
 def test_split_is_the_same_in_another_process() -> None:
     program = (
         "import zlib; from lightning_zero.zoo.text import read_split;"

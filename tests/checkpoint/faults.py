@@ -1,4 +1,4 @@
-"""Ranks that are killed, or cannot write, while they save: forked from a worker, so that each costs milliseconds."""
+"""Ranks that are killed or cannot write while they save: forked from a worker, which takes only milliseconds."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_zero import disk
 from lightning_zero.checkpoint import commit
 from lightning_zero.checkpoint.commit import Destination, Stream
 from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.saving import Content, content_of, save_in_parts, save_whole
-from lightning_zero.disk import DirectFile
-from lightning_zero.labels import new_label
+from lightning_zero.io import disk
+from lightning_zero.io.disk import DirectFile
+from lightning_zero.io.labels import new_label
 
 KILLED, FAILED, HUNG = -signal.SIGKILL, 3, "hung"
 SECONDS = 25
 """After which a rank that survived another hangs."""
 
 Act = Callable[[int, Any], None]
-"""What a rank does; it is given its number, and a function by which all tell each other values."""
+"""Function that a rank runs; its arguments are the rank and a function that all-gathers a value."""
 
 
 def tree(value: float, numel: int = 40) -> dict[str, Any]:
-    """Weights and moments that all have the same value, by which one save is told from another."""
+    """Weights and moments that are all equal to one value, which identifies the save."""
     weights = {"a": torch.full((numel,), value), "b": torch.full((2, 3), value)}
     groups = [{"lr": 0.1, "params": ["a", "b"]}]
     return {"state_dict": weights, "optimizer_0": {"state": {"a": {"m": weights["a"] + 0}}, "param_groups": groups}}
 
 
 def part(rank: int, value: float, **options: Any) -> Content:
-    """What each of two ranks writes: of tensors that all have rank 0 writes all, so rank 1 has others of its own."""
+    """Entries that each of two ranks writes: rank 0 writes all common tensors, so rank 1 has tensors of its own."""
     if rank == 0:
         return content_of(tree(value, **options), {"epoch": value})
     own = content_of({"own": tree(value, **options)["state_dict"]}, {})
@@ -60,7 +60,7 @@ def save(form: str, path: Any, value: float, rank: int = 0, gather: Any = None, 
 
 
 def value_at(path: Any) -> float:
-    """Of which save a checkpoint is; it is whole, and all of it is of one."""
+    """Return the value that identifies the save; the checkpoint must be complete and from a single save."""
     opened = open_checkpoint(path)
     opened.verify()
     found = {float(number) for tensor in opened.tensors.values() for number in (tensor + 0).flatten().tolist()}
@@ -75,7 +75,7 @@ def run_ranks(
     """Fork ranks that talk to each other through pipes, and end by an error when the other has gone.
 
     Arguments:
-        act: what each does.
+            act: called on each rank.
         kill: which is killed by a signal, after how many seconds,
         after: and not before there is this file.
 

@@ -1,4 +1,4 @@
-"""A model with what checkpoints stumble over, and its data: nothing here is DeepSpeed's, FSDP's or ours."""
+"""A model with difficult cases for checkpoints, and its data, independent of DeepSpeed, FSDP and this package."""
 
 from __future__ import annotations
 

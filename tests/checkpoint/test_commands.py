@@ -1,4 +1,4 @@
-"""`lightning-zero checkpoint`: what each command writes and says, of checkpoints in both forms."""
+"""`lightning-zero checkpoint`: what each command writes and prints, for full and sharded checkpoints."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Network(nn.Module):
 
 
 def checkpoint_of(module: nn.Module, *, masters: bool = False, **ours: Any) -> dict[str, Any]:
-    """What Lightning saves after two steps, with random gradients, of Adam with two groups."""
+    """A Lightning checkpoint after two steps of Adam with two param groups and random gradients."""
     parameters = dict(module.named_parameters())
     bias = [p for name, p in parameters.items() if name.endswith("bias")]
     others = [p for name, p in parameters.items() if not name.endswith("bias")]
@@ -137,7 +137,7 @@ def test_exported_weights_are_those_of_the_checkpoint(tmp_path, form):
     tied = expected.pop("head.weight")
     assert_equal(found, dict(expected))
 
-    # the tied one is named where safetensors' own save_model names it, and comes back by its load_model
+    # The tied weight has the name that safetensors' own save_model uses, and is restored by its load_model.
     with safe_open(tmp_path / "new" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "head.weight": "embedding.weight"}
     other = Network()
@@ -166,7 +166,7 @@ def test_fp32_and_fp16_weights_have_the_digits_of_the_masters(tmp_path, form):
     module = Network().bfloat16()
     checkpoint = checkpoint_of(module, masters=True)
     masters = checkpoint["lightning_zero"]["masters"]
-    module.layer.weight.data[0] += 1.0  # somebody has changed it since: there the weight counts
+    module.layer.weight.data[0] += 1.0  # changed since the last step: the weight counts, not the master
     expected = {**masters, "layer.weight": masters["layer.weight"].clone()}
     expected["layer.weight"][0] = module.layer.weight.data[0].float()
     path = save(checkpoint, tmp_path / "last.ckpt", form)
@@ -225,7 +225,7 @@ def test_weights_over_a_size_are_several_files_with_an_index(tmp_path):
         loaded |= part
     assert_equal(loaded, state)
 
-    # what is there is replaced as a whole: no file of the old ones may be taken for one of the new
+    # Existing files are replaced together: no old file may be mistaken for one of the new export.
     assert run("export", path, out, "--overwrite") == 0
     assert os.listdir(out.parent) == ["model.safetensors"]
     assert run("export", path, out, "--overwrite", "--max-shard-size", "400B") == 0
@@ -409,7 +409,7 @@ def test_inspect_for_programs_and_of_what_several_ranks_wrote(tmp_path, run_on, 
         assert row["pieces"] >= row["files"]
     assert {row["files"] for row in rows.values()} == {1, 2}
 
-    # and is exported with the digits of the masters, which the ranks have in parts
+    # It is exported with the precision of the masters, which are sharded.
     assert run("export", path, tmp_path / "w.safetensors", "--dtype", "fp32") == 0
     found = load_file(tmp_path / "w.safetensors")
     assert masters
@@ -461,7 +461,7 @@ def test_verify_reads_all_and_names_what_is_damaged(tmp_path, form, with_rich, m
 SMALL, LARGE = 2**22, 12 * 2**20  # elements; 8 of the first, one of the second
 WHOLE = 6 * (8 * SMALL + LARGE)  # bytes: weights in bf16, masters in fp32
 LARGEST = 4 * LARGE
-OTHER = 24 * 2**20  # some parts of tensors in conversion, and what libraries allocate meanwhile
+OTHER = 24 * 2**20  # some converted chunks, and allocations of libraries meanwhile
 
 MEASURED = {
     "export": ["export", "{}", "{}.safetensors", "--dtype", "fp32"],
@@ -472,7 +472,7 @@ MEASURED = {
 
 
 def own_memory_of(folder: str) -> dict[str, int]:
-    """By command and form, the most memory of its own that this process had during it, over what it had before."""
+    """Peak increase of this process's anonymous memory, by command and form."""
     ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: huge pages would count what was not asked for
     found = {}
     for form in FORMS:
@@ -494,6 +494,7 @@ def own_memory_of(folder: str) -> dict[str, int]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
     weights = {f"layers.{i}": torch.randn(SMALL) for i in range(8)} | {"large": torch.randn(LARGE)}
     low = {name: value.bfloat16() for name, value in weights.items()}
@@ -670,7 +671,7 @@ def test_where_one_may_not_write_it_says_so(tmp_path, command, capsys):
 
 
 class Own:
-    """What a project's hook puts into a checkpoint."""
+    """An object that a project's hook adds to a checkpoint."""
 
 
 def test_classes_are_not_unpickled_unless_one_trusts_the_file(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Whatever happens while a checkpoint is saved or loaded: the last good one stays, and what is damaged is told."""
+"""Faults while a checkpoint is saved or loaded: the last good checkpoint survives, and damage is reported."""
 
 from __future__ import annotations
 
@@ -102,13 +102,14 @@ def killed_at_random(folder, form, is_async):
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["", "in the background"])
 @FORMS
+@pytest.mark.exhaustive
 def test_a_rank_that_is_killed_at_a_random_moment_leaves_one_whole_checkpoint(run_on, tmp_path, form, is_async):
     (saved,) = run_on(1, killed_at_random, timeout=240, folder=tmp_path / "c", form=form, is_async=is_async)
     assert len(saved) > 1, saved  # the moments fell into different saves
 
 
 def killed_while_the_other_connects(folder):
-    """The first rank's process has the store through which ranks tell each other that they have written."""
+    """The first rank's process hosts the store through which ranks exchange that they have written."""
     path, ready = folder / "last.ckpt", folder.parent / "ready"
     save("sharded", path, 0.0)
     with socket.socket() as free:
@@ -215,7 +216,7 @@ def test_in_an_object_store_what_is_removed_in_part_is_no_checkpoint_any_more(mo
 
 
 def at_the_same_time(folder, form):
-    """Two runs that know nothing of each other."""
+    """Two independent runs."""
 
     def act(rank, gather):
         for number in range(40):
@@ -263,7 +264,7 @@ def full_disk(folder, form):
             def act(rank, gather, full=full):
                 large = 500_000 if rank == full else 40
                 fails_everywhere(folder / "last.ckpt", form, "No space left on device", rank, gather, numel=large)
-                save(form, folder / "last.ckpt", 3.0, rank, gather)  # one that is small enough, by the same process
+                save(form, folder / "last.ckpt", 3.0, rank, gather)  # a smaller one, by the same process
 
             assert run_ranks(act, 2 if form == "sharded" else 1) == [0] * (2 if form == "sharded" else 1)
             assert names_in(folder) == ["last.ckpt"] and value_at(folder / "last.ckpt") == 3
@@ -333,7 +334,7 @@ def test_an_altered_byte_a_truncated_and_a_missing_file_are_found(tmp_path, form
             altered[position] ^= 0x5A
             file.write_bytes(altered)
             try:
-                assert value_at(path) == 1  # it lies between records
+                assert value_at(path) == 1  # the altered byte is between records
             except DamagedCheckpointError as error:
                 assert str(path) in str(error)
                 found += 1

@@ -1,4 +1,4 @@
-"""What a Trainer's user sees when a checkpoint cannot be written, is damaged, or is of another model."""
+"""What a Trainer's user sees when a checkpoint cannot be written, is damaged, or belongs to another model."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from lightning_zero import ZeroStrategy, processes
+from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint.reading import DamagedCheckpointError, open_checkpoint
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError
-from lightning_zero.labels import new_label
+from lightning_zero.io.labels import new_label
+from lightning_zero.strategies import processes
 from tests.checkpoint.faults import names_in
 from tests.support import rank
 from tests.support.models import OddModel
@@ -44,7 +45,7 @@ class NoRoom(Callback):
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         for job in trainer.strategy._saver._background._jobs:
-            job.exception()  # what is being written in the background is of the step before
+            job.exception()  # the background is writing the checkpoint of the step before
         if rank() == self.failing:
             soft = 2048 if trainer.global_step + 1 in self.steps else resource.RLIM_INFINITY
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, resource.RLIM_INFINITY))
@@ -54,7 +55,7 @@ class NoRoom(Callback):
 
 
 class Forgiving(ModelCheckpoint):
-    """Goes on where a checkpoint was not saved."""
+    """Continues training if a checkpoint was not saved."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -80,7 +81,7 @@ def no_room_at_one_step(folder: Path, form: str, failing: int, is_async: bool) -
     assert step == (3 if is_async else 2)
     assert f"{folder}/step=2.ckpt was not saved" in message and "File too large" in message, message
     dist.barrier()
-    # the one before is not removed where the one that was to follow it is not there
+    # The previous checkpoint is not removed if its successor could not be written.
     assert names_in(folder) == ["step=1.ckpt", "step=5.ckpt"], names_in(folder)
     for name in names_in(folder):
         open_checkpoint(folder / name).verify()
@@ -136,7 +137,7 @@ def removed_by_the_callback(folder: Path, is_async: bool) -> None:
 
 @IN_BACKGROUND
 def test_a_folder_that_model_checkpoint_removes_loses_its_name_first(run_on, tmp_path, is_async):
-    """So that nobody finds a part of it, whenever the process is killed."""
+    """So that no process finds a part of it, even if this one is killed at any time."""
     run_on(2, removed_by_the_callback, folder=tmp_path / "c", is_async=is_async)
 
 
@@ -158,7 +159,7 @@ def stop_with_a_save_under_way(folder: Path, form: str) -> None:
         enable_checkpointing=True,
         max_epochs=1,
     )
-    trainer.callbacks.sort(key=lambda callback: isinstance(callback, StopAfterSaving))  # Lightning has what saves last
+    trainer.callbacks.sort(key=lambda callback: isinstance(callback, StopAfterSaving))  # as Lightning does
     with pytest.raises(Stop if rank() == 1 else RuntimeError, match="the user's own"):
         trainer.fit(Learner(batches=5))
 
@@ -277,7 +278,7 @@ def test_where_the_last_is_no_checkpoint_at_all_the_newest_whole_one_stands_in_f
 
 
 def unreadable_on_one_rank(folder: Path) -> None:
-    """It is whole, or may be: an older one does not take its place."""
+    """It is, or may be, undamaged: an older one does not replace it."""
     run(folder, "sharded", max_epochs=2)
     if rank() == 1:
 
@@ -408,7 +409,7 @@ SCRIPT = """
 
 @pytest.mark.parametrize(("form", "victim"), [("sharded", 1), ("full", 0)])
 def test_a_run_whose_rank_was_killed_while_it_saved_ends_and_goes_on_from_the_last(tmp_path, form, victim):
-    """With processes that the Trainer has started; nothing hangs, and the next run finds what is whole."""
+    """In processes launched by the Trainer; nothing hangs, and the next run finds an undamaged checkpoint."""
     script, folder = tmp_path / "script.py", tmp_path / "c"
     script.write_text(textwrap.dedent(SCRIPT))
     root = str(Path(__file__).parents[2])

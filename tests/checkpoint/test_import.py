@@ -1,7 +1,7 @@
-"""Checkpoints that DeepSpeed and FSDP have really written are read, and training goes on from them.
+"""Training resumes from real checkpoints of DeepSpeed and FSDP.
 
-`data/deepspeed.tar.xz` is what `write_deepspeed.py` wrote with DeepSpeed 0.19.8 on CPU; where DeepSpeed is installed,
-the same tests also run on what it writes now. What FSDP writes is written here.
+`data/deepspeed.tar.xz` was written by `write_deepspeed.py` with DeepSpeed 0.19.8 on CPU; where DeepSpeed is installed,
+the same tests also run on newly written checkpoints. Checkpoints of FSDP are always newly written.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError
-from lightning_zero.checkpoint.deepspeed import open_deepspeed
-from lightning_zero.checkpoint.fsdp import open_fsdp
 from lightning_zero.checkpoint.reading import OpenedCheckpoint
 from lightning_zero.commands.checkpoint import main
-from lightning_zero.engine.stored import StoredTensor, in_memory
+from lightning_zero.convert.deepspeed import open_deepspeed
+from lightning_zero.convert.fsdp import open_fsdp
+from lightning_zero.engine.tensor.lazy_tensor import StoredTensor, in_memory
 from tests.checkpoint.small_model import AFTER, BEFORE, SmallLearner, make_model, make_optimizer
 from tests.checkpoint.write_deepspeed import CASES
 from tests.checkpoint.write_fsdp import (
@@ -116,7 +116,7 @@ def test_weights_and_moments_are_those_that_deepspeed_itself_finds(
         state = by_name(opened)
         assert in_order_of_the_optimizer([name.removeprefix(prefix) for name in state])
         assert all(each["step"] == BEFORE for each in state.values())
-        # DeepSpeed's API looks in the wrong places if gradients were dealt out; that case's training goes on below
+        # DeepSpeed's API reads wrong positions with round_robin_gradients; continued training below covers that case.
         for name, moments in ({} if case == "stage2-fp32" else expected["state"]).items():
             for key, value in moments.items():
                 same(state[name][key], value, f"{key} of {name}")
@@ -194,7 +194,7 @@ def imported(source: str, path: Path, out: Path, form: str) -> str:
 def test_a_trainer_goes_on_from_what_lightnings_strategy_for_deepspeed_saved(
     deepspeeds: Callable[[str], Path], run_on: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Loops, the scheduler and the optimizer go on, bit for bit."""
+    """Loops, the scheduler and the optimizer continue, bit for bit."""
     forms = {"lightning-stage2": "full", "lightning-stage3": "sharded"}
     files = {
         case: imported("deepspeed", deepspeeds(case) / "checkpoint", tmp_path / f"{case}.ckpt", form)
@@ -272,7 +272,7 @@ def of_two_ranks_of_a_cut_model(folder: Path) -> None:
 
 
 class Foreign:
-    """Of a class that nobody has allowed: it would run code if it were made."""
+    """Of a class that is not allowed: creating it would run code."""
 
     def __reduce__(self) -> Any:
         return exec, ("raise SystemExit('this was run')",)
@@ -365,7 +365,7 @@ def test_a_flipped_byte_is_found_by_verify(deepspeeds: Callable[[str], Path], tm
 
 
 def write_and_open(folder: str) -> None:
-    """All that FSDP and FSDP2 write is opened to the same weights and state, and FSDP2's training goes on."""
+    """All formats of FSDP and FSDP2 open to the same weights and state, and FSDP2's training continues from them."""
     from lightning_zero.engine import Engine
 
     for shard in (sharded_by_fsdp1, sharded_by_fsdp2):
@@ -408,7 +408,7 @@ def write_and_open(folder: str) -> None:
 
 @pytest.fixture(scope="session")
 def fsdps(worker_pools: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What torch alone writes with FSDP and FSDP2, each form opened and compared on the way."""
+    """Checkpoints written by torch alone with FSDP and FSDP2; each form is opened and compared."""
     folder = tmp_path_factory.mktemp("fsdp")
     worker_pools.run_on(2, write_and_open, folder=str(folder))
     return folder

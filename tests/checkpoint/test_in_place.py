@@ -1,4 +1,4 @@
-"""What projects do with checkpoints works for a file and for a folder of parts alike, and as it does under DDP."""
+"""Common uses of checkpoints work the same for full and sharded checkpoints, and the same as under DDP."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Any stage, ranks, form, precision and offload saves; any other loads every bit, and goes on as if never stopped.
+"""Saved at any stage, world size, form, precision and offload, a checkpoint is loaded exactly at any other.
 
-Each saver writes once for each number of ranks and precision, and one test shows that what is then in a file, and
-what is in a folder, is the same to the last bit whoever wrote it. So a loader need not read every saver's checkpoint in
-every case. In each case every saver's is read, and every loader reads a file and a folder; from case to case it is
-another saver's, until every loader has met every saver.
+Each saver writes once per number of ranks and precision, and one test shows that the contents of the full and of the
+sharded checkpoints are bit-identical for all savers. So a loader need not read every saver's checkpoint in every case:
+each case reads every saver's, and every loader reads a full and a sharded one; which loader reads which saver's changes
+from case to case, until all pairs have occurred.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ SAVERS = {
     "zero3 sharded": lambda: ZeroStrategy(3, checkpoint="sharded"),
     "zero2 full, from the CPU's memory": lambda: ZeroStrategy(2, offload="cpu"),
     "zero3 sharded, in the background, from a disk": lambda: ZeroStrategy(
-        3, {**ON_DISK, "parameters": "nvme"}, checkpoint="sharded", async_save=True
+        3, offload={**ON_DISK, "parameters": "nvme"}, checkpoint="sharded", async_save=True
     ),
 }
 LOADERS = {name: lambda name=name: name for name in SYSTEMS}
-LOADERS |= {"zero3 to a disk": lambda: ZeroStrategy(3, {**ON_DISK, "parameters": "cpu"})}
+LOADERS |= {"zero3 to a disk": lambda: ZeroStrategy(3, offload={**ON_DISK, "parameters": "cpu"})}
 
 
 class SaveAtTheEnd(Callback):
@@ -60,7 +60,7 @@ class SaveAtTheEnd(Callback):
 
 
 class SeeWhatWasLoaded(Callback):
-    """Whole weights and optimizer state, on rank 0, before the first step."""
+    """Full weights and optimizer state on rank 0, before the first step."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         weights = trainer.strategy.lightning_module_state_dict()
@@ -83,7 +83,7 @@ Saved = Callable[[int, str], Path]
 
 @pytest.fixture(scope="module")
 def saved(worker_pools: WorkerPools, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """The folder with every saver's checkpoint, of so many ranks and in a precision; written when first asked for."""
+    """The folder of every saver's checkpoint for a world size and a precision; written on first use."""
 
     @cache
     def folder(ranks: int, precision: str) -> Path:
@@ -98,7 +98,7 @@ def saved(worker_pools: WorkerPools, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def content(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a checkpoint has beside what it says of its writer, and how the tensors of a file lie in their memory."""
+    """A checkpoint's contents without its writer's description, and the memory layout of a file's tensors."""
     opened = open_checkpoint(path)
     whole = tree_map(lambda value: value.clone() if isinstance(value, torch.Tensor) else value, opened.checkpoint)
     whole.get("lightning_zero", {}).pop("written_by", None)
@@ -107,7 +107,7 @@ def content(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def without_ours(values: dict[str, Any]) -> dict[str, Any]:
-    """Without what DDP does not write."""
+    """Without the entries that DDP does not write."""
     return {name: value for name, value in values.items() if name.split(".")[0] != "lightning_zero"}
 
 
@@ -136,7 +136,7 @@ def meetings(savers: list[str], loaders: list[str], turn: int) -> list[tuple[str
     met = []
     for form in (False, True):
         files = [name for name in savers if ("sharded" in name) is form]
-        # DDP reads files; what it makes of a folder, 'lightning-zero checkpoint convert' gives it
+        # DDP reads full checkpoints only; 'lightning-zero checkpoint convert' makes one of a sharded checkpoint.
         systems = [name for name in loaders if name != "ddp" or not form]
         for number in range(max(len(files), len(systems))):
             met.append((files[(number + turn) % len(files)], systems[number % len(systems)]))
@@ -197,8 +197,9 @@ PRECISIONS = [
 
 
 @pytest.mark.parametrize(("before", "after", "was", "now"), PRECISIONS)
+@pytest.mark.exhaustive
 def test_any_precision_loads_what_any_other_saved(run_on, saved: Saved, before: int, after: int, was: str, now: str):
-    """Where both have masters in fp32, these are kept too: the run goes on by the same digits."""
+    """If both have fp32 masters, these are restored, too, so the run continues with the same precision."""
     files = meetings(ZEROS, ZERO_LOADERS, PRECISIONS.index((before, after, was, now)))
     run_on(after, load, folder=saved(before, was), files=files, precision=now, before=before)
 

@@ -1,4 +1,4 @@
-"""Projects whose modules and hooks hold what one does not expect save and resume as they do under DDP."""
+"""Projects whose modules and hooks save unusual values save and resume as they do under DDP."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_what_is_saved_in_the_background_is_of_the_time_of_saving(run_on, tmp_pa
 
 
 class Shadow(Net):
-    """Keeps an average of its weights, as many do, in tensors that come of the parameters."""
+    """Keeps an average of its weights, as many projects do, in tensors computed from the parameters."""
 
     def on_fit_start(self) -> None:
         self.shadow = {name: parameter.detach().clone() for name, parameter in self.named_parameters()}

@@ -1,4 +1,4 @@
-"""Checkpoints are opened by name whatever wrote them, read as far as asked for, and what is wrong with one is told."""
+"""Checkpoints of any origin are opened by name, only needed values are read, and errors say what is wrong."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.checkpoint.records import BrokenArchiveError, tensor_in
 from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_dcp_metadata
 from lightning_zero.checkpoint.saving import Entry, content_of, save_in_parts
-from lightning_zero.engine.sharded_tensor import flat_range
-from lightning_zero.engine.sources import MappedFiles
-from lightning_zero.engine.stored import StoredTensor
-from lightning_zero.labels import new_label
+from lightning_zero.engine.init.sources import MappedFiles
+from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
+from lightning_zero.engine.tensor.sharded_tensor import flat_range
+from lightning_zero.io.labels import new_label
 from tests.support import rank
 
 TENSORS = {
@@ -105,7 +105,7 @@ def ours(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained():
-    """A model and its optimizer after a step; what its checkpoint holds, and DCP's tree of it."""
+    """A model and its optimizer after a step, with the contents of its checkpoint and DCP's tree of it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
     optimizer = torch.optim.AdamW([{"params": model[1].parameters()}, {"params": model[0].parameters(), "lr": 0.5}])
@@ -424,7 +424,7 @@ def test_each_of_as_many_processes_as_have_written_verifies_what_one_of_them_wro
 
 
 def test_files_of_two_saves_without_a_manifest_are_not_taken_for_one_checkpoint(ours, copy_of, tmp_path):
-    """Each piece has torch's own checksum, which does not say of which save it is."""
+    """Pieces have torch's own checksums, which do not identify the save."""
     path = copy_of(ours)
     other = in_parts(tmp_path / "other", {"state_dict": {**TENSORS, "a.matrix": -TENSORS["a.matrix"]}})
     os.replace(f"{other}/__1_0.distcp", f"{path}/__1_0.distcp")
@@ -560,7 +560,7 @@ def test_nothing_in_a_checkpoint_is_run(tmp_path, monkeypatch, where):
 
 
 def assert_nothing_advised(caught):
-    """By which the file would be loaded all the same; in no part of what is printed of the exception."""
+    """The message must not advise a way to load the file, in any part of the printed exception."""
     told = "".join(traceback.format_exception(caught.value))
     told = "\n".join(line for line in told.splitlines() if not line.startswith("  "))  # lines of the source
     for advice in ("add_safe_globals", "weights_only", "--trust", "trust"):
@@ -574,7 +574,7 @@ def of_protocol_4(module, name):
 
 
 class Calls:
-    """What is pickled as the call of a function."""
+    """An object that is pickled as a function call."""
 
     def __init__(self, function, *arguments):
         self.called = function, arguments
@@ -665,7 +665,7 @@ def test_of_a_file_that_does_not_unpickle_nothing_is_advised_either(tmp_path, da
 
 
 class PickledByGetattr:
-    """As Python 3.11.2 (Debian 12's) pickles a member of an enumeration; and what somebody may make of that."""
+    """A member of an enumeration as pickled by Python 3.11.2 (Debian 12), and an attack in the same form."""
 
     def __init__(self, owner, name):
         self._owner, self._name = owner, name
@@ -712,7 +712,7 @@ def test_configurations_of_omegaconf_are_loaded_as_they_are(tmp_path, form):
     )
     config.raw, config.folder = b"1", tmp_path
     path = write(tmp_path, form, {"hyper_parameters": config, "betas": config.model.rates})
-    with torch.serialization.safe_globals([type(config)]):  # what the project allows itself stays allowed
+    with torch.serialization.safe_globals([type(config)]):  # a class that the project has allowed stays allowed
         before = set(torch.serialization.get_safe_globals())
         found = open_checkpoint(path).checkpoint
         assert set(torch.serialization.get_safe_globals()) == before

@@ -1,4 +1,4 @@
-"""A run stopped anywhere and resumed equals the run that never stopped: random numbers and place in the data."""
+"""A run stopped anywhere and resumed equals the uninterrupted run: random state and position in the data."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def several(mode: Any, **options: Any) -> CombinedLoader:
 
 
 class Drawing(LightningModule):
-    """Draws from every generator in a step, and notes what it has drawn and seen."""
+    """Draws from every generator in a step, and records the numbers drawn and the samples seen."""
 
     def __init__(self, loader: Callable[[], Any] = shuffled) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class SavesIn(Callback):
             setattr(self, hook, partial(self.save, hook))
 
     def save(self, hook: str, trainer: Any, module: Any, *_: Any) -> None:
-        # At an epoch's last batch Lightning goes on without what was to follow: its validation, the hooks of its end.
+        # After an epoch's last batch Lightning resumes without the validation and the hooks that were still to come.
         if trainer.sanity_checking or (hook == "on_train_batch_end" and trainer.is_last_batch):
             return
         within = hook in ("on_before_zero_grad", "on_before_optimizer_step")
@@ -118,7 +118,7 @@ def fit(strategy: str, loader: Any, ckpt_path: Any = None, seed: int = 0, **opti
 
 
 def whole_and_resumed(strategy: str, folder: Path, hooks: list[str], loader: Any = shuffled, **options: Any) -> None:
-    """Save at all these places in one run; go on from each file, after other random numbers."""
+    """Save at all these places in one run; resume from each file, after drawing other random numbers."""
     saving = SavesIn(folder, *hooks)
     _, whole = fit(strategy, loader, callbacks=[saving], **options)
     weights = {name: value.clone() for name, value in whole.state_dict().items()}
@@ -180,7 +180,7 @@ class Counted(Numbers):
 
 
 class Queue(IterableDataset[Tensor]):
-    """What is taken from it is gone."""
+    """An iterable whose items are consumed."""
 
     def __init__(self, samples: int = 1000) -> None:
         self.samples = samples
@@ -193,7 +193,7 @@ class Queue(IterableDataset[Tensor]):
 
 
 def resume_after_two_batches(strategy: str, folder: Path, dataset: Any, batches: Any) -> Any:
-    """What has been seen and read since, and what Lightning has warned of."""
+    """Samples seen and read since then, and Lightning's warnings."""
     path, saving = folder / f"{strategy}.ckpt", Callback()
     saving.on_train_batch_end = lambda trainer, *_: trainer.global_step == 2 and trainer.save_checkpoint(path)
     options = {"max_epochs": 1, "limit_train_batches": batches}

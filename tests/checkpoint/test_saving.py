@@ -1,4 +1,4 @@
-"""A sharded checkpoint is DCP's: plain tools, FSDP2 and dcp.load read it, with full shapes and by name."""
+"""A sharded checkpoint has DCP's format: plain tools, FSDP2 and dcp.load read it by name, in full shapes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from lightning_zero.checkpoint.archive import archived
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.saving import by_name, content_of, save_in_parts
 from lightning_zero.engine import Engine
-from lightning_zero.engine.pieces import boxes
-from lightning_zero.labels import new_label
+from lightning_zero.engine.plan.chunks import boxes
+from lightning_zero.engine.tensor.sharded_tree import in_parts
+from lightning_zero.io.labels import new_label
 from tests.support import rank
 from tests.support.models import CLASSES, VOCABULARY, OddModel
 from tests.support.training import Recipe, batch, prepare
@@ -82,7 +83,7 @@ class EvenModel(nn.Module):
 
 
 def trained(stage, dtype=torch.float32, model=OddModel):
-    """A small model after three steps, its engine, and what DDP would have: its full state."""
+    """A small model after three steps, its engine, and the full state that DDP would have."""
     model, optimizer = prepare(Recipe(model, dtype=dtype))
     engine = Engine(model, [optimizer], stage=stage)
     for step in range(3):
@@ -101,14 +102,15 @@ def save(path, stage, dtype=torch.float32, model=OddModel):
     model, optimizer, engine, weights, state, names = trained(stage, dtype, model)
     tree = {
         "state_dict": model.state_dict(),
-        "optimizer_0": by_name(engine.optimizer_state_dict_in_parts(optimizer), names),
+        "optimizer_0": by_name(engine.full_optimizer_state_dict(optimizer, leaf=in_parts), names),
     }
     rest = {"epoch": 3, "callbacks": {"kept": [1, 2]}}
-    if masters := engine.masters_in_parts():
+    if masters := engine.masters_by_name(leaf=in_parts):
         rest["lightning_zero"] = {"masters": masters}
     content = content_of(tree, rest, rank())
-    label = engine.communicator.gather_objects(new_label())[0]
-    save_in_parts(content, Destination(path, label), {"stage": stage}, rank(), engine.communicator.gather_objects)
+    gather = engine.communicator.control.gather_objects
+    label = gather(new_label())[0]
+    save_in_parts(content, Destination(path, label), {"stage": stage}, rank(), gather)
     masters = engine.masters_by_name()
     engine.close()
     return weights, state, masters

@@ -1,4 +1,4 @@
-"""What is saved in the background is copied there: whoever would change it first waits until it is, and no longer."""
+"""Background saves copy values in the background: only a write to such values waits, and only for the copy."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.saving import HostMemory, by_name, names_in
 from lightning_zero.engine import Engine
 from lightning_zero.engine.offload.states import DiskStates
+from lightning_zero.engine.tensor.sharded_tree import in_parts
 from tests.support import rank
 
 
@@ -108,11 +109,11 @@ def saved_while_written(folder, stage, form, name, offload=None):
     before, saver = values(), Saver(in_background=True)
     setattr(kind, method, late)
     try:
-        states = engine.optimizer_state_dict_in_parts(optimizer)
+        states = engine.full_optimizer_state_dict(optimizer, leaf=in_parts)
         if form == "sharded":
             states = by_name(states, names_in(optimizer, {id(p): key for key, p in model.named_parameters()}))
             tree = {"state_dict": model.state_dict(), "optimizer_0": states, "average": average}
-            saver.save_in_parts(tree, {}, folder, {}, rank(), engine.communicator.gather_objects)
+            saver.save_in_parts(tree, {}, folder, {}, rank(), engine.communicator.control.gather_objects)
         else:
             tree = {"state_dict": model.state_dict(), "optimizer_states": [states], "average": average}
             saver.save_whole_later(tree, folder, rank(), engine.communicator.background_group())
@@ -121,7 +122,7 @@ def saved_while_written(folder, stage, form, name, offload=None):
         saver.finish()
     finally:
         setattr(kind, method, call)
-    engine.communicator.gather_objects(None)  # rank 0 has written it, or all have
+    engine.communicator.control.gather_objects(None)  # rank 0 has written it, or all have
 
     read = open_checkpoint(folder).checkpoint
     states = read["optimizer_states"][0]["state"]
@@ -150,7 +151,7 @@ def test_what_is_on_a_disk_is_saved_as_it_was(run_on, tmp_path, name):
 
 
 def waits_for_nothing(folder):
-    """Forward and backward go on while the states are not copied yet."""
+    """Forward and backward continue while the states are being copied."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
     optimizer = torch.optim.Adam(model.parameters())
@@ -168,7 +169,7 @@ def waits_for_nothing(folder):
     HostMemory.copied = late
     try:
         tree = {"state_dict": model.state_dict()}
-        saver.save_in_parts(tree, {}, folder, {}, rank(), engine.communicator.gather_objects)
+        saver.save_in_parts(tree, {}, folder, {}, rank(), engine.communicator.control.gather_objects)
         model(torch.randn(4, 5)).square().mean().backward()
         computed.set()
         optimizer.step()

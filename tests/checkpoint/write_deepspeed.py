@@ -1,8 +1,8 @@
-"""Writes checkpoints with DeepSpeed, which has to be installed: `python -m tests.checkpoint.write_deepspeed FOLDER`.
+"""Writes checkpoints with an installed DeepSpeed: `python -m tests.checkpoint.write_deepspeed FOLDER`.
 
-Each case is a folder, in it `checkpoint` as ``engine.save_checkpoint`` or Lightning's ``DeepSpeedStrategy`` left it,
+Each case is a folder with `checkpoint`, as written by ``engine.save_checkpoint`` or Lightning's ``DeepSpeedStrategy``,
 and `expected.pt`: weights by DeepSpeed's own ``zero_to_fp32``, optimizer state by its own API, and the weights after
-more steps. `data/deepspeed.tar.xz` holds these folders; so it was made:
+more steps. `data/deepspeed.tar.xz` contains these folders and was created by:
 
     python -m tests.checkpoint.write_deepspeed written && tar cJf tests/checkpoint/data/deepspeed.tar.xz -C written .
 """
@@ -70,7 +70,7 @@ def write(rank: int, world_size: int, port: int, name: str, folder: Path) -> Non
 
 
 def train(case: dict[str, Any], rank: int, folder: Path) -> None:
-    """A loop of one's own, as DeepSpeed's documentation has it."""
+    """A custom training loop, as in DeepSpeed's documentation."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
@@ -85,7 +85,7 @@ def train(case: dict[str, Any], rank: int, folder: Path) -> None:
 
 
 def train_by_lightning(case: dict[str, Any], rank: int, folder: Path) -> None:
-    """Lightning's strategy, which asks for GPUs before it calls DeepSpeed; nothing of what it does needs one."""
+    """Lightning's strategy, which checks for GPUs before it calls DeepSpeed, although it does not need one here."""
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
@@ -123,14 +123,14 @@ def training_step(engine: Any, step: int, rank: int) -> float:
 
 
 def go_on(engine: Any, rank: int, folder: Path, scheduler: Any = None) -> None:
-    """Beside the checkpoint, what DeepSpeed itself says is in it, and what its own training makes of that."""
+    """Write the expected values: the checkpoint's contents by DeepSpeed's tools, and its own continued training."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
     if engine.zero_optimization_stage() < 3:  # DeepSpeed 0.19 looks at the states when the first group alone has any
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     weights = consolidated(folder / "checkpoint", engine)
-    state = engine.zero_round_robin_gradients() or {  # with those DeepSpeed 0.19 looks in the wrong places
+    state = engine.zero_round_robin_gradients() or {  # with round_robin_gradients DeepSpeed 0.19 reads wrong positions
         name: {key: safe_get_full_optimizer_state(parameter, key) for key in ("exp_avg", "exp_avg_sq")}
         for name, parameter in engine.module.named_parameters()
         if parameter.requires_grad
@@ -151,7 +151,7 @@ def go_on(engine: Any, rank: int, folder: Path, scheduler: Any = None) -> None:
 
 
 def consolidated(folder: Path, engine: Any) -> dict[str, torch.Tensor]:
-    """Whole weights in fp32, as DeepSpeed's own tool puts them together; where it cannot, as its API has them."""
+    """Full fp32 weights, by DeepSpeed's own tool; where the tool fails, by DeepSpeed's API."""
     from deepspeed.utils import safe_get_full_fp32_param
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 

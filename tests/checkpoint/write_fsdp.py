@@ -1,4 +1,4 @@
-"""Checkpoints as FSDP and FSDP2 write them, by Lightning's strategies and by torch alone. Runs on a pool's ranks."""
+"""Writes checkpoints with FSDP and FSDP2, through Lightning's strategies and torch alone, on a pool's ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.workers import rank
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
 FORMS = ["model-optim", "other-names", "deeper", "with-average", "flattened", "bare-weights", "whole-file"]
-"""What is written by torch alone."""
+"""Formats that torch alone writes."""
 
 
 def sharded_by_fsdp1() -> nn.Module:
@@ -93,7 +93,7 @@ def write_by_lightning(folder: Path) -> None:
     """As `FSDPStrategy` and `ModelParallelStrategy` save it."""
 
     class FSDPOnCPU(FSDPStrategy):
-        """Which asks for a GPU where it wraps the module, and needs none to save it."""
+        """Skips the check for a GPU when the module is wrapped; saving needs none."""
 
         def _setup_model(self, model: nn.Module) -> nn.Module:
             return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)

@@ -1,4 +1,4 @@
-"""What the library says when it refuses or warns, as far as its source says it literally."""
+"""Finds the library's error and warning messages in its source."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 PACKAGE = Path(__file__).resolve().parents[2] / "lightning_zero"
 
-# What takes a message besides `raise`: warnings, and what raises for its caller.
+# Calls that take a message besides `raise`: warnings, and functions that raise for their caller.
 _CALLS = {"warning", "warn", "fail", "_fail"}
 _LEAST, _WORDS = 3, 5
 

@@ -1,4 +1,4 @@
-"""The code blocks of the pages under docs/."""
+"""Finds the code blocks of the pages in docs/."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Block(NamedTuple):
 
 
 def blocks(page: str) -> list[Block]:
-    """The blocks of docs/`page`, without those marked ``notest``: they need what is not there where tests run."""
+    """The blocks of docs/`page`, without those marked ``notest``, which need things that tests lack."""
     text = (REPOSITORY / "docs" / page).read_text()
     return [
         Block(found[2], textwrap.dedent(found[4]), text[: found.start()].count("\n") + 2)

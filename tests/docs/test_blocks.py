@@ -1,4 +1,4 @@
-"""The Python blocks of the pages run, one after another, on two ranks of a CPU where the pages say eight GPUs."""
+"""The pages' Python blocks run, one after another, on two CPU ranks in place of the pages' eight GPUs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def small_trainer(*args: Any, **options: Any) -> Trainer:
 
 
 def names() -> dict[str, Any]:
-    """What the pages speak of: the user's own objects, and a run that has ended and left a checkpoint."""
+    """Objects that the pages mention: the user's own, and a finished run with a checkpoint."""
     model, trainer = Model(), make_trainer("zero3", max_epochs=1)
     trainer.fit(model, data())
     trainer.save_checkpoint("last.ckpt")

@@ -1,4 +1,4 @@
-"""The script of docs/how-it-works.md prints what the page says it prints."""
+"""The script in docs/how-it-works.md prints the output shown on the page."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Every link from one page to another, to a heading or to a file of the repository, leads somewhere."""
+"""Every link to another page, a heading or a file of the repository has an existing target."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/migrating.md has a place for every argument that DDP, FSDP and DeepSpeed take, and ours are as it names them."""
+"""docs/migrating.md lists every argument of DDP, FSDP and DeepSpeed, and names our arguments correctly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md names every error and warning of the library."""
+"""docs/troubleshooting.md lists every error and warning of the library."""
 
 from __future__ import annotations
 

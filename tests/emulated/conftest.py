@@ -33,5 +33,5 @@ def device_pools(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture
 def run_on_device(device_pools: WorkerPools) -> Callable[..., list[Any]]:
-    """As `run_on`, in processes that know the device."""
+    """Like `run_on`, in processes with the emulated device."""
     return device_pools.run_on

@@ -23,14 +23,14 @@ import torch.distributed as dist
 SOURCE = Path(__file__).with_name("device.cpp")
 NAME = "emulated"
 BACKENDS = f"cpu:gloo,{NAME}:{NAME}"
-"""What a process group is made of that has both the CPU's collectives and the device's."""
+"""Backends of a process group for the CPU and the emulated device."""
 
 native: Any = None
 """The module of device.cpp, once `load` was called."""
 
 
 def missing() -> str | None:
-    """What is not here to compile it with; None where all is."""
+    """The reason why it cannot be compiled here; None if it can."""
     if sys.platform != "linux":
         return "Linux"
     if shutil.which("g++") is None:
@@ -41,7 +41,7 @@ def missing() -> str | None:
 
 
 def build(folder: Path) -> Path:
-    """The compiled library, made in this folder unless it is there; a minute, once for each torch and Python."""
+    """Compile the library into this folder unless it exists; takes a minute, once per version of torch and Python."""
     from torch.utils.cpp_extension import include_paths, library_paths
 
     command = ["g++", "-std=c++20", "-O0", "-w", "-fPIC", "-shared", str(SOURCE)]
@@ -64,7 +64,7 @@ def build(folder: Path) -> Path:
 
 
 def load(library: Path) -> None:
-    """Make torch know the device "emulated", and torch.distributed its backend of the same name, in this process."""
+    """Register the device "emulated", and a torch.distributed backend of the same name, in this process."""
     global native
     spec = importlib.util.spec_from_file_location("native", library)
     assert spec is not None and spec.loader is not None
@@ -82,7 +82,7 @@ def load(library: Path) -> None:
 
 
 def _module() -> types.ModuleType:
-    """What torch asks of `torch.emulated`; random numbers are the CPU's."""
+    """The module `torch.emulated` that torch requires; random numbers are the CPU's."""
     module = types.ModuleType(f"torch.{NAME}")
     vars(module).update(
         device=lambda index: nullcontext(),
@@ -106,7 +106,7 @@ def _module() -> types.ModuleType:
 
 
 def races_so_far() -> list[str]:
-    """What was not in order since the last call, up to the end of all that the device was told to do."""
+    """Return all ordering errors since the last call, after all work queued on the device."""
     torch.accelerator.synchronize()
     races: list[str] = native.races()
     return races

@@ -103,7 +103,7 @@ def test_pinned_memory_is_not_changed_before_it_is_copied(run_on_device):
 
 
 def copy_twice_through_the_same_memory() -> list[str]:
-    """The device makes both copies in order, whatever the host knows of them."""
+    """The device runs both copies in order, whether or not the host has synchronized."""
     host = torch.ones(SIZE, pin_memory=True)
     values = host.to(device.NAME, non_blocking=True)
     host[: SIZE // 2].copy_((3 * values)[: SIZE // 2], non_blocking=True)

@@ -16,7 +16,7 @@ from tests.support.training import CLOSE, Recipe, same_runs, train_ddp, train_ze
 
 
 class Branches(nn.Module):
-    """Two at once, one of them on another stream, in order with what is around them."""
+    """Two at once, one of them on another stream, ordered with the work before and after."""
 
     def __init__(self, width: int, is_one_layer: bool, is_new_stream: bool) -> None:
         super().__init__()

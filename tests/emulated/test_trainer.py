@@ -16,6 +16,8 @@ from tests.emulated.device import NAME, in_order
 from tests.support.trainer import TrainerRun, fit, fit_ddp
 from tests.support.training import CLOSE, same_runs
 
+pytestmark = pytest.mark.exhaustive
+
 STAGES = pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 
 

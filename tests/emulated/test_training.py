@@ -111,7 +111,7 @@ def evaluate_before_each_step(**options: Any) -> None:
 
 
 def test_an_update_waits_for_a_copy_of_what_it_changes(run_on_device):
-    """The gradient came before this forward, so waiting for it is not waiting for what the forward copies."""
+    """The gradient was ready before this forward, so waiting for it does not wait for the forward's copies."""
     offload = {"optimizer": "cpu", "gradients": "cpu", "parameters": "cpu"}
     run_on_device(2, evaluate_before_each_step, offload=offload)
 
@@ -137,7 +137,7 @@ def test_activations_elsewhere_change_nothing(run_on_device, ranks, place):
 
 
 def is_seen_without(waits: str, recipe: Recipe, stage: int, **options: Any) -> bool:
-    """Whether it is seen that such waits do nothing: something is out of order, or the numbers are others."""
+    """Whether the emulation detects missing waits: an ordering error, or different numbers."""
     expected = train_ddp(recipe)
     device.races_so_far()
     device.native.ignore(waits)

@@ -1,4 +1,4 @@
-"""Offloaded activations: the same numbers, while inputs of checkpointed modules are elsewhere until backward."""
+"""Offloaded activations: the same numbers while inputs of checkpointed modules are offloaded until backward."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.engine import Engine
-from lightning_zero.engine.offload.activations import LEAST, _Form
 from lightning_zero.engine.offload.scratch import _Ranges
+from lightning_zero.engine.runtime.activation_offload import LEAST, _Form
 from lightning_zero.zoo.gpt import GPT
 from tests.checkpoint import faults
 from tests.support import rank, world_size
@@ -121,7 +121,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A chain of blocks; others differ in `run`, and in what their blocks are."""
+    """A chain of blocks; subclasses differ in `run` and in their blocks."""
 
     block = Block
 
@@ -140,7 +140,7 @@ class Net(nn.Module):
 
 
 class Keywords(Net):
-    """In lists, tuples and dictionaries, by position and by keyword, beside small ones and what is no tensor."""
+    """Inputs in lists, tuples and dictionaries, positional and keyword, next to small tensors and other objects."""
 
     class block(Block):
         def forward(self, numbers, pair, *, options):
@@ -172,7 +172,7 @@ class Views(Net):
 
 
 class Shared(Net):
-    """An input that all blocks are given, and one that shows the same memory many times."""
+    """One input passed to all blocks, and one that views the same memory several times."""
 
     class block(Block):
         def forward(self, x, mask, many):
@@ -206,7 +206,7 @@ class Data(Net):
 
 
 class Leaf(Net):
-    """An input that is a leaf and needs a gradient, which the caller may ask for."""
+    """An input that is a leaf and requires a gradient, which the caller may read."""
 
     def forward(self, data):
         data = data.requires_grad_()
@@ -251,7 +251,7 @@ class Doubly(Net):
 
 
 class WrittenInside(Net):
-    """A block that writes to its input, which nobody else needs."""
+    """A block that writes to its input, which nothing else reads."""
 
     class block(Block):
         def forward(self, x):
@@ -304,7 +304,7 @@ NETS = {
 
 @contextlib.contextmanager
 def counting(store):
-    """What goes out and comes in meanwhile, in numbers of tensors."""
+    """Number of tensors that are offloaded and loaded meanwhile."""
     moved = {"out": 0, "in": 0}
     if store is None:
         yield moved
@@ -387,7 +387,7 @@ def test_numbers_equal_those_of_the_plain_module(run_on, tmp_path, kind, place):
 
 
 class Late:
-    """An event at which something is done, as late as may be: when somebody waits for it."""
+    """An event that runs its work as late as possible: when it is waited for."""
 
     def __init__(self, act):
         self._act, self._lock = act, Lock()
@@ -399,7 +399,7 @@ class Late:
 
 
 class LateCopies:
-    """Copies as a GPU may make them beside the computation: whatever does not wait for them finds other values."""
+    """Asynchronous copies, as on a GPU: code that does not wait for them finds other values."""
 
     def now(self):
         return Late(lambda: None)
@@ -502,7 +502,7 @@ class Deep(Net):
 
 
 class Alive(TorchDispatchMode):
-    """Counts bytes that operators have made and that live, and their peak."""
+    """Counts the live bytes that operators have allocated, and their peak."""
 
     def __init__(self):
         super().__init__()
@@ -783,7 +783,7 @@ def fail(in_backward, kind, place, folder):
         found = {f"loss {step}": step_of(model, optimizer, step) for step in (1, 2)}
         expected = train(reference, steps=(1, 2))
         same_tensors(found | engine.full_state_dict(), expected | reference.state_dict(), bound=0)
-        gc.collect()  # errors hold the frames that they have come through
+        gc.collect()  # exceptions keep the frames of their traceback alive
         assert not list(store_of(engine)._kept.values()), "something outlived its graph"
         engine.close()
 

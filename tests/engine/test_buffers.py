@@ -1,4 +1,4 @@
-"""Buffers of every kind follow rank 0's in each step, in one message, as under DDP."""
+"""Buffers of every kind are synchronized with rank 0's in each step, in one message, as under DDP."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def test_buffers_of_every_kind_follow_rank_0s_in_one_message(run_on, stage):
 def meetings(stage):
     module = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
     engine = Engine(module, stage=stage)
-    before = engine.agreement.meetings
+    before = engine.rendezvous.meetings
     engine.full_state_dict()
-    count = engine.agreement.meetings - before
+    count = engine.rendezvous.meetings - before
     engine.close()
     return count
 

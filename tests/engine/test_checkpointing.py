@@ -1,4 +1,4 @@
-"""``activation_checkpointing``: the same numbers, the forward of the chosen modules once more in backward."""
+"""``activation_checkpointing``: the same numbers, with the chosen modules' forward recomputed in backward."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_a_wrong_choice_is_refused_before_anything_is_cut(wanted, error, message
 
 
 class Plain(nn.Module):
-    """Blocks that `torch.compile` takes whole."""
+    """Blocks that `torch.compile` captures as one graph."""
 
     def __init__(self):
         super().__init__()

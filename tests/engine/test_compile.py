@@ -1,4 +1,4 @@
-"""``torch.compile``: right in value, and no more graphs and breaks than with FSDP2 around the same modules."""
+"""``torch.compile``: correct values, and no more graphs and breaks than with FSDP2 around the same modules."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 
 class Interleaved(nn.Module):
-    """Layers and a parameter of the root unit between blocks: a hook on each would cut the graphs there."""
+    """Layers and a root-unit parameter between blocks: a hook on each would break the graph there."""
 
     def __init__(self):
         super().__init__()
@@ -99,7 +99,7 @@ def train(model, optimizer):
 
 
 def count(model, way, shard, first):
-    """Compile and shard a copy of a model, in either order, and train it: its losses, and what Dynamo did."""
+    """Compile and shard a copy of a model, in either order, and train it; returns losses and Dynamo's counts."""
     backend = CountingBackend()
     module = copy.deepcopy(model)
     if first == "compile":
@@ -204,5 +204,6 @@ def compile_with_inductor():
     engine.close()
 
 
+@pytest.mark.exhaustive
 def test_a_block_compiled_by_inductor_trains_as_under_ddp(run_on):
     run_on(2, compile_with_inductor, timeout=170)

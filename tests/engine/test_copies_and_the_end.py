@@ -1,4 +1,4 @@
-"""What users keep of a sharded module - copies, pickles, averages, weak references - during its life and after it."""
+"""Copies, pickles, averages and weak references of a sharded module, during training and after it."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def kept_after_the_end(stage):
     train(reference, torch.optim.SGD(reference.parameters(), lr=0.1))
     engine.close()
 
-    if rank() == 0:  # no other rank takes part in what follows: everything is ordinary
+    if rank() == 0:  # without the other ranks: everything is ordinary
         assert all(type(p) is nn.Parameter for p in [*module.parameters(), *kept["copy of the module"].parameters()])
         for name, value in start.named_parameters():
             assert type(kept["average"][name]) is torch.Tensor
@@ -176,7 +176,7 @@ def test_a_module_may_be_sharded_again_and_again(run_on, world_size, stage):
 
 
 def copies_of_different_origins():
-    """Rank 0 has made more copies of a parameter than others: then none is taken for another's."""
+    """Rank 0 has made more copies of a parameter than the others: copies are not confused between ranks."""
     module, _, _, engine = make(3)
     weight = module[0].weight
     if rank() == 0:

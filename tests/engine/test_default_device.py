@@ -1,6 +1,6 @@
-"""A default device that the user has set (``torch.set_default_device``) is for user code, and not for the engine.
+"""A user's default device (``torch.set_default_device``) applies to user code and not to the engine.
 
-What the engine keeps on the CPU or tells other ranks would be lost on torch's "meta" device, which stands for a GPU.
+Tensors that the engine keeps on the CPU or sends to other ranks would be lost on the "meta" device, used here as a GPU.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.engine import Engine
+from lightning_zero.engine.tensor.sharded_tree import in_parts
 from tests.support import rank
 from tests.support.training import same_values
 
@@ -28,7 +29,7 @@ def make() -> nn.Module:
 
 
 def train(module: nn.Module, folder: Path, **options: Any) -> dict[str, Any]:
-    """Three steps, what they give, and what is read from a checkpoint of them."""
+    """Three steps, their results, and values read from a checkpoint of them."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     engine = Engine(module, [optimizer], **options)
     for step in range(3):
@@ -38,10 +39,10 @@ def train(module: nn.Module, folder: Path, **options: Any) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     names = names_in(optimizer, {id(p): name for name, p in module.named_parameters()})
-    states = by_name(engine.optimizer_state_dict_in_parts(optimizer), names)
+    states = by_name(engine.full_optimizer_state_dict(optimizer, leaf=in_parts), names)
     tree = {"state_dict": module.state_dict(), "optimizer_0": states}
     for saver, path in ((Saver(in_background=True), "begun"), (Saver(in_background=False), "waited for")):
-        saver.save_in_parts(tree, {}, str(folder / path), {}, rank(), engine.communicator.gather_objects)
+        saver.save_in_parts(tree, {}, str(folder / path), {}, rank(), engine.communicator.control.gather_objects)
         saver.finish()
     whole, states = engine.full_state_dict(), engine.full_optimizer_state_dict(optimizer)
     optimizer.load_state_dict(states)
@@ -89,7 +90,7 @@ def test_nor_where_ranks_do_not_read_each_others_memory(run_on, tmp_path):
 
 def compare_over_gloo(folder: Path, **options: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_zero.engine.collectives.connect", lambda *_: None)
+        patch.setattr("lightning_zero.engine.comm.collectives.connect", lambda *_: None)
         compare(folder, **options)
 
 

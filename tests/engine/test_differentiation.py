@@ -1,4 +1,4 @@
-"""Every way to differentiate in a step but one ``loss.backward()``: gradients by name, hooks, ``torch.func``."""
+"""Ways to differentiate other than one ``loss.backward()``: gradients by name, hooks, ``torch.func``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INPUTS = torch.arange(14.0).view(2, 7) / 7
 
 
 class Penalised(nn.Module):
-    """Its loss uses parameters through their modules and beside them."""
+    """A loss that uses parameters both through their modules and directly."""
 
     def __init__(self):
         super().__init__()
@@ -32,7 +32,7 @@ class Penalised(nn.Module):
 
 
 def make(stage, prepare=lambda module: None):
-    """A sharded module, its engine, and the same module whole; all ranks have the same data, so a mean is one's own."""
+    """A sharded module, its engine, and the unsharded module; all ranks have the same data, so means are trivial."""
     torch.manual_seed(0)
     module = Penalised()
     reference = copy.deepcopy(module)
@@ -58,7 +58,7 @@ def same_gradients(module, reference):
 
 
 def same_in_a_window(run, module, reference, engine):
-    """What `run` returns, and the gradients that it leaves, are those of the whole module."""
+    """The result of `run`, and the gradients afterwards, equal those of the unsharded module."""
     with engine.window():
         ours = run(module)
     same(ours, run(reference))
@@ -225,7 +225,7 @@ def test_an_optimizer_a_parameter_may_step_during_backward(run_on, world_size, s
 
 
 def transforms(stage):
-    """What physics-informed, energy-based and per-sample methods do in a step."""
+    """A step of physics-informed, energy-based and per-sample methods."""
     module, reference, engine, _ = make(stage)
 
     def run(model):

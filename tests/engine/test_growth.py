@@ -1,7 +1,7 @@
-"""How what the engine does in Python grows: instructions are counted, not timed, so that a square shows at small sizes.
+"""Complexity of the engine's Python code: counts instructions instead of time, so quadratic parts show at small sizes.
 
-Counting by doubling: where work is linear, twice as many tensors more cost twice as many instructions more; where some
-part is quadratic, four times. Numbers of ranks come from torch's `fake` group, as whose rank 0 one process runs.
+The number of tensors is doubled twice. With linear work the second doubling adds twice as many instructions as the
+first, with quadratic work four times as many. World sizes are simulated on rank 0 of torch's `fake` group.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 WIDTH = 33
-"""Elements of a tensor: no multiple of 32, so that none lies against the next and each has a master of its own."""
+"""Elements of a tensor: not a multiple of 32, so tensors are not adjacent and each has a separate master."""
 
 NEARLY = 1.1
 """Growth that is still linear: the sizes of dictionaries, and with them some instructions, grow in leaps."""
@@ -35,7 +35,7 @@ class Layer(nn.Module):
 
 
 def count(do: Callable[[], Any]) -> int:
-    """Bytecode instructions that this thread runs meanwhile, in whatever function."""
+    """Count the bytecode instructions that this thread runs meanwhile, in any function."""
     instructions = 0
 
     def trace(frame: Any, event: str, argument: Any) -> Any:
@@ -89,7 +89,7 @@ def count_setup_and_step(stage: int, tensors: int, units: int, ranks: int, **opt
         for _ in range(2):
             step()
         counted = count(step)
-        engines[0].close(communicate=False)  # there is nobody to meet
+        engines[0].close(communicate=False)  # there is no other rank
     return setup, counted
 
 

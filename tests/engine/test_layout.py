@@ -1,10 +1,10 @@
-"""The arithmetic of a bucket: no tensor, no process."""
+"""Layout arithmetic of a bucket, without tensors and processes."""
 
 import pytest
 import torch
 
-from lightning_zero.engine.layout import ALIGNMENT, BucketLayout, Segment
-from lightning_zero.engine.placement import Placement, placements_of
+from lightning_zero.engine.plan.layout import ALIGNMENT, BucketLayout, Segment
+from lightning_zero.engine.plan.placement import Placement, placements_of
 
 SHAPES = [("a", torch.Size((7, 15))), ("b", torch.Size(())), ("c", torch.Size((0, 3))), ("d", torch.Size((16, 17)))]
 

@@ -1,4 +1,4 @@
-"""Modules that are made on the meta device get the values of ordinary construction, one unit after another."""
+"""Modules created on the meta device are materialised unit by unit, with the values of ordinary construction."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_zero.engine import Engine, ShardedTensor
-from lightning_zero.engine.bucket import Bucket
+from lightning_zero.engine.init.uncut_bucket import UncutBucket
 from lightning_zero.zoo.gpt import GPT
 from tests.support import rank
 from tests.support.training import same_tensors
@@ -73,7 +73,7 @@ def test_on_one_rank_too(run_on):
 
 
 class Counted(nn.Module):
-    """Notes how much of the module is whole when it is initialised."""
+    """Records how much of the module is gathered when it is initialised."""
 
     whole: list[int] = []
 
@@ -83,24 +83,24 @@ class Counted(nn.Module):
 
     def reset_parameters(self):
         self.weight.fill_(float(len(self.whole)))
-        self.whole.append(sum(b._flat.untyped_storage().nbytes() > 0 for b in buckets if not b.is_cut))
+        self.whole.append(sum(bucket.is_opened for bucket in buckets))
 
 
-buckets: list[Bucket] = []
+buckets: list[UncutBucket] = []
 
 
 def one_at_a_time():
     Counted.whole.clear()
     with torch.device("meta"):
         module = nn.Sequential(*(Counted() for _ in range(4)))
-    made = Bucket.__init__
+    made = UncutBucket.__init__
 
     def remember(self, *args, **options):
         made(self, *args, **options)
         buckets.append(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Bucket, "__init__", remember)
+        patch.setattr(UncutBucket, "__init__", remember)
         engine = Engine(module, stage=3)
     assert Counted.whole == [1, 1, 1, 1], "buckets that are whole while the next is filled"
     engine.close()
@@ -112,7 +112,7 @@ def test_one_unit_after_another_is_whole(run_on):
 
 
 class Parent(nn.Module):
-    """What a project's modules do in ``reset_parameters``: replace, write through data, initialise a child's."""
+    """Variants of ``reset_parameters`` in projects: replace, write through data, initialise a child's parameters."""
 
     class Child(nn.Module):
         def __init__(self):
@@ -179,7 +179,7 @@ def by_a_model(stage):
 
 
 def partly(stage):
-    """A head is new, what it stands on has values: those stay, also where a module would initialise both."""
+    """The head is new, the backbone has values, which stay even if a module would initialise both."""
     torch.manual_seed(rank())
     module = untied()
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Small blocks that are one unit together, as they are by default: the numbers of DDP, in few messages."""
+"""Small blocks merged into one unit, as by default: DDP's numbers with few messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GROUPINGS = pytest.mark.parametrize("grouping", UNIT_NUMELS)
 
 
 def units_of(module: nn.Module, unit_numel: int) -> list[str]:
-    from lightning_zero.engine.units import plan_units
+    from lightning_zero.engine.plan.units import plan_units
 
     return [plan.name for plan in plan_units(module, unit_numel=unit_numel)]
 
@@ -150,7 +150,7 @@ def test_blocks_may_run_again_in_any_order(run_on, stage, layers):
 
 
 def compare_with_plain_gradients(recipe: Recipe, stage: int, unit_numel: int) -> None:
-    """With a module whose parameters differ from step to step, which DDP would have to be told of."""
+    """With different unused parameters in each step, for which DDP needs find_unused_parameters."""
     from lightning_zero.engine import Engine
 
     module, optimizer = prepare(recipe)

@@ -1,4 +1,4 @@
-"""What modules do with their parameters, at every stage on two ranks, bit-equal to DDP."""
+"""Ways in which modules use their parameters, at every stage on two ranks, bit-equal to DDP."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks between two layers; what is odd about a model overrides a method."""
+    """Blocks between two layers; a model with a peculiarity overrides a method."""
 
     def __init__(self):
         super().__init__()
@@ -383,7 +383,7 @@ def compare_two_backwards():
             once.backward()
             optimizer.step()
 
-    # what DDP's own reducer cannot do, its definition can: the mean over ranks of local gradients
+    # DDP's reducer does not support this, but its definition applies: the mean over ranks of local gradients.
     optimizer = adam(reference)
 
     def average():
@@ -466,9 +466,9 @@ def test_deleting_the_module_frees_its_memory_without_a_garbage_collection(run_o
 
 
 def delete_while_another_rank_still_reads(stage):
-    from lightning_zero.engine import same_machine
+    from lightning_zero.engine.comm import process_memory
 
-    read, ignored = same_machine.read_memory, []
+    read, ignored = process_memory.read_memory, []
     hook, sys.unraisablehook = sys.unraisablehook, lambda what: ignored.append(what.exc_value)
 
     def read_slowly(*arguments):
@@ -476,12 +476,12 @@ def delete_while_another_rank_still_reads(stage):
         read(*arguments)
 
     if rank() == 1:
-        same_machine.read_memory = read_slowly
+        process_memory.read_memory = read_slowly
     try:
         for _ in range(3):
             delete_everything(stage)
     finally:
-        same_machine.read_memory, sys.unraisablehook = read, hook
+        process_memory.read_memory, sys.unraisablehook = read, hook
     assert ignored == []
 
 

@@ -1,6 +1,6 @@
-"""Over a backend that is not Gloo, as NCCL: which groups there are, what travels, who notices that a rank has failed.
+"""Backends other than Gloo, such as NCCL: process groups, communicated values, and detection of failed ranks.
 
-No GPU is needed: collectives are those of `tests/gpu/one_device.py`, or Gloo's, taken for another's.
+No GPU is needed: collectives are those of `tests/gpu/one_device.py`, or Gloo's under another backend's name.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from tests.support.workers import rank
 
 
 def groups_in_use() -> None:
-    from lightning_zero.engine import Engine, collectives
+    from lightning_zero.engine import Engine
+    from lightning_zero.engine.comm import backend_transport
 
     used: dict[str, set[object]] = {"gather": set(), "reduce": set()}
     with twins(2):
-        gather, reduce = collectives._all_gather_single, collectives._reduce_scatter_single
+        gather, reduce = backend_transport.dist.all_gather_single, backend_transport.dist.reduce_scatter_single
 
         def note(kind, act):
             def run(*tensors, group, **options):
@@ -34,8 +35,8 @@ def groups_in_use() -> None:
             return run
 
         with (
-            patch.object(collectives, "_all_gather_single", note("gather", gather)),
-            patch.object(collectives, "_reduce_scatter_single", note("reduce", reduce)),
+            patch.object(backend_transport.dist, "all_gather_single", note("gather", gather)),
+            patch.object(backend_transport.dist, "reduce_scatter_single", note("reduce", reduce)),
         ):
             module = Layers(8, 3)
             engine = Engine(module, [torch.optim.SGD(module.parameters(), lr=0.1)], stage=3)
@@ -59,10 +60,11 @@ class Complex(nn.Module):
 
 
 def reduce_complex(stage: int) -> None:
-    from lightning_zero.engine import Engine, collectives
+    from lightning_zero.engine import Engine
+    from lightning_zero.engine.comm import backend_transport
 
     with twins(2):
-        reduce, dtypes = collectives._reduce_scatter_single, []
+        reduce, dtypes = backend_transport.dist.reduce_scatter_single, []
 
         def note(shard, flat, **options):
             dtypes.extend([shard.dtype, flat.dtype])
@@ -70,7 +72,7 @@ def reduce_complex(stage: int) -> None:
 
         module = Complex()
         expected = torch.autograd.grad(module(torch.arange(64.0)), module.weight)[0]
-        with patch.object(collectives, "_reduce_scatter_single", note):
+        with patch.object(backend_transport.dist, "reduce_scatter_single", note):
             engine = Engine(module, [torch.optim.SGD(module.parameters(), lr=0.1)], stage=stage)
             module(torch.arange(64.0)).backward()
         assert dtypes == [torch.float32, torch.float32]  # NCCL has no complex ones
@@ -100,34 +102,36 @@ def test_groups_of_the_engines_own_have_the_timeout_that_the_user_has_chosen(run
 
 
 def fail_while_the_other_waits_for_a_device() -> None:
-    from lightning_zero.engine import Engine, watch
+    from lightning_zero.engine import Engine
+    from lightning_zero.engine.comm import failures, watchdog
 
     module, optimizer = prepare(Recipe(Square))
     engine = Engine(module, [optimizer])
     dist.barrier()
-    (lookout,) = watch._lookouts
+    (dog,) = watchdog._watchdogs
     if rank() == 0:
-        watch.fail("rank 0 failed: out of memory")
+        failures.fail("rank 0 failed: out of memory")
     else:
-        lookout._sees_waits = False
-        lookout._thread.join(timeout=20)  # as a kernel behind a collective that does not end would hold it up
-        assert not lookout._thread.is_alive()
+        dog._sees_waits = False
+        dog._thread.join(timeout=20)  # as a kernel behind a collective that does not end would hold it up
+        assert not dog._thread.is_alive()
         with pytest.raises(RuntimeError, match="rank 0 failed: out of memory"):
             module(*batch(0)).backward()
     engine.close(communicate=False)
 
 
 def fail_alike() -> None:
-    from lightning_zero.engine import Engine, watch
+    from lightning_zero.engine import Engine
+    from lightning_zero.engine.comm import failures, watchdog
 
     module, optimizer = prepare(Recipe(Square))
     engine = Engine(module, [optimizer])
-    (lookout,) = watch._lookouts
-    lookout._sees_waits = False
+    (dog,) = watchdog._watchdogs
+    dog._sees_waits = False
     for _ in range(2):
         dist.barrier()
-        watch.fail(f"rank {rank()} failed: out of memory")
-        assert watch.failure() is None
+        failures.fail(f"rank {rank()} failed: out of memory")
+        assert failures.failure() is None
     dist.barrier()  # the group is left as it is
     engine.close()
 

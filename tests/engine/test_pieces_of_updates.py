@@ -1,4 +1,4 @@
-"""Large masters are updated in pieces: every bit of parameters and states is as if they were not."""
+"""Chunked updates of large master weights: parameters and states are bit-equal to those of undivided updates."""
 
 from __future__ import annotations
 
@@ -37,17 +37,18 @@ def module() -> nn.Module:
 
 
 def train(optimizer_class: Any, options: dict[str, Any], piece_numel: int) -> tuple[Any, Any, int]:
-    from lightning_zero.engine import Engine, masters, pieces_of_updates
+    from lightning_zero.engine import Engine
+    from lightning_zero.engine.optim import chunked_update, masters
 
-    class Counted(pieces_of_updates.CutMaster):
+    class Counted(chunked_update.ChunkedMaster):
         made = 0
 
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             Counted.made += 1
 
-    before, pieces_of_updates.PIECE_NUMEL = pieces_of_updates.PIECE_NUMEL, piece_numel
-    uncounted, masters.CutMaster = masters.CutMaster, Counted
+    before, chunked_update.PIECE_NUMEL = chunked_update.PIECE_NUMEL, piece_numel
+    uncounted, masters.ChunkedMaster = masters.ChunkedMaster, Counted
     try:
         model = module()
         optimizer = optimizer_class(model.parameters(), **options)
@@ -67,7 +68,7 @@ def train(optimizer_class: Any, options: dict[str, Any], piece_numel: int) -> tu
         weights = engine.full_state_dict()
         engine.close()
     finally:
-        pieces_of_updates.PIECE_NUMEL, masters.CutMaster = before, uncounted
+        chunked_update.PIECE_NUMEL, masters.ChunkedMaster = before, uncounted
     return weights, state, Counted.made
 
 
@@ -86,14 +87,14 @@ def test_updates_in_pieces_are_bit_equal_to_those_of_whole_masters(run_on, size,
 
 
 def count_pieces(options: dict[str, Any], numel: int) -> int:
-    from lightning_zero.engine.pieces_of_updates import CutMaster
+    from lightning_zero.engine.optim.chunked_update import ChunkedMaster
 
     master = nn.Parameter(torch.zeros(numel))
     optimizer = AdamW([master], **options)
     master.grad = torch.ones(numel)
-    if not CutMaster.is_of_use(optimizer, optimizer.param_groups[0], master):
+    if not ChunkedMaster.is_of_use(optimizer, optimizer.param_groups[0], master):
         return 1
-    return len(CutMaster(master, {}).pieces)
+    return len(ChunkedMaster(master, {}).pieces)
 
 
 def test_only_what_is_larger_than_the_cache_is_cut_and_only_where_kernels_go_over_it_again():
@@ -105,9 +106,10 @@ def test_only_what_is_larger_than_the_cache_is_cut_and_only_where_kernels_go_ove
 
 
 def fail_in_a_step() -> None:
-    from lightning_zero.engine import Engine, pieces_of_updates
+    from lightning_zero.engine import Engine
+    from lightning_zero.engine.optim import chunked_update
 
-    before, pieces_of_updates.PIECE_NUMEL = pieces_of_updates.PIECE_NUMEL, 32
+    before, chunked_update.PIECE_NUMEL = chunked_update.PIECE_NUMEL, 32
     try:
         for steps_before in (0, 1):
             model = module()
@@ -129,7 +131,7 @@ def fail_in_a_step() -> None:
             assert set(engine.full_optimizer_state_dict(optimizer)["state"]) == {0, 1, 2, 3, 4}
             engine.close()
     finally:
-        pieces_of_updates.PIECE_NUMEL = before
+        chunked_update.PIECE_NUMEL = before
 
 
 def test_a_step_that_fails_leaves_nothing_in_pieces(run_on):

@@ -1,4 +1,4 @@
-"""What is kept elsewhere is counted before anything is changed, and refused if there is no room for it."""
+"""Memory for offloaded states is computed before anything changes, and offloading is refused without enough room."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.disk import is_in_memory
 from lightning_zero.engine import Engine
-from lightning_zero.engine.offload import planning
-from lightning_zero.engine.offload.config import OffloadConfig
-from lightning_zero.engine.offload.planning import Need, Part, available_memory, free_disk, need_of
+from lightning_zero.engine.config import OffloadConfig
+from lightning_zero.engine.init import host_room
+from lightning_zero.engine.init.host_room import Need, Part, available_memory, free_disk, need_of
+from lightning_zero.io.disk import is_in_memory
 from tests.support.models import Square, adam
 from tests.support.training import batch
 from tests.support.workers import rank
@@ -198,15 +198,15 @@ def refused(offload: Any, stage: int, memory: int, disk: int, message: str) -> N
     before = {name: value.clone() for name, value in module.state_dict().items()}
     optimizer = adam(module)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "this_machine", lambda: "node7.123")
-        patch.setattr(planning, "available_memory", lambda: memory)
-        patch.setattr(planning, "free_disk", lambda path: disk)
+        patch.setattr(host_room, "this_machine", lambda: "node7.123")
+        patch.setattr(host_room, "available_memory", lambda: memory)
+        patch.setattr(host_room, "free_disk", lambda path: disk)
         with pytest.raises(ValueError, match=message):
             Engine(module, [optimizer], stage=stage, offload=offload)
         assert all(type(p) is nn.Parameter for p in module.parameters())
         assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-        patch.setattr(planning, "available_memory", lambda: memory + 1)
-        patch.setattr(planning, "free_disk", lambda path: disk + 1)
+        patch.setattr(host_room, "available_memory", lambda: memory + 1)
+        patch.setattr(host_room, "free_disk", lambda path: disk + 1)
         engine = Engine(module, [optimizer], stage=stage, offload=offload)
     module(*batch(0)).backward()
     optimizer.step()
@@ -253,8 +253,8 @@ def test_buffers_that_do_not_fit_ask_for_smaller_pieces(run_on, tmp_path: Path):
 def asks_for_its_own(tmp: str) -> None:
     """Ranks of two machines: each machine has to have room for its own alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "this_machine", lambda: f"node{rank()}.1")
-        patch.setattr(planning, "available_memory", lambda: 3 * 1024 * 4 - rank())
+        patch.setattr(host_room, "this_machine", lambda: f"node{rank()}.1")
+        patch.setattr(host_room, "available_memory", lambda: 3 * 1024 * 4 - rank())
         with pytest.raises(ValueError, match=r"room. 1 rank on node1 would take 12288 .* 12287 are available: 1 bytes"):
             Engine(Square(), stage=1, offload="cpu")
 
@@ -267,7 +267,7 @@ def states_of(optimizer: Any, expected: int, tmp: str) -> None:
     """Bytes of files, one rank, 6 x 1024 elements: fields of 4096 bytes, and masters of one bucket once more."""
     wanted = (6 * (1 + expected) + bool(expected)) * 4096
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "free_disk", lambda path: wanted - 1)
+        patch.setattr(host_room, "free_disk", lambda path: wanted - 1)
         module = Square()
         with pytest.raises(ValueError, match=f"would write {wanted} bytes"):
             Engine(module, [optimizer(module)] if optimizer else [], offload=OffloadConfig("nvme", path=tmp))
@@ -294,7 +294,7 @@ def test_states_are_those_of_the_optimizer_or_two_where_there_is_none_yet(run_on
 def by_group(tmp: str) -> None:
     wanted = (6 + 1 + 1) * 4096
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "free_disk", lambda path: wanted - 1)
+        patch.setattr(host_room, "free_disk", lambda path: wanted - 1)
         module = Square()
         with pytest.raises(ValueError, match=f"would write {wanted} bytes"):
             Engine(module, [momentum_for_one_layer(module)], offload=OffloadConfig("nvme", path=tmp))
@@ -307,7 +307,7 @@ def test_states_are_those_of_each_parameter_group(run_on, tmp_path: Path):
 def in_memory() -> None:
     module, total = Square(), 19 * 4096 + 3 * 3 * 4096
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "available_memory", lambda: total - 1)
+        patch.setattr(host_room, "available_memory", lambda: total - 1)
         with pytest.raises(ValueError, match=f"would take {total} bytes of memory .*files in memory {19 * 4096}"):
             Engine(module, [adam(module)], stage=1, offload=OffloadConfig("nvme", path="/dev/shm"))
 

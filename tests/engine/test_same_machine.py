@@ -1,4 +1,4 @@
-"""Exchanges through the memory of other processes: the numbers of Gloo's, and what happens when one of them fails."""
+"""Shared-memory transport (cross-memory attach): Gloo's numbers, and what happens when a process fails."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def objects_of_all(value: object) -> list[object]:
 
 
 def neighbours():
-    from lightning_zero.engine.same_machine import connect
+    from lightning_zero.engine.comm.cma_connect import connect
 
     found = connect(rank(), world_size(), MINUTE, objects_of_all)
     assert found is not None, "this machine does not let processes read each other's memory"
@@ -41,7 +41,7 @@ def exchange_slices(numel: int) -> None:
         full = torch.zeros(world_size(), numel, dtype=torch.int64)
         full[rank()] = values[rank()] * (turn + 1)
         if (turn + rank()) % 3 == 0:
-            time.sleep(0.002)  # others are ready before, and after
+            time.sleep(0.002)  # so that other ranks are ready earlier, and later
         transport.gather(5, list(full)).wait()
         assert torch.equal(full, values * (turn + 1))
     dist.barrier()
@@ -55,7 +55,7 @@ def test_each_rank_has_the_slices_of_all(run_on, size, numel):
 
 
 def add_up(numel: int, wire: torch.dtype, factor: float) -> None:
-    from lightning_zero.engine.same_machine import Piece
+    from lightning_zero.engine.comm.transport import Piece
 
     transport, size = neighbours(), world_size()
     generator = torch.Generator().manual_seed(3)
@@ -94,7 +94,7 @@ def test_each_rank_has_the_sum_of_what_the_others_have_for_it(run_on, size, nume
 
 
 def train_both_ways(recipe: Recipe, stage: int, **options: object) -> None:
-    from lightning_zero.engine import collectives
+    from lightning_zero.engine.comm import collectives
 
     run = train_zero(recipe, stage, **options)
     connect, collectives.connect = collectives.connect, lambda *_: None
@@ -113,7 +113,7 @@ def test_training_is_bit_equal_to_that_over_gloo(run_on, size, stage, options):
 
 
 def many_at_once(count: int) -> None:
-    """More messages than a socket holds, in both directions, while nobody waits."""
+    """More messages than a socket can hold, in both directions, while neither rank waits for them."""
     transport = neighbours()
     buffers = [torch.full((world_size(), 4), -1.0) for _ in range(count)]
     exchanges = []
@@ -149,7 +149,7 @@ def test_small_exchanges_may_be_under_way_beyond_what_a_socket_holds(run_on, siz
 
 
 def small_ones_in_different_orders() -> None:
-    """By tag and ordinal, as ranks may begin what belongs to different tags in different orders."""
+    """Messages match by tag and ordinal, since ranks may start different tags in different orders."""
     transport, other = neighbours(), 1 - rank()
     tags = [3, 4] if rank() == 0 else [4, 3]
     keys = [(tag, turn, transport.small.send(tag, [bytes([rank(), tag, turn])])) for turn in range(3) for tag in tags]
@@ -227,7 +227,7 @@ def test_whoever_waits_for_a_rank_that_ends_has_an_error(run_on):
 
 
 def end_one_after_another() -> None:
-    """A rank that has all it wants closes its end while the others are in what it has taken part in."""
+    """A rank that has received everything closes the connection while others still work on the same exchange."""
     for turn in range(30):
         transport = neighbours()
         full = torch.full((world_size(), 3), -1.0)
@@ -253,7 +253,7 @@ def close_while_another_is_late() -> None:
     full[rank()] = rank()
     if rank() == 0:
         exchange = transport.gather(1, list(full))
-        transport.close()  # comes back after a while, and leaves the rest to the thread
+        transport.close()  # returns after a timeout, and leaves the rest to the thread
         dist.barrier()
     else:
         dist.barrier()
@@ -268,10 +268,10 @@ def test_what_is_under_way_when_a_rank_closes_its_end_comes_to_its_end(run_on):
 
 
 def fail_before_the_last_has_read() -> None:
-    """Rank 1 fails, and lets go of what others are to read, while rank 0 is busy with what comes from rank 2."""
-    from lightning_zero.engine import same_machine
+    """Rank 1 fails, and frees memory that others would read, while rank 0 is busy with data from rank 2."""
+    from lightning_zero.engine.comm import process_memory
 
-    read, is_reading, may_read = same_machine.read_memory, threading.Event(), threading.Event()
+    read, is_reading, may_read = process_memory.read_memory, threading.Event(), threading.Event()
 
     def read_late(*arguments: object) -> None:
         is_reading.set()
@@ -282,7 +282,7 @@ def fail_before_the_last_has_read() -> None:
     full = torch.full((world_size(), 3), -1.0)
     full[rank()] = rank()
     if rank() == 0:
-        same_machine.read_memory = read_late
+        process_memory.read_memory = read_late
     try:
         if rank() != 2:
             exchange = transport.gather(1, list(full))
@@ -303,7 +303,7 @@ def fail_before_the_last_has_read() -> None:
             with pytest.raises(RuntimeError, match="rank 1 closed the connection"):
                 exchange.wait()
     finally:
-        same_machine.read_memory = read
+        process_memory.read_memory = read
     dist.barrier()
     transport.close()
 
@@ -321,7 +321,7 @@ class CollectsGarbage(dict[Any, Any]):
 
 
 def collect_in_the_thread() -> None:
-    """Whoever had the transport is garbage in a cycle, and the transport's own thread collects it."""
+    """The transport's owner is garbage in a cycle, and the transport's own thread collects it."""
 
     class Owner:
         pass
@@ -350,9 +350,10 @@ def test_a_collection_of_garbage_in_the_thread_may_close_its_own_transport(run_o
 
 def refuse_until_asked() -> None:
     """As the kernel does where `kernel.yama.ptrace_scope` is 1: which this machine's may not have."""
-    from lightning_zero.engine import same_machine
+    from lightning_zero.engine.comm import process_memory
+    from lightning_zero.engine.comm.cma_connect import connect
 
-    read, let = same_machine.read_memory, same_machine._let_read
+    read, let = process_memory.read_memory, process_memory.let_read
     asked: list[bool] = []
 
     def read_if_allowed(process: int, address: int, target: torch.Tensor) -> None:
@@ -366,8 +367,8 @@ def refuse_until_asked() -> None:
         return True
 
     try:
-        same_machine.read_memory, same_machine._let_read = read_if_allowed, let_read
-        transport = same_machine.connect(rank(), world_size(), MINUTE, objects_of_all)
+        process_memory.read_memory, process_memory.let_read = read_if_allowed, let_read
+        transport = connect(rank(), world_size(), MINUTE, objects_of_all)
         assert transport is not None
         full = torch.full((2 * world_size(),), float(rank()))
         transport.gather(0, full.chunk(world_size())).wait()
@@ -375,7 +376,7 @@ def refuse_until_asked() -> None:
         dist.barrier()
         transport.close()
     finally:
-        same_machine.read_memory, same_machine._let_read = read, let
+        process_memory.read_memory, process_memory.let_read = read, let
 
 
 def test_ranks_let_each_other_read_where_the_kernel_asks_for_it(run_on):
@@ -383,19 +384,20 @@ def test_ranks_let_each_other_read_where_the_kernel_asks_for_it(run_on):
 
 
 def refuse_on(refusing: int) -> None:
-    from lightning_zero.engine import same_machine
+    from lightning_zero.engine.comm import process_memory
+    from lightning_zero.engine.comm.cma_connect import connect
 
     def refuse(*_: object) -> None:
         raise PermissionError("Operation not permitted")
 
-    read = same_machine.read_memory
+    read = process_memory.read_memory
     try:
         if rank() == refusing:
-            same_machine.read_memory = refuse
-        assert same_machine.connect(rank(), world_size(), MINUTE, objects_of_all) is None
+            process_memory.read_memory = refuse
+        assert connect(rank(), world_size(), MINUTE, objects_of_all) is None
     finally:
-        same_machine.read_memory = read
-    assert "lightning_zero-neighbours" not in [thread.name for thread in threading.enumerate()]
+        process_memory.read_memory = read
+    assert "lightning_zero-shared-memory" not in [thread.name for thread in threading.enumerate()]
 
 
 @pytest.mark.parametrize("refusing", [0, 1, 2])

@@ -1,4 +1,4 @@
-"""Modules that cannot be sharded: refused with what to do instead, and nothing is changed."""
+"""Modules that cannot be sharded are refused with advice, and are not changed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def with_distributed_weight(module):
 
 
 class Scale(nn.Module):
-    """Says nowhere how it is initialised."""
+    """A module without any method that initialises it."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What user code may do with a parameter or a gradient that is sharded: DDP's answer, or an error in seconds."""
+"""User code's access to sharded parameters and gradients: DDP's answer, or an error within seconds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLOSE = {"rtol": 1e-6, "atol": 1e-7}
 
 
 def make(stage, dtype=None, **options):
-    """A sharded module after a backward, its optimizer and engine, and the same module and gradients whole."""
+    """A sharded module after a backward, its optimizer and engine, and the unsharded module with its gradients."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
     reference = copy.deepcopy(module)
@@ -348,11 +348,11 @@ def read_on_rank_0_while_others_wait_in(where):
             module[2].bias.sort()
     else:
         with engine.communicator.waiting("the barrier of this test"):
-            engine.communicator.gather_objects(None)
+            engine.communicator.control.gather_objects(None)
         return
     assert time.monotonic() - begin < 15
     if where != "another parameter":
-        engine.communicator.gather_objects(None)
+        engine.communicator.control.gather_objects(None)
 
 
 @pytest.mark.parametrize("where", ["a collective", "another parameter"])
@@ -471,12 +471,12 @@ class Counted:
 
 def count_requests():
     _, _, _, engine = make(3)
-    engine.agreement._store = store = Counted(engine.agreement._store)
+    engine.rendezvous._store = store = Counted(engine.rendezvous._store)
     requests = []
     for turn in range(20):
         dist.barrier()
         before = store.requests
-        engine.agreement.meet(f"meeting {turn}")
+        engine.rendezvous.meet(f"meeting {turn}")
         requests.append(store.requests - before)
     # What it says, what the others say, what is over; and as many questions as there was need of.
     assert min(requests) <= 3 + 6, requests
@@ -515,9 +515,9 @@ def ask_on_rank_0_then_on_all():
             optimizer.state_dict()
     else:
         with engine.communicator.waiting("what rank 1 does meanwhile"):
-            engine.communicator.gather_objects(None)
+            engine.communicator.control.gather_objects(None)
     if rank() == 0:
-        engine.communicator.gather_objects(None)
+        engine.communicator.control.gather_objects(None)
     assert module[0].weight.sort()[0].shape == (5, 7)
     engine.close()
 
@@ -567,7 +567,7 @@ def test_step_hooks_of_the_user_see_the_modules_parameters(run_on, with_closure)
 
 
 def keep_gradients(stage):
-    """As methods for several tasks do: one loss after the other, the gradients of each kept."""
+    """Multi-task methods: one loss after the other, with each loss's gradients kept."""
     module, reference, _, engine = make(stage)
     kept = {model: [] for model in (module, reference)}
     for scale in (1, 10, 100):
@@ -637,7 +637,7 @@ def edit_optimizer_state(stage):
         each.step()
     for ours, theirs in pairs(module, reference):
         torch.testing.assert_close(plain(ours), theirs.detach(), **CLOSE)
-        if world_size() == 1:  # nothing is in parts
+        if world_size() == 1:  # nothing is sharded
             optimizer.state[ours] = {"step": torch.tensor(1.0)}
             assert list(optimizer.state[ours]) == ["step"]
             del optimizer.state[ours]

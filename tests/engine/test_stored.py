@@ -1,4 +1,4 @@
-"""A stored tensor is an ordinary one to user code, and an engine reads of it what its rank needs, and nothing else."""
+"""A stored (lazy) tensor is an ordinary tensor to user code; an engine reads only what its rank needs of it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from lightning_zero.engine import Engine
-from lightning_zero.engine.promises import give_values, is_on_meta, taking_values, values_may_wait
-from lightning_zero.engine.sources import leave_in_files
-from lightning_zero.engine.stored import StoredTensor
+from lightning_zero.engine.init.deferred_param import give_values, is_on_meta, taking_values, values_may_wait
+from lightning_zero.engine.init.sources import leave_in_files
+from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
 from tests.support import rank, world_size
 from tests.support.models import OddModel
 from tests.support.training import Recipe, batch, prepare, same_tensors
@@ -166,7 +166,7 @@ def test_ordinary_and_meta_modules_take_its_values():
 
 
 def most(model, copies=1):
-    """What a rank may read: its share of each bucket, which has padding at its end."""
+    """The range a rank may read: its shard of each bucket, which ends with padding."""
     numel = sum(parameter.numel() for parameter in model.parameters())
     return copies * (numel / world_size() + 64 * len(list(model.modules())))
 
@@ -187,7 +187,7 @@ def given_to_engines(stage):
             give_values(places, wait=True)
         assert store.total == 0
         engine = Engine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], stage=stage)
-        if case == "own":  # nobody knows whether other ranks have the same: rank 0's count
+        if case == "own":  # ranks may have different values: rank 0's are used
             assert store.total == (numel if rank() == 0 else 0)
         else:
             assert store.total <= (most(model) if stage == 3 else numel)

@@ -1,4 +1,4 @@
-"""States on a disk: what was written last is what is read, whatever fails; nothing of it stays behind."""
+"""States offloaded to a disk: reads return the last write, whatever fails, and no files are left behind."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from pathlib import Path
 
 import pytest
 
-from lightning_zero.disk import ALIGNMENT, DirectFile
 from lightning_zero.engine.offload import swap
 from lightning_zero.engine.offload.scratch import Disk
 from lightning_zero.engine.offload.swap import BUFFERS, Piece, Ring, SwapFolder, stream
-from lightning_zero.labels import new_label
+from lightning_zero.io.disk import ALIGNMENT, DirectFile
+from lightning_zero.io.labels import new_label
 from tests.checkpoint import faults
 from tests.examples.running import REPOSITORY
 from tests.support.warm import warm_python
 from tests.test_disk import FOLDERS, folder_for, refuse_direct
 
 SECONDS = 20
-"""After which what waits for another thread waits in vain."""
+"""Seconds after which a wait for another thread fails."""
 
 
 @pytest.fixture
@@ -293,7 +293,7 @@ def test_memory_is_three_buffers_however_many_pieces_there_are(run_on, tmp_path)
     nbytes = 2**23
     (few,) = run_on(1, memory_in_the_pipeline, folder=tmp_path, nbytes=nbytes, count=3)
     (many,) = run_on(1, memory_in_the_pipeline, folder=tmp_path, nbytes=nbytes, count=30)
-    other = 2 * 2**20  # the threads' stacks, and what Python allocates
+    other = 2 * 2**20  # the threads' stacks, and Python's allocations
     assert BUFFERS * nbytes - other < few < BUFFERS * nbytes + other
     assert many < BUFFERS * nbytes + other
 
@@ -355,7 +355,7 @@ def test_what_the_disk_does_not_take_is_kept_until_it_does(tmp_path, monkeypatch
 
 
 def test_what_is_written_over_bytes_that_are_kept_counts(tmp_path, monkeypatch):
-    """Any writes and reads, while the disk takes some places and others not, give what memory would have given."""
+    """Any sequence of writes and reads, on a disk where some writes fail, returns what memory would have returned."""
     file = SwapFolder(tmp_path).open("file", 8 * ALIGNMENT)
     expected = bytearray(file.nbytes)
     failing = Failing(monkeypatch, "write", 2 * ALIGNMENT, 5 * ALIGNMENT)

@@ -1,4 +1,4 @@
-"""Weights in files: each rank reads its share when the module is sharded, and what does not fit is refused before."""
+"""Weights from files: each rank reads its shard when the module is sharded; a misfit is refused before that."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_zero import load_weights
 from lightning_zero.engine import Engine, ShardedTensor
-from lightning_zero.engine.promises import Promised, values_may_wait
+from lightning_zero.engine.init.deferred_param import Promised, values_may_wait
 from lightning_zero.zoo.gpt import GPT
 from tests.support import rank, world_size
 from tests.support.training import same_tensors
@@ -26,7 +26,7 @@ STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
 
 class Net(nn.Module):
-    """Two blocks, a buffer, a weight that two modules have, and one that is a view of nothing contiguous."""
+    """Two blocks, a buffer, a weight shared by two modules, and one that is a non-contiguous view."""
 
     def __init__(self):
         super().__init__()
@@ -119,9 +119,9 @@ def live(stage):
     ):
         nn.init.zeros_(module.scale)
         engine.reset_counters()
-        meetings = engine.agreement.meetings
+        meetings = engine.rendezvous.meetings
         load()
-        assert not engine.report().calls and engine.agreement.meetings == meetings, "no rank asks another for anything"
+        assert not engine.report().calls and engine.rendezvous.meetings == meetings, "no rank asks another for anything"
         same_tensors(engine.full_state_dict(), expected, bound=0)
     engine.close()
     same_tensors(module.state_dict(), expected, bound=0)
@@ -133,7 +133,7 @@ def test_a_sharded_module_is_loaded_without_communication(run_on, stage):
 
 
 def mapped(stage):
-    """What other means of loading leave: parameters whose memory is a file's."""
+    """The result of other ways of loading: parameters whose memory is mapped from a file."""
     make_files()
     state = torch.load("net.pt", mmap=True)
     for case in ("torch", "safetensors", "written", "differ", "rank 0"):

@@ -1,1 +1,1 @@
-"""The examples, the benchmarks and the package itself, each run as its user runs it: in processes of its own."""
+"""The examples, the benchmarks and the package itself, each run in separate processes, as a user runs it."""

@@ -1,4 +1,4 @@
-"""Runs a script of this repository in a process of its own, as a user does."""
+"""Runs a script of this repository in a separate process, as a user does."""
 
 import os
 import subprocess

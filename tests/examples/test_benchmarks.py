@@ -1,4 +1,4 @@
-"""The benchmarks run, the compared systems do the same work, and a result says where it comes from."""
+"""The benchmarks run, the compared systems do the same work, and results record machine and versions."""
 
 import json
 from pathlib import Path
@@ -18,6 +18,7 @@ def test_overhead_compares_trainers_that_compute_the_same_losses(tmp_path: Path)
     assert len(result["seconds"]["zero3"][0]) == 2
 
 
+@pytest.mark.exhaustive
 def test_tiny_compares_strategies_whose_losses_are_ddps(tmp_path: Path) -> None:
     options = ["--rounds", "2", "--steps", "6", "--output", str(tmp_path)]
     run(SCRIPT, "benchmarks/tiny.py", *options, folder=tmp_path)
@@ -29,6 +30,7 @@ def test_tiny_compares_strategies_whose_losses_are_ddps(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)  # two pairs of processes
+@pytest.mark.exhaustive
 def test_checkpoint_compares_systems_that_load_what_they_saved(tmp_path: Path) -> None:
     options = ["--rounds", "1", "--saves", "2", "--model", "tiny", "--systems", "sharded,fsdp2"]
     run(
@@ -54,6 +56,7 @@ def test_disk_compares_the_same_bytes_with_dd(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk.json", "disk.md"]
 
 
+@pytest.mark.exhaustive
 def test_offload_compares_systems_that_compute_the_same_losses(tmp_path: Path) -> None:
     systems = ["none", "cpu", "nvme_all", "fsdp2_cpu"]
     options = ["--systems", ",".join(systems), "--disk", str(tmp_path), "--output", str(tmp_path)]
@@ -69,6 +72,7 @@ def test_offload_compares_systems_that_compute_the_same_losses(tmp_path: Path) -
 
 
 @pytest.mark.timeout(300)  # a dozen processes
+@pytest.mark.exhaustive
 def test_growth_gives_exponents_against_tensors_units_and_ranks(tmp_path: Path) -> None:
     sizes = ["--tensors", "4,16", "--units", "2,4", "--ranks", "2,64", "--processes", "2,3"]
     options = ["--rounds", "1", "--steps", "2", "--systems", "zero1,zero3", "--output", str(tmp_path)]

@@ -1,4 +1,4 @@
-"""The example that fine-tunes a transformers model, run as its users do: from a folder of weights to another."""
+"""The example that fine-tunes a transformers model, run as a user does: from one folder of weights to another."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DATA = {"block": 32, "batch_size": 7, "validation_percent": 12}
 
 
 def next_token(token: int) -> int:
-    """What the network of the tests writes after a token: the alphabet, and EOS after the z."""
+    """Expected next tokens of the test's network: the alphabet, with EOS after z."""
     return EOS if token == WORDS + ord("z") else token + 1
 
 
@@ -58,7 +58,7 @@ def spelling_network() -> LlamaForCausalLM:
 
 
 class Given(NamedTuple):
-    """What the user has: a folder of weights, sharded with an index, and a text."""
+    """The user's input: a folder of weights, sharded with an index, and a text."""
 
     network: Path
     text: Path
@@ -87,7 +87,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Given:
 
 
 class Outcome(NamedTuple):
-    """What a run has printed and written."""
+    """Output and files of a run."""
 
     output: str
     folder: Path
@@ -133,6 +133,7 @@ def at_stage_3(given: Given, tmp_path_factory: pytest.TempPathFactory) -> Outcom
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.exhaustive
 def test_with_no_arguments_a_tiny_network_learns_and_writes(tmp_path: Path) -> None:
     output = run(SCRIPT, EXAMPLE, folder=tmp_path, timeout=200, python=with_libraries())
     before, *_ = (line for line in output.splitlines() if line.startswith("step 0: validation perplexity"))
@@ -144,6 +145,7 @@ def test_with_no_arguments_a_tiny_network_learns_and_writes(tmp_path: Path) -> N
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.exhaustive
 def test_ranks_write_until_their_own_eos(at_stage_3: Outcome, given: Given) -> None:
     tokens, _ = validation_blocks(given.text)
     wanted = []
@@ -180,6 +182,7 @@ def test_a_resumed_run_ends_as_the_run_never_stopped(at_stage_3: Outcome, given:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.exhaustive
 def test_lora_trains_adapters_and_merges_them(given: Given, tmp_path: Path) -> None:
     options = ["model.lora.rank=4", "model.gradient_checkpointing=true", "optimizer.lr=1e-2"]
     too_short_for_a_validation = "trainer.val_check_interval=100"
@@ -211,7 +214,7 @@ def changed(given: Given, folder: Path, name: str, tensor: Tensor | None) -> Pat
 
 
 def refusal(monkeypatch: pytest.MonkeyPatch, folder: Path, *overrides: str) -> str:
-    """What the example ends with, run in this process: no other has been started by then."""
+    """The end of the example, run in this process: no other process has been started by then."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", [EXAMPLE, *overrides])
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):

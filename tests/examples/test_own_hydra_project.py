@@ -1,4 +1,4 @@
-"""A project with its own Hydra configuration takes our groups through `hydra.searchpath`."""
+"""A project with its own Hydra configuration uses our groups through `hydra.searchpath`."""
 
 from pathlib import Path
 
@@ -21,5 +21,6 @@ def test_plain_script_trains_at_stage_3_with_the_loss_of_ddp(loss_under_ddp: lis
     assert validation_loss(SCRIPT, tmp_path) == loss_under_ddp
 
 
+@pytest.mark.exhaustive
 def test_torchrun_gives_the_same_loss_as_the_plain_script(loss_under_ddp: list[str], tmp_path: Path) -> None:
     assert validation_loss(TORCHRUN, tmp_path) == loss_under_ddp

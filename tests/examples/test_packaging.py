@@ -1,4 +1,4 @@
-"""Whoever installs the package gets the configuration groups and the Hydra plug-in with it."""
+"""An installed package includes the configuration groups and the Hydra plug-in."""
 
 import shutil
 import subprocess
@@ -10,7 +10,7 @@ from tests.examples.running import REPOSITORY
 
 
 def test_wheel_carries_every_yaml_file_and_the_hydra_plugin(tmp_path: Path) -> None:
-    # from a copy, since setuptools writes beside the sources
+    # From a copy, since setuptools writes into the source folder.
     source = tmp_path / "source"
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):

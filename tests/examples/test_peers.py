@@ -1,4 +1,4 @@
-"""`lightning-zero bench`: systems do the same work side by side, counts are right, mistakes are told at once."""
+"""`lightning-zero bench peers`: all systems do the same work, counts are correct, mistakes are reported at once."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ SHORT = ("--shrunk", "--rounds", "1", "--steps", "2", "--batch", "1", "--ranks",
 
 
 @pytest.mark.timeout(300)  # eight pairs of processes, each of which imports torch
+@pytest.mark.exhaustive
 def test_peers_compares_systems_that_compute_the_same_losses(tmp_path: Path) -> None:
     options = ["--systems", "ddp,zero3", "--models", "moe", "--accumulate", "2", "--checkpoint-activations"]
     succeed("bench", "peers", *SHORT, *options, "--output", str(tmp_path), folder=tmp_path)
@@ -93,7 +94,7 @@ def test_losses_that_differ_are_wrong() -> None:
 
 
 def count_a_step() -> list[tuple[float, float, int]]:
-    """Bytes that DDP and our stages are asked to send and have sent in a step, and those of their parameters."""
+    """Bytes that DDP and our stages pass to collectives and send per step, and their parameters' bytes."""
     counted = []
     for stage in (0, 1, 2, 3):
         model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
@@ -161,6 +162,7 @@ def test_a_stage_that_lost_more_than_15_percent_is_told() -> None:
 
 @pytest.mark.alone
 @pytest.mark.timeout(600)
+@pytest.mark.exhaustive
 def test_no_stage_has_become_slower_beside_ddp(tmp_path: Path) -> None:
     code, output, errors = finish(start("bench", "ratios", folder=tmp_path), timeout=580)
     if code == UNKNOWN:

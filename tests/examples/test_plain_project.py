@@ -1,4 +1,4 @@
-"""An existing Lightning project needs the import and the name of the strategy, and gets the figures it had before."""
+"""An existing Lightning project only needs the import and the strategy's name, and gets the same numbers as before."""
 
 import sys
 from pathlib import Path
@@ -24,5 +24,6 @@ def test_plain_script_prints_the_same_figures_under_zero3_as_under_ddp(
     assert figures(SCRIPT, "zero3", tmp_path, python=sys.executable) == figures_under_ddp
 
 
+@pytest.mark.exhaustive
 def test_torchrun_prints_the_same_figures_as_the_plain_script(figures_under_ddp: list[str], tmp_path: Path) -> None:
     assert figures(TORCHRUN, "zero3", tmp_path) == figures_under_ddp

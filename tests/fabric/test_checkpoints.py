@@ -1,4 +1,4 @@
-"""`fabric.save` and `fabric.load`: ordinary files, which DDP and a single device read and write as well."""
+"""`fabric.save` and `fabric.load`: ordinary files, which DDP and a single device can read and write too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starting, talking, failing and ending with Fabric; what is refused."""
+"""Processes under Fabric: launch, collectives, failures, teardown, and refused arguments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_zero.fabric
 import lightning_zero.lightning_fabric
-from lightning_zero.engine.sharded_tensor import ShardedTensor
+from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from tests.fabric.training import make_fabric, same_as_under_ddp, set_up, state_of, train, weights
 from tests.support.models import OddModel
 from tests.support.patience import little_patience
@@ -173,8 +173,8 @@ def deleted() -> None:
     model, optimizer = set_up(fabric)
     train(fabric, model, optimizer, steps=1)
     (engine,) = fabric.strategy.engines
-    name = engine.communicator.watch._lookout._thread.name
-    thread = engine.communicator.watch._lookout._thread
+    name = engine.communicator.watch._watchdog._thread.name
+    thread = engine.communicator.watch._watchdog._thread
     assert thread.is_alive() and name
     del engine, model, optimizer
     assert fabric.strategy.engines == [] and not thread.is_alive()
@@ -215,7 +215,7 @@ def test_the_names_are_in_both_registries():
         for stage in (1, 2, 3):
             for suffix, start_method in {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}.items():
                 strategy = registry.get(f"zero{stage}{suffix}")
-                assert type(strategy) is cls and strategy.stage == stage and strategy._start_method == start_method
+                assert (type(strategy), strategy.stage, strategy.options.start_method) == (cls, stage, start_method)
                 assert pickle.loads(pickle.dumps(strategy)).stage == stage  # as a spawned process gets it
 
 
@@ -239,7 +239,7 @@ def test_lightning_fabric_has_the_same_strategy(run_on):
 
 @little_patience()
 def diverges() -> None:
-    """Each rank runs another of two modules: both wait, each for the other, until they are told."""
+    """Each rank runs another of two modules: both wait for each other until they are notified."""
     fabric = make_fabric("zero3")
     torch.manual_seed(0)
     modules = [fabric.setup(OddModel()), fabric.setup(OddModel())]

@@ -1,4 +1,4 @@
-"""Loops that people write with Fabric, under DDP and at each stage: the same losses, weights and optimizer states."""
+"""Typical Fabric training loops, under DDP and at each stage: the same losses, weights and optimizer states."""
 
 from __future__ import annotations
 
@@ -419,7 +419,7 @@ def in_low_precision() -> None:
         assert all(p.dtype == torch.bfloat16 for p in model.parameters())
         ends.append((train(fabric, model, optimizer), weights(model)))
         engine = fabric.strategy.engines[-1]
-        assert all(bucket.shard.dtype == torch.float32 for bucket in engine.buckets)
+        assert all(bucket.master_dtype == torch.float32 for bucket in engine.buckets)
     for end in ends[1:]:
         torch.testing.assert_close(end, ends[0], rtol=0, atol=0)
 

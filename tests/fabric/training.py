@@ -1,4 +1,4 @@
-"""One loop with Fabric for DDP and for each stage, and the comparison of two such runs."""
+"""A Fabric training loop for DDP and for each stage, and the comparison of two runs."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ def train(fabric: Fabric, model: Any, optimizer: Any, steps: int = 3, first: int
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Whole parameters and buffers, by the module's own names. Collective."""
+    """Full parameters and buffers, by the module's own names. Collective."""
     with lightning_zero.full_parameters(model):
         return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 def state_of(optimizer: Any) -> dict[str, Any]:
-    """An optimizer's whole state dict, the parameters in order. Collective."""
+    """An optimizer's full state dict, the parameters in order. Collective."""
     state_dict = optimizer.state_dict()
     return {**state_dict, "state": dict(sorted(state_dict["state"].items()))}
 
 
 def same_as_under_ddp(case: Callable[..., Any], bound: float = 0, **options: Any) -> None:
-    """Run a case under DDP and at each stage, and compare what it returns."""
+    """Run a case under DDP and at each stage, and compare the return values."""
     results = {}
     for strategy in ("ddp", *STRATEGIES):
         torch.manual_seed(0)

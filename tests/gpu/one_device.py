@@ -1,9 +1,9 @@
-"""Several ranks' collectives on one GPU, where NCCL refuses two processes: rank 0 alone, the others as like as twins.
+"""Simulates several ranks' collectives on one GPU, on which NCCL refuses two processes: rank 0 runs alone.
 
-A gather fills the slices of all ranks with rank 0's, a reduction gives its own slice of what it has. So the numbers are
-no training's, but they are the same in every run, whatever the schedule. The work is done as NCCL does it, on a stream
-of its own, after a sleep on the device: whoever reads what has not been waited for reads something else. On the CPU it
-is done when it is waited for, not before.
+A gather fills all ranks' slices with rank 0's, and a reduction returns rank 0's own slice. So the numbers are not those
+of a real training, but they are the same in every run, for every schedule. Like NCCL, the collectives run on a separate
+stream, after a sleep on the device: reading a result without waiting returns wrong values. On the CPU they run when
+they are waited for, not before.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class _Done:
 
 @contextmanager
 def twins(ranks: int, cycles: int = 0) -> Iterator[list[int]]:
-    """As rank 0 of so many ranks, all alike; every collective comes so many cycles late. Yields the bytes moved."""
+    """Run as rank 0 of identical ranks; every collective is delayed by some cycles. Yields the bytes moved."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  (makes the backend known)
 
-    from lightning_zero.engine import collectives
+    from lightning_zero.engine.comm import backend_transport
 
     moved: list[int] = []
     streams: dict[torch.device, torch.Stream] = {}
@@ -93,8 +93,8 @@ def twins(ranks: int, cycles: int = 0) -> Iterator[list[int]]:
     dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=ranks)
     try:
         with (
-            patch.object(collectives, "_all_gather_single", all_gather),
-            patch.object(collectives, "_reduce_scatter_single", reduce_scatter),
+            patch.object(backend_transport.dist, "all_gather_single", all_gather),
+            patch.object(backend_transport.dist, "reduce_scatter_single", reduce_scatter),
         ):
             yield moved
     finally:
@@ -114,6 +114,7 @@ def train(
 ) -> dict[str, Tensor]:
     """Losses, and this rank's masters at the end, on the CPU."""
     from lightning_zero.engine import Engine
+    from lightning_zero.engine.state.slot import slots_of
 
     torch.manual_seed(0)
     module = Layers(width, 5).to(dtype)
@@ -129,9 +130,9 @@ def train(
         losses.append(loss.detach())
     found = {"losses": torch.stack(losses).cpu()}
     for bucket in engine.buckets:
-        for slot in bucket.slots:
+        for slot in slots_of(bucket):
             found[slot.name] = slot.parameter_at_rest().detach().clone().cpu()
-    engine.close(communicate=not dist.is_initialized())  # of twins there is nobody to meet
+    engine.close(communicate=not dist.is_initialized())  # the simulated ranks do not communicate
     return found
 
 

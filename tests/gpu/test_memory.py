@@ -58,7 +58,7 @@ def test_model_states_on_64_ranks_are_at_most_2_percent_over_the_formula(run_on,
 
 
 def holes_after_steps(device: str, stage: int, steps: int, width: int) -> tuple[int, int]:
-    """Bytes reserved and allocated between steps, without what could be handed back at once."""
+    """Bytes reserved and allocated between steps, without memory that could be freed at once."""
     from lightning_zero.engine import Engine
 
     # The allocator rounds up to 2 MiB: nothing to a unit of hundreds, but a bias would add an eighth to these of 16.
@@ -74,7 +74,7 @@ def holes_after_steps(device: str, stage: int, steps: int, width: int) -> tuple[
     reserved = allocated = 0
     if device == "cuda":
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # segments that are free as a whole; what is left has something in it
+        torch.cuda.empty_cache()  # frees empty segments; the remaining ones contain data
         reserved, allocated = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
     engine.close()
     return reserved, allocated

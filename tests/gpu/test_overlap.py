@@ -29,7 +29,7 @@ def test_late_gathers_and_reductions_change_nothing(run_on, device, stage):
 
 
 def leave_out_waits(device: str, stage: int) -> None:
-    from lightning_zero.engine.collectives import Pending
+    from lightning_zero.engine.comm.collectives import Pending
 
     def wait(self: Pending) -> object:
         return self._finish() if self._finish is not None else None
@@ -48,14 +48,14 @@ def test_late_collectives_show_a_wait_that_is_missing(run_on, device, stage):
 @contextmanager
 def late_copies():
     """Every copy from the host begins late, on the stream that it is on."""
-    from lightning_zero.engine.bucket import Bucket
+    from lightning_zero.engine.state.bucket import Bucket
 
     start, late = Bucket._start_gather, []
 
     def start_late(self, own):
         if own is not None and own.device != self.full.device:
             late.append(own.nbytes)
-            with self.communicator.copies:
+            with self.streams.copies:
                 torch.cuda._sleep(SLEEP)
         return start(self, own)
 

@@ -12,7 +12,7 @@ Span = tuple[float, float]
 
 
 def covered(spans: list[Span], by: list[Span]) -> float:
-    """The part of the spans' time in which one of the others, which may overlap each other, is under way too."""
+    """The share of the spans' time in which one of the other spans, which may overlap, is active too."""
     whole = sum(end - start for start, end in spans)
     merged: list[Span] = []
     for start, end in sorted(by):
@@ -25,7 +25,7 @@ def covered(spans: list[Span], by: list[Span]) -> float:
 
 
 def copies_under_compute(device: str, overlap: bool, width: int = 4096, batch: int = 8192) -> float:
-    """Of the time in which parameters come from the host's memory, the part in which kernels run."""
+    """The share of the time for copying parameters from the host's memory in which kernels run."""
     from lightning_zero.engine import Engine
 
     module = Layers(width, 6)

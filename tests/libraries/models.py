@@ -1,4 +1,4 @@
-"""Tiny random models of transformers: for each its class, its configuration, and the samples it is trained on."""
+"""Tiny random transformers models: class, configuration and training samples of each."""
 
 from __future__ import annotations
 

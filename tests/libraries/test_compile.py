@@ -1,4 +1,4 @@
-"""``torch.compile`` of a model of transformers under a Trainer: DDP's numbers, and no more graphs than with FSDP2."""
+"""``torch.compile`` of a transformers model under a Trainer: DDP's numbers, and no more graphs than with FSDP2."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Compiled(Learner):
 
 
 def count(strategy, name, way, **options):
-    """A run, and what Dynamo did in it."""
+    """A run, and Dynamo's counts in it."""
     backend = CountingBackend()
 
     def make():
@@ -67,7 +67,7 @@ def compare(name, way):
 
 
 @pytest.mark.behaviour("The module", "`torch.compile` of a transformers model, and of the whole LightningModule")
-@pytest.mark.parametrize("way", ["model", "module"])
+@pytest.mark.parametrize("way", [pytest.param("model", marks=pytest.mark.exhaustive), "module"])
 @pytest.mark.timeout(360)  # three compilations
 def test_a_compiled_model_learns_as_under_ddp_with_no_more_graphs_than_under_fsdp2(run_on, way):
     run_on(2, compare, timeout=330, name="Llama", way=way)

@@ -1,4 +1,4 @@
-"""Adapters of PEFT on frozen models: they learn as under DDP, only they cost training memory, and they can be saved."""
+"""PEFT adapters on frozen models: they train as under DDP, only they need training memory, and they can be saved."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_after_fit_adapters_are_saved_loaded_and_merged_as_ever(run_on):
 
 
 class Configured(Learner):
-    """Adds the adapters where Lightning has modules made."""
+    """Adds the adapters in `configure_model`."""
 
     def configure_model(self):
         if not hasattr(self.model, "peft_config"):

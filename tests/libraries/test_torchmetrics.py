@@ -1,4 +1,4 @@
-"""torchmetrics beside a model of transformers: what is logged equals DDP's, in training, validation and test."""
+"""torchmetrics with a transformers model: logged values equal DDP's, in training, validation and test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of transformers, tiny and random, unmodified: losses, weights and validation equal DDP's, bit for bit."""
+"""Tiny, random, unmodified transformers models: losses, weights and validation equal DDP's, bit for bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 from torch.optim import AdamW
 
 from lightning_zero import full_grad
-from lightning_zero.engine.units import plan_units
+from lightning_zero.engine.plan.units import plan_units
 from tests.libraries.models import MODELS
 from tests.libraries.training import Learner, fit, same_learning
 from tests.support.training import CLOSE, same_tensors
@@ -43,7 +43,7 @@ def test_in_mixed_precision_too(run_on, name):
 
 
 class Gradients(Callback):
-    """Those of the first step, whole."""
+    """Full gradients of the first step."""
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         if not hasattr(self, "first"):
@@ -82,7 +82,7 @@ def test_gradient_checkpointing_changes_nothing(run_on, name, use_reentrant):
 
 
 class Curious(Learner):
-    """Reads and does with its model what projects do."""
+    """Reads and modifies its model as projects do."""
 
     def __init__(self, name, **options):
         super().__init__(name, **options)
@@ -111,7 +111,7 @@ class Curious(Learner):
 
 
 def curious():
-    # what is read outside of its layer has gradients in two places, which are added in another order
+    # A parameter read outside of its layer has gradients from two places, which are added in another order.
     for name in ("GPT-2", "Llama", "Qwen3"):
         equal_to_ddp(name, (1, 2, 3), partial(Curious, name, attn_implementation="eager"), bound=CLOSE)
 

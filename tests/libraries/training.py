@@ -1,4 +1,4 @@
-"""A LightningModule around a model of transformers, and its training under any strategy inside a worker."""
+"""A LightningModule around a transformers model, and its training under any strategy in a worker."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class LearnerRun(Run):
 
 
 def fit(strategy: Any, make: Callable[[], LightningModule], **options: Any) -> LearnerRun:
-    """Train what ``make`` makes, from the same seed every time (numpy's too: models mask with it)."""
+    """Train the module created by ``make``, always from the same seed (NumPy's too: models draw masks with it)."""
     seed_everything(0, verbose=False)
     module, losses = make(), Losses()
     callbacks = [losses, *options.pop("callbacks", [])]

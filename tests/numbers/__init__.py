@@ -1,1 +1,1 @@
-"""The numbers: what is trained, communicated and held in memory, against DistributedDataParallel and the formulas."""
+"""Numbers, communication and memory, compared with DistributedDataParallel and the paper's formulas."""

@@ -1,4 +1,4 @@
-"""Gradient accumulation: what it computes, and when it communicates."""
+"""Gradient accumulation: its result, and when it communicates."""
 
 from __future__ import annotations
 

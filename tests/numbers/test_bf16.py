@@ -1,4 +1,4 @@
-"""bf16: what travels, in which precision it is added up, and what keeps its dtype."""
+"""bf16: the dtypes of communication and accumulation, and which values keep their dtype."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def engine_options(kind: str) -> dict[str, Any]:
 
 
 class Weight(nn.Module):
-    """One weight, whose gradient is the input: what is added up can be chosen exactly."""
+    """One weight, whose gradient is the input, so the summands can be chosen exactly."""
 
     def __init__(self, dtype: torch.dtype, value: float, elements: int = 64) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ TINY = 2.0**-9
 
 
 def add_up_micro_batches(stage: int, kind: str) -> None:
-    # 1 + 8 * 2**-9 = 1 + 2**-6, which bf16 can say; added up in bf16 it stays 1.
+    # 1 + 8 * 2**-9 = 1 + 2**-6 is representable in bf16; summed in bf16 the result would stay 1.
     assert descend(stage, kind, 0.0, [[1.0] + [TINY] * 8]) == -(1 + 8 * TINY)
 
 
@@ -128,7 +128,7 @@ def test_the_optimizers_state_is_in_fp32(run_on, stage, kind):
 def count_bytes(stage: int, precision: str) -> None:
     from lightning_zero import ZeroStrategy
 
-    # Without layers of normalisation, whose few weights autocast wants in fp32.
+    # Without normalisation layers, whose weights autocast computes with in fp32.
     run = fit(ZeroStrategy(stage=stage), partial(Learner, Square, batches=9), max_epochs=1, precision=precision)
     counted = difference(run.reports[8], run.reports[2])
     psi = run.reports[8].padded_numel
@@ -159,7 +159,7 @@ def test_bf16_mixed_equals_ddps_in_every_bit(run_on, size):
 
 
 def train_beside_fp32(stage: int) -> None:
-    # DDP rounds the weights themselves to bf16 at each step, which masters avoid: the run in fp32 is what is followed.
+    # DDP rounds the weights to bf16 at each step, which masters avoid: so the reference is the run in fp32.
     learner = partial(Learner, batches=10)
     reference = fit_ddp(learner)
     run = fit(f"zero{stage}", learner, precision="bf16-true")
@@ -250,7 +250,7 @@ def test_in_fp32_a_model_with_buffers_integers_and_frozen_parameters_equals_ddps
 
 
 def keep_exact_masters(stage: int) -> None:
-    """What 20 steps in bf16-mixed leave is exact to fp32: the weights are not multiples of what bf16 can say."""
+    """After 20 steps in bf16-mixed the weights have fp32 precision: they are not all representable in bf16."""
     weights = train_zero(Recipe(OddModel, adam), stage, compute_dtype=torch.bfloat16).weights
     weight = weights["head.weight"]
     assert weight.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""A checkpoint of any stage is the ordinary Lightning file that DDP would have written; any stage resumes from it."""
+"""A checkpoint of any stage is an ordinary Lightning file, as DDP writes it; any stage resumes from it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class SaveAfter(Callback):
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Every rank may read what rank 0 wrote. Without the one entry that is ours, which says what wrote it."""
+    """Every rank may read rank 0's file. Without our own entry, which describes the writer."""
     if world_size() > 1:
         dist.barrier()
     checkpoint = torch.load(path, weights_only=True, map_location="cpu")
@@ -118,7 +118,7 @@ def test_a_checkpoint_written_after_fit_equals_ddps(run_on, tmp_path, strategy):
 
 
 def resume_everywhere(saver: str, folder: Path, precision: str, systems: list[str]) -> None:
-    """Stop after the first of two epochs; go on under each system; compare with the run that never stopped."""
+    """Stop after the first of two epochs, resume under each system, and compare with the uninterrupted run."""
     learner = partial(Learner, OddModel, models.adamw_with_decay_groups)
     path = folder / "checkpoint.ckpt"
     saving = SaveAfter(5, path, at_epoch_end=True)
@@ -156,7 +156,7 @@ def write(strategy: str, path: Path) -> dict[str, Tensor]:
 
 
 def load_alone(path: Path, weights: dict[str, Tensor]) -> None:
-    """On a single device: into a module, into a plain optimizer, and by a Trainer, which goes on training."""
+    """On a single device: into a module, into a plain optimizer, and by a Trainer, which continues training."""
     module = Learner.load_from_checkpoint(path, model=OddModel, optimizer=models.adamw_with_decay_groups)
     same_tensors(dict(module.state_dict()), weights, bound=0)
     checkpoint = read(path)

@@ -1,4 +1,4 @@
-"""Clipping by norm and by value: through the Trainer, through the module's hook, and by hand."""
+"""Gradient clipping by norm and by value: by the Trainer, the module's hook, and user code."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ SIZES = pytest.mark.parametrize("size", [1, 2])
 
 
 def mixed() -> MixedPrecision:
-    """What "16-mixed" is on a GPU. On a CPU Lightning takes the word for "bf16-mixed"."""
+    """The plug-in for "16-mixed" on a GPU. On a CPU Lightning interprets that as "bf16-mixed"."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
     return MixedPrecision("16-mixed", "cpu", scaler)
 
@@ -180,7 +180,7 @@ def resume(folder: Path) -> None:
 
 
 class Resumed(Learner):
-    """Counts the batches from where it goes on."""
+    """Counts the batches after resuming."""
 
     def on_train_start(self) -> None:
         self.model.batches = self.trainer.fit_loop.epoch_loop.total_batch_idx + 1

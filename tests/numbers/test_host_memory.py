@@ -1,10 +1,10 @@
-"""Host memory while a big module is made, loaded and saved: never more than two units beside the shards.
+"""Host memory while a big module is created, loaded and saved: at most two units in addition to the shards.
 
-With states on a disk an update takes three pieces of them, whatever the model. The one exception is rank 0 while it
-writes one file, which it holds whole, once.
+With states on a disk an update needs three chunks of them, independent of the model's size. The one exception is rank 0
+while it writes a full checkpoint, which it holds once.
 
-Measured in processes of their own, which do nothing else and whose allocator hands memory back at once: the anonymous
-memory (what a process has for itself) and, of the file, the pages that it has read.
+Measured in separate processes, which do nothing else and whose allocator returns memory at once: the anonymous memory
+(not backed by files) and the resident pages of the file being read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WHOLE = UNITS * UNIT
 SHARDS = WHOLE // RANKS
 SUB_GROUP = 2**18
 PIECES = 3 * 12 * SUB_GROUP  # bytes of three, with a master and two moments for each element
-OTHER = 3 * 2**20  # what libraries and the measurement itself allocate, or give back, meanwhile
+OTHER = 3 * 2**20  # allocated or freed meanwhile by libraries and the measurement itself
 
 
 class Block(nn.Module):
@@ -58,7 +58,7 @@ def on_meta() -> nn.Module:
 
 def load(module: nn.Module) -> nn.Module:
     from lightning_zero import load_weights
-    from lightning_zero.engine.promises import values_may_wait
+    from lightning_zero.engine.init.deferred_param import values_may_wait
 
     with values_may_wait():
         load_weights(module, "weights.pt")
@@ -102,25 +102,26 @@ def measure(case: str) -> dict[str, int]:
     The peak is looked for where most is held: when a rank has its shard of a unit, and the unit's buffer still.
     """
     from lightning_zero.engine import Engine
-    from lightning_zero.engine.bucket import Bucket, Ledger
+    from lightning_zero.engine.init.uncut_bucket import UncutBucket
+    from lightning_zero.engine.state.ledger import Ledger
 
     before = peak = anonymous()
     kept: list[Any] = []
-    add, cut = Ledger.add, Bucket.cut
+    add, cut = Ledger.add, UncutBucket.cut
 
     def look(self: Ledger, *args: Any) -> None:
         nonlocal peak
         peak = max(peak, anonymous())
         add(self, *args)
 
-    def keep(self: Bucket, parameters: Any, sources: Any) -> None:
+    def keep(self: UncutBucket, sources: Any) -> Any:
         # so that the file stays mapped until its pages are counted
         kept.extend(source.values.detach() for source in sources if source.everywhere)
-        cut(self, parameters, sources)
+        return cut(self, sources)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ledger, "add", look)
-        patch.setattr(Bucket, "cut", keep)
+        patch.setattr(UncutBucket, "cut", keep)
         module = CASES[case]()
         peak = max(peak, anonymous())
         engine = Engine(module, stage=3)
@@ -150,17 +151,18 @@ def measure_saving(form: str, rank: int) -> int:
     from lightning_zero.checkpoint.commit import Stream
     from lightning_zero.checkpoint.saver import Saver
     from lightning_zero.engine import Engine
+    from lightning_zero.engine.tensor.sharded_tree import on_cpu, on_meta
 
     without = anonymous()
     module = make()
     engine = Engine(module, stage=3)
-    saver, gather = Saver(in_background=False), engine.communicator.gather_objects
+    saver, gather = Saver(in_background=False), engine.communicator.control.gather_objects
 
     def save() -> None:
         if form == "sharded":
             saver.save_in_parts({"state_dict": module.state_dict()}, {}, "saved", {}, rank, gather)
             return
-        state = engine.full_state_dict(keep=rank == 0)
+        state = engine.full_state_dict(leaf=on_cpu if rank == 0 else on_meta)
         if rank == 0:
             saver.save_whole({"state_dict": state}, "saved.ckpt")
 
@@ -175,12 +177,13 @@ def measure_saving(form: str, rank: int) -> int:
 
 
 def measure_on_disk(rank: int) -> dict[str, int]:
-    """Own memory over what there was before: at rest, in updates and while all is saved; and the states on the disk."""
+    """Increase of anonymous memory: at rest, in updates and while everything is saved; and the states on the disk."""
     from lightning_zero.checkpoint.commit import Stream
     from lightning_zero.checkpoint.saver import Saver
     from lightning_zero.checkpoint.saving import by_name, names_in
     from lightning_zero.engine import Engine
     from lightning_zero.engine.offload.updates import Update
+    from lightning_zero.engine.tensor.sharded_tree import in_parts, on_meta
 
     torch.optim.AdamW([torch.zeros(1)])  # for the first of all torch imports its compiler
     before = anonymous()
@@ -196,13 +199,13 @@ def measure_on_disk(rank: int) -> dict[str, int]:
             module(torch.randn(2, WIDTH)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        engine.full_state_dict(keep=False)  # when all is updated
+        engine.full_state_dict(leaf=on_meta)  # when all is updated
 
     def save() -> None:
-        states = by_name(engine.optimizer_state_dict_in_parts(optimizer), names)
+        states = by_name(engine.full_optimizer_state_dict(optimizer, leaf=in_parts), names)
         saver = Saver(in_background=True)
         tree = {"state_dict": module.state_dict(), "optimizer_0": states}
-        saver.save_in_parts(tree, {}, "saved", {}, rank, engine.communicator.gather_objects)
+        saver.save_in_parts(tree, {}, "saved", {}, rank, engine.communicator.control.gather_objects)
         saver.finish()
 
     peaks = {"updating": peak_at(Update, "act", train), "saving": peak_at(Stream, "write", save)}
@@ -220,7 +223,7 @@ def worker(rank: int, port: int) -> None:
     ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: huge pages would count what was not read
     store = dist.TCPStore("127.0.0.1", port, RANKS, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    Engine(nn.Linear(2, 2)).close()  # what is set up once
+    Engine(nn.Linear(2, 2)).close()  # initializes everything that is set up once
     saving = {form: measure_saving(form, rank) for form in ("full", "sharded")}
     others = {"saving": saving, "on disk": measure_on_disk(rank)}
     print(json.dumps({case: measure(case) for case in CASES} | others))
@@ -241,7 +244,7 @@ def cache_page_by_page(file: Path) -> None:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, int]]]:
-    """By rank, what each case took."""
+    """The memory that each case needed, by rank."""
     folder = tmp_path_factory.mktemp("weights")
     torch.manual_seed(0)
     torch.save(make().state_dict(), folder / "weights.pt")

@@ -1,9 +1,10 @@
-"""fp32 masters of low-precision parameters that begin to train late, that are loaded, and of foreign optimizers."""
+"""fp32 masters of low-precision parameters: trained from a later step on, loaded, or with third-party optimizers."""
 
 from __future__ import annotations
 
+import gc
 import itertools
-from types import SimpleNamespace
+import weakref
 from typing import Any
 
 import pytest
@@ -12,15 +13,17 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Optimizer
 
 from lightning_zero.engine import Engine
+from lightning_zero.engine.optim.kinds import placed
+from lightning_zero.engine.tensor.sharded_tree import on_cpu, on_meta
 from tests.numbers.test_bf16 import Weight
 from tests.support.workers import rank, world_size
 
-# Less than a quarter of what each can show just below 1: one alone is lost in it, 16 of them are not.
+# Below a quarter of bf16's spacing just below 1: one such update is lost in rounding, 16 of them are not.
 TINY = {torch.bfloat16: 2.0**-10, torch.float16: 2.0**-13}
 
 
 def late(stage: int, dtype: torch.dtype) -> tuple[nn.Module, Any, Any]:
-    """A weight that is frozen when the engine is made, beside one that trains."""
+    """One weight that is frozen when the engine is created, and one that trains."""
     module = nn.ModuleDict({"early": Weight(dtype, 1.0), "late": Weight(dtype, 1.0)})
     module["late"].linear.weight.requires_grad_(False)
     optimizer = SGD(module.parameters(), lr=1.0)
@@ -66,7 +69,7 @@ def test_small_updates_add_up_in_a_parameter_that_was_unfrozen_in_mid_run(run_on
 
 
 def resume_unfrozen() -> None:
-    """A run resumed from a checkpoint of weights and masters goes on with their digits, whatever is frozen so far."""
+    """A run resumed from weights and masters continues with the masters' precision, also for frozen parameters."""
     tiny = TINY[torch.bfloat16]
     for stage in (1, 3):
         module, optimizer, engine = late(stage, torch.bfloat16)
@@ -75,7 +78,7 @@ def resume_unfrozen() -> None:
             "late.linear.weight": torch.full((64, 1), 1 - tiny),
         }
         with torch.no_grad():
-            # changed since they were saved (an average of weights, say): here the parameter counts
+            # Changed since the masters were saved (by averaging weights, say): the parameter's value counts.
             module["early"].linear.weight[5] = 0.5
             module["late"].linear.weight[60] = 0.25
         engine.load_masters(saved)
@@ -94,7 +97,7 @@ def test_loaded_masters_give_parameters_their_digits_except_where_these_were_cha
 def save_a_foreign_optimizer() -> None:
     module, optimizer, engine = late(3, torch.bfloat16)
     foreign = Adagrad([nn.Parameter(torch.ones(3))])
-    state = engine.full_optimizer_state_dict(foreign, keep=rank() == 0)
+    state = engine.full_optimizer_state_dict(foreign, leaf=on_cpu if rank() == 0 else on_meta)
     assert torch.equal(state["state"][0]["sum"], torch.zeros(3))
     engine.close()
 
@@ -139,10 +142,13 @@ def load_a_mismatch() -> None:
     before = optimizer.state_dict()
     [group] = before["param_groups"]
     halves = [{**group, "params": [0]}, {**group, "params": [1]}]
+    buffer = torch.zeros(64, 1)
+    refused, kept = {"state": {0: {"momentum_buffer": buffer}}, "param_groups": halves}, weakref.ref(buffer)
     with pytest.raises(ValueError, match="different number of parameter groups"):
-        optimizer.load_state_dict({**before, "param_groups": halves})
-    [masters] = engine.masters
-    assert masters._loaded is None, "what could not be loaded is kept alive"
+        optimizer.load_state_dict(refused)
+    del refused, buffer
+    gc.collect()
+    assert kept() is None, "what could not be loaded is kept alive"
     assert optimizer.state_dict() == before
     engine.close()
 
@@ -151,17 +157,70 @@ def test_a_state_dict_with_other_groups_is_refused_by_torch_and_nothing_of_it_is
     run_on(2, load_a_mismatch)
 
 
+class Averaging(Optimizer):
+    """Keeps one number for each element under a name that torch's optimizers have for a count."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("mu", torch.zeros_like(p)).mul_(0.5).add_(p.grad)
+            p.sub_(self.state[p]["mu"])
+
+
+def load_an_entry_that_is_called_as_a_count() -> None:
+    module = nn.Linear(3, 5)
+    optimizer = Averaging(module.parameters())
+    engine = Engine(module, [optimizer], stage=2, allow_any_optimizer=True)
+    module(torch.ones(3)).sum().backward()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    for state in engine.full_optimizer_state_dict(optimizer)["state"].values():
+        assert torch.equal(state["mu"], torch.full_like(state["mu"], 1.5))
+    engine.close()
+
+
+def test_an_entry_by_element_may_have_the_name_of_a_count(run_on):
+    run_on(2, load_an_entry_that_is_called_as_a_count)
+
+
+def step_after_a_state_dict_that_failed() -> None:
+    module = nn.Linear(3, 5)
+    optimizer = SGD(module.parameters(), lr=1.0, momentum=0.5)
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("not now")
+
+    handle = optimizer.register_state_dict_post_hook(refuse)
+    engine = Engine(module, [optimizer], stage=2)
+    module(torch.ones(3)).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="not now"):
+        optimizer.state_dict()
+    handle.remove()
+    optimizer.step()
+    for state in optimizer.state_dict()["state"].values():
+        assert torch.equal(state["momentum_buffer"], torch.full_like(state["momentum_buffer"], 1.5))
+    engine.close()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_optimizer_keeps_its_state_when_a_hook_ends_its_state_dict_with_an_error(run_on, size):
+    run_on(size, step_after_a_state_dict_that_failed)
+
+
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"capturable": True}])
 @pytest.mark.parametrize("key", ["step", "mu_product"])
 def test_counts_are_loaded_to_where_torch_loads_them(key, options):
-    from lightning_zero.engine.masters import _placed
-
     parameter, count = nn.Parameter(torch.empty(4, device="meta")), torch.tensor(3, dtype=torch.int64)
     if key != "step":
         count = count.float()
     expected = Optimizer._process_value_according_to_param_policy(
         parameter, count, 0, [{"params": [0], **options}], key
     )
-    found = _placed(key, count, {"params": [parameter], **options}, SimpleNamespace(device=parameter.device))
+    found = placed(key, count, {"params": [parameter], **options}, parameter.device)
     assert (found.device, found.dtype) == (expected.device, expected.dtype)
     assert found is not count

@@ -1,4 +1,4 @@
-"""Bytes that a rank holds, at rest and at the peak, against the paper's formula and the bound on buffers."""
+"""Memory of a rank, at rest and at its peak, compared with the paper's formula and the bound on buffers."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_stage_1_holds_all_gradients_only_while_it_accumulates(run_on):
 
 
 def large_storages(least: int) -> dict[int, int]:
-    """Bytes by address of every tensor storage in this process of at least so many, whoever holds it."""
+    """Bytes of every tensor storage above a size in this process, by address, whoever references it."""
     found = {}
     for item in gc.get_objects():
         if issubclass(type(item), torch.Tensor) and type(item) in (torch.Tensor, nn.Parameter):
@@ -198,7 +198,7 @@ def test_each_unit_of_prefetch_and_each_buffer_costs_one_more(run_on, prefetch, 
 
 
 def compare_with_the_process(stage: int) -> None:
-    """What the engine says it holds is what is there: look at all large storages of the process."""
+    """The engine's report agrees with all large storages in the process."""
     least = 4 * UNIT // world_size()  # a shard of a layer; activations are smaller: 24 rows instead of 64 or more
     before = large_storages(least)
     module, optimizer, engine = make(stage, prefetch=1, reduction_buffers=2)
@@ -289,8 +289,9 @@ SMALL_MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def compare_with_ddp(stage: int, model: str, clip: bool, micro_batches: int) -> None:
-    """What the engine says it holds, and all large tensors in the process, against 16 bytes a parameter."""
-    from lightning_zero.engine import Engine, units
+    """The engine's report, and all large tensors in the process, against 16 bytes per parameter."""
+    from lightning_zero.engine import Engine
+    from lightning_zero.engine.plan import units
 
     units.UNIT_NUMEL = 2**20  # as by default, outside of these tests
     before = set(large_storages(2**15))
@@ -437,7 +438,7 @@ CLIPPINGS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
 
 
 def look_for_garbage(stage: int, clipping: str) -> None:
-    """With the collector off, so that a cycle keeps what it holds."""
+    """With the garbage collector disabled, so that a reference cycle would keep memory."""
     module, optimizer, engine = make(stage)
     parameters = list(module.parameters())
     gc.disable()

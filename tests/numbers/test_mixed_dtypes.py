@@ -1,4 +1,4 @@
-"""Models whose parameters have several dtypes: each keeps its own, its gradient too, and DDP's numbers come out."""
+"""Models with parameters of several dtypes: parameters and gradients keep their dtype, and numbers equal DDP's."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_fp32_fp64_complex_and_integer_parameters_in_one_model_equal_ddps_in_eve
 
 
 def train_by_hand(*dtypes: torch.dtype, compute_dtype: Any = None) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """What is expected of low precision: masters updated in fp32 or wider, and parameters that are cast from them."""
+    """Expected for low precision: masters updated in fp32 or wider, and parameters cast from the masters."""
     module, _ = prepare(*dtypes)
     own = {name: p.dtype for name, p in module.named_parameters()}
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}

@@ -1,4 +1,4 @@
-"""With model states in the CPU's memory or on a disk, every bit is as without: losses, weights, optimizer states."""
+"""Model states offloaded to the CPU or a disk: losses, weights and optimizer states are the same bit for bit."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_zero import full_parameters
-from lightning_zero.disk import ALIGNMENT, DirectFile, aligned
-from lightning_zero.engine import Engine, core, masters
-from lightning_zero.engine.offload.config import OffloadConfig
+from lightning_zero.engine import Engine
+from lightning_zero.engine import engine as engine_module
+from lightning_zero.engine.comm.background_work import is_synchronized, synchronize
+from lightning_zero.engine.config import OffloadConfig
 from lightning_zero.engine.offload.states import MASTERS, PARAMETERS, DiskStates
 from lightning_zero.engine.offload.updates import DiskUpdate, Update
-from lightning_zero.engine.settling import settle
+from lightning_zero.engine.optim import state
+from lightning_zero.io.disk import ALIGNMENT, DirectFile, aligned
 from tests.checkpoint import faults
 from tests.support import models
 from tests.support.training import Recipe, batch, prepare, same_values, trained_once
@@ -73,7 +75,7 @@ def option(offload: str | None, stage: int) -> Any:
 
 
 def train(recipe: Recipe, stage: int, offload: str | None, early: bool = False, **options: Any) -> dict[str, Any]:
-    """What a run comes to; with ``early`` updates may begin while the last backward of a step goes on."""
+    """The results of a run; with ``early`` updates may start during the last backward of a step."""
     module, optimizer = prepare(recipe)
     engine = Engine(module, [optimizer], stage=stage, offload=option(offload, stage), **options)
     losses = []
@@ -269,7 +271,7 @@ def test_what_users_do_between_steps_has_its_effect(run_on, ranks, stage, offloa
 
 
 def replaced(offload: str | None) -> dict[str, Any]:
-    """Another optimizer takes the place of one whose last update is under way until somebody waits for it."""
+    """Another optimizer replaces one whose last update is still running in the background."""
     module, optimizer = prepare(Recipe(Wide))
     engine = Engine(module, [optimizer], offload=option(offload, 3))
     act, is_waited_for, main = Update.act, threading.Event(), threading.current_thread()
@@ -278,9 +280,9 @@ def replaced(offload: str | None) -> dict[str, Any]:
         assert threading.current_thread() is main or is_waited_for.wait(30), "nobody waits"
         return act(*args)
 
-    def wait() -> None:
+    def wait(*owners: object) -> None:
         is_waited_for.set()
-        settle()
+        synchronize(*owners)
 
     for step in range(4):
         module(*batch(step)).backward()
@@ -290,8 +292,8 @@ def replaced(offload: str | None) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
             if step == 1:
-                for room in (core, masters):
-                    patch.setattr(room, "settle", wait)
+                for room in (engine_module, state):
+                    patch.setattr(room, "synchronize", wait)
                 former, optimizer = optimizer, models.sgd_nesterov(module)
                 engine.set_optimizers([optimizer])
                 assert not former.state
@@ -400,7 +402,7 @@ def test_updates_go_on_while_the_next_forward_has_begun(run_on, ranks, stage, of
 
 
 def transformed(offload: str | None) -> list[torch.Tensor]:
-    """Gradients by ``torch.func`` in a step, before anything else has computed with what the last one has updated."""
+    """Gradients by ``torch.func`` in a step, before any other computation uses the last update's parameters."""
     module, optimizer = prepare(Recipe(lambda: nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))))
     engine = Engine(module, [optimizer], stage=2, offload=option(offload, 2))
     x, losses = torch.randn(6, 5), []
@@ -422,7 +424,7 @@ def test_what_an_update_changed_comes_back_within_a_transform_too(run_on, offloa
 
 
 class Keeping(nn.Linear):
-    """Keeps a part of its weight, as nets that look at themselves do."""
+    """Saves a part of its weight for later, as networks that inspect themselves do."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.row = self.weight[0].detach()
@@ -435,7 +437,7 @@ def kept_parts(offload: str | None, stage: int = 2, sharded: bool = True) -> lis
     x, rows = torch.randn(6, 5), []
     for _ in range(3):
         module(x).square().mean().backward()
-        time.sleep(0.2 * rank())  # the others have their own part long before
+        time.sleep(0.2 * rank())  # the other ranks have their own shards long before
         optimizer.step()
         optimizer.zero_grad()
         rows += [layer.row.clone() for layer in (module[0], module[2])]
@@ -486,7 +488,7 @@ def test_beside_an_update_nothing_is_read_from_the_disk_or_written_to_it(run_on,
 
 
 def read_in_backward(offload: str) -> None:
-    """A tensor hook that reads a parameter: what waits for gradients on a disk is cut short, and begun again."""
+    """A tensor hook that reads a parameter interrupts the wait for gradients on a disk, which is then restarted."""
     module, optimizer = prepare(Recipe(lambda: Wide(layers=4)))
     engine = Engine(module, [optimizer], units=[nn.Linear], stage=1, offload=option(offload, 1), reduction_buffers=1)
     for step in range(3):
@@ -513,7 +515,7 @@ def dropped_by_two() -> None:
     """Both have seen what waits before either drops it."""
     module, optimizer = prepare(Recipe(Wide))
     engine = Engine(module, [optimizer], offload=option("disk", 3))
-    update = engine._elsewhere.stream([bucket.states for bucket in engine.buckets if bucket.states is not None])
+    update = engine.background.stream([bucket.states for bucket in engine.buckets if bucket.states is not None])
     waiting, both = DiskUpdate.waiting, threading.Barrier(2, timeout=30)
 
     def seen(self: DiskUpdate) -> Any:
@@ -534,12 +536,12 @@ def test_two_threads_may_drop_what_waits_at_once(run_on):
 
 
 def settled_meanwhile() -> None:
-    """Another thread settles just before an update is given what it is to do."""
+    """Another thread synchronizes just before an update is submitted."""
     give, calls = DiskUpdate.give, itertools.count()
 
     def late(self: DiskUpdate, *args: Any, **options: Any) -> Any:
         if args[1] is not None and next(calls) % 2 == 0:
-            thread = threading.Thread(target=settle)
+            thread = threading.Thread(target=synchronize)
             thread.start()
             thread.join()
         return give(self, *args, **options)
@@ -560,8 +562,8 @@ def dtype_of_counts(offload: str | None) -> set[torch.dtype]:
     engine = Engine(module, [optimizer], stage=3, offload=option(offload, 3))
     module(torch.ones(2, 4, dtype=torch.double)).sum().backward()
     begun, go_on = threading.Event(), threading.Event()
-    if engine._offload is not None:
-        engine._elsewhere.submit(lambda: begun.set() or go_on.wait(30))
+    if engine.config.offloads is not None:
+        engine.background.submit(lambda: begun.set() or go_on.wait(30))
         begun.wait()
     go_on_later = threading.Timer(0.2, go_on.set)
     go_on_later.start()
@@ -716,7 +718,7 @@ def test_parameters_stay_at_stages_at_which_every_rank_has_them_all(run_on):
 
 
 def refused_for_want_of_room(folder: Path) -> str:
-    """What is said; the module and the optimizer are as they were, and train."""
+    """The error is reported; the module and the optimizer are unchanged, and train."""
     module, optimizer = prepare(Recipe(Wide, models.adagrad_with_initial_accumulator))
     before, state = copy.deepcopy(module.state_dict()), optimizer.state
     with pytest.raises(OSError, match="No space left on device") as told:
@@ -764,7 +766,7 @@ def test_a_disk_that_is_too_small_for_one_rank_is_told_on_every_rank(run_on, tmp
 
 
 def fails(when: str) -> None:
-    """What the disk does not give is told, and nothing is saved of it; what it does not take is in memory."""
+    """A failed read is reported, and nothing of it is saved; data of a failed write stays in memory."""
     module, optimizer = prepare(Recipe(Wide))
     engine = Engine(module, [optimizer], stage=3, offload=option("disk, parameters in memory", 3))
     module(*batch(0)).backward()
@@ -792,13 +794,41 @@ def fails(when: str) -> None:
     optimizer.step()  # as without the engine
 
 
+def one_engine_of_two_fails() -> None:
+    ours, theirs = (prepare(Recipe(Wide)) for _ in range(2))
+    engines = [Engine(module, [optimizer], stage=3, offload="cpu") for module, optimizer in (ours, theirs)]
+
+    def fail(self: Update, *args: Any) -> Any:
+        raise RuntimeError("of their update")
+
+    for module, optimizer in (ours, theirs):
+        module(*batch(0)).backward()
+        with pytest.MonkeyPatch.context() as patch:
+            if module is theirs[0]:
+                patch.setattr(Update, "act", fail)
+            optimizer.step()
+            while not is_synchronized():
+                time.sleep(0.001)
+    assert all(p.norm() > 0 for p in ours[0].parameters())
+    assert engines[0].full_optimizer_state_dict(ours[1])["state"]
+    with pytest.raises(RuntimeError, match="of their update"):
+        engines[1].full_optimizer_state_dict(theirs[1])
+    with pytest.raises(RuntimeError, match="of their update"):
+        engines[1].close()
+    engines[0].close()
+
+
+def test_an_update_that_fails_is_told_to_its_own_engine_alone(run_on):
+    run_on(1, one_engine_of_two_fails)
+
+
 @pytest.mark.parametrize("when", ["read", "write"])
 def test_a_disk_that_fails_is_told(run_on, when):
     run_on(1, fails, when=when)
 
 
 def ends_in_backward(offload: str) -> None:
-    """An error in a backward in which updates have begun: nobody waits for the gradients that are missing."""
+    """An error in a backward in which updates have started: missing gradients are not waited for."""
     module, optimizer = prepare(Recipe(lambda: Wide(layers=4)))
     engine = Engine(module, [optimizer], units=[nn.Linear], offload=option(offload, 3), reduction_buffers=1)
     module(*batch(0)).backward()
@@ -848,13 +878,13 @@ def test_what_an_engine_had_in_memory_goes_with_it(run_on):
 
 
 def memory_of_an_update(sub_group: int) -> tuple[int, int]:
-    """Bytes of the buffers through which states three times as large go, and of those states."""
+    """Bytes of the buffers for the transfer of states three times as large, and of those states."""
     module = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(12)))
     optimizer = torch.optim.Adam(module.parameters())
     engine = Engine(module, [optimizer], stage=3, offload={"optimizer": "nvme", "path": "swap", "sub_group": sub_group})
     module(torch.randn(4, 256)).square().mean().backward()
     optimizer.step()
-    settle()
+    synchronize()
     report = engine.report()
     assert report.at_rest.get("host", 0) == 0 == report.at_rest.get("optimizer", 0)
     swap = engine._swap

@@ -1,4 +1,4 @@
-"""On two ranks in fp32, losses and weights are DistributedDataParallel's bit for bit, whichever optimizer is used."""
+"""On two ranks in fp32, losses and weights equal DistributedDataParallel's bit for bit with every optimizer."""
 
 from __future__ import annotations
 

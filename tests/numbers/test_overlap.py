@@ -1,4 +1,4 @@
-"""No choice of schedule changes a bit: overlap, prefetch, units, buffers, and collectives that are late at random."""
+"""Schedules do not change numbers: overlap, prefetch, units, buffers, and randomly delayed collectives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.workers import rank
 
 
 def layers(name: str, module: nn.Module) -> bool:
-    """A predicate for many small units: each layer that is not itself made of layers."""
+    """A predicate for many small units: all layers without submodules that are layers."""
     return not list(module.children())
 
 
@@ -71,7 +71,7 @@ def test_units_are_chosen_automatically_by_class_or_by_predicate(run_on):
 @contextlib.contextmanager
 def late_collectives(seed: int) -> Iterator[list[float]]:
     """The engine's own collectives, each rank's started and waited for up to 2 ms late; yields the delays so far."""
-    from lightning_zero.engine.collectives import Communicator, Pending
+    from lightning_zero.engine.comm.collectives import Communicator, Pending
 
     generator = random.Random(100 * seed + rank())
     delays: list[float] = []

@@ -43,7 +43,7 @@ def test_64_true_equals_ddps_in_every_bit(run_on, size):
 
 
 def train_in_fp16() -> None:
-    # DDP rounds the weights themselves to fp16 at each step, which masters avoid: the run in fp32 is what is followed.
+    # DDP rounds the weights to fp16 at each step, which masters avoid: so the reference is the run in fp32.
     reference = fit_ddp(max_epochs=1)
     first = None
     for stage in (1, 2, 3):

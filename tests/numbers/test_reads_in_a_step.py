@@ -1,4 +1,4 @@
-"""In mixed precision, what autocast leaves in fp32 is computed with fp32 parameters, as under DDP."""
+"""In mixed precision, operations that autocast leaves in fp32 use fp32 parameters, as under DDP."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_what_autocast_casts_of_the_root_unit_and_the_modules_own_parameters_are
 
 
 class Picky(nn.Module):
-    """What refuses low precision, or one that differs from its input's; and weights that are computed from others."""
+    """Operations that reject low precision or mixed dtypes, and weights that are computed from other weights."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`reduce_dtype`: what gradients travel in, which is not what they are added up in."""
+"""`reduce_dtype`: the dtype in which gradients are communicated, as opposed to the dtype of their accumulation."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Optimizers that are not elementwise cannot work on shards: over several ranks they are refused, by name.
+"""Optimizers that are not elementwise cannot update shards: with several ranks they are refused by name.
 
-One rank has whole parameters, so that every optimizer updates them as in plain torch.
+A single rank has full parameters, which every optimizer updates as in plain torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support.training import Recipe, batch, same_runs, same_values, train_
 
 
 class SignDescent(Optimizer):
-    """Elementwise, and unknown to anybody else."""
+    """Elementwise, but not in the list of known optimizers."""
 
     def __init__(self, params: Any, lr: float = 0.001) -> None:
         super().__init__(params, {"lr": lr})
@@ -69,7 +69,7 @@ class Reading(SGD):
 
 
 class Decorated(SGD):
-    """Whose `step` is what another function makes of it."""
+    """Its `step` is wrapped by another function."""
 
     @contextmanager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -136,7 +136,7 @@ def test_the_trainer_refuses_it_before_the_first_step(run_on, stage):
 
 
 class Matrices(nn.Module):
-    """What Muon takes: matrices only, none of them square."""
+    """A model for Muon: matrices only, none of them square."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Shapes that divide by nothing, more ranks than elements, and one to four ranks."""
+"""Sizes that no world size divides, more ranks than elements, and one to four ranks."""
 
 from __future__ import annotations
 

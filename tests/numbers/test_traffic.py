@@ -1,4 +1,4 @@
-"""Traffic a rank and step: 2 Psi elements at stages 1 and 2, at most 3 Psi at stage 3 (SC20, section 7)."""
+"""Communication per rank and step: 2 Psi elements at stages 1 and 2, at most 3 Psi at stage 3 (SC20, section 7)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def measure(stage: int, prefetch: int) -> None:
     assert report.elements["all_gather"] == STEPS * gathered
     for kind in ("all_gather", "reduce_scatter"):
         assert report.bytes[kind] == 4 * report.elements[kind]
-    # What ranks tell each other besides: a few words for each unit, whatever its size.
+    # Besides, ranks exchange a few words per unit, independent of its size.
     assert report.bytes.get("control", 0) <= STEPS * LAYERS * 64
     engine.close()
     assert world_size() == report.world_size

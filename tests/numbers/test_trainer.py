@@ -16,7 +16,7 @@ from tests.support.trainer import Learner, ManualLearner, fit, fit_ddp
 from tests.support.training import CLOSE, same_on_every_rank, same_runs
 from tests.support.workers import world_size
 
-# The plain-torch loops have them all; here those that differ in what the Trainer and the strategy see of them.
+# The plain-torch loops test all; here are those that differ for the Trainer and the strategy.
 OPTIMIZERS = [
     models.adam_fused,
     models.adamw_with_decay_groups,

@@ -1,4 +1,4 @@
 """Random programs over optimizers, units and gradients, each compared with plain modules and averaged gradients.
 
-``programs`` draws them, ``averaged`` is what they are compared with, ``execution`` runs one on both.
+``programs`` draws them, ``averaged`` is the reference, ``execution`` runs one program on both.
 """

@@ -1,8 +1,8 @@
-"""The model of the random programs, and the reference: every rank's plain module in one process, gradients averaged.
+"""The model of the random programs, and the reference: all ranks' plain modules in one process, gradients averaged.
 
-What DistributedDataParallel does with ``find_unused_parameters=True``, without its communication: a parameter that any
-rank has used gets the mean over ranks of what each has in ``.grad`` after its own backward; any other stays as it is.
-Under ``no_sync`` each rank keeps its own.
+Computes the result of DistributedDataParallel with ``find_unused_parameters=True`` without communication: a parameter
+that any rank has used gets the mean over ranks of the local ``.grad`` after backward; others keep their gradients.
+Under ``no_sync`` each rank keeps its own gradients.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WIDTH = 3
 
 
 class Block(nn.Module):
-    """Two layers, of which a forward uses those that it is told to."""
+    """Two layers, each used by a forward only if named in its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,11 +72,11 @@ def inputs(index: int, forward: int, rank: int) -> Tensor:
 
 
 class Averaged:
-    """Weights that all ranks share, and by parameter what each rank has in ``.grad``.
+    """Weights common to all ranks, and each rank's ``.grad`` of each parameter.
 
     Attributes:
-        gradients: by parameter, a tensor for each rank, or None. Where all ranks have the same they are equal.
-        is_local: by parameter, whether ranks have gradients of their own, to be averaged by a backward to come.
+        gradients: by parameter, a tensor for each rank, or None. Equal if all ranks have the same gradient.
+        is_local: by parameter, whether ranks have local gradients that a later backward will average.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -90,7 +90,7 @@ class Averaged:
         """One backward of every rank.
 
         Args:
-            local: runs a rank's forward and backward on the net, whose gradients it finds empty.
+                local: runs a rank's forward and backward on the net, whose gradients are None before.
         """
         ranks = self.setup.ranks
         found: list[list[Tensor | None]] = []
@@ -101,8 +101,8 @@ class Averaged:
             found.append([p.grad for p in self.parameters])
         for index in range(len(self.parameters)):
             own = [gradients[index] for gradients in found]
-            # What ranks keep under ``no_sync`` is averaged by the next synchronised backward, used in it or not: DDP
-            # leaves what that one does not use as it is, and lets ranks step apart.
+            # Local gradients of ``no_sync`` are averaged by the next synchronised backward, even if unused in it. DDP
+            # would leave unused ones as they are, so that ranks diverge.
             if all(gradient is None for gradient in own) and not (sync and self.is_local[index]):
                 continue
             if not sync:
@@ -113,7 +113,7 @@ class Averaged:
             mean = sum(held, nothing) / ranks
             if before is None:
                 self.gradients[index] = [mean.clone() for _ in range(ranks)]
-            else:  # in place: somebody may keep it
+            else:  # in place, since the program may keep a reference
                 for tensor in before:
                     tensor.copy_(mean)
             self.is_local[index] = False
@@ -121,7 +121,7 @@ class Averaged:
     def _add_local(self, index: int, own: list[Tensor | None]) -> None:
         before = self.gradients[index]
         if before is None:
-            # A rank that has none shows none; the mean takes it for zeros.
+            # A rank without a gradient counts as zeros.
             before = self.gradients[index] = [torch.zeros_like(self.parameters[index]) for _ in own]
         for tensor, gradient in zip(before, own):
             if gradient is not None:
@@ -129,7 +129,7 @@ class Averaged:
         self.is_local[index] = True
 
     def with_gradients(self, act: Callable[[], Any]) -> Any:
-        """Do something that reads or writes ``p.grad``, which is the same on every rank, and take over what it did."""
+        """Call a function that reads or writes ``p.grad``, the same on every rank, and apply its changes."""
         for index, (parameter, gradients) in enumerate(zip(self.parameters, self.gradients)):
             assert not self.is_local[index] or gradients is None
             parameter.grad = gradients[0] if gradients is not None else None

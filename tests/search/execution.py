@@ -60,7 +60,7 @@ class Execution:
     """
 
     def __init__(self, program: Program, net: Net) -> None:
-        from lightning_zero.engine import units
+        from lightning_zero.engine.plan import units
 
         units.UNIT_NUMEL = 2**20  # the default, which `tests/support/workers.py` sets aside
         self.program, self.setup, self.net = program, program.setup, net
@@ -68,7 +68,7 @@ class Execution:
         self.optimizers = make_optimizers(self.setup, self.parameters)
         self.reference = Averaged(self.setup)
         self.engine: Any = None
-        self.kept: dict[int, tuple[Tensor, Tensor]] = {}  # gradients that somebody keeps: ours, the reference's
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}  # gradients that the program keeps: (ours, the reference's)
         self.saved: Any = None
         self.where = "at the start"
 
@@ -126,7 +126,7 @@ class Execution:
         self.optimizers[number].step(*closure)
 
     def _found_by_all(self, act: Callable[[], None]) -> str | None:
-        """What an act has found to differ here, or that another rank has found something."""
+        """Call a function; returns the difference found here, or a note that another rank has found one."""
         found: str | None = None
         try:
             act()
@@ -147,8 +147,8 @@ class Execution:
             raise Difference(f"{what} is {value.flatten().tolist()}, not {expected.flatten().tolist()}")
 
     def _same_part(self, value: Tensor, expected: Tensor, what: str) -> None:
-        """This rank's part of what may be a sharded tensor."""
-        from lightning_zero.engine.sharded_tensor import ShardedTensor, local_range_of
+        """Compare this rank's shard of a value, which may be a sharded tensor."""
+        from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
 
         if isinstance(value, ShardedTensor):
             self._same(value.local, local_range_of(expected, value.slot), f"this rank's part of {what}")
@@ -156,7 +156,7 @@ class Execution:
             self._same(value, expected, what)
 
     def _compare(self) -> None:
-        """Weights, gradients and gradients that somebody keeps, as far as they lie on this rank."""
+        """Compare weights, gradients and kept gradients, as far as this rank holds them."""
         for index, (parameter, expected) in enumerate(zip(self.parameters, self.reference.parameters)):
             self._same_part(parameter, expected, f"parameter {index}")
             gradients = self.reference.gradients[index]
@@ -220,13 +220,13 @@ class Execution:
     @property
     def _accumulates_locally(self) -> bool:
         """Whether ``no_sync`` postpones anything: at stage 1 over several ranks, if no ``.grad`` is a reduced one."""
-        from lightning_zero.engine.sharded_tensor import ShardedTensor
+        from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 
         is_reduced = any(isinstance(parameter.grad, ShardedTensor) for parameter in self.parameters)
         return self.setup.stage == 1 and self.setup.ranks > 1 and not is_reduced
 
     def _trained(self, op: Backward) -> list[bool]:
-        """By parameter, whether it wants a gradient in this backward."""
+        """By parameter, whether it requires a gradient in this backward."""
         wanted = [p.requires_grad for p in self.parameters]
         if op.frozen is not None and op.frozen < len(self.optimizers):
             own = {id(p) for group in self.optimizers[op.frozen].param_groups for p in group["params"]}
@@ -311,7 +311,7 @@ class Execution:
         return any(self.reference.is_local[i] for i in chosen)
 
     def _on_reference(self, act: Callable[[], Any]) -> Any:
-        """Do what neither reads nor writes gradients that ranks have of their own."""
+        """Call a function that neither reads nor writes local gradients."""
         local = [gradients if is_local else None for gradients, is_local in self._held_by_reference()]
         for index, gradients in enumerate(local):
             if gradients is not None:
@@ -326,7 +326,7 @@ class Execution:
         return list(zip(self.reference.gradients, self.reference.is_local))
 
     def _gradient(self, op: Gradient, index: int) -> None:
-        from lightning_zero.engine.sharded_tensor import ShardedTensor
+        from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 
         number = op.parameter % len(self.parameters)
         gradients, action = self.reference.gradients[number], op.action
@@ -379,7 +379,7 @@ class Execution:
             self._same(ours, theirs, f"the sum of the gradient of parameter {number}")
 
     def _local_gradient(self, number: int, action: str) -> None:
-        """Of what ranks have not averaged: drop it, or change it in place."""
+        """Drop local gradients (not yet averaged), or change them in place."""
         parameter, gradients = self.parameters[number], self.reference.gradients[number]
         if action == "drop":
             parameter.grad = None

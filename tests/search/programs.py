@@ -41,7 +41,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Op:
-    """A step of a program. ``Program.__repr__`` prints what a named test can be made of."""
+    """A step of a program. ``Program.__repr__`` prints code for a named test."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ _parameter = st.integers(0, PARAMETERS - 1)
 @st.composite
 def setups(draw: st.DrawFn, ranks: int) -> Setup:
     optimizers = tuple(draw(st.lists(st.sampled_from(("sgd", "momentum", "adam")), min_size=1, max_size=3)))
-    # by block as a rule, as projects have it; by parameter too
+    # Usually by block, as in projects; sometimes by parameter.
     owner = st.sampled_from((*range(len(optimizers)), *range(len(optimizers)), None))
     if draw(st.booleans()):
         by_block = [draw(owner) for _ in range(BLOCKS + 1)]

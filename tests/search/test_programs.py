@@ -16,7 +16,7 @@ SHARES = {"engine on 1": 0.15, "engine on 2": 0.7, "engine on 3": 0.1, "Trainer 
 
 
 @pytest.mark.parametrize("where", SHARES)
-@pytest.mark.timeout(0)  # with --programs it takes as long as it is told to; each program has a timeout of its own
+@pytest.mark.timeout(0)  # --programs determines how long it takes; each program has its own timeout
 def test_random_programs_give_averaged_gradients(run_on, where, request):
     ranks, run = int(where[-1]), execute_in_trainer if "Trainer" in where else execute
 

@@ -1,4 +1,4 @@
-"""``after_fit="sharded"``: the module stays cut when a run ends, and the next run goes on with it."""
+"""``after_fit="sharded"``: the module stays sharded when a run ends, and the next run continues with it."""
 
 from __future__ import annotations
 

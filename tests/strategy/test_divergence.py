@@ -1,4 +1,4 @@
-"""Ranks that run different units at stage 3: an error in seconds that names the units and the ranks, and only then."""
+"""If ranks run different units at stage 3, an error within seconds names the units and the ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_zero.engine import Engine
-from lightning_zero.engine.watch import renew
+from lightning_zero.engine.comm.renewal import renew
 from tests.support import rank
 from tests.support.patience import little_patience
 from tests.support.trainer import Learner, make_trainer
@@ -60,7 +60,7 @@ def run_other_blocks(choose, prefetch):
         for _ in range(2):
             module(torch.ones(2, 4)).backward()
 
-    # with prefetching rank 0 has begun the gather of b too, in vain, and the others are through with it
+    # With prefetching rank 0 has also started the gather of b in vain, which the others have finished.
     other = "the end of backward" if prefetch else "the gather of unit 'b'"
     text = f"for ever: rank 0 waits for the gather of unit 'a', rank [12] waits for {other}. Every rank must run"
     seconds = seconds_until_error(steps, text)
@@ -122,7 +122,7 @@ def test_a_rank_that_is_slow_is_waited_for(run_on):
 
 
 def miss_the_timeout():
-    """Rank 1 waits for nothing that could be known, and comes too late."""
+    """Rank 1 does not wait for anything that others could see, and arrives too late."""
     renew(timeout=timedelta(seconds=2))
     module = Forked(both)
     engine = Engine(module, stage=3, units=is_block)

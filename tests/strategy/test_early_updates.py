@@ -1,4 +1,4 @@
-"""With masters elsewhere a Trainer's update begins while backward runs, but where something stands between the two."""
+"""Optimizer-in-backward: with offloaded masters a Trainer's update starts during backward, unless hooks prevent it."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class Tower(LightningModule):
         engine = self.trainer.strategy.engine
         bucket = engine.units[-1].buckets[0]
         if bucket.update is not None:
-            bucket.update.wait()
-        return bucket.update, bucket.shard.clone() if bucket.states is None else None
+            bucket.update.work.wait()
+        return bucket.update, bucket.residency.part(slice(None)).clone() if bucket.states is None else None
 
     def note_in_backward_of(self, x: Tensor) -> None:
         before = self.last_masters()
@@ -86,7 +86,7 @@ def run(module: Callable[[], Tower], stage: int, offload: Any, **options: Any) -
     torch.manual_seed(0)
     tower, made = module(), {key: make() if callable(make) else make for key, make in options.items()}
     own = made.pop("strategy", {})
-    trainer = make_trainer(ZeroStrategy(stage, offload, **own), **{"max_epochs": 1, "max_steps": STEPS} | made)
+    trainer = make_trainer(ZeroStrategy(stage, offload=offload, **own), **{"max_epochs": 1, "max_steps": STEPS} | made)
     trainer.fit(tower, loader())
     return trainer, tower
 
@@ -113,7 +113,7 @@ def test_masters_of_the_last_unit_change_before_the_backward_of_the_first(run_on
 
 
 class Looks(Callback):
-    """Halves each gradient in one hook, and notes what the norms of parameters and gradients are there."""
+    """Halves each gradient in one hook, and records the norms of parameters and gradients there."""
 
     def __init__(self, hook: str) -> None:
         setattr(self, hook, self.look)
@@ -293,7 +293,7 @@ def test_they_begin_in_backward_at_other_precisions(run_on, stage, precision):
 
 
 class PenaltyAtTimes(Tower):
-    """Reads a weight outside of its module in some steps: its gradient then comes in two parts."""
+    """Reads a weight outside of its module in some steps, so that its gradient arrives in two parts."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)

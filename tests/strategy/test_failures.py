@@ -1,4 +1,4 @@
-"""A failure on one rank reaches the user, ends the others in seconds, and leaves the processes able to train again."""
+"""A failure on one rank is reported, ends the others within seconds, and leaves processes able to train again."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import nn
 
-from lightning_zero import ZeroStrategy, trainer_checkpoints
+from lightning_zero import ZeroStrategy
 from lightning_zero.engine import Engine
+from lightning_zero.strategies import trainer_checkpoints
 from tests.support import rank
 from tests.support.models import OddModel
 from tests.support.trainer import Learner, make_trainer
@@ -149,7 +150,7 @@ def test_it_may_be_rank_0_that_fails_in_low_precision(run_on, stage):
 
 
 def fail_before_any_step(stage):
-    """What is put together again is what was sharded: the second run equals one that never failed."""
+    """The module is assembled from the shards: the second run equals one after an undisturbed first run."""
     torch.manual_seed(0)
     module = FailsOnce(user_error, "on_train_batch_start")
     module.on_train_batch_start = lambda *_: module._maybe("on_train_batch_start")
@@ -178,7 +179,7 @@ def test_the_second_fit_starts_from_the_weights_of_the_first(run_on, stage):
 
 
 def mixed():
-    """Rank 1 still holds parts; rank 0 holds a whole module."""
+    """Rank 1 still holds shards; rank 0 holds a full module."""
     torch.manual_seed(0)
     module = FailsOnce(user_error)
     fails(make_trainer("zero3"), module, UserError, "rank 1 failed")
@@ -203,9 +204,9 @@ def test_a_rank_that_holds_parts_takes_the_weights_of_one_that_holds_them_whole(
 
 
 def save_on_exception(folder, everyone):
-    """The callbacks of every rank save, or that of the failing rank alone."""
+    """The callbacks of every rank save, or only those of the failing rank."""
     with pytest.MonkeyPatch.context() as patch:
-        if not everyone:  # who comes to save waits in vain
+        if not everyone:  # the saving rank waits in vain
             patch.setattr(trainer_checkpoints, "_PATIENCE", 1.0)
         return fail_and_save(folder, everyone)
 
@@ -314,7 +315,7 @@ def end_engines():
     """A thread that were still in the store when the process ends would abort it."""
     for closed in (True, False):
         engine = Engine(nn.Linear(2, 2), stage=3)
-        thread = engine.communicator.watch._lookout._thread
+        thread = engine.communicator.watch._watchdog._thread
         assert thread.is_alive()
         if closed:
             engine.close()

@@ -1,4 +1,4 @@
-"""What importing this package imports, and when Lightning learns the names."""
+"""What importing this package imports, and when the strategy names are registered."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ def test_the_engine_does_without_lightning_which_learns_the_names_when_it_is_imp
     python = [sys.executable, "-c", ENGINE_FIRST]
     done = subprocess.run(python, capture_output=True, text=True, timeout=120, env=environment)
     assert done.stdout.splitlines() == [
-        "lightning_zero.fabric",
+        "lightning_zero.strategies.fabric",
         "True",
-        "lightning_zero.strategy lightning_zero.weights",
+        "lightning_zero.strategies.trainer lightning_zero.checkpoint.weights",
     ], done.stderr

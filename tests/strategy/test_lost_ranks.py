@@ -1,4 +1,4 @@
-"""A rank that is killed ends every wait of the others within seconds, with an error that names it."""
+"""When a rank is killed, all waiting ranks raise within seconds, with an error that names it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.engine import Engine, same_machine
+from lightning_zero.engine import Engine
+from lightning_zero.engine.comm import cma_connect, failures
 from tests.support import rank
 from tests.support.lost import die, run_ranks
 from tests.support.patience import PATIENCE, little_patience
@@ -36,7 +37,7 @@ def survivors_name(act, victim, size=2, what=""):
 
 
 def while_a_rank_waits_in(where, victim, size):
-    """Each in which a rank waits for the others, with the engine alone."""
+    """All operations of the engine alone in which a rank waits for the others."""
 
     def act():
         torch.manual_seed(0)
@@ -44,14 +45,14 @@ def while_a_rank_waits_in(where, victim, size):
         engine = Engine(module, stage=3, units=lambda name, _: name == "0")
         dist.barrier()
         if rank() == victim:
-            time.sleep(0.3)  # the others are in their wait
+            time.sleep(0.3)  # the other ranks are waiting by then
             die()
         waits[where](engine)
 
     waits = {
         "an implicit gather": lambda engine: engine.module[0].weight.norm(),
         "a forward": lambda engine: engine.module(torch.ones(2, 4)),
-        "an exchange of objects": lambda engine: engine.communicator.gather_objects(1),
+        "an exchange of objects": lambda engine: engine.communicator.control.gather_objects(1),
         "a sum over ranks": lambda engine: engine.communicator.all_reduce(torch.ones(1)),
         "another group": lambda engine: engine.communicator.background_group(),
         "the end": lambda engine: engine.close(),
@@ -85,10 +86,22 @@ def all_reduce_of_the_project():
         raise
 
 
+@pytest.mark.parametrize(
+    "text", ["[gloo/transport/tcp/pair.cc:538] Connection closed", "Application timeout caused pair closure"]
+)
+def test_an_error_of_gloos_says_which_rank_was_lost(monkeypatch, text):
+    monkeypatch.setattr(failures, "failure", lambda: "rank 1 was killed")
+    error, of_the_project = RuntimeError(text), RuntimeError("an assertion of the project's")
+    failures.explain(error)
+    failures.explain(of_the_project)
+    assert str(error) == "A collective did not complete: rank 1 was killed"
+    assert str(of_the_project) == "an assertion of the project's"
+
+
 def while_ranks_connect():
     def act():
         if rank() == 1:
-            same_machine._connect_all = lambda *_: time.sleep(0.3) or die()
+            cma_connect._connect_all = lambda *_: time.sleep(0.3) or die()
         Engine(nn.Linear(4, 4), stage=3)
 
     survivors_name(act, 1)

@@ -1,4 +1,4 @@
-"""`ZeroStrategy(offload=...)` behind a Trainer and behind Fabric: what it means, and the same numbers as without it."""
+"""`ZeroStrategy(offload=...)` with a Trainer and with Fabric: its meaning, and the same numbers as without it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ import lightning_zero.fabric
 import lightning_zero.lightning_fabric
 import lightning_zero.pytorch_lightning
 from lightning_zero import OffloadConfig, ZeroStrategy
-from lightning_zero.disk import DirectFile, is_in_memory
-from lightning_zero.engine.offload import config
+from lightning_zero.engine import config
+from lightning_zero.io.disk import DirectFile, is_in_memory
 from tests.examples.running import REPOSITORY
 from tests.fabric.training import make_fabric, set_up, state_of, train, weights
 from tests.support.models import Square
@@ -39,7 +39,7 @@ learner = partial(Learner, batches=4)
 
 @pytest.fixture
 def on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder for temporary files lies on a disk, as it may not on the machine that runs the tests."""
+    """Make the folder for temporary files count as one on a disk, whatever the test machine has."""
     if is_in_memory(tempfile.gettempdir()):
         monkeypatch.setattr(tempfile, "tempdir", str(REPOSITORY))
 
@@ -58,7 +58,7 @@ def test_a_word_or_a_mapping_means_the_config_that_it_abbreviates(on_a_disk, tmp
         (OffloadConfig(fraction=0.5), OffloadConfig(fraction=0.5)),
     ):
         for strategy in (ZeroStrategy, lightning_zero.fabric.ZeroStrategy):
-            assert strategy(stage=3, offload=given)._offload == meant
+            assert strategy(stage=3, offload=given).config.offload == meant
     assert os.path.exists(default) == was_there, "nothing is written before a run"
 
 
@@ -88,14 +88,14 @@ def test_every_other_namespace_has_the_names(on_a_disk, stage):
         for place, moved in (("_offload", "cpu"), ("_nvme", "nvme")):
             for suffix in ("", "_spawn", "_fork", "_notebook"):
                 strategy = registry.get(f"zero{stage}{place}{suffix}")
-                assert type(strategy) is cls and (strategy.stage, strategy._offload.optimizer) == (stage, moved)
+                assert type(strategy) is cls and (strategy.stage, strategy.config.offload.optimizer) == (stage, moved)
 
 
 # ------------------------------------------------------------------------------------------------- the same numbers
 
 
 def moved(stage: int, place: str, path: str, **options: Any) -> ZeroStrategy:
-    return ZeroStrategy(stage, OffloadConfig(place, path=path, sub_group=64, **options))
+    return ZeroStrategy(stage, offload=OffloadConfig(place, path=path, sub_group=64, **options))
 
 
 @trained_once
@@ -186,7 +186,7 @@ def fit_on_a_failing_disk(stage: int, path: str, when: str, at: int, **offload: 
     assert not list(Path(f"{path}/{rank()}").iterdir()), "files are left"
     if world_size() == 1:
         assert all(type(p) is nn.Parameter and p.isfinite().all() for p in module.parameters())
-    make_trainer(ZeroStrategy(stage), max_epochs=1).fit(module)  # puts together what was left in parts
+    make_trainer(ZeroStrategy(stage), max_epochs=1).fit(module)  # unshards the module
     assert all(type(p) is nn.Parameter and p.isfinite().all() for p in module.parameters())
 
 
@@ -255,7 +255,7 @@ def test_a_checkpoint_is_the_same_and_goes_on_with_or_without_offload(run_on, tm
 def fabric_with_and_without(stage: int, path: str) -> None:
     found = []
     for offload in (None, "cpu", {"optimizer": "nvme", "path": path, "sub_group": 64}):
-        fabric = make_fabric(lightning_zero.fabric.ZeroStrategy(stage, offload))
+        fabric = make_fabric(lightning_zero.fabric.ZeroStrategy(stage, offload=offload))
         model, optimizer = set_up(fabric, Square)
         losses = train(fabric, model, optimizer, steps=4)
         found.append((losses, weights(model), state_of(optimizer)["state"]))

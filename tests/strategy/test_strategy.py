@@ -1,4 +1,4 @@
-"""ZeroStrategy behind a Trainer: names, arguments, launchers, evaluation alone, copies."""
+"""ZeroStrategy in a Trainer: names, arguments, launchers, evaluation without a fit, copies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def test_every_stage_is_registered_with_the_launch_variants_that_ddp_has():
             for suffix, start in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
                 strategy = StrategyRegistry.get(f"zero{stage}{place}{suffix}")
                 assert isinstance(strategy, ZeroStrategy) and strategy.stage == stage
-                assert getattr(strategy._offload, "optimizer", None) == moved and strategy._start_method == start
+                assert getattr(strategy.config.offload, "optimizer", None) == moved
+                assert strategy.options.start_method == start
     assert isinstance(ZeroStrategy(), DDPStrategy), "what Lightning allows DDP it allows ZeRO"
 
 
@@ -168,7 +169,7 @@ def test_fit_validate_test_predict_and_fit_again_give_ddps_numbers(run_on, stage
 
 
 def evaluate_alone(stage, backend):
-    torch.manual_seed(rank())  # each rank makes other weights: those of rank 0 count
+    torch.manual_seed(rank())  # each rank creates other weights: rank 0's are used
     model = Everything()
     reference = copy.deepcopy(model)
     trainer = make_trainer(ZeroStrategy(stage=stage, process_group_backend=backend))

@@ -1,4 +1,4 @@
-"""Texts of different lengths, generated on each rank for itself: as many forwards as its own data ask for."""
+"""Text generation of different lengths on each rank: every rank runs as many forwards as its own data needs."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Author(LightningModule):
         prompt, _, length = batch
         text = self.write(prompt, int(length[0]))
         self.written.append(text)
-        # what takes every rank may follow at once, as it may under DDP
+        # A collective operation may follow at once, as under DDP.
         lengths = self.all_gather(torch.tensor(text.shape[1])) if self.trainer.training else None
         self.written.append(lengths)
         self.log("last", text[:, -1].float().mean(), sync_dist=True)
@@ -161,7 +161,7 @@ def test_copies_of_the_module_generate_for_themselves(run_on):
 
 
 class Alone(Author):
-    """One rank writes, with whole parameters."""
+    """One rank generates text, with full parameters."""
 
     def validation_step(self, batch, batch_idx):
         with lightning_zero.full_parameters(self):

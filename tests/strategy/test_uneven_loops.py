@@ -1,4 +1,4 @@
-"""Validation, test and predict loops that end at different batches on different ranks, against DDP."""
+"""Join (uneven inputs): evaluation loops that end at different batches on different ranks, compared with DDP."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Stream(IterableDataset):
 
 
 def loader(counts, seed=0, sized=True):
-    """As many batches of two samples as `counts` says for this rank."""
+    """A loader with this rank's number of batches in `counts`, of two samples each."""
     generator = torch.Generator().manual_seed(100 * seed + rank())
     count = 2 * counts[rank()]
     x, y = torch.randn(count, 6, generator=generator), torch.randint(3, (count,), generator=generator)
@@ -93,7 +93,7 @@ def trainer_of(strategy, **options):
 
 
 def evaluate(strategy, model, loaders):
-    """What each kind of evaluation gives on this rank, and which batches it saw."""
+    """Results of each kind of evaluation on this rank, and the batches it saw."""
     found = []
     for kind in ("validate", "test", "predict"):
         trainer = trainer_of(strategy())

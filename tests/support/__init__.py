@@ -1,7 +1,7 @@
-"""What the tests share: pools of real processes that run one function on every rank, and small models to train there.
+"""Shared by the tests: pools of real processes that run one function on every rank, and small models to train there.
 
-A test hands a module-level function to the `run_on` fixture. It runs on `world_size` processes that joined one Gloo
-group (one rank has no group at all), and what each rank returned comes back as a list by rank:
+A test passes a module-level function to the `run_on` fixture. The function runs on `world_size` processes that have
+joined one Gloo group (one rank has no group at all), and its return values come back as a list by rank:
 
     import torch
     import torch.distributed as dist
@@ -18,18 +18,18 @@ group (one rank has no group at all), and what each rank returned comes back as 
     def test_every_rank_gets_the_same_sum(run_on):
         assert run_on(2, sum_of_ranks, start=10) == [21.0, 21.0]
 
-- The function, its arguments and its results travel by pickle: the function must live at the top of a module.
+- The function, its arguments and its results are pickled: the function must be defined at the top level of a module.
 - Every case starts from the same seeds (torch, numpy, random; `seed=0`) and environment, in an empty working folder.
-- A Trainer inside a case runs as it would under torchrun: the environment says so, hence Lightning neither launches
-  processes nor makes a group. `Trainer(devices=world_size(), accelerator="cpu", strategy=...)` is all it takes.
-- A rank that raises makes the call raise `CaseFailed`, whose text has each failing rank's traceback, the stack of each
-  rank that was still busy, and what the ranks printed. A case that exceeds `timeout` seconds (default 60) ends so too.
-  The pool is then replaced, so the tests that follow are not disturbed. An error that is expected is cheaper to catch
-  inside the case, with `pytest.raises`, when it comes on every rank alike.
+- A Trainer in a case runs as under torchrun: given the environment variables, Lightning neither launches processes nor
+  creates a group. `Trainer(devices=world_size(), accelerator="cpu", strategy=...)` is sufficient.
+- If a rank raises, the call raises `CaseFailed`, whose text has each failing rank's traceback, the stack of each rank
+  that was still busy, and what the ranks printed. A case that exceeds `timeout` seconds (default 60) fails likewise.
+  The pool is then replaced, so later tests are not affected. An expected error that occurs on every rank is cheaper to
+  catch within the case, with `pytest.raises`.
 - The processes are forked from one that has imported torch and Lightning, so a pool costs a fraction of a second.
 
-Tests that start a script or a command as a user does start it with `warm.warm_python()`, which costs as little; with
-`sys.executable`, which costs seconds, only where the start itself, or who is whose child, is what they are about.
+Tests that start a script or a command as a user does use `warm.warm_python()`, which costs as little. `sys.executable`,
+which costs seconds, is only for tests about starting itself, or about parent and child processes.
 """
 
 from tests.support.workers import CaseFailed, WorkerPools, rank, world_size

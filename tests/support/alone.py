@@ -1,7 +1,7 @@
-"""`@pytest.mark.alone`: a test that measures time, beside which no other test runs, however many workers there are.
+"""`@pytest.mark.alone`: a test that measures time, so no other test runs meanwhile, whatever the number of workers.
 
-A file lock that workers of pytest-xdist share, with a gate before it, in which such a test waits until the others have
-ended. Without the gate those that begin one after another would keep it waiting for ever.
+The workers of pytest-xdist share a file lock, which such a test takes exclusively. A second lock in front of it (the
+gate) keeps new tests from starting; without it they would keep such a test waiting for ever.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import pytest
 
 
 class Alone:
-    """In a worker of pytest-xdist.
+    """pytest plug-in for a worker of pytest-xdist.
 
     Arguments:
-        folder: the same for all workers.
+        folder: for the lock files; the same for all workers.
     """
 
     def __init__(self, folder: Path) -> None:
         self._gate, self._room = folder / "gate", folder / "room"
 
-    # Around pytest-timeout's, for which waiting would count.
+    # Outside of pytest-timeout's wrapper, which would count the waiting.
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         is_alone = item.get_closest_marker("alone") is not None
@@ -41,7 +41,7 @@ def _locked(file: Path, how: int) -> Iterator[None]:
         try:
             yield
         finally:
-            fcntl.flock(opened, fcntl.LOCK_UN)  # closing would not, were a forked process to have it still
+            fcntl.flock(opened, fcntl.LOCK_UN)  # closing does not unlock while a forked process has the file open
 
 
 def pytest_configure(config: pytest.Config) -> None:

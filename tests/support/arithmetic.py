@@ -1,4 +1,4 @@
-"""What a unit costs, by arithmetic of the tests' own: padding, collectives, bytes."""
+"""Expected cost of a unit, computed independently of the engine: padding, collectives, bytes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 
 ALIGNMENT = 32
-"""Each parameter begins at a multiple of so many elements of its bucket, and each shard has a multiple of it."""
+"""In elements: each parameter starts at a multiple of it in its bucket, and a shard's size is a multiple of it."""
 
 
 def padded_numel(numels: list[int], ranks: int) -> int:
-    """Elements of a bucket that holds parameters of these sizes, with the gaps between and the padding behind them."""
+    """Elements of a bucket for parameters of these sizes, including the padding between and after them."""
     stop = 0
     for numel in numels:
         stop = aligned(stop) + numel
@@ -24,7 +24,7 @@ def aligned(numel: int) -> int:
 
 
 def padded_units(units: list[Any], module: nn.Module, ranks: int) -> dict[str, int]:
-    """Padded elements by unit; each unit here has one bucket (one dtype, all trainable)."""
+    """Padded elements by unit; in these tests each unit has one bucket (one dtype, all trainable)."""
     numels = {name: p.numel() for name, p in module.named_parameters()}
     assert sorted(name for unit in units for name in unit.parameter_names) == sorted(numels), "each is in one unit"
     assert all(unit.numel == sum(numels[name] for name in unit.parameter_names) for unit in units)
@@ -32,7 +32,7 @@ def padded_units(units: list[Any], module: nn.Module, ranks: int) -> dict[str, i
 
 
 def difference(later: Any, earlier: Any) -> dict[str, dict[str, int]]:
-    """What was counted between two reports: calls, elements and bytes of the two kinds that move the model."""
+    """Difference between two reports: calls, elements and bytes of all-gathers and reduce-scatters."""
     kinds = ("all_gather", "reduce_scatter")
     return {
         what: {kind: getattr(later, what).get(kind, 0) - getattr(earlier, what).get(kind, 0) for kind in kinds}
@@ -41,11 +41,11 @@ def difference(later: Any, earlier: Any) -> dict[str, dict[str, int]]:
 
 
 def expected_traffic(padded: dict[str, int], stage: int, steps: int, backwards: int) -> dict[str, dict[str, int]]:
-    """In fp32, of so many steps and backwards over units of these sizes; the root unit's name is empty.
+    """Expected fp32 traffic for a number of steps and backwards over units of these sizes; the root unit's name is "".
 
     Gradients are reduced once a step at stage 1, and once a backward above. Weights are gathered once a step at stages
-    1 and 2; at stage 3 in the forward and in the backward of each unit, except the root unit, which is whole from the
-    beginning of the one to the end of the other, and the last one, with which the one ends and the other begins.
+    1 and 2; at stage 3 in the forward and in the backward of each unit. Exceptions are the root unit, which stays
+    gathered from the start of forward to the end of backward, and the last unit, with which backward starts.
     """
     stay = ("", list(padded)[-1])
     reductions = dict.fromkeys(padded, steps if stage == 1 else backwards)

@@ -1,17 +1,17 @@
-"""The table of docs/compatibility.md, written from the tests: one row a behaviour, one column a stage.
+"""Generates the table of docs/compatibility.md from the tests: one row per behaviour, one column per stage.
 
-A test says which behaviour it is about, in a user's words:
+A test names the behaviour it covers, in a user's words:
 
     @pytest.mark.behaviour("The Trainer", "Gradient clipping by norm equals DDP's")
     @pytest.mark.parametrize("stage", [1, 2, 3])
     def test_the_trainers_own_clipping_acts_as_under_ddp(run_on, stage): ...
 
-It speaks for its parameter `stage`, or for all stages where it has none. Several tests may share a behaviour: a cell
-says "yes" if all of them passed at that stage, "no" if one did not, and nothing where there is none. Where the answer
-is not a plain yes, `notes={3: "refused: names the unit"}` says what the tests of that stage have shown instead.
+The test counts for its parameter `stage`, or for all stages if it has none. Several tests may share a behaviour: a cell
+is "yes" if all of them passed at that stage, "no" if one failed, and empty without a test. If the result is not a plain
+yes, `notes={3: "refused: names the unit"}` is shown instead of "yes".
 
-`pytest --compatibility=write` writes the table; `pytest -m behaviour --compatibility=write` does it in less time. A run
-of the whole suite fails at its end if the table in the repository is another.
+`pytest --compatibility=write` writes the table; `pytest -m behaviour --compatibility=write` takes less time. A run of
+the whole suite fails at its end if the table in the repository differs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ written by the tests (`pytest --compatibility=write`), and the tests fail where 
 
 @dataclass
 class Row:
-    """One behaviour: the outcomes of its tests by stage, and what a cell says instead of "yes"."""
+    """One behaviour: its tests' outcomes by stage, and notes that replace "yes" in a cell."""
 
     outcomes: dict[int, list[bool]] = field(default_factory=dict)
     notes: dict[int, str] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Row:
 
 
 def render(rows: dict[tuple[str, str], Row]) -> str:
-    """The page, with the rows of a section in the order in which they were found."""
+    """Render the page, with the rows of a section in the order of collection."""
     lines = [HEAD]
     for section in SECTIONS:
         found = {words: row for (of, words), row in rows.items() if of == section}
@@ -65,24 +65,28 @@ def render(rows: dict[tuple[str, str], Row]) -> str:
 
 
 _SAYS = "behaviour"
-"""What is handed from pytest-xdist's workers, which collect and run, to the process that gathers their reports."""
+"""Key of the data that pytest-xdist's workers, which collect and run, send to the process that gathers reports."""
 
 
 class Marked:
-    """The marked tests, in the process that runs them: pytest itself, or each worker of pytest-xdist."""
+    """Collects marked tests in the process that runs them: pytest itself, or a worker of pytest-xdist."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
-        self.number = 0
+        self.number = self.left_out = 0
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        callspec = getattr(item, "callspec", None)  # pytest has it where a test has parameters
+        callspec = getattr(item, "callspec", None)  # only parametrized tests have it
         only = callspec.params.get("stage") if callspec else None
         stages = STAGES if only is None else [only]
         said = [[stages, *_read(*marker.args, **marker.kwargs)] for marker in item.iter_markers("behaviour")]
         if said:
             item.user_properties.append((_SAYS, [self.number, said]))
             self.number += 1
+
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        """Record tests that the specification omits (see ``selection``); other tests cover their behaviour."""
+        self.left_out += sum(any(name == _SAYS for name, _ in item.user_properties) for item in items)
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         for marker in item.iter_markers("behaviour"):
@@ -91,11 +95,11 @@ class Marked:
 
     def pytest_sessionfinish(self) -> None:
         if hasattr(self.config, "workeroutput"):
-            self.config.workeroutput[_SAYS] = self.number
+            self.config.workeroutput[_SAYS] = self.number - self.left_out
 
 
 class Compatibility:
-    """Gathers the outcomes of the tests of a run, and compares or writes the page at its end."""
+    """Gathers the outcomes of all tests, and compares or writes the page at the end of the run."""
 
     def __init__(self, config: pytest.Config, marked: Marked) -> None:
         self.file = config.rootpath / FILE
@@ -106,7 +110,7 @@ class Compatibility:
         if self.writes and not self.may_be_whole:
             raise pytest.UsageError("--compatibility=write needs every marked test: leave out paths, -k and the like.")
         self.marked = marked
-        self.number: int | None = None  # of marked tests, as workers say it
+        self.number: int | None = None  # number of marked tests, as reported by the workers
         self.passed: dict[int, bool] = {}
         self.said: dict[int, list[tuple[list[int], str, str, dict[int, str]]]] = {}
         self.verdict: str | None = None
@@ -133,10 +137,10 @@ class Compatibility:
         return rows
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        number = self.number or self.marked.number
+        number = self.number or self.marked.number - self.marked.left_out
         is_over = number > 0 and len(self.passed) == number
         if not self.may_be_whole or not is_over or (session.testsfailed and not self.writes):
-            return  # a test that failed is to be mended, not to be written down
+            return  # a failing test must be fixed, not documented
         page = render(self.rows())
         if self.writes:
             self.file.parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""What Dynamo compiles, counted."""
+"""Counts the graphs that Dynamo compiles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 
 class CountingBackend:
-    """A backend for ``torch.compile``, from whose making on graphs, operators and breaks are counted anew."""
+    """A backend for ``torch.compile`` that counts graphs, operators and graph breaks since its creation."""
 
     def __init__(self) -> None:
         torch._dynamo.reset()

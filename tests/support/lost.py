@@ -1,4 +1,4 @@
-"""Ranks of which one is killed: forked from a worker of a pool, so that the pool itself loses nobody."""
+"""Ranks that are killed in tests: forked from a pool's worker, so that the pool itself loses no process."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from lightning_zero.engine import lifelines
+from lightning_zero.engine.comm import lifelines
 from tests.support import workers
 
 SECONDS = 20
-"""After which a rank hangs that is still there when another has died, or been sent a signal."""
+"""Time limit after a rank has ended or received a signal; a rank still alive then counts as hanging."""
 
 
 class Ending(NamedTuple):
     """How a rank ended.
 
     Attributes:
-        code: its exit code: 0 where it returned, 1 where it raised; None where it hung.
-        said: what it returned, the class and text of its exception, or its stack if it hung.
+        code: its exit code: 0 if it returned, 1 if it raised, None if it hung.
+        said: its return value, its exception's class and text, or its stack if it hung.
         seconds: between the first end of a rank and its own.
     """
 
@@ -40,11 +40,11 @@ def die() -> None:
 
 
 def run_ranks(act: Callable[[], Any], size: int = 2) -> list[Ending]:
-    """Fork ranks that have a process group, of Gloo's, and see how each ends; in the order of ranks.
+    """Fork ranks with a Gloo process group, and return how each of them ended, in the order of ranks.
 
     Arguments:
-        act: what each does; ``tests.support.rank`` and ``world_size`` are those of the group.
-        size: how many.
+        act: called on each rank; ``tests.support.rank`` and ``world_size`` return those of the group.
+        size: number of ranks.
     """
     with tempfile.TemporaryDirectory() as folder:
         pids = []
@@ -65,7 +65,7 @@ def run_ranks(act: Callable[[], Any], size: int = 2) -> list[Ending]:
             time.sleep(0.005)
         for rank, pid in enumerate(pids):
             if rank not in found:
-                os.kill(pid, signal.SIGUSR2)  # writes its stack
+                os.kill(pid, signal.SIGUSR2)  # makes it write its stack
                 time.sleep(0.2)
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
@@ -109,4 +109,4 @@ def _be_rank(rank: int, size: int, act: Callable[[], Any], folder: Path) -> None
             report.flush()
             for each in list(lifelines._all):
                 each.close()  # as at the end of a program
-            os._exit(code)  # not by way of the worker's own end
+            os._exit(code)  # without the cleanup of the worker it was forked from

@@ -1,4 +1,4 @@
-"""Small models whose shapes divide by nothing, and optimizers for them, as functions that a worker can find by name."""
+"""Small models with sizes that no world size divides, and optimizers for them, as picklable functions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class OddModel(nn.Module):
     """Embedding, three blocks, and a head with a weight of (16, 17); returns the loss of the targets.
 
     Arguments:
-        rows: of one parameter in each block. With none it has no elements, which torch itself has no infinity norm of.
+            rows: of one parameter in each block. With 0 the parameter is empty; torch has no infinity norm of it.
     """
 
     def __init__(self, rows: int = 0) -> None:
@@ -71,7 +71,7 @@ class Scalars(nn.Module):
 
 
 class Square(nn.Module):
-    """Layers of width by width without biases: each unit's weights are needed in backward, and 4 divides each."""
+    """Layers of width by width without biases: backward needs each unit's weights, and 4 divides each."""
 
     class Layer(nn.Module):
         def __init__(self, width: int) -> None:
@@ -87,7 +87,7 @@ class Square(nn.Module):
         self.layers = nn.ModuleList(self.Layer(width) for _ in range(layers))
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        # An input that needs a gradient: backward goes through the first layer's weight too, as behind an embedding.
+        # The input requires a gradient, so backward uses the first layer's weight too, as behind an embedding.
         x = torch.linspace(-1, 1, self.width).requires_grad_() * tokens.unsqueeze(-1)
         for layer in self.layers:
             x = layer(x)
@@ -95,7 +95,7 @@ class Square(nn.Module):
 
 
 def decay_groups(model: nn.Module) -> list[dict[str, object]]:
-    """What many projects do: matrices decay, vectors and scalars do not."""
+    """Param groups of many projects: weight decay for matrices, none for vectors and scalars."""
     return [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
@@ -107,7 +107,7 @@ def adam(model: nn.Module, **options: object) -> Optimizer:
 
 
 def adam_with_large_eps(model: nn.Module) -> Optimizer:
-    """For comparing gradients that were summed in different orders: no step is the sign of a rounding error."""
+    """For comparing gradients summed in different orders: with a large eps, rounding errors are not amplified."""
     return adam(model, eps=1e-2)
 
 
@@ -156,7 +156,7 @@ def nadam(model: nn.Module) -> Optimizer:
 
 
 def several_groups(model: nn.Module) -> Optimizer:
-    """A group for each third of the parameters in turn, so that neighbours in a unit never share a group."""
+    """Distributes parameters over three groups in turn, so that neighbours in a unit never share a group."""
     parameters = list(model.parameters())
     settings = [{"lr": 0.01, "betas": (0.9, 0.99)}, {"lr": 0.02, "weight_decay": 0.1}, {"lr": 0.003, "eps": 1e-4}]
     return Adam([{"params": parameters[i::3], **setting} for i, setting in enumerate(settings)])

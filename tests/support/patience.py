@@ -1,4 +1,4 @@
-"""Ranks that lose patience with each other sooner, for tests that wait for it and are not about how long it is."""
+"""Shortens the time that ranks wait for each other, for tests in which they wait and the time does not matter."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ PATIENCE = 0.8  # seconds, instead of 3
 
 @contextmanager
 def little_patience() -> Iterator[None]:
-    """On every rank of a case: `@little_patience()` before the function that they run."""
-    from lightning_zero.engine import agreement, watch
+    """Decorator `@little_patience()` of a case's function, effective on every rank."""
+    from lightning_zero.engine.comm import rendezvous, watchdog
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (agreement, watch):
+        for module in (rendezvous, watchdog):
             patch.setattr(module, "PATIENCE", PATIENCE)
         yield

@@ -1,6 +1,8 @@
-"""Tests that are alone, beside others that many workers run."""
+"""Tests marked `alone`, together with others on many workers."""
 
 from __future__ import annotations
+
+import pytest
 
 TESTS = """
     import os, pathlib, time
@@ -36,6 +38,7 @@ ALONE = (
 )
 
 
+@pytest.mark.exhaustive
 def test_no_test_runs_beside_one_that_is_to_be_alone(pytester):
     pytester.makeini("[pytest]\naddopts = -p tests.support.alone --strict-markers")
     files = {f"test_{name}": TESTS for name in "abc"}

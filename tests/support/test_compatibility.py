@@ -1,10 +1,12 @@
-"""The table of behaviours: what a cell says, when it is written and when a run fails over it."""
+"""The table of behaviours: the contents of cells, when the table is written, and when a run fails because of it."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.support.compatibility import FILE, HEAD
+
+pytestmark = pytest.mark.exhaustive
 
 TESTS = """
     import pytest
@@ -46,7 +48,7 @@ TABLE = """
 
 @pytest.fixture(params=["", "-n 2 --dist loadfile"], ids=["in one process", "by two workers"])
 def project(pytester, request):
-    """A folder with these tests, none of which fails, and no table yet."""
+    """A folder with these tests, all of which pass, and without a table."""
     options = f"-p tests.support.compatibility --strict-markers {request.param}"
     pytester.makeini(f"[pytest]\ntestpaths = .\naddopts = {options}")
     pytester.makepyfile(TESTS.format(failing=0))

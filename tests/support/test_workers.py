@@ -1,4 +1,4 @@
-"""The pools themselves: results, failures and hangs come back, and the next case is not disturbed."""
+"""The pools of processes: results, failures and hangs are reported, and the next case is not affected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LightningModules around the small models, and one Trainer run under any strategy inside a worker."""
+"""LightningModules around the small models, and a Trainer run in a worker under any strategy."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ ClipGradients = Callable[[LightningModule, Optimizer], Tensor]
 
 
 class Learner(LightningModule):
-    """An ordinary LightningModule that knows nothing of ZeRO.
+    """An ordinary LightningModule that does not know ZeRO.
 
     Arguments:
-        batches: batches of a rank and epoch.
-        clip: what `configure_gradient_clipping` does, where given; what it returns is kept in `norms`.
+        batches: number of batches per rank and epoch.
+        clip: called by `configure_gradient_clipping`, if given; its return values are kept in `norms`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Learner(LightningModule):
         return self.make_optimizer(self.model)
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        # Lightning adds the sampler that gives each rank its part.
+        # Lightning adds the sampler that gives each rank its share.
         samples = 4 * self.batches * world_size()
         generator = torch.Generator().manual_seed(1)
         tokens = torch.randint(VOCABULARY, (samples, 6), generator=generator)
@@ -69,7 +69,7 @@ class Learner(LightningModule):
 
 
 class ManualLearner(Learner):
-    """The same by manual optimization; `clip` is called with the module and the optimizer before the step."""
+    """Like `Learner`, with manual optimization; `clip` is called with the module and the optimizer before the step."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -87,7 +87,7 @@ class ManualLearner(Learner):
 
 
 class Losses(Callback):
-    """This rank's loss of each batch; behind ZeRO, the engine's report after it as well."""
+    """Records this rank's loss of each batch and, under ZeRO, the engine's report after each batch."""
 
     def __init__(self) -> None:
         self.losses: list[Tensor] = []
@@ -104,7 +104,7 @@ class Losses(Callback):
 
 @dataclass(frozen=True)
 class TrainerRun(Run):
-    """A run with a Trainer: its module, the report after each batch, the units, and the norms that clipping saw."""
+    """Result of a run with a Trainer: module, the report after each batch, units, and norms seen by clipping."""
 
     module: Learner | None = None
     reports: list[Any] = field(default_factory=list)
@@ -113,13 +113,13 @@ class TrainerRun(Run):
 
 
 def make_trainer(strategy: Any, cls: Any = Trainer, **options: Any) -> Any:
-    """A quiet Trainer, of any namespace, on all ranks of the pool; on one rank "ddp" stands for a single device."""
+    """A quiet Trainer, of any namespace, on all ranks of the pool; on one rank "ddp" means a single device."""
     import lightning_zero  # noqa: F401  (registers the strategies)
 
     if world_size() == 1 and strategy == "ddp":
         strategy = "auto"
     logging.getLogger(cls.__module__.partition(".trainer")[0]).setLevel(logging.WARNING)
-    # With a sampler DDP shuffles, on one device too, where the single-device strategy does not.
+    # With a sampler DDP shuffles even on one device, but the single-device strategy does not.
     defaults = {"max_epochs": 2, "enable_checkpointing": False, "use_distributed_sampler": world_size() > 1}
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     return cls(**({"accelerator": "cpu", "devices": world_size(), "strategy": strategy} | quiet | defaults | options))
@@ -132,9 +132,9 @@ def fit(
 
     Arguments:
         strategy: a name or a strategy.
-        learner: makes the LightningModule.
-        ckpt_path: where to resume from.
-        options: the Trainer's; `callbacks` are kept.
+        learner: creates the LightningModule.
+        ckpt_path: checkpoint to resume from.
+        options: of the Trainer; `callbacks` are kept.
     """
     torch.manual_seed(0)
     module = learner()
@@ -147,5 +147,5 @@ def fit(
 
 @trained_once
 def fit_ddp(learner: Callable[..., Learner] = Learner, **options: Any) -> TrainerRun:
-    """The reference: ``fit`` under DDP; on one rank on a single device."""
+    """The reference: ``fit`` under DDP, or on a single device if there is one rank."""
     return fit("ddp", learner, **options)

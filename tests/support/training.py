@@ -1,4 +1,4 @@
-"""One plain-torch training loop for DistributedDataParallel and for the engine, and the comparison of two such runs."""
+"""A plain-torch training loop for DistributedDataParallel and for the engine, and the comparison of two runs."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from tests.support.models import CLASSES, VOCABULARY, OddModel, adam
 from tests.support.workers import rank, world_size
 
 STEPS = 8
-"""Enough for what is wrong with any state to reach the weights; the contract of 20 is kept by test_optimizers."""
+"""Enough for an error in any state to reach the weights; test_optimizers trains the contract's 20 steps."""
 
 CLOSE = 1e-6
-"""Relative bound where numbers are summed in another order, or a global norm is involved."""
+"""Relative tolerance where numbers are summed in another order, or a global norm is involved."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained, whatever the system that trains it.
+    """What to train, independently of the system that trains it.
 
     Arguments:
-        model: makes the module; its forward takes tokens and targets and returns the loss.
-        optimizer: makes the optimizer from the module.
+            model: creates the module; its forward takes tokens and targets and returns the loss.
+            optimizer: creates the optimizer from the module.
         steps: optimizer steps.
         micro_batches: backward passes a step.
         clip: called with the module's parameters before each step.
         dtype: of the parameters; the inputs are integers.
-        device: where parameters and inputs are.
+            device: of parameters and inputs.
     """
 
     model: Callable[[], nn.Module] = OddModel
@@ -50,7 +50,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Run:
-    """This rank's loss of each micro-batch, the full weights and buffers at the end, the engine's report."""
+    """Result of a run: this rank's loss of each micro-batch, full weights and buffers at the end, engine's report."""
 
     losses: list[Tensor]
     weights: dict[str, Tensor]
@@ -58,7 +58,7 @@ class Run:
 
 
 def batch(index: int, of: int | None = None, device: str = "cpu") -> tuple[Tensor, Tensor]:
-    """Tokens and targets of a rank's micro-batch `index` (by default this rank's), the same in every run."""
+    """Tokens and targets of a rank's micro-batch `index` (default: this rank), the same in every run."""
     generator = torch.Generator().manual_seed(1000 * index + (rank() if of is None else of))
     tokens = torch.randint(VOCABULARY, (4, 6), generator=generator)
     return tokens.to(device), torch.randint(CLASSES, (4, 6), generator=generator).to(device)
@@ -71,10 +71,10 @@ def prepare(recipe: Recipe) -> tuple[nn.Module, Optimizer]:
 
 
 def trained_once(train: Callable[..., Any]) -> Callable[..., Any]:
-    """For a reference that many cases compare with: each process trains it once for the same arguments.
+    """Cache for a reference run that many cases compare with: each process trains it once per set of arguments.
 
-    The ranks of a pool run the same cases from the same start, so they all find a result, or none does. Nobody may
-    change it.
+    All ranks of a pool run the same cases, so either all ranks have a cached result, or none. Results must not be
+    changed.
     """
     known: dict[bytes, Any] = {}
 
@@ -82,7 +82,7 @@ def trained_once(train: Callable[..., Any]) -> Callable[..., Any]:
     def train_or_recall(*args: Any, **kwargs: Any) -> Any:
         try:
             key = pickle.dumps((args, kwargs))
-        except (AttributeError, pickle.PicklingError):  # of functions that the case itself has made
+        except (AttributeError, pickle.PicklingError):  # functions defined within the case
             return train(*args, **kwargs)
         if key not in known:
             known[key] = train(*args, **kwargs)
@@ -93,7 +93,7 @@ def trained_once(train: Callable[..., Any]) -> Callable[..., Any]:
 
 @trained_once
 def train_ddp(recipe: Recipe) -> Run:
-    """The reference: DistributedDataParallel, or the bare module on one rank."""
+    """The reference run: DistributedDataParallel, or the bare module on one rank."""
     module, optimizer = prepare(recipe)
     model = DistributedDataParallel(module) if world_size() > 1 else module
     no_sync = model.no_sync if isinstance(model, DistributedDataParallel) else contextlib.nullcontext
@@ -102,7 +102,7 @@ def train_ddp(recipe: Recipe) -> Run:
 
 
 def train_zero(recipe: Recipe, stage: int, **options: Any) -> Run:
-    """The same under the engine; `options` are the engine's own, of which `compute_dtype` goes with autocast."""
+    """The same run under the engine; `options` are the engine's. `compute_dtype` also enables autocast."""
     from lightning_zero.engine import Engine
 
     module, optimizer = prepare(recipe)
@@ -125,7 +125,7 @@ def _loop(
     no_sync: Callable[[], contextlib.AbstractContextManager[Any]],
 ) -> list[Tensor]:
     losses = []
-    # before the loop, in which nobody is to wait for a device
+    # Created before the loop, which must not wait for a device.
     batches = [batch(index, device=recipe.device) for index in range(recipe.steps * recipe.micro_batches)]
     for index, inputs in enumerate(batches):
         last = (index + 1) % recipe.micro_batches == 0
@@ -142,14 +142,14 @@ def _loop(
 
 
 def same_runs(run: Run, reference: Run, bound: float = 0) -> None:
-    """Losses and weights agree; see `same_tensors`."""
+    """Assert that losses and weights agree; see `same_tensors`."""
     for index, (loss, expected) in enumerate(zip(run.losses, reference.losses, strict=True)):
         same_tensors({f"loss {index}": loss}, {f"loss {index}": expected}, bound)
     same_tensors(run.weights, reference.weights, bound)
 
 
 def same_tensors(tensors: dict[str, Tensor], reference: dict[str, Tensor], bound: float) -> None:
-    """Same names, shapes and dtypes; values equal bit for bit where `bound` is 0, else relative to the norm."""
+    """Assert equal names, shapes, dtypes, and values: bit for bit if `bound` is 0, else relative to the norm."""
     assert list(tensors) == list(reference), f"{list(tensors)} instead of {list(reference)}"
     for name, expected in reference.items():
         value, expected = tensors[name].cpu(), expected.cpu()
@@ -162,9 +162,9 @@ def same_tensors(tensors: dict[str, Tensor], reference: dict[str, Tensor], bound
 
 
 def same_values(value: Any, expected: Any, where: str, bound: float = 0) -> None:
-    """The same structure, types and numbers, down to the last leaf; see `same_tensors`."""
+    """Assert the same structure, types and numbers, recursively; see `same_tensors`."""
     assert type(value) is type(expected), f"{where}: {type(value)} instead of {type(expected)}"
-    # Modules' versions, by which `load_state_dict` tells what an older file lacks.
+    # Versions of modules, from which `load_state_dict` infers what an older file lacks.
     assert getattr(value, "_metadata", None) == getattr(expected, "_metadata", None), f"{where}: other metadata"
     if isinstance(expected, dict):
         assert list(value) == list(expected), f"{where}: keys {list(value)} instead of {list(expected)}"
@@ -185,7 +185,7 @@ def same_values(value: Any, expected: Any, where: str, bound: float = 0) -> None
 
 
 def same_on_every_rank(tensors: dict[str, Tensor]) -> None:
-    """Every rank holds the same values, bit for bit."""
+    """Assert that every rank has the same values, bit for bit."""
     if world_size() == 1:
         return
     for name, value in tensors.items():

@@ -1,13 +1,13 @@
-"""A Python that starts at once: its processes are forked from one that has imported torch and Lightning.
+"""A Python that starts immediately: its processes are forked from one that has imported torch and Lightning.
 
-For tests that start scripts and commands as a user does, where what they are about is not the start itself:
-`[warm_python(), "script.py"]` does what `[sys.executable, "script.py"]` does, without the five seconds of CPU time that
-importing Lightning takes. So do the processes which such a process starts with `sys.executable` in its turn, as
-Lightning's launcher, torchrun, `lightning-zero train` and multiprocessing's `spawn` do.
+For tests that start scripts and commands as a user does, but are not about the start itself: `[warm_python(),
+"script.py"]` does the same as `[sys.executable, "script.py"]`, without the five seconds of CPU time for importing
+Lightning. The same holds for processes which such a process starts with `sys.executable`, as Lightning's launcher,
+torchrun, `lightning-zero train` and multiprocessing's `spawn` do.
 
-The executable is a short script that hands its arguments, surroundings and open files to the server, passes signals on,
-and ends as the forked process has ended. That process dies with it. What is preloaded is what others have written; this
-package is imported by each process anew.
+The executable is a short script that sends its arguments, environment and open files to the server, forwards signals,
+and exits with the forked process's exit code. The forked process dies with the script. Only third-party packages are
+preloaded; each process imports this package itself.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ os._exit(code)
 
 @functools.cache
 def warm_python(*more: str) -> str:
-    """Path of the executable. The server is started by the first call, and ends with this process.
+    """Return the path of the executable. The first call starts the server, which ends with this process.
 
     Arguments:
-        more: modules that this one has imported besides; its server is forked from the other's.
+        more: further modules to preload, in another server that is forked from the first.
     """
     folder = Path(tempfile.mkdtemp(prefix="lightning-zero-warm-"))
     executable = folder / "python"
@@ -83,9 +83,9 @@ def warm_python(*more: str) -> str:
     server = subprocess.Popen(
         [warm_python() if more else sys.executable, __file__, str(folder / "server"), str(executable), *more],
         env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,  # whose end, if this process should be killed, is the server's
+        stdin=subprocess.PIPE,  # at its end, also if this process is killed, the server ends
         stdout=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C is for pytest
+        start_new_session=True,  # Ctrl-C must reach pytest only
     )
     assert server.stdin is not None and server.stdout is not None
     assert server.stdout.readline() == b"ready\n"
@@ -101,17 +101,17 @@ def warm_python(*more: str) -> str:
 
 @dataclass
 class Job:
-    """What a process was started with."""
+    """Command line, environment and files that a process was started with."""
 
     arguments: list[str]
     folder: str
     environment: dict[str, str]
-    numbers: list[int]  # of its open files
+    numbers: list[int]  # file descriptors in the started process
     files: list[int]  # the same files in this process
 
 
 def serve(address: str) -> Job | None:
-    """Serve till standard input ends. Returns in each forked process, with its job; in the server with none."""
+    """Serve until standard input ends. Returns the job in each forked process, and None in the server."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
@@ -119,7 +119,7 @@ def serve(address: str) -> Job | None:
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ, None)
     selector.register(0, selectors.EVENT_READ, None)
-    running: dict[int, tuple[socket.socket, int]] = {}  # by pid: the connection, and a descriptor that tells of the end
+    running: dict[int, tuple[socket.socket, int]] = {}  # by pid: the connection, and a pidfd
     try:
         while True:
             for key, _ in selector.select():
@@ -130,9 +130,9 @@ def serve(address: str) -> Job | None:
                     job = _receive(connection)
                     pid = os.fork()
                     if pid == 0:
-                        running.clear()  # the brothers are not this process's to end
+                        running.clear()  # only the server may end the other processes
                         return job
-                    os.setpgid(pid, pid)  # so that what it starts can be ended with it
+                    os.setpgid(pid, pid)  # so that its own child processes can be ended with it
                     for number in job.files:
                         os.close(number)
                     descriptor = os.pidfd_open(pid)
@@ -176,7 +176,7 @@ def _receive(connection: socket.socket) -> Job:
 
 
 def _run(job: Job, executable: str) -> None:
-    """What Python does with its command line; its end is this process's own."""
+    """Run a command line as Python would, and end the process."""
     out_of_the_way = [fcntl.fcntl(file, fcntl.F_DUPFD, 1000) for file in job.files]
     for file in job.files:
         os.close(file)
@@ -213,7 +213,7 @@ def _run(job: Job, executable: str) -> None:
 
 
 def _new_main(**names: str) -> ModuleType:
-    """Unlike that of `runpy.run_path`, it stays till the end."""
+    """Create a `__main__` module that, unlike that of `runpy.run_path`, exists until the end."""
     module = sys.modules["__main__"] = ModuleType("__main__")
     vars(module).update(__builtins__=builtins, **names)
     return module

@@ -1,4 +1,4 @@
-"""Pools of worker processes: one function runs on every rank of a group; failures and hangs come back as text."""
+"""Pools of worker processes: one function runs on every rank of a group; failures and hangs are returned as text."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-# What every case imports anyway. The fork server imports it once; importing it starts no thread of Python's or torch's.
+# Imported by every case anyway. The fork server imports them once; the imports start no threads of Python or torch.
 PRELOAD = ["torch", "torch.distributed", "torch.nn.parallel", "numpy", "pytest", "torchmetrics", "lightning.pytorch"]
 START_TIMEOUT = 120  # seconds: the first pool waits for the fork server's imports
-GRACE = 3  # seconds that the other ranks get to end by themselves after one failed
+GRACE = 3  # seconds for the other ranks to end by themselves after one has failed
 LONGEST_TEXT = 12_000  # characters of one rank's output, or of one value, in a failure's text
 
 
 class CaseFailed(AssertionError):
-    """At least one rank raised, died or did not end in time; the text says what happened on each."""
+    """At least one rank raised, died or did not end in time; the message says what happened on each rank."""
 
 
 @dataclass(frozen=True)
 class WorkerKind:
-    """How the workers of a pool are set up.
+    """Setup of a pool's workers.
 
     Arguments:
         backend: of their process group, as for `torch.distributed.init_process_group`.
-        prepare: called in each before it joins the group; travels by pickle.
+        prepare: called in each worker before it joins the group; pickled.
     """
 
     backend: str = "gloo"
@@ -51,7 +51,7 @@ class WorkerKind:
 
 @dataclass(frozen=True)
 class Case:
-    """A function by name, so that it is found again in the worker whatever the test was imported as."""
+    """A function by name, so that the worker finds it under whatever name the test module was imported."""
 
     module: str
     name: str
@@ -64,7 +64,7 @@ class Case:
 class Outcome:
     value: Any = None
     error: str | None = None
-    healthy: bool = True  # False: the case took the process group down; the pool cannot serve another
+    healthy: bool = True  # False: the case destroyed the process group; the pool cannot run another
 
 
 # ---------------------------------------------------------------------------------------------------- in the worker
@@ -73,17 +73,17 @@ _rank, _world_size = 0, 1
 
 
 def rank() -> int:
-    """The rank of this worker; 0 where no pool is."""
+    """The rank of this worker; 0 outside of a pool."""
     return _rank
 
 
 def world_size() -> int:
-    """The number of workers that run this case; 1 where no pool is."""
+    """The number of workers that run this case; 1 outside of a pool."""
     return _world_size
 
 
 def _work(rank: int, world_size: int, conn: Connection, folder: str, path: list[str], kind: WorkerKind) -> None:
-    """A worker's whole life: join the group, then serve cases till the other end of `conn` is closed."""
+    """Main function of a worker: join the group, then run cases until the other end of `conn` is closed."""
     global _rank, _world_size
     _rank, _world_size = rank, world_size
     _redirect_output(Path(folder) / "output")
@@ -101,7 +101,7 @@ def _work(rank: int, world_size: int, conn: Connection, folder: str, path: list[
     if world_size > 1:
         _join_group(rank, world_size, conn, kind.backend)
     gc.collect()
-    gc.freeze()  # what was imported stays: the collection after each case then looks at the case's objects only
+    gc.freeze()  # imported objects are permanent: the collection after each case then skips them
     conn.send_bytes(pickle.dumps(Outcome()))
 
     work = Path(folder) / "work"
@@ -109,7 +109,7 @@ def _work(rank: int, world_size: int, conn: Connection, folder: str, path: list[
         try:
             message = conn.recv_bytes()
         except EOFError:
-            os._exit(0)  # not through destructors: the other ranks' ends of the group may be gone already
+            os._exit(0)  # skips destructors: other ranks may have closed their ends of the group already
         with _clean_surroundings(work):
             outcome = _run(pickle.loads(message))
         try:
@@ -124,21 +124,21 @@ def _redirect_output(file: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    # Python's own streams may have been replaced in the fork server, or be closed.
+    # Python's standard streams may have been replaced in the fork server, or be closed.
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
 
 
 def _without_ours(register: Callable[..., Any]) -> Callable[..., Any]:
-    """`signal.signal` for all signals but the one that shows the stacks.
+    """Wrap `signal.signal` to ignore the signal that shows stacks.
 
-    A Trainer puts back for each what `signal.getsignal` told it, which knows nothing of faulthandler's.
+    A Trainer restores each handler that `signal.getsignal` returned, which does not know faulthandler's.
     """
     return lambda number, handler: signal.getsignal(number) if number == signal.SIGUSR1 else register(number, handler)
 
 
 def _join_group(rank: int, world_size: int, conn: Connection, backend: str) -> None:
-    """Form a group on a port that the system chose, and look to Lightning as if torchrun had started us."""
+    """Form a group on a port chosen by the system, and set the environment as torchrun does, for Lightning."""
     import torch.distributed as dist
 
     timeout = timedelta(seconds=START_TIMEOUT)
@@ -173,17 +173,19 @@ def _run(case: Case) -> Outcome:
     random.seed(case.seed)
     try:
         sys.path[:] = case.path
-        # The tests' models are tiny, and would be one unit each: tests/engine/test_merged_units.py is about those.
-        importlib.import_module("lightning_zero.engine.units").UNIT_NUMEL = 0
+        # The tests' tiny models would be one unit each; merging of units is tested in
+        # tests/engine/test_merged_units.py.
+        importlib.import_module("lightning_zero.engine.plan.units").UNIT_NUMEL = 0
         value = getattr(importlib.import_module(case.module), case.name)(**case.kwargs)
         if _world_size == 1:
             return Outcome(value, healthy=not dist.is_initialized())
         if not dist.is_initialized():
             return Outcome(value, healthy=False)
-        watch = sys.modules.get("lightning_zero.engine.watch")
-        if watch is not None and watch.failure() is not None:  # a failure that the case expected ended the group
-            watch.renew(timeout=timedelta(seconds=START_TIMEOUT))
-        # Ranks that ended out of step (one more collective here than there) are found in this case, not in the next.
+        failures = sys.modules.get("lightning_zero.engine.comm.failures")
+        if failures is not None and failures.failure() is not None:  # an expected failure, which has ended the group
+            renewal = importlib.import_module("lightning_zero.engine.comm.renewal")
+            renewal.renew(timeout=timedelta(seconds=START_TIMEOUT))
+        # Ranks that are out of step (one collective more on one rank) are detected in this case, not in the next.
         dist.barrier()
         return Outcome(value)
     except BaseException as error:
@@ -191,7 +193,7 @@ def _run(case: Case) -> Outcome:
 
 
 def _describe(error: BaseException) -> str:
-    """The traceback, and the variables of the frame where an assertion failed: pytest does not rewrite it here."""
+    """The traceback and, since pytest does not rewrite assertions here, the variables of the failing frame."""
     text = "".join(traceback.format_exception(error))
     if isinstance(error, AssertionError) and error.__traceback__ is not None:
         frames = [f for f, _ in traceback.walk_tb(error.__traceback__) if f.f_globals["__name__"].startswith("tests")]
@@ -203,7 +205,7 @@ def _describe(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _clean_surroundings(work: Path) -> Iterator[None]:
-    """An empty working folder, and after the case the environment and torch's global switches as they were."""
+    """Context: an empty working folder; afterwards environment and torch's global switches are restored."""
     import torch
 
     environment, folder = dict(os.environ), os.getcwd()
@@ -227,7 +229,7 @@ def _clean_surroundings(work: Path) -> Iterator[None]:
 
 
 class WorkerPools:
-    """One pool for each world size, made when first asked for and replaced after a case that failed."""
+    """One pool per world size, created on demand and replaced after a failed case."""
 
     def __init__(self, kind: WorkerKind | None = None) -> None:
         self._kind = kind or WorkerKind()
@@ -254,7 +256,7 @@ class WorkerPools:
         Raises:
             CaseFailed: a rank raised, died, or did not end in time.
         """
-        __tracebackhide__ = True  # pytest shows the test's line and the text of the failure
+        __tracebackhide__ = True  # pytest shows the test's line and the failure's text
         if fn.__qualname__ != fn.__name__:
             raise ValueError(
                 f"{fn.__qualname__} is not at the top of its module, where a worker could find it; move it"
@@ -309,7 +311,7 @@ class _Pool:
     def run(self, case: Case, timeout: float) -> list[Any]:
         __tracebackhide__ = True
         try:
-            for rank in range(len(self.conns)):  # a case's failure shows what was printed in this case
+            for rank in range(len(self.conns)):  # a failure shows only what this case printed
                 os.truncate(self.folder / str(rank) / "output", 0)
             for conn in self.conns:
                 conn.send_bytes(pickle.dumps(case))
@@ -322,7 +324,7 @@ class _Pool:
         return [outcome.value for outcome in outcomes]
 
     def _collect(self, what: str, timeout: float) -> list[Outcome]:
-        """Wait for an answer from every rank; after the first failure the others get a few seconds more."""
+        """Wait for an answer from every rank; after the first failure, only a few seconds more for the others."""
         __tracebackhide__ = True
         deadline = time.monotonic() + timeout
         waiting = dict(zip(self.conns, range(len(self.conns)), strict=True))
@@ -351,7 +353,7 @@ class _Pool:
         texts = {}
         for rank in ranks:
             file, deadline = self.folder / str(rank) / "stacks", time.monotonic() + GRACE
-            # The innermost call comes first and the module that started it all last: then the text is complete.
+            # A stack is written from the innermost call outwards; with the module's line the text is complete.
             while " in <module>" not in (text := file.read_text()) and time.monotonic() < deadline:
                 time.sleep(0.02)
             texts[rank] = f"{reason}; its stack, innermost call first:\n{text}"
@@ -370,7 +372,7 @@ class _Pool:
         return text
 
     def close(self) -> None:
-        """End the processes: by closing the connection where they are idle, else by a signal that cannot be ignored."""
+        """End the processes: by closing the connections of idle ones, otherwise by SIGKILL."""
         self.closed = True
         for conn in self.conns:
             conn.close()

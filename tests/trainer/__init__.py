@@ -1,1 +1,1 @@
-"""What existing projects do with a Trainer, held against DDP: a case a behaviour."""
+"""What existing projects do with a Trainer, compared with DDP: one case per behaviour."""

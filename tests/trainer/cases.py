@@ -1,7 +1,7 @@
-"""What the cases share: a small module with its data, a quiet fit, and the comparison of each stage with DDP.
+"""Shared by the cases: a small module with its data, a quiet fit, and the comparison of each stage with DDP.
 
-A case is a function of a strategy's name that trains, evaluates or whatever a project does, and returns what is to be
-the same as under DDP. Its docstring is the behaviour in a user's words.
+A case is a function of a strategy's name that does what a project might do (train, evaluate, ...) and returns the
+values that must equal DDP's. Its docstring is the behaviour in a user's words.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def same_as_under_ddp(case: Case, bound: float = 0) -> None:
 
 
 class Body:
-    """What an ordinary module of either namespace has: two blocks, a head and a scale; logs, evaluates and predicts."""
+    """A typical module of either namespace: two blocks, a head and a scale; logs, evaluates and predicts."""
 
     lr = 0.01
     log: Any
@@ -106,7 +106,7 @@ def fit(strategy: str, module: LightningModule | None = None, ckpt_path: Any = N
 
 
 def observed(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-    """Weights and buffers, logged values, steps, the optimizers' states, and what the module itself noted."""
+    """Weights and buffers, logged values, steps, optimizer states, and records of the module itself."""
     return {
         "weights": weights(module),
         "metrics": dict(trainer.callback_metrics),

@@ -1,4 +1,4 @@
-"""Under a Trainer: ``configure_model`` on the meta device, weights from files, resuming, evaluation without a fit."""
+"""Big models in a Trainer: ``configure_model`` on the meta device, weights from files, resuming, evaluation only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_zero
-from lightning_zero.engine.promises import Promised
+from lightning_zero.engine.init.deferred_param import Promised
 from lightning_zero.zoo.gpt import GPT
 from tests.support import world_size
 from tests.support.models import CLASSES
@@ -33,7 +33,7 @@ class Text(nn.Module):
 
 
 class BigLearner(Learner):
-    """Makes its model in ``configure_model``: on the meta device, and from a file, if asked."""
+    """Creates its model in ``configure_model``: on the meta device, and with a file's weights, if requested."""
 
     def __init__(self, on_meta: bool, weights: str | None = None) -> None:
         super().__init__(model=nn.Identity, batches=2)
@@ -103,7 +103,7 @@ def folder() -> str:
 
 
 class Remembering(OnMeta):
-    """Keeps what it finds in a checkpoint, as projects do with a memory bank or a tokenizer."""
+    """Keeps an entry that it finds in a checkpoint, as projects do with a memory bank or a tokenizer."""
 
     def on_save_checkpoint(self, checkpoint):
         checkpoint["bank"] = torch.arange(3.0)

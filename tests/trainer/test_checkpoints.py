@@ -1,4 +1,4 @@
-"""Checkpoints that projects edit, load in part, or load elsewhere."""
+"""Checkpoints that projects edit, load partially, or load with other tools."""
 
 from __future__ import annotations
 

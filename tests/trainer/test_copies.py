@@ -1,4 +1,4 @@
-"""What a project copies in the midst of a run is independent of the run, and the run goes on undisturbed."""
+"""Copies that a project makes during a run are independent of the run and do not disturb it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.loops import Around
+from lightning_zero.strategies.loops import Around
 from tests.support.training import same_values
 from tests.support.workers import world_size
 from tests.trainer.cases import Net, data, fit, observed, same_as_under_ddp, shared_folder

@@ -1,4 +1,4 @@
-"""Clusters and signals, as far as one machine can tell."""
+"""Cluster environments and signals, as far as one machine can test them."""
 
 from __future__ import annotations
 

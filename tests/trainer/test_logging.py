@@ -1,4 +1,4 @@
-"""What is logged, what ranks tell each other, and what only watches a run."""
+"""Logging, communication between ranks by user code, and callbacks that only observe."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def alternate(strategy: str) -> Any:
 
 
 class InTurn(Net):
-    """Two networks of one unit, each with an optimizer, whose gradients nobody clears meanwhile."""
+    """Two networks of one unit, each with an optimizer; gradients are not cleared in between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -384,7 +384,7 @@ def accumulate_on_schedule(strategy: str) -> Any:
 
 
 class StartsAnew(Net):
-    """Takes new optimizers in mid-run: by `configure_optimizers` once more, or others altogether."""
+    """Replaces its optimizers during a run: by calling `configure_optimizers` again, or by new ones."""
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:

@@ -1,4 +1,4 @@
-"""What modules and callbacks do with parameters in a run."""
+"""How modules and callbacks use parameters during a run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class BiasesOnly(FrozenBackbone):
 
 
 class Adapter(nn.Module):
-    """A frozen layer with a trained product of two thin matrices beside it."""
+    """A frozen layer and, in parallel, a trained product of two thin matrices (LoRA)."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def freeze_in_mid_run(strategy: str) -> Any:
 
 
 class GrowingOptimizer(Net):
-    """The optimizer learns of the head, and of another rate for it, in mid-run."""
+    """Adds the head to the optimizer, with another learning rate, during a run."""
 
     def configure_optimizers(self) -> Any:
         return Adam([*self.blocks.parameters(), self.scale], lr=self.lr)
@@ -232,7 +232,7 @@ class Initialised(Net):
 
 
 class InitialisedAtRandom(Net):
-    """From the global generator, which is to go on as under DDP."""
+    """From the global generator, which must continue as under DDP."""
 
     def on_fit_start(self) -> None:
         for module in self.modules():
@@ -258,7 +258,7 @@ def start_from_rank_0(strategy: str) -> Any:
 
 
 class LateLayers(Net):
-    """Made in `configure_model`, as large models are."""
+    """Creates its model in `configure_model`, as large models do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -395,7 +395,7 @@ def convert_to_vectors(strategy: str) -> Any:
 
 
 class HooksEverywhere(Net):
-    """Hooks of the project on modules, parameters and tensors, which see what they would under DDP."""
+    """Hooks of the project on modules, parameters and tensors, which see the same as under DDP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -442,7 +442,7 @@ def collect_parameters(strategy: str) -> Any:
 
 
 class Inner(Net):
-    """A LightningModule that is a part of another, logs for itself and has its own helper methods."""
+    """A LightningModule within another one, which logs and has helper methods."""
 
     def penalty(self) -> Tensor:
         return 0.01 * self.head.weight.square().sum()

@@ -1,4 +1,4 @@
-"""`optimizer.step` and a strategy's methods replaced by the project, as its own tests do with `unittest.mock`."""
+"""`optimizer.step` and strategy methods patched by the project, for example by its tests with `unittest.mock`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fitting and evaluating, in any order and any way, and what a module may be asked after it."""
+"""Fitting and evaluating in any order, and using the module afterwards."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def short_runs(strategy: str) -> Any:
 
 
 class TrainEvalTrain(Net):
-    """With what behaves otherwise in training: dropout and batch statistics."""
+    """Layers that behave differently in training: dropout and batch statistics."""
 
     def __init__(self) -> None:
         super().__init__()

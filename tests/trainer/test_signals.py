@@ -1,4 +1,4 @@
-"""A signal that reaches some ranks ends all of them together, as one that reaches all ends DDP."""
+"""A signal received by some ranks ends all of them together, just as a signal to all ranks ends DDP."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.engine.watch import failure
+from lightning_zero.engine.comm.failures import failure
 from tests.support import rank
 from tests.support.trainer import Learner, make_trainer
 

@@ -1,1 +1,1 @@
-"""Model states and activations kept outside of the device's memory."""
+"""Offload of model states: storage outside of the device's memory, and updates of offloaded states."""

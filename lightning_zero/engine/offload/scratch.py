@@ -1,4 +1,4 @@
-"""Places for bytes that this process alone needs again: the host's memory, or a file without a name on a disk."""
+"""Scratch storage of one process: host memory, or an unnamed file on a disk."""
 
 from __future__ import annotations
 
@@ -13,53 +13,53 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_zero.disk import DirectFile, aligned, aligned_memory, make_private_folder
-from lightning_zero.labels import new_label
+from lightning_zero.io.disk import DirectFile, aligned, aligned_memory, make_private_folder
+from lightning_zero.io.labels import new_label
 
 WRITES = 2
-"""Writes that may be under way at once; their memory is all that the host needs beside the disk."""
+"""Writes that may be pending at once. Their buffers are all the host memory that a disk needs."""
 
 
 class HostMemory:
-    """The host's memory.
+    """Scratch storage in host memory.
 
     Args:
-        is_pinned: so that a GPU copies to and from it beside the computation.
+        is_pinned: page-locked, so that a GPU copies to and from it in the background.
     """
 
     def __init__(self, is_pinned: bool) -> None:
         self._is_pinned = is_pinned
 
     def memory(self, nbytes: int) -> Tensor:
-        """Bytes to be filled, and handed over by ``put``."""
+        """A buffer of bytes to fill and pass to ``put``."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._is_pinned, device="cpu")
 
     def put(self, memory: Tensor, filled: torch.Event | None) -> Tensor:
-        """Take the bytes over, which are there once an event has come. What is returned says where they are."""
+        """Store the bytes of a buffer, which is filled once the event has occurred. Returns a key for ``get``."""
         return memory
 
     def get(self, where: Tensor, deliver: Callable[[Tensor], Any]) -> Future[Any]:
-        """Hand the bytes to a function; what that returns."""
+        """Pass the bytes to a function; returns a future with its result."""
         delivered: Future[Any] = Future()
         delivered.set_result(deliver(where))
         return delivered
 
     def free(self, where: Tensor) -> None:
-        """The bytes are not needed any more."""
+        """Free the bytes."""
 
 
 class Disk:
-    """A file that has no name from its beginning on, so that nothing is left of it, however the process ends.
+    """Scratch storage in a file that is unnamed from its creation, so that it vanishes however the process ends.
 
-    One thread writes and reads, in the order in which it was asked to: what is read has been written, and what is
-    written where something else was comes after the reads of that.
+    One thread does all writes and reads in the order of the calls, so a read comes after the write of its bytes, and a
+    write to reused space comes after the reads of the former bytes.
 
     Args:
-        folder: on a local disk; made, for this user alone, if it does not exist.
-        is_pinned: as for ``HostMemory``, of what is written and read.
+        folder: on a local disk; if it does not exist, it is created for this user alone.
+        is_pinned: use pinned buffers, as in ``HostMemory``.
 
     Raises:
-        OSError: if no file can be made there.
+        OSError: if no file can be created there.
     """
 
     def __init__(self, folder: str, is_pinned: bool) -> None:
@@ -73,34 +73,34 @@ class Disk:
         self._ranges = _Ranges()
 
     def memory(self, nbytes: int) -> Tensor:
-        """Bytes to be filled, and handed over by ``put``. Waits for the disk if it is too far behind."""
+        """A buffer of bytes to fill and pass to ``put``. Waits if too many writes are pending."""
         while len(self._writes) >= WRITES:
-            wait([self._writes.popleft()])  # what went wrong is told to whoever needs the bytes
+            wait([self._writes.popleft()])  # ``get`` raises the error of a failed write
         return self._aligned(nbytes)
 
     def put(self, memory: Tensor, filled: torch.Event | None) -> _Stored:
-        """Take the bytes over, which are there once an event has come. What is returned says where they are."""
+        """Store the bytes of a buffer, which is filled once the event has occurred. Returns a key for ``get``."""
         start = self._ranges.claim(len(memory))
         written = self._thread.submit(self._write, memory, start, filled)
         self._writes.append(written)
         return _Stored(start, len(memory), written)
 
     def get(self, where: _Stored, deliver: Callable[[Tensor], Any]) -> Future[Any]:
-        """Read the bytes and hand them to a function, in the thread; what that returns, or what went wrong.
+        """Read the bytes and pass them to a function, in the background; returns a future.
 
         Raises in the future:
-            OSError: naming the folder, and what was wrong with it.
+            OSError: with the folder and the reason.
         """
         return self._thread.submit(self._read, where, deliver)
 
     def free(self, where: _Stored) -> None:
-        """The bytes are not needed any more: others may take their place."""
+        """Free the bytes: later writes may reuse their space."""
         self._ranges.give_back(where.start, where.nbytes)
 
     def _aligned(self, nbytes: int) -> Tensor:
         nbytes = aligned(nbytes)
         if self._is_pinned:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")  # is at the begin of a page
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")  # starts at a page
         return torch.frombuffer(aligned_memory(nbytes), dtype=torch.uint8)
 
     def _write(self, memory: Tensor, start: int, filled: torch.Event | None) -> tuple[int | None, str | None] | None:
@@ -109,7 +109,7 @@ class Disk:
         try:
             self._file.write(memory.numpy().data, start)
         except OSError as error:
-            return error.errno, error.strerror  # not itself: it holds the frame, which holds the memory
+            return error.errno, error.strerror  # not the error: its traceback holds the frame, which holds the memory
         return None
 
     def _read(self, where: _Stored, deliver: Callable[[Tensor], Any]) -> Any:
@@ -139,16 +139,16 @@ class _Stored(NamedTuple):
 
 
 class _Ranges:
-    """Which ranges of a file are free; the file grows where none is large enough."""
+    """The free ranges of a file; the file grows where none is large enough."""
 
     def __init__(self) -> None:
-        self._free: list[tuple[int, int]] = []  # of start and stop, in order, not touching each other
+        self._free: list[tuple[int, int]] = []  # of (start, stop), in order, not adjacent
         self._end = 0
-        # Bytes are given back whenever their graph goes, in any thread, in the midst of the other method, too.
+        # Bytes are freed when their graph is, which may be in any thread, also during ``claim``.
         self._given_back: deque[tuple[int, int]] = deque()
 
     def claim(self, nbytes: int) -> int:
-        """Where so many bytes have their place now: in the first gap that has room."""
+        """Reserve a range of so many bytes in the first gap that is large enough; returns its start."""
         while self._given_back:
             self._join(*self._given_back.popleft())
         for index, (start, stop) in enumerate(self._free):

@@ -1,10 +1,10 @@
-"""A rank's masters of one bucket, and what an optimizer knows of them, in a file.
+"""Offloaded states on a disk: the master weights and optimizer states of a rank's shard of one bucket, in a file.
 
     | piece 0                              | piece 1                              | ...
     | masters | exp_avg | exp_avg_sq | ... | masters | exp_avg | exp_avg_sq | ... |
 
-A piece has all that an update of so many elements needs, so that it is read and written at once (Rajbhandari et al.,
-"ZeRO-Infinity", SC 2021, section 5.2.2). Pieces count elements of the shard, whatever groups the optimizer makes of it.
+A piece holds all fields for an update of some elements, so that one read and one write suffice (Rajbhandari et al.,
+"ZeRO-Infinity", SC 2021, section 5.2.2). Pieces divide the shard regardless of the optimizer's parameter groups.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_zero.disk import ALIGNMENT, aligned, aligned_memory
 from lightning_zero.engine.offload.swap import Piece, Ring, SwapFile, SwapFolder
-from lightning_zero.engine.stored import StoredTensor
+from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
+from lightning_zero.io.disk import ALIGNMENT, aligned, aligned_memory
 
 MASTERS, PARAMETERS = "the masters", "the parameters"
-"""The fields that are no states of an optimizer: the first of all, and its values in the dtype of computing."""
+"""Fields that are not optimizer states: the master weights, which are first, and their copy in the compute dtype."""
 
 _NONE: Mapping[str, torch.dtype] = MappingProxyType({})
 
 
 class Swap:
-    """Where all buckets of an engine have their files, and the memory that they are updated in.
+    """The folder of all files of an engine's buckets, and the buffers for their updates.
 
     Args:
         folder: on the disk.
@@ -41,20 +41,20 @@ class Swap:
 
     def __init__(self, folder: SwapFolder, sub_group: int) -> None:
         self.folder = folder
-        self.sub_group = aligned(sub_group)  # so that a field of any dtype is
+        self.sub_group = aligned(sub_group)  # so that a field of any dtype is aligned
         self._ring = Ring(0)
         self.reader = ThreadPoolExecutor(2, "lightning_zero-fetch")
 
     def ring(self, nbytes: int) -> Ring:
-        """The memory for pieces of up to so many bytes."""
+        """The ring of buffers, for pieces of up to so many bytes."""
         if nbytes > self._ring.nbytes:
-            self._ring = Ring(0)  # so that the two are not there at once
+            self._ring = Ring(0)  # first free the old one
             self._ring = Ring(nbytes)
         return self._ring
 
 
 class _Extent(NamedTuple):
-    """The elements ``[start, stop)`` of a field that lie in one piece, and the aligned bytes that have them."""
+    """The elements ``[start, stop)`` of a field within one piece, and the aligned bytes that contain them."""
 
     start: int
     stop: int
@@ -65,12 +65,12 @@ class _Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where things are in a file.
+    """Positions of pieces and fields in a file.
 
     Attributes:
-        numel: of each field.
+        numel: elements of each field.
         sub_group: elements of a piece.
-        fields: their dtypes by name.
+        fields: dtypes by name.
     """
 
     numel: int
@@ -82,16 +82,16 @@ class _Layout:
         return -(-self.numel // self.sub_group)
 
     def range_of(self, index: int) -> tuple[int, int]:
-        """The elements of a piece."""
+        """The elements ``[start, stop)`` of a piece."""
         return index * self.sub_group, min((index + 1) * self.sub_group, self.numel)
 
     def position(self, index: int) -> int:
-        """Where a piece begins; that after the last one is where the file ends."""
+        """Where a piece begins in the file; with ``index`` equal to ``count``, the end of the file."""
         whole = index * self._nbytes(self.sub_group)
         return whole if index < self.count else self.position(index - 1) + self.nbytes(index - 1) if index else 0
 
     def nbytes(self, index: int) -> int:
-        """Of a piece."""
+        """Bytes of a piece."""
         start, stop = self.range_of(index)
         return self._nbytes(stop - start)
 
@@ -99,7 +99,7 @@ class _Layout:
         return sum(aligned(numel * dtype.itemsize) for dtype in self.fields.values())
 
     def offsets(self, index: int) -> dict[str, int]:
-        """Where fields begin in a piece."""
+        """Where each field begins in a piece."""
         start, stop = self.range_of(index)
         found, offset = {}, 0
         for field, dtype in self.fields.items():
@@ -108,7 +108,7 @@ class _Layout:
         return found
 
     def extents(self, field: str, start: int, stop: int) -> Iterator[_Extent]:
-        """What a range of a field consists of."""
+        """The parts of a range of a field, piece by piece."""
         size = self.fields[field].itemsize
         for index in range(start // self.sub_group, -(-stop // self.sub_group)):
             first, last = self.range_of(index)
@@ -120,17 +120,17 @@ class _Layout:
 
 
 class DiskStates:
-    """Tensors of one length, the fields, in a file, piece by piece.
+    """Tensors of one length, called fields, in a file that is divided into pieces.
 
     Args:
-        swap: where.
-        name: of the bucket, for the file and for errors.
-        numel: of each field.
-        dtype: of the masters, which are the first one.
-        fields: dtypes of the others by name.
+        swap: the folder for the file.
+        name: of the bucket, for the file's name and for errors.
+        numel: elements of each field.
+        dtype: of the master weights, which are the first field.
+        fields: dtypes of the other fields by name.
 
     Raises:
-        OSError: if the disk has not enough room for all of them.
+        OSError: if the disk lacks space for all of them.
     """
 
     def __init__(
@@ -151,27 +151,27 @@ class DiskStates:
 
     @property
     def nbytes(self) -> int:
-        """Of the file."""
+        """Bytes of the file."""
         return self._file.nbytes
 
     def add_fields(self, fields: Mapping[str, torch.dtype]) -> None:
-        """Make room for more of them, if there is none yet; what is in it is zeros.
+        """Add fields that are missing, filled with zeros.
 
         Raises:
-            OSError: if the disk has not enough; then all is as before.
+            OSError: if the disk lacks space; nothing has been changed then.
         """
         if not all(field in self.fields for field in fields):
             self._lay_out({**self.fields, **fields})
 
     def drop_fields(self, but: Collection[str]) -> None:
-        """Give the room of all states but some back, if there is enough for what stays beside them for a moment."""
+        """Remove all optimizer states except the given fields, if the disk has space for both files for a moment."""
         kept = {field: dtype for field, dtype in self.fields.items() if field in (MASTERS, PARAMETERS, *but)}
         if len(kept) < len(self.fields):
-            with suppress(OSError):  # nothing is lost by what stays
+            with suppress(OSError):  # otherwise they stay, which is harmless
                 self._lay_out(kept)
 
     def _lay_out(self, fields: Mapping[str, torch.dtype]) -> None:
-        """Have these fields, in another file; what was not there before is zeros."""
+        """Move to a new file with the given fields; new fields are zeros."""
         before, file = self._layout, self._file
         layout = _Layout(self.numel, self.swap.sub_group, fields)
         new = self._new_file(layout)
@@ -193,16 +193,16 @@ class DiskStates:
     # -- piece by piece ---------------------------------------------------------------------------------------------
 
     def pieces(self) -> list[Piece]:
-        """All there are, in order."""
+        """All pieces, in order."""
         layout = self._layout
         return [Piece(self._file, layout.position(index), layout.nbytes(index)) for index in range(layout.count)]
 
     def range_of(self, index: int) -> tuple[int, int]:
-        """The elements of a piece."""
+        """The elements ``[start, stop)`` of a piece."""
         return self._layout.range_of(index)
 
     def views(self, index: int, memory: memoryview) -> dict[str, Tensor]:
-        """The fields of a piece, 1-D, over the memory that it was read to."""
+        """The fields of a piece as 1-D tensors over the memory that the piece was read into."""
         start, stop = self.range_of(index)
         offsets = self._layout.offsets(index)
         return {
@@ -213,15 +213,15 @@ class DiskStates:
     # -- by range ---------------------------------------------------------------------------------------------------
 
     def read(self, field: str, start: int, stop: int) -> Tensor:
-        """The elements ``[start, stop)`` of a field, in memory of their own."""
+        """Read the elements ``[start, stop)`` of a field into new memory."""
         return _read(self._layout, self._file, field, start, stop)
 
     def write(self, field: str, start: int, values: Tensor) -> None:
-        """Replace the elements of a field from ``start`` on."""
+        """Write the elements of a field from ``start`` on."""
         _write(self._layout, self._file, field, start, values)
 
     def tensor(self, field: str, start: int, stop: int) -> StoredTensor:
-        """A range of a field as a tensor, whose values are read when somebody asks for them, and written at once."""
+        """A range of a field as a lazy tensor: read at each use of its values, written at once."""
 
         def read(low: int, high: int) -> Tensor:
             return self.read(field, start + low, start + high)
@@ -244,7 +244,7 @@ def _write(layout: _Layout, file: SwapFile, field: str, start: int, values: Tens
     for extent in layout.extents(field, start, start + values.numel()):
         memory = aligned_memory(extent.nbytes)
         if (extent.stop - extent.start) * dtype.itemsize < extent.nbytes:
-            file.read(memory, extent.position)  # what lies around
+            file.read(memory, extent.position)  # bytes around the elements
         _elements(extent, memory, dtype).copy_(values[extent.start - start : extent.stop - start])
         file.write(memory, extent.position)
 

@@ -1,4 +1,4 @@
-"""States that lie on a disk: a process's folder of files there, and the pipeline that reads, changes and writes them.
+"""Files for states on a disk, in a folder per process, and a pipeline that reads, changes and writes them.
 
     folder = SwapFolder("/local/disk")
     file = folder.open("bucket0", 3 * 2**30)
@@ -27,34 +27,33 @@ from multiprocessing.util import Finalize
 from threading import Lock
 from typing import NamedTuple
 
-from lightning_zero.disk import DirectFile, aligned, aligned_memory, free_bytes, huge_memory, make_private_folder
-from lightning_zero.labels import LABEL, is_left_over, new_label
+from lightning_zero.io.disk import DirectFile, aligned, aligned_memory, free_bytes, huge_memory, make_private_folder
+from lightning_zero.io.labels import LABEL, is_left_over, new_label
 
 BUFFERS = 3
-"""Of a ring: one is read into, one is changed, one is written."""
+"""Buffers of a ring: one is being read into, one changed, one written."""
 
 SLICE = 2**20
-"""Bytes below which it does not pay to divide a piece among threads."""
+"""Smallest part of a piece, in bytes, that is worth a thread of its own."""
 
 _NAME = re.compile(rf"lightning_zero\.swap-{LABEL}")
 
 
 class SwapFolder:
-    """A folder of this process alone, removed when it is closed or nobody has it any more, and when Python ends.
+    """A folder for this process alone, removed when it is closed or deleted, and when Python ends.
 
-    What processes left that had no time for it (killed, or a machine that lost its power) is removed by the next
-    folder that is made beside: theirs of this machine at once, of another one after a day without a write.
+    Folders of processes that could not remove theirs (killed, or a machine that lost power) are removed when the next
+    folder with the same parent is made: those of this machine at once, those of others after a day without a write.
 
     Args:
-        path: of the folder below which it is made, on a local disk; it is made too if it is not there, for this user
-            alone, and stays.
-        label: of this folder alone, see ``labels.new_label``.
+        path: the parent folder, on a local disk; if it does not exist, it is created for this user alone, and stays.
+        label: of this folder, see ``labels.new_label``.
 
     Attributes:
-        path: its own.
+        path: of the folder itself.
 
     Raises:
-        OSError: if no folder can be made there; a subclass that says why.
+        OSError: if no folder can be created there; the same subclass as the system's error, with an explanation.
     """
 
     def __init__(self, path: str | os.PathLike[str], label: str | None = None) -> None:
@@ -63,7 +62,7 @@ class SwapFolder:
         try:
             make_private_folder(parent)
             _remove_leftovers(parent)
-            os.mkdir(self.path, 0o700)  # what it holds is as private as the memory that it stands for
+            os.mkdir(self.path, 0o700)  # as private as the process's memory
         except OSError as error:
             raise type(error)(
                 error.errno,
@@ -72,7 +71,7 @@ class SwapFolder:
                 parent,
             ) from error
         self._files: list[DirectFile] = []
-        # One that is not run by a forked process, and which those that multiprocessing starts run too when they end.
+        # ``Finalize`` does not run in a forked process, and does run at the end of a process of multiprocessing.
         self._finalizer = Finalize(self, _remove, args=(self.path, self._files), exitpriority=0)
 
     @property
@@ -81,10 +80,10 @@ class SwapFolder:
         return free_bytes(self.path)
 
     def open(self, name: str, nbytes: int) -> SwapFile:
-        """A new file of zeros, of a size that it keeps, and for which the disk has the room reserved.
+        """Create a file of zeros, with a fixed size for which disk space is reserved.
 
         Raises:
-            OSError: if there is not enough room, or a file cannot be made; it is not there then.
+            OSError: if the disk lacks space or the file cannot be created; no file is left then.
         """
         path = os.path.join(self.path, name)
         assert not os.path.exists(path), f"{path} is open"
@@ -94,20 +93,20 @@ class SwapFolder:
         except OSError as error:
             file.close()
             os.remove(path)
-            error.filename = path  # which the system's calls on open files do not know
+            error.filename = path  # missing in errors of calls on open files
             raise
         self._files.append(file)
         return SwapFile(self, file, nbytes)
 
     def close(self) -> None:
-        """Remove it, with its files."""
+        """Remove the folder with its files."""
         self._finalizer()
 
 
 def _remove_leftovers(parent: str) -> None:
     for name in os.listdir(parent):
         path = os.path.join(parent, name)
-        with suppress(OSError):  # another user's, perhaps, or another rank is just removing it
+        with suppress(OSError):  # perhaps another user's, or another rank is removing it
             if (found := _NAME.fullmatch(name)) and is_left_over(found["label"], path):
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -119,37 +118,37 @@ def _remove(path: str, files: list[DirectFile]) -> None:
 
 
 class SwapFile:
-    """A file of a ``SwapFolder``. Several threads may read and write it at once, at different places.
+    """A file in a ``SwapFolder``. Several threads may use it at once, at different positions.
 
-    Bytes that the disk has not taken are kept in memory until it does: what is read is always what was written last.
+    Bytes that could not be written are kept in memory until the disk accepts them, so reads are always up to date.
 
     Attributes:
-        path: where it is, for messages.
-        nbytes: its size.
+        path: of the file, for messages.
+        nbytes: the file's size.
     """
 
     def __init__(self, folder: SwapFolder, file: DirectFile, nbytes: int) -> None:
         self.path, self.nbytes = file.path, nbytes
-        self._folder = folder  # which is removed when nobody has it any more
+        self._folder = folder  # a reference, since the folder is removed when it is deleted
         self._file = file
-        self._kept: dict[tuple[int, int], memoryview] = {}  # by (start, stop); those that overlap agree
-        self._lock = Lock()  # of what is kept, and held while it is written
+        self._kept: dict[tuple[int, int], memoryview] = {}  # by (start, stop); overlapping ones agree
+        self._lock = Lock()  # of ``_kept``, held while its bytes are written
 
     def close(self) -> None:
-        """Remove it."""
+        """Remove the file."""
         self._file.close()
         os.remove(self.path)
 
     @property
     def is_direct(self) -> bool:
-        """Whether all that was aligned has gone past the system's cache so far."""
+        """Whether all aligned reads and writes have bypassed the system's cache so far."""
         return self._file.is_direct
 
     def read(self, into: memoryview, position: int) -> None:
-        """Fill memory with what is at a position.
+        """Fill memory with the bytes at a position.
 
         Raises:
-            OSError: naming the file and the position; what is in the memory then is of no use.
+            OSError: with the file and the position; the content of the memory is undefined then.
         """
         stop = position + len(into)
         assert 0 <= position and stop <= self.nbytes
@@ -171,17 +170,17 @@ class SwapFile:
             ) from error
 
     def write(self, data: memoryview, position: int) -> None:
-        """Put bytes at a position.
+        """Write bytes at a position.
 
         Raises:
-            OSError: naming the file and the position. The bytes are kept then: later reads give them, and each later
-                read and write tries first to bring them to the disk.
+            OSError: with the file and the position. The bytes are then kept: later reads return them, and each later
+                read or write first tries again to write them.
         """
         stop = position + len(data)
         assert 0 <= position and stop <= self.nbytes
         if self._kept:
             self._retry()
-            with self._lock:  # so that nobody writes there what is older after this
+            with self._lock:  # so that no older bytes are written there after this
                 for (start, end), kept in list(self._kept.items()):
                     first, last = max(start, position), min(end, stop)
                     if first < last:
@@ -201,7 +200,7 @@ class SwapFile:
             ) from error
 
     def _retry(self) -> list[tuple[tuple[int, int], memoryview]]:
-        """Write what is kept; what the disk does not take still, in the order of places."""
+        """Try to write the kept bytes; returns those that the disk still refuses, in order of position."""
         if not self._kept:
             return []
         with self._lock:
@@ -213,7 +212,7 @@ class SwapFile:
 
 
 class Piece(NamedTuple):
-    """What is in memory at once: ``nbytes`` of a file from ``position`` on, best a multiple of ``disk.ALIGNMENT``."""
+    """``nbytes`` of a file from ``position`` on, processed at once; ideally a multiple of ``disk.ALIGNMENT``."""
 
     file: SwapFile
     position: int
@@ -221,28 +220,28 @@ class Piece(NamedTuple):
 
 
 class Ring:
-    """Three buffers that pieces take in turn, and the threads that fill and empty them.
+    """Three buffers that pieces use in turn, and the threads that read and write them.
 
     Args:
-        nbytes: of a buffer, as of the largest piece.
-        threads: how many read at once, and how many write. A disk is the faster the more is asked of it at once.
+        nbytes: of a buffer: the size of the largest piece.
+        threads: parallel reads, and parallel writes; disks are faster with several requests at once.
     """
 
     def __init__(self, nbytes: int, threads: int = 4) -> None:
         self.nbytes, self.threads = nbytes, threads
         self._buffers = [huge_memory(max(nbytes, 1)) for _ in range(BUFFERS)]
-        # Two, so that neither reads nor writes wait in a queue behind the others. The threads are started when they are
-        # needed, and end with the ring.
+        # Two executors, so that reads and writes do not queue behind each other. Threads start when they are needed and
+        # end with the ring.
         self._readers = ThreadPoolExecutor(threads, "lightning_zero-read")
         self._writers = ThreadPoolExecutor(threads, "lightning_zero-write")
         self.in_use = Lock()
 
     def buffer(self, index: int, nbytes: int) -> memoryview:
-        """The memory of the piece of a number."""
+        """The buffer of the piece with this number."""
         return self._buffers[index % BUFFERS][:nbytes]
 
     def read(self, index: int, piece: Piece, after: Sequence[Future[None]] = ()) -> list[Future[None]]:
-        """Begin to read a piece into its buffer, after writes from there; it is not read if one of them fails."""
+        """Start to read a piece into its buffer, after the given writes; skipped if one of them fails."""
 
         def read(memory: memoryview, position: int) -> None:
             wait(after)
@@ -252,7 +251,7 @@ class Ring:
         return self._in_slices(self._readers, read, index, piece)
 
     def write(self, index: int, piece: Piece) -> list[Future[None]]:
-        """Begin to write a piece out of its buffer."""
+        """Start to write a piece from its buffer."""
         return self._in_slices(self._writers, piece.file.write, index, piece)
 
     def _in_slices(
@@ -274,37 +273,38 @@ def stream(
     write_back: bool = True,
     on_written: Callable[[int], object] | None = None,
 ) -> None:
-    """Read pieces one after another, let each be changed in place, and write them back; all of this at the same time.
+    """Read pieces, change each in place, and write them back, with all three overlapping.
 
-    If something fails, what is under way is brought to its end and nothing new is begun. Each piece is then as ``act``
-    left it where ``act`` has returned, and else as it was before: what the disk did not take is kept by its file.
+    After an error, running reads and writes finish and no new ones start. Each piece is then as ``act`` left it if
+    ``act`` has returned, and otherwise unchanged; bytes that the disk did not accept are kept by the ``SwapFile``.
 
     Args:
-        pieces: which do not overlap; none is larger than a buffer of the ring.
-        act: is called in this thread with a piece's number and its bytes, which are its own until it returns.
-        ring: in use by no other ``stream``.
-        write_back: ``False`` to look at the pieces only; what is changed is dropped.
-        on_written: is called with the number of a piece when it has been written: in other threads, one at a time, and
-            of the last perhaps a moment after this has returned.
+        pieces: must not overlap; none may be larger than a buffer of the ring.
+        act: called in this thread with a piece's number and its bytes, which it may use until it returns.
+        ring: not in use by another ``stream``.
+        write_back: ``False`` only reads the pieces; changes are dropped.
+        on_written: called with a piece's number after it was written: in other threads, one call at a time, for the
+            last piece perhaps shortly after this function has returned.
 
     Raises:
-        OSError: if a read or a write fails, naming the file and the position.
-        Exception: whatever ``act`` raises.
+        OSError: if a read or a write fails, with the file and the position.
+        Exception: any error of ``act``.
     """
     assert all(piece.nbytes <= ring.nbytes for piece in pieces), "a piece is larger than the ring's buffers"
     assert not (write_back and _overlap(pieces)), "a piece would be read before another has changed it"
     is_free = ring.in_use.acquire(blocking=False)
     assert is_free, "the ring is in use"
     telling = Lock()
-    reads: deque[list[Future[None]]] = deque()  # of the piece whose turn is next, and those after
-    writes: deque[list[Future[None]]] = deque(maxlen=BUFFERS)  # of the last pieces: earlier ones have succeeded
+    reads: deque[list[Future[None]]] = deque()  # of the next piece, and of those after it
+    writes: deque[list[Future[None]]] = deque(maxlen=BUFFERS)  # of the last pieces; all earlier ones have succeeded
     try:
         for index, piece in enumerate(pieces[:BUFFERS]):
             reads.append(ring.read(index, piece))
         for index, piece in enumerate(pieces):
             _wait(reads[0])
             reads.popleft()
-            # One that has failed raises, and if its buffer is this piece's, it is done: the read has waited for it.
+            # Raise errors of finished writes. The last write from this buffer is finished, as the read has waited for
+            # it.
             _wait(write for write in chain.from_iterable(writes) if write.done())
             act(index, ring.buffer(index, piece.nbytes))
             writes.append(ring.write(index, piece) if write_back else [])
@@ -315,21 +315,21 @@ def stream(
         _wait(chain.from_iterable(writes))
     finally:
         _end(reads, writes)
-        reads.clear()  # an exception that is raised refers to this frame, and they to the exception
+        reads.clear()  # break the cycle of a raised exception, this frame and the futures
         writes.clear()
         ring.in_use.release()
 
 
 def _wait(futures: Iterable[Future[None]]) -> None:
-    """Wait for each; the first that has failed raises."""
+    """Wait for all futures; raise the error of the first that has failed."""
     waiting = deque(futures)
-    del futures  # an exception that is raised refers to this frame, which is not to refer to it
+    del futures  # no reference from this frame to an exception that refers to it
     while waiting:
         waiting.popleft().result()
 
 
 def _when_done(futures: Sequence[Future[None]], tell: Callable[[], object], telling: Lock) -> None:
-    """Have the last of them that ends call ``tell``, with the lock held; if one fails, nobody does."""
+    """Call ``tell`` once after all futures have succeeded, with the lock held; not at all if one fails."""
     left = len(futures)
 
     def done(future: Future[None]) -> None:
@@ -344,7 +344,7 @@ def _when_done(futures: Sequence[Future[None]], tell: Callable[[], object], tell
 
 
 def _end(reads: Iterable[list[Future[None]]], writes: Iterable[list[Future[None]]]) -> None:
-    """Wait until no thread uses the ring. Reads that have not begun are not needed; writes all are."""
+    """Wait until no thread uses the ring. Reads that have not started are cancelled; all writes finish."""
     for future in chain.from_iterable(reads):
         future.cancel()
     wait([*chain.from_iterable(reads), *chain.from_iterable(writes)])

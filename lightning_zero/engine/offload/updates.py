@@ -1,7 +1,7 @@
-"""Updates of masters that are kept elsewhere: one bucket after another, in a thread, while the device computes.
+"""Updates of offloaded master weights in a background thread, bucket by bucket, while the device computes.
 
-(Ren et al., "ZeRO-Offload", ATC 2021, section 4.3: what waits there for the whole backward and the whole update is here
-done bucket by bucket.)
+(Ren et al., "ZeRO-Offload", ATC 2021, section 4.3, where the update starts after the whole backward and
+training waits for all of it; here both are done bucket by bucket.)
 """
 
 from __future__ import annotations
@@ -22,41 +22,40 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero.engine.comm.background_work import BackgroundWork
+from lightning_zero.engine.comm.streams import own_stream
 from lightning_zero.engine.offload.states import DiskStates
 from lightning_zero.engine.offload.swap import stream
-from lightning_zero.engine.settling import Work
-from lightning_zero.engine.streams import own_stream
 
 
 class Updates:
-    """A thread that updates masters, in the order in which they are given to it.
+    """A thread that updates master weights, in the order in which updates are submitted.
 
     Args:
-        overlap: False lets ``optimizer.step`` wait until all is done.
-        gradients: whether gradients are kept in the host's memory.
+        overlap: False makes ``optimizer.step`` wait until all updates are done.
+        gradients: whether gradients are kept in host memory.
     """
 
     def __init__(self, overlap: bool = True, gradients: bool = False) -> None:
         self.overlap, self.gradients = overlap, gradients
-        self._copier: Updates | None = None  # this thread may be waiting for what that one brings
+        self._copier: Updates | None = None  # another thread, since this one may be waiting for its copies
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: Thread | None = None
         self._streams: list[DiskUpdate] = []
 
-    def submit(self, act: Callable[[], None]) -> Work:
-        """Do something when all before it is done; who needs it waits for it."""
-        work = Work(tells=True)
+    def submit(self, act: Callable[[], None]) -> BackgroundWork:
+        """Run a function after all those submitted before; returns work to wait for."""
+        work = BackgroundWork(self)
 
         def run() -> None:
-            with suppress(Exception), work:  # the work tells who waits for it
+            with suppress(Exception), work:  # ``work`` raises the error where it is awaited
                 act()
 
         self._put(run)
         return work
 
-    def to_host(self, gradients: Tensor | dict[int, Tensor]) -> tuple[Tensor | dict[int, Tensor], Work]:
-        """Copy gradients to the host's memory; where they will be, and what ends when they are there."""
-        sources = list(gradients.values()) if isinstance(gradients, dict) else [gradients]
+    def to_host(self, sources: list[Tensor]) -> tuple[list[Tensor], BackgroundWork]:
+        """Copy gradients to host memory in the background; returns the copies, and work to wait for."""
         device = sources[0].device if sources else torch.device("cpu")
         targets = [torch.empty(t.shape, dtype=t.dtype, pin_memory=device.type != "cpu", device="cpu") for t in sources]
 
@@ -66,18 +65,18 @@ class Updates:
 
         self._copier = self._copier or Updates()
         arrival = self._copier.submit(beside(device, copy))
-        return dict(zip(gradients, targets)) if isinstance(gradients, dict) else targets[0], arrival
+        return targets, arrival
 
     def stream(self, states: Sequence[DiskStates]) -> DiskUpdate:
-        """Begin to read what lies on a disk, to be updated in this order."""
-        update = DiskUpdate(states)
+        """Start to read states from a disk for an update in this order."""
+        update = DiskUpdate(states, self)
         self._streams = [*(each for each in self._streams if each.waiting), update]
         self._put(update.run)
         return update
 
     def _put(self, run: Callable[[], None]) -> None:
         if self._thread is None:
-            # One that the interpreter does not wait for when it ends: it may be waiting for a gradient.
+            # Daemonic: the interpreter must not wait for it at exit, as it may be waiting for a gradient.
             self._thread = Thread(target=_work, args=(self._queue,), name="lightning_zero-update", daemon=True)
             self._thread.start()
             weakref.finalize(self, self._queue.put, None)
@@ -85,7 +84,7 @@ class Updates:
         self._queue.put(run)
 
     def close(self) -> None:
-        """Finish what is there to be done, drop what waits for more, and end the thread."""
+        """Finish updates that have their gradients, drop the others, and end the thread."""
         for update in self._streams:
             update.drop()
         if self._copier is not None:
@@ -101,7 +100,7 @@ _alive: weakref.WeakSet[Updates] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    # a thread that computes when the interpreter is taken down takes the process down
+    # a thread that computes while the interpreter shuts down would crash the process
     for updates in list(_alive):
         updates.close()
 
@@ -110,7 +109,7 @@ def _work(queue: SimpleQueue[Callable[[], None] | None]) -> None:
     _leave_a_core_to_training()
     while (run := queue.get()) is not None:
         run()
-        del run  # with the gradients that it holds
+        del run  # and the gradients that it holds
 
 
 P = ParamSpec("P")
@@ -122,26 +121,27 @@ OnPiece = Callable[[int, int, dict[str, Tensor]], None]
 
 
 class DiskUpdate:
-    """An update of states on a disk: pieces come and go through memory, each when its bucket's gradient is there.
+    """An update of states on a disk: streams pieces through memory, each when its bucket's gradient is there.
 
     Args:
         states: in the order in which their gradients come.
+        owner: is notified of a failure.
     """
 
-    def __init__(self, states: Sequence[DiskStates]) -> None:
+    def __init__(self, states: Sequence[DiskStates], owner: Updates) -> None:
         self._states, self._lock = states, Lock()
         self._acts: dict[DiskStates, Future[OnPiece | None]] = {each: Future() for each in states}
-        self._all = Work(tells=True, cut_short=self.drop)
-        self._shown = {each: Work(tells=True, settles=False) for each in states}
-        self._written = {each: Work(tells=True, settles=False) for each in states}
+        self._all = BackgroundWork(owner, cut_short=self.drop)
+        self._shown = {each: BackgroundWork(owner, is_awaited=False) for each in states}
+        self._written = {each: BackgroundWork(owner, is_awaited=False) for each in states}
 
-    def give(self, states: DiskStates, act: OnPiece | None, *, until_written: bool = False) -> Work | None:
-        """Say what is done with the pieces of one bucket; None for nothing. To be called for each of them.
+    def give(self, states: DiskStates, act: OnPiece | None, *, until_written: bool = False) -> BackgroundWork | None:
+        """Set the function for the pieces of one bucket; None to do nothing. To be called for each bucket.
 
         Returns:
-            What ends when that is done; with ``until_written`` when it is on the disk. All is there when ``settle``
-            comes back. None where another thread has dropped them meanwhile, which settles: then it is not done, and
-            another ``DiskUpdate`` is to do it.
+            Work that ends when the function is done, or with ``until_written`` when the result is on the disk;
+            everything is done when ``synchronize`` returns. None if another thread has dropped the bucket meanwhile in
+            ``synchronize``: then another ``DiskUpdate`` has to update it.
         """
         with self._lock:
             if self._acts[states].done():
@@ -151,16 +151,16 @@ class DiskUpdate:
 
     @property
     def waiting(self) -> list[DiskStates]:
-        """For whom nothing was given yet."""
+        """States without a function so far."""
         return [states for states, act in self._acts.items() if not act.done()]
 
     def drop(self) -> None:
-        """Do nothing with those for whom nothing was given. In any thread."""
+        """Do nothing for states without a function. May be called in any thread."""
         for states in self.waiting:
             self.give(states, None)
 
     def run(self) -> None:
-        """In another thread."""
+        """Run the update, in the thread of ``Updates``."""
         try:
             places = [(states, index) for states in self._states for index in range(len(states.pieces()))]
             pieces = [piece for states in self._states for piece in states.pieces()]
@@ -172,7 +172,7 @@ class DiskUpdate:
                     act(*states.range_of(index), states.views(index, memory))
                 if places[number + 1 : number + 2] != [(states, index + 1)]:
                     self._shown[states].end()
-                    self._acts[states] = _GIVEN  # what was given holds gradients
+                    self._acts[states] = _GIVEN  # the function holds gradients
 
             left = Counter(states for states, _ in places)
 
@@ -193,17 +193,17 @@ class DiskUpdate:
 
 
 def _leave_a_core_to_training() -> None:
-    """Of the cores that this process may use the first is for what feeds the device."""
+    """Leave the first core that this process may use to the thread that launches the device's kernels."""
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         if len(cores) > 2:
-            os.sched_setaffinity(0, cores[1:])  # of this thread, and of those that its kernels start
+            os.sched_setaffinity(0, cores[1:])  # affects this thread and those that its kernels start
 
 
 def beside(device: torch.device, act: Callable[P, None]) -> Callable[P, None]:
-    """What does something on a stream of its own, once the device has done all that it was told to do so far.
+    """Wrap a function to run on a stream of its own, after all work queued on the device at the time of this call.
 
-    So that what it copies to and from the host passes by what the device computes meanwhile.
+    Its copies to and from the host then overlap with computation.
     """
     if device.type == "cpu":
         return act
@@ -220,13 +220,13 @@ def beside(device: torch.device, act: Callable[P, None]) -> Callable[P, None]:
 
 
 class Update(NamedTuple):
-    """An optimizer's update, of one parameter group, as it would be now: schedulers and scalers change it for the next.
+    """An optimizer's update of one parameter group, with its present options: schedulers may change them later.
 
     Attributes:
-        kind: the optimizer's class, or one like it.
-        attributes: what it has.
+        kind: the optimizer's class, or one derived from it.
+        attributes: of the optimizer.
         group: the options of the group.
-        dtype: of counts of steps.
+        dtype: of step counts.
     """
 
     kind: type[Optimizer]
@@ -236,10 +236,10 @@ class Update(NamedTuple):
 
     @classmethod
     def of(cls, optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> Update:
-        """As suits the CPU.
+        """Make an update that runs on the CPU.
 
         Args:
-            device: where the module computes. Where that is the CPU, the kernel is the one that it would be anyway.
+            device: where the module computes. If that is the CPU, the optimizer's own choice of kernel stays.
         """
         options = {
             key: value.clone() if isinstance(value, Tensor) else value
@@ -250,7 +250,7 @@ class Update(NamedTuple):
             options["fused"] = type(optimizer).__name__ in _FUSED
         attributes = {
             **optimizer.__dict__,
-            # whoever hooks in is called once for the whole step, and by nobody else
+            # hooks of users run once for the step, not for each update
             "_optimizer_step_pre_hooks": OrderedDict(),
             "_optimizer_step_post_hooks": OrderedDict(),
         }
@@ -258,15 +258,15 @@ class Update(NamedTuple):
         return cls(_without_hooks(type(optimizer)), attributes, options, dtype)
 
     def act(self, values: Tensor, gradient: Tensor | None, state: dict[str, Any]) -> dict[str, Any]:
-        """Update one tensor as the optimizer's ``step`` does, and nothing else. In any thread.
+        """Update one tensor as the optimizer's ``step`` does. May be called in any thread.
 
         Args:
-            values: they are changed in place.
-            gradient: None for none.
-            state: what the optimizer knows of the tensor, which is changed in place.
+            values: changed in place.
+            gradient: None if there is none.
+            state: the optimizer state of the tensor, changed in place.
 
         Returns:
-            The state: what there was, or what the optimizer has made.
+            The state: the given one, or a new one from the optimizer.
         """
         is_new = not state
         parameter = nn.Parameter(values)
@@ -279,13 +279,13 @@ class Update(NamedTuple):
         }
         _unhooked(self.kind.step)(alone)
         after = alone.state[parameter]
-        if is_new:  # counts of steps are in the default dtype, which another thread may have set for its forward
+        if is_new:  # step counts have the default dtype, which another thread may have set for its forward
             counts = {key: value for key, value in after.items() if isinstance(value, Tensor) and value.dim() == 0}
             after |= {key: value.to(self.dtype) for key, value in counts.items() if value.is_floating_point()}
         return after
 
     def fields(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """What the optimizer keeps of each element of a tensor of a dtype, by trying it on one."""
+        """Dtypes of the per-element optimizer states of a tensor, found by an update of one element."""
         tried = torch.zeros(1, dtype=dtype, device="cpu")
         state = self.act(tried, torch.zeros_like(tried), {})
         return {key: value.dtype for key, value in state.items() if isinstance(value, Tensor) and value.shape == (1,)}
@@ -294,7 +294,7 @@ class Update(NamedTuple):
 def fields_by_parameter(
     optimizers: Sequence[Optimizer],
 ) -> Callable[[Iterable[Tensor], torch.dtype], dict[str, torch.dtype]]:
-    """A function that says what optimizers will keep of each element of some parameters, with masters of a dtype."""
+    """Make a function that gives the dtypes of optimizer states, by name, for parameters with masters of some dtype."""
     group_of = {
         id(parameter): (optimizer, group)
         for optimizer in optimizers
@@ -315,14 +315,14 @@ def fields_by_parameter(
 
 
 def _unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
-    """An optimizer's ``step`` without what torch puts around it when one is made, which calls all hooks on steps."""
+    """An optimizer's ``step`` without the wrapper that torch adds at construction, which calls all step hooks."""
     while getattr(step, "hooked", False):
         step = step.__wrapped__  # type: ignore[attr-defined]
     return step
 
 
 def _without_hooks(kind: Any) -> type[Optimizer]:
-    """An optimizer's class; where its ``step`` calls that of a class it derives from, one to which this is unhooked."""
+    """An optimizer's class; if its ``step`` calls a base class's, a derived class with unwrapped base classes."""
     if _unhooked(kind.step).__module__.startswith("torch.optim"):
         return kind  # which calls no other
     return _deriving(kind, tuple(base for base in kind.__mro__[1:] if hasattr(vars(base).get("step"), "hooked")))
@@ -330,7 +330,7 @@ def _without_hooks(kind: Any) -> type[Optimizer]:
 
 @cache
 def _deriving(kind: Any, hooked: tuple[Any, ...]) -> Any:
-    # each comes before the class it derives from in the order in which ``super()`` goes
+    # in the method resolution order each unwrapped ``step`` comes before the class that it is taken from
     between = [type(base.__name__, (base,), {"step": _unhooked(base.step)}) for base in hooked]
     return type(kind.__name__, (kind, *between), {}) if between else kind
 
@@ -338,7 +338,7 @@ def _deriving(kind: Any, hooked: tuple[Any, ...]) -> Any:
 def _beside_it(gradient: Tensor, values: Tensor) -> Tensor:
     if gradient.device == values.device:
         return gradient.to(values.dtype)
-    # torch keeps pinned memory that was given back for the next who asks
+    # torch reuses freed pinned memory
     host = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=True, device="cpu")
     host.copy_(gradient, non_blocking=True)
     torch.accelerator.current_stream(gradient.device).synchronize()
@@ -346,4 +346,4 @@ def _beside_it(gradient: Tensor, values: Tensor) -> Tensor:
 
 
 _FUSED = {"Adam", "AdamW", "SGD", "Adagrad"}
-"""Those of which torch has a kernel for the CPU that does all of an update in one pass over memory."""
+"""Optimizers with a CPU kernel in torch that does the whole update in one pass over memory."""

@@ -1,6 +1,6 @@
-"""For a process that shall start faster: Python imports this file where PYTHONPATH has its folder.
+"""Faster start of a process: Python imports this file if its folder is in PYTHONPATH.
 
-torchmetrics, and so Lightning, imports what is below where it is installed: a third of the time that it all takes.
+torchmetrics, and so Lightning, imports the packages hidden below if they are installed: a third of its import time.
 """
 
 import sys

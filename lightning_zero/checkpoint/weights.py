@@ -1,0 +1,140 @@
+"""Load weights from a file: names and shapes at once, values when the module is sharded, each rank its own shard."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_zero.checkpoint.form import DCP_METADATA
+from lightning_zero.checkpoint.reading import open_checkpoint
+from lightning_zero.checkpoint.restricted import load_torch
+from lightning_zero.engine.compat import IncompatibleKeys
+from lightning_zero.engine.init.deferred_param import give_values, may_values_wait, taking_values
+from lightning_zero.engine.init.sources import listed
+
+_IN_A_FOLDER = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+
+
+def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> IncompatibleKeys:
+    """Load a file's weights into a module. Call it on every rank; it does not communicate.
+
+    Within ``configure_model`` under ZeRO the values stay in the file until the module is sharded; then each rank reads
+    its shard. A module that is already sharded reads its shards at once. Otherwise parameters on the meta device use
+    the file's mapped memory, and other parameters are copied to. The module's dtypes are kept.
+
+    Args:
+        module: on the meta device, ordinary, or sharded, wholly or in part.
+        path: a ``.safetensors`` file; a ``torch.save`` file with a state dict or a Lightning checkpoint; or a folder
+            written by ``save_pretrained`` of transformers or by a strategy with ``checkpoint="sharded"``. One name is
+            enough for tied parameters.
+        strict: refuse tensors that are missing in the file or unknown to the module. Otherwise at least one must fit.
+
+    Returns:
+        ``missing_keys`` and ``unexpected_keys``, as ``load_state_dict`` does; both are empty if ``strict``.
+
+    Raises:
+        FileNotFoundError: if there are no weights at the path.
+        ModuleNotFoundError: for safetensors files, if that package is not installed.
+        ValueError: if the file cannot be read or tensors do not fit, naming all of them. Nothing has been loaded then.
+    """
+    state = _read(Path(path))
+    found: list[IncompatibleKeys] = []
+    misshapen = []
+    with taking_values(module, lambda tensor: True) as places:
+
+        def note(_: nn.Module, keys: IncompatibleKeys) -> None:
+            filled = {id(place.stand_in) for place in places if place.stand_in.taken is not None}
+            named = module.state_dict(keep_vars=True)  # includes all names of tied parameters
+            keys.missing_keys[:] = [name for name in keys.missing_keys if id(named.get(name)) not in filled]
+            found.append(IncompatibleKeys(list(keys.missing_keys), list(keys.unexpected_keys)))
+
+        hook = module.register_load_state_dict_post_hook(note)
+        try:
+            module.load_state_dict(state, strict=False)
+        except RuntimeError as error:
+            if not found:
+                raise
+            misshapen = [line.strip() for line in str(error).splitlines()[1:]]  # torch's list
+        finally:
+            hook.remove()
+    (keys,) = found
+    wrong = []
+    fits = not state or len(keys.unexpected_keys) < len(state)
+    if (strict or not fits) and keys.missing_keys:
+        wrong.append(f"the file lacks {listed(keys.missing_keys)}")
+    if (strict or not fits) and keys.unexpected_keys:
+        wrong.append(f"the module lacks {listed(keys.unexpected_keys)}")
+    if misshapen:
+        wrong.append(listed(misshapen).rstrip("."))
+    if wrong:
+        advice = "" if misshapen else " Load what fits with strict=False."
+        if not fits:
+            advice = " They have no name in common: load the file into the part of the module that was saved."
+        raise ValueError(
+            f"{path} does not fit {type(module).__name__}: {'; '.join(wrong)}. Nothing was loaded.{advice}"
+        )
+    give_values(places, wait=may_values_wait())
+    return keys
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    """Read a state dict whose tensors remain in their files."""
+    if (path / DCP_METADATA).is_file():
+        return open_checkpoint(path).checkpoint.get("state_dict", {})
+    if path.is_dir():
+        found = next((path / name for name in _IN_A_FOLDER if (path / name).is_file()), None)
+        if found is None:
+            raise FileNotFoundError(f"{path} has no weights: it needs one of {', '.join(_IN_A_FOLDER)}.")
+        path = found
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: load_weights takes a file of weights, or a folder with one.")
+    if path.suffix == ".json":
+        with _named_in_errors(path):
+            files = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+        return {name: tensor for file in files for name, tensor in _read(path.parent / file).items()}
+    if path.suffix == ".safetensors":
+        load_file = _safetensors_loader()
+        with _named_in_errors(path):
+            return load_file(path, device="cpu")
+    with _named_in_errors(path):
+        return _state_dict_in(load_torch(path, mmap=zipfile.is_zipfile(path), may_have_configuration=False))
+
+
+@contextmanager
+def _named_in_errors(path: Path) -> Iterator[None]:
+    """Context that converts readers' errors, of various classes and mostly without the file's name, to ValueError."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f"{path} ({path.stat().st_size} bytes) cannot be read as weights: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _state_dict_in(loaded: Any) -> dict[str, Tensor]:
+    """Return a bare state dict unchanged, or the ``state_dict`` of a Lightning checkpoint."""
+    if not isinstance(loaded, dict):
+        raise TypeError(f"it holds a {type(loaded).__name__}, and no state dict")
+    return loaded["state_dict"] if "pytorch-lightning_version" in loaded else loaded
+
+
+def _safetensors_loader() -> Callable[..., dict[str, Tensor]]:
+    try:
+        from safetensors.torch import load_file
+    except ImportError:
+        raise ModuleNotFoundError(
+            "the package safetensors is missing: pip install 'lightning_zero[weights]'", name="safetensors"
+        ) from None
+    return load_file

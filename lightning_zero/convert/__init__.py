@@ -1,0 +1,1 @@
+"""Readers for checkpoints of DeepSpeed and FSDP."""

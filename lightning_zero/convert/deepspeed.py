@@ -1,0 +1,470 @@
+"""Open checkpoints of DeepSpeed's ZeRO stages 1 to 3 without DeepSpeed.
+
+Each rank has a file with its shard of what the optimizer updates, flat vectors of fp32:
+
+- stages 1 and 2: one vector per param group, the concatenation of its parameters, split into as many equal shards as
+  there are ranks;
+- stage 3: each parameter is split separately, and a rank's shards of a sub-group's parameters are concatenated.
+
+The optimizer's state has vectors of the same layout. Everything that is not trained is in the model's files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import ceil, prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.checkpoint.checksums import DamagedCheckpointError, Extent
+from lightning_zero.checkpoint.files import Files
+from lightning_zero.checkpoint.form import CHECKPOINT_KEY
+from lightning_zero.checkpoint.reading import OpenedCheckpoint
+from lightning_zero.checkpoint.records import BrokenArchiveError, records_of
+from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_torch
+from lightning_zero.convert.foreign import with_lightnings_entries
+from lightning_zero.engine.init.sources import listed
+from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
+
+_OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+# DeepSpeed's own entries of a model file. All others were passed as `client_state`: by Lightning, its whole checkpoint.
+_OWN_ENTRIES = set(
+    """
+    module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler
+    data_sampler random_ltd skipped_steps global_steps global_samples dp_world_size mp_world_size
+    checkpoint_parallel_dimensions sparse_tensor_module_names csr_tensor_module_names universal_checkpoint_info
+    ds_config ds_version
+    """.split()
+)
+
+
+def open_deepspeed(path: str | os.PathLike[str]) -> OpenedCheckpoint:
+    """Open a DeepSpeed checkpoint as Lightning's dictionary; values are only read when they are used.
+
+    Weights are the fp32 masters; tensors that are not trained are converted to fp32. If the parameters were in low
+    precision, the masters are also stored where a run in ``bf16-true`` looks for them. The optimizer's state has the
+    form of torch's optimizers, by number; DeepSpeed's param groups do not contain parameters that are not trained.
+
+    Args:
+        path: a local folder with a ``latest`` file, as passed to ``engine.save_checkpoint`` or written by Lightning's
+            ``DeepSpeedStrategy``; or the folder of one tag.
+
+    Raises:
+        FileNotFoundError: if there is no checkpoint, or files of some ranks are missing.
+        ValueError: if it is not of ZeRO's stages 1 to 3, or the model was split by other parallelism as well; if its
+        files
+            do not belong together; if it contains objects of classes other than DeepSpeed's, which are never created.
+        DamagedCheckpointError: if one of its files cannot be read.
+    """
+    folder = _folder_of_tag(Path(path))
+    files = _rank_files(folder)
+    models = {rank: _load(file) for rank, file in files.model.items()}
+    saved = {rank: _load(file)["optimizer_state_dict"] for rank, file in files.optimizer.items()}
+    model, state = models[min(models)], saved[min(saved)]
+    _check_cut_by_zero_alone(folder, model)
+    stage, world_size = _stage_of(folder, state), _world_size_of(state)
+    _check_ranks(folder, "..._optim_states.pt", list(saved), world_size)
+    _check_ranks(folder, "..._model_states.pt", list(models), world_size if stage == 3 else 1)
+    return _put_together(os.fspath(path), folder, files, list(models.values()), list(saved.values()), stage)
+
+
+def _put_together(
+    path: str, folder: Path, files: _RankFiles, models: list[dict[str, Any]], saved: list[dict[str, Any]], stage: int
+) -> OpenedCheckpoint:
+    """Assemble the checkpoint from the contents of all ranks' files."""
+    model = models[0]
+    masters = [state["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"] for state in saved]
+    layouts = _by_parameter(model, masters) if stage == 3 else _by_group(model, saved, masters)
+    _check_sizes(folder, model, masters, layouts, stage)
+
+    trained = {}
+    for number, layout in enumerate(layouts):
+        for name, pieces in layout.items():
+            trained[name] = pieces.of(name, [flats[number] for flats in masters])
+    state_dict = _state_dict(models, trained)
+    rename = _without_lightnings_wrapper(state_dict)
+
+    checkpoint: dict[str, Any] = {key: value for key, value in model.items() if key not in _OWN_ENTRIES}
+    if model.get("lr_scheduler") is not None:
+        checkpoint.setdefault("lr_schedulers", [model["lr_scheduler"]])
+    checkpoint = with_lightnings_entries(checkpoint, steps=model["global_steps"])
+    checkpoint["state_dict"] = {rename(name): value for name, value in state_dict.items()}
+    names = None
+    dealt = stage < 3 and "zero_stage" in saved[0] and _option(model, "round_robin_gradients")
+    entry = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
+    optimizer = _optimizer_state(folder, saved, masters, layouts, entry, dealt)
+    if optimizer is not None:
+        order, checkpoint["optimizer_states"] = optimizer[0], [optimizer[1]]
+        names = [[rename(name) for name in order]]
+    if any(isinstance(value, Tensor) and value.dtype in _LOW_PRECISION for value in model["module"].values()):
+        checkpoint[CHECKPOINT_KEY] = {"masters": {rename(name): value for name, value in trained.items()}}
+
+    written_by = {"deepspeed": str(model.get("ds_version", "")), "stage": stage, "world_size": len(saved)}
+    extents = _extents([*files.optimizer.values(), *files.model.values()])
+    return OpenedCheckpoint(path, "sharded", written_by, checkpoint, checkpoint, names, Files(folder), extents)
+
+
+# -- the files ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _RankFiles:
+    """Files by rank, in ascending order; at stages 1 and 2 rank 0's model file contains the whole model."""
+
+    optimizer: dict[int, Path]
+    model: dict[int, Path]
+
+
+def _folder_of_tag(path: Path) -> Path:
+    """Return the folder with the ranks' files: the path itself, or the folder of the tag that ``latest`` names."""
+    if not path.is_dir():
+        what = "is a file" if path.is_file() else "does not exist"
+        raise FileNotFoundError(f"{path} {what}: a checkpoint of DeepSpeed is a local folder with 'latest' in it.")
+    if any(_OPTIMIZER_FILE.fullmatch(name) or _MODEL_FILE.fullmatch(name) for name in os.listdir(path)):
+        return path
+    if (path / "latest").is_file():
+        folder = path / (path / "latest").read_text().strip()
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{path}/latest names '{folder.name}', and there is no such folder beside it.")
+        return folder
+    tags = sorted(tag.name for tag in path.iterdir() if any(map(_OPTIMIZER_FILE.fullmatch, _names_in(tag))))
+    if tags:
+        raise FileNotFoundError(f"{path} has no file 'latest': give one of its folders, {path}/{tags[-1]} for example.")
+    raise FileNotFoundError(
+        f"{path} is no checkpoint of DeepSpeed: it has no file 'latest', and no '..._optim_states.pt' of ZeRO. In it: "
+        f"{listed(sorted(os.listdir(path))) or 'nothing'}."
+    )
+
+
+def _names_in(folder: Path) -> list[str]:
+    return os.listdir(folder) if folder.is_dir() else []
+
+
+def _rank_files(folder: Path) -> _RankFiles:
+    names = os.listdir(folder)
+    optimizer = {match: folder / match.string for name in names if (match := _OPTIMIZER_FILE.fullmatch(name))}
+    model = {match: folder / match.string for name in names if (match := _MODEL_FILE.fullmatch(name))}
+    cut_otherwise = sorted(match.string for match in (*optimizer, *model) if int(match[2]) > 0)
+    cut_otherwise += sorted(name for name in names if name.startswith(("layer_", "expp_rank_")) or "_expert_" in name)
+    if cut_otherwise:
+        raise ValueError(_cut_otherwise(folder, cut_otherwise))
+    if not optimizer:
+        raise FileNotFoundError(
+            f"{folder} has no file '..._optim_states.pt' of ZeRO's stages 1 to 3. In it: "
+            f"{listed(sorted(names)) or 'nothing'}. Without ZeRO 'module' in mp_rank_00_model_states.pt has the "
+            "weights."
+        )
+    if not model:
+        raise FileNotFoundError(f"{folder} is not whole: it has no file '..._model_states.pt'.")
+    return _RankFiles(
+        dict(sorted((int(match[1]), file) for match, file in optimizer.items())),
+        dict(sorted((int(match[1] or 0), file) for match, file in model.items())),
+    )
+
+
+def _cut_otherwise(folder: Path, told_by: list[str]) -> str:
+    return (
+        f"{folder} is of a model that was cut by tensor, pipeline or expert parallelism as well as by ZeRO "
+        f"({listed(told_by)}): only what ZeRO alone has cut can be put together here. DeepSpeed's own "
+        "ds_to_universal.py puts others together."
+    )
+
+
+def _check_ranks(folder: Path, files: str, ranks: list[int], world_size: int) -> None:
+    wrong = sorted(set(ranks) ^ set(range(world_size)))
+    if wrong:
+        raise FileNotFoundError(
+            f"{folder} is not what {world_size} rank(s) have saved: of files '{files}' it has those of rank(s) "
+            f"{listed(map(str, ranks))}, and {listed(map(str, wrong))} is missing, or left by another save. Copy the "
+            "folders of all machines into one, with nothing else in it."
+        )
+
+
+class _Inert:
+    """Stand-in for a DeepSpeed object: accepts constructor arguments and state, and ignores them."""
+
+    def __new__(cls, *_: Any, **__: Any) -> _Inert:
+        return object.__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, _: Any) -> None:
+        pass
+
+
+def _load(file: Path) -> dict[str, Any]:
+    """Load a DeepSpeed file with memory-mapped tensors. None of the classes it names is imported or called."""
+    import argparse
+
+    try:
+        named = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        own = [(int if name.endswith(".ZeroStageEnum") else _Inert, name) for name in named if _is_deepspeeds(name)]
+        with torch.serialization.safe_globals([argparse.Namespace, *own]):
+            loaded = load_torch(file, mmap=True)
+    except ForbiddenClassError as error:
+        raise ValueError(f"{file}: {error}.") from error
+    except Exception as error:
+        raise DamagedCheckpointError(
+            f"{file} ({file.stat().st_size} bytes) is damaged, or not of DeepSpeed: {type(error).__name__}: {error}"
+        ) from error
+    expected = "optimizer_state_dict" if _OPTIMIZER_FILE.fullmatch(file.name) else "module"
+    if not isinstance(loaded, dict) or expected not in loaded:
+        raise ValueError(f"{file} is not of DeepSpeed: it has no entry '{expected}'.")
+    return loaded
+
+
+def _is_deepspeeds(name: str) -> bool:
+    return name.startswith("deepspeed.")
+
+
+def _extents(files: list[Path]) -> Callable[[], Iterator[Extent]]:
+    """Return an iterator over everything with a checksum: each record of each file."""
+
+    def extents() -> Iterator[Extent]:
+        for path in files:
+            with open(path, "rb") as file:
+                try:
+                    records = records_of(file)
+                except BrokenArchiveError as error:
+                    raise DamagedCheckpointError(f"{path} is damaged: {error}.") from error
+            for record in records:
+                if record.crc32 is not None:
+                    yield Extent(path.name, record.start, record.length, record.crc32, [record.name])
+
+    return extents
+
+
+# -- what they hold ----------------------------------------------------------------------------------------------------
+
+
+def _stage_of(folder: Path, state: dict[str, Any]) -> int:
+    # "BF16_Optimizer", equivalent to stage 1, has no such entry.
+    stage = state.get("zero_stage", 1 if "single_partition_of_fp32_groups" in state else None)
+    if stage not in (1, 2, 3):
+        raise ValueError(
+            f"{folder} says that it is of stage {stage!r} of ZeRO, and stages 1, 2 and 3 are known here. If that is a "
+            "stage of DeepSpeed's, write weights with its zero_to_fp32.py."
+        )
+    return int(stage)
+
+
+def _option(model: dict[str, Any], name: str) -> bool:
+    """Read a ZeRO option from DeepSpeed's configuration, which is stored with the model."""
+    config = model.get("ds_config")
+    return bool(config["zero_optimization"].get(name)) if isinstance(config, dict) else False
+
+
+def _world_size_of(state: dict[str, Any]) -> int:
+    count = state["partition_count"]  # one count per param group at stages 1 and 2
+    return max(count) if isinstance(count, (list, tuple)) else count
+
+
+def _check_cut_by_zero_alone(folder: Path, model: dict[str, Any]) -> None:
+    parallel = {"mp_world_size": model.get("mp_world_size"), **(model.get("checkpoint_parallel_dimensions") or {})}
+    others: dict[str, Any] = {
+        name: degree for name, degree in parallel.items() if isinstance(degree, int) and degree > 1
+    }
+    others |= {name: "yes" for name in ("ds_autoep_layers", "autoep_layers") if model.get(name)}
+    if others:
+        raise ValueError(_cut_otherwise(folder, [f"{name}: {degree}" for name, degree in others.items()]))
+    if not isinstance(model["module"], dict) or not model.get("param_shapes"):
+        raise ValueError(f"{folder} has no weights with names: it is of a pipeline, or written without the optimizer.")
+
+
+class _Pieces:
+    """Location of one parameter's elements, in order, in the ranks' flat vectors.
+
+    Args:
+        shape: of the parameter.
+        ranges: (rank, start, stop). The last range may extend into padding.
+    """
+
+    def __init__(self, shape: tuple[int, ...], ranges: list[tuple[int, int, int]]) -> None:
+        self.shape = shape
+        self.ranges = ranges
+
+    def of(self, name: str, flats: list[Tensor]) -> Tensor:
+        """Return the parameter, or an optimizer state of its shape, given the ranks' flat vectors."""
+        return _stored(name, self.shape, [flats[rank][start:stop] for rank, start, stop in self.ranges])
+
+
+_Layout = dict[str, _Pieces]
+"""Parameters of one flat vector that is sharded over the ranks, in the order of the vector."""
+
+
+def _by_group(model: dict[str, Any], saved: list[dict[str, Any]], masters: list[list[Tensor]]) -> list[_Layout]:
+    """Layouts at stages 1 and 2: the ranks' shards are consecutive ranges of a param group's flat vector."""
+    layouts = []
+    paddings = saved[0].get("param_alignment_paddings")
+    for group, shapes in enumerate(model["param_shapes"]):
+        starts = [0]
+        for flats in masters:
+            starts.append(starts[-1] + flats[group].numel())
+        padding = dict(zip(shapes, paddings[group])) if paddings else {}
+        layout, offset = {}, 0
+        for name, shape in shapes.items():
+            stop = offset + prod(shape)
+            ranges = [
+                (rank, max(offset - first, 0), min(stop, last) - first)
+                for rank, (first, last) in enumerate(zip(starts, starts[1:]))
+                if max(offset, first) < min(stop, last)
+            ]
+            layout[name] = _Pieces(tuple(shape), ranges)
+            offset = stop + padding.get(name, 0)
+        layouts.append(layout)
+    return layouts
+
+
+def _by_parameter(model: dict[str, Any], masters: list[list[Tensor]]) -> list[_Layout]:
+    """Layouts at stage 3: each parameter is split into as many equal shards as there are ranks, the last one padded."""
+    layouts = []
+    for shapes in model["param_shapes"]:
+        layout, offset = {}, 0
+        for name, shape in shapes.items():
+            part = ceil(prod(shape) / len(masters))
+            layout[name] = _Pieces(tuple(shape), [(rank, offset, offset + part) for rank in range(len(masters))])
+            offset += part
+        layouts.append(layout)
+    return layouts
+
+
+def _check_sizes(
+    folder: Path, model: dict[str, Any], masters: list[list[Tensor]], layouts: list[_Layout], stage: int
+) -> None:
+    """Check that the ranks' vectors have the sizes that the model's file specifies."""
+    for number, layout in enumerate(layouts):
+        held = [flats[number].numel() if number < len(flats) else 0 for flats in masters]
+        elements = sum(prod(pieces.shape) for pieces in layout.values())
+        if stage == 3:
+            part = sum(ceil(prod(pieces.shape) / len(masters)) for pieces in layout.values())
+            fits = all(numel == part for numel in held)
+        else:
+            lie = sum(stop - start for pieces in layout.values() for _, start, stop in pieces.ranges)
+            fits = lie == elements <= sum(held)
+        if not fits:
+            offloaded = (folder / "offloaded_tensors").is_dir()
+            advice = (
+                "The optimizer's state was on NVMe: it is in files that only DeepSpeed reads."
+                if offloaded
+                else "Its files are of different models or of different saves."
+            )
+            raise ValueError(
+                f"{folder} does not fit together: by its '..._model_states.pt' param group {number}, with "
+                f"{listed(list(layout), 3)}, has {elements} elements, and the ranks hold "
+                f"{listed(map(str, held))}. {advice}"
+            )
+
+
+def _stored(name: str, shape: tuple[int, ...], parts: list[Tensor]) -> Tensor:
+    """A tensor read from consecutive parts in mapped memory, converted to fp32 if the parts are less precise."""
+    parts = [part.detach() for part in parts]  # masters are saved with requires_grad=True
+    numel, dtype = prod(shape), parts[0].dtype if parts else torch.float32
+    dtype = torch.float32 if dtype in _LOW_PRECISION else dtype
+
+    def read(start: int, stop: int) -> Tensor:
+        out, first = torch.empty(stop - start, dtype=dtype, device="cpu"), 0
+        for part in parts:
+            last = first + part.numel()
+            low, high = max(start, first), min(stop, last)
+            if low < high:
+                out[low - start : high - start].copy_(part[low - first : high - first])
+            first = last
+        return out
+
+    return StoredTensor(name, shape, dtype, read) if numel > 1 else read(0, numel).view(shape)
+
+
+def _state_dict(models: list[dict[str, Any]], trained: dict[str, Tensor]) -> dict[str, Any]:
+    """Return all entries of the module's own ``state_dict``, in its order."""
+    model = models[0]
+    frozen = {}
+    for name, shape in (model.get("frozen_param_shapes") or {}).items():
+        parts = [each["frozen_param_fragments"][name].reshape(-1) for each in models]
+        frozen[name] = _stored(name, tuple(shape), parts)
+    shared = model.get("shared_params") or {}
+    state_dict = {}
+    for name, value in model["module"].items():
+        origin = shared.get(name, name)
+        if origin in trained:
+            state_dict[name] = trained[origin]
+        elif origin in frozen:
+            state_dict[name] = frozen[origin]
+        elif isinstance(value, Tensor) and value.is_floating_point():
+            state_dict[name] = _stored(name, tuple(value.shape), [value.reshape(-1)])
+        else:
+            state_dict[name] = value
+    return state_dict
+
+
+def _without_lightnings_wrapper(state_dict: dict[str, Any]) -> Callable[[str], str]:
+    """Return a function that strips the prefix of the wrapper that Lightning before 2.1 put around the module."""
+    prefix = "_forward_module."
+    wrapped = all(name.startswith(prefix) for name in state_dict)
+    return (lambda name: name.removeprefix(prefix)) if wrapped else (lambda name: name)
+
+
+def _optimizer_state(
+    folder: Path, saved: list[Any], masters: list[list[Tensor]], layouts: list[_Layout], entry: str, dealt: bool
+) -> tuple[list[str], dict[str, Any]] | None:
+    """Return parameter names in the order of their numbers and the optimizer's state in torch's form, or None."""
+    states = [state.get(entry) for state in saved]
+    if not all(isinstance(state, dict) for state in states):
+        warnings.warn(
+            f"{folder} has no param groups of the optimizer, as with DeepSpeed's 'elastic_checkpoint', so its state is "
+            "left out: the weights alone are imported.",
+            stacklevel=3,
+        )
+        return None
+    names: list[str] = []
+    groups, by_number = [], {}
+    for group in states[0]["param_groups"]:
+        first = len(names)
+        for flat in group["params"]:
+            per_rank = [state["state"].get(flat, {}) for state in states]
+            for name in _in_users_order(list(layouts[flat]), len(saved) if dealt else 1):
+                values = {
+                    key: _state_value(folder, name, key, per_rank, layouts[flat][name], [m[flat] for m in masters])
+                    for key in per_rank[0]
+                }
+                if values and "step" in group:
+                    values.setdefault("step", torch.tensor(float(group["step"]), device="cpu"))
+                if values:
+                    by_number[len(names)] = values
+                names.append(name)
+        kept = {key: value for key, value in group.items() if key != "step" and not isinstance(value, _Inert)}
+        groups.append({**kept, "params": list(range(first, len(names)))})
+    return names, {"state": by_number, "param_groups": groups}
+
+
+def _state_value(
+    folder: Path, name: str, key: str, per_rank: list[dict[str, Any]], pieces: _Pieces, masters: list[Tensor]
+) -> Any:
+    value = per_rank[0][key]
+    if not isinstance(value, Tensor):  # torch's Adam has a tensor as step count, DeepSpeed's a number
+        return torch.tensor(float(value), device="cpu") if key == "step" else value
+    if value.dim() == 0:
+        return value.clone()
+    flats = [state[key] for state in per_rank]
+    if any(flat.dim() != 1 or flat.numel() < master.numel() for flat, master in zip(flats, masters)):
+        raise ValueError(
+            f"{folder}: the optimizer's '{key}' of {name} is not one value for each element, but of shape "
+            f"{tuple(value.shape)}: only the state of elementwise optimizers can be put together."
+        )
+    return pieces.of(f"{name} ({key})", flats)
+
+
+def _in_users_order(names: list[str], hands: int) -> list[str]:
+    """Restore the order of the user's param group, which 'round_robin_gradients' distributes over the ranks in turn."""
+    dealt = [number for hand in range(hands) for number in range(hand, len(names), hands)]
+    return [name for _, name in sorted(zip(dealt, names))]

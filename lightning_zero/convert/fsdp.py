@@ -1,0 +1,172 @@
+"""Open checkpoints of FSDP and FSDP2, from Lightning's strategies or custom loops, by recognising their entries."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from lightning_zero.checkpoint.reading import OpenedCheckpoint, by_number, open_checkpoint
+from lightning_zero.convert.foreign import with_lightnings_entries
+from lightning_zero.engine.init.sources import listed
+
+_USUAL = ("state_dict", "model", "module", "model_state_dict")
+
+
+def open_fsdp(path: str | os.PathLike[str], *, model: str | None = None) -> OpenedCheckpoint:
+    """Open an FSDP checkpoint like ``open_checkpoint``, with its entries under Lightning's keys.
+
+    Supports folders of ``torch.distributed.checkpoint`` and ``torch.save`` files with full tensors, written by
+    Lightning's ``FSDPStrategy`` and ``ModelParallelStrategy`` or from torch's ``get_state_dict``, under any keys: the
+    weights are the only mapping from names to tensors or, among several, the one that has the names of the optimizer's
+    parameters, or a usual key; optimizers are recognised by ``state`` and ``param_groups``, nested or flattened.
+
+    Args:
+        path: a local path, or an fsspec URL.
+        model: key of the weights if there are several candidates; dotted if nested.
+
+    Raises:
+        FileNotFoundError, DamagedCheckpointError: as ``open_checkpoint``.
+        ValueError: as ``open_checkpoint``, and if the weights are not found; the message lists all keys.
+    """
+    opened = open_checkpoint(path)
+    tree = dict(opened.as_saved)
+    if not any(isinstance(value, (dict, list)) for value in tree.values()):
+        tree = {"state_dict": tree}
+    optimizers = dict(_optimizers_in(tree))
+    name, weights = _weights_of(opened.path, tree, optimizers, model)
+    if any(key.rsplit(".", 1)[-1].startswith("_flat_param") for key in weights):
+        raise ValueError(
+            f"{opened.path}: '{name}' holds FSDP's flat parameters, which only the same FSDP reads: save it anew with "
+            "StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT."
+        )
+    _take(tree, name)
+    tree = {"state_dict": weights, **tree}
+    names = None
+    for state in tree.get("optimizer_states", []):
+        _warn_of_modules_numbers(opened.path, state)
+    if optimizers:
+        tree["optimizer_states"], names = [], []
+        for key, optimizer in optimizers.items():
+            _take(tree, key)
+            saved = _nested(optimizer, weights) if _is_flattened(optimizer) else optimizer
+            try:
+                tree["optimizer_states"].append(by_number(saved))
+            except KeyError as error:
+                raise ValueError(
+                    f"{opened.path}: '{key}' has a state of {error}, which is in none of its param groups."
+                ) from error
+            names.append([name for group in saved["param_groups"] for name in group["params"]])
+    return replace(opened, checkpoint=with_lightnings_entries(tree), as_saved=tree, names_of_optimizers=names)
+
+
+def _weights_of(
+    path: str, tree: dict[str, Any], optimizers: dict[str, Any], chosen: str | None
+) -> tuple[str, dict[str, Tensor]]:
+    found = dict(_weights_in(tree))
+    if chosen is not None:
+        likely = [name for name in found if name == chosen]
+    else:
+        likely = list(found)
+        if len(likely) > 1:
+            trained = {name for optimizer in optimizers.values() for name in _names_in(optimizer, found)}
+            likely = [name for name in likely if trained and trained <= set(found[name])] or likely
+        if len(likely) > 1:
+            likely = [name for name in likely if name.rsplit(".", 1)[-1] in _USUAL] or likely
+    if len(likely) != 1:
+        there = [f"'{name}' with {len(found[name])} tensors" for name in found] or [f"'{key}'" for key in tree]
+        wanted = "no weights are found" if chosen is None else f"'{chosen}' is no mapping of names to tensors"
+        if chosen is None and found:
+            wanted = "several entries may be the weights"
+        advice = " Say which it is: --model NAME, or open_fsdp(path, model=NAME)." if found else ""
+        raise ValueError(f"{path}: {wanted}. There are {listed(there, 20)}.{advice}")
+    return likely[0], found[likely[0]]
+
+
+def _weights_in(tree: dict[str, Any], inside: str = "") -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Iterate over all mappings from names to tensors, with their dotted keys."""
+    for key, value in tree.items():
+        if isinstance(value, dict) and not _is_optimizer(value):
+            if not any(isinstance(item, (dict, list)) for item in value.values()):
+                if any(isinstance(item, Tensor) for item in value.values()):
+                    yield f"{inside}{key}", dict(value)
+            else:
+                yield from _weights_in(value, f"{inside}{key}.")
+
+
+def _optimizers_in(tree: dict[str, Any], inside: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Iterate over all optimizer states by parameter name, with their dotted keys."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            if _is_optimizer(value):
+                yield f"{inside}{key}", value
+            else:
+                yield from _optimizers_in(value, f"{inside}{key}.")
+
+
+def _is_optimizer(value: dict[str, Any]) -> bool:
+    return _is_flattened(value) or (isinstance(value.get("param_groups"), list) and "state" in value)
+
+
+def _is_flattened(value: dict[str, Any]) -> bool:
+    """Whether it was saved by ``StateDictOptions(flatten_optimizer_state_dict=True)``: keys ``state.NAME.exp_avg``."""
+    return bool(value) and all(str(key).startswith(("state.", "param_groups.")) for key in value)
+
+
+def _names_in(optimizer: dict[str, Any], weights: dict[str, dict[str, Tensor]]) -> Iterator[str]:
+    if _is_flattened(optimizer):
+        known = {name for entries in weights.values() for name in entries}
+        yield from (name for key in optimizer if (name := _split(key, known)[0]))
+    else:
+        for group in optimizer["param_groups"]:
+            yield from group["params"]
+
+
+def _split(key: str, names: Any) -> tuple[str, str]:
+    """Split ``state.NAME.exp_avg`` into ``NAME``, or "" if unknown, and ``exp_avg``."""
+    name, _, what = key.partition(".")[2].rpartition(".")
+    return (name, what) if name in names else ("", what)
+
+
+def _warn_of_modules_numbers(path: str, optimizer: dict[str, Any]) -> None:
+    """Warn that parameter order is lost: Lightning numbers parameters in module order in files with full tensors."""
+    numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
+    if numbers != list(range(len(numbers))):
+        warnings.warn(
+            f"{path} numbers the optimizer's parameters as the module has them, as FSDP does in files with whole "
+            "tensors, so what order they had within a param group is lost. If yours has another order than "
+            "module.parameters(), save a folder ('sharded') instead, which has their names.",
+            stacklevel=3,
+        )
+
+
+def _nested(flattened: dict[str, Any], weights: dict[str, Any]) -> dict[str, Any]:
+    """Return the nested form. Parameters with equal options become one param group, since groups are not recorded."""
+    state: dict[str, dict[str, Any]] = {}
+    options: dict[str, dict[str, Any]] = {}
+    for key, value in flattened.items():
+        name, what = _split(key, weights)
+        (state if key.startswith("state.") else options).setdefault(name, {})[what] = value
+    groups: list[dict[str, Any]] = []
+    for name in dict.fromkeys([*options, *state]):
+        mine = options.get(name, {})
+        group = next((group for group in groups if {**group, "params": 0} == {**mine, "params": 0}), None)
+        if group is None:
+            groups.append(group := {**mine, "params": []})
+        group["params"].append(name)
+    return {"state": state, "param_groups": groups}
+
+
+def _take(tree: dict[str, Any], dotted: str) -> None:
+    """Delete an entry and the containers that become empty. Modified dictionaries are copied."""
+    key, _, rest = dotted.partition(".")
+    if rest:
+        tree[key] = dict(tree[key])
+        _take(tree[key], rest)
+        if tree[key]:
+            return
+    del tree[key]

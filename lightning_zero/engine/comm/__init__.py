@@ -1,0 +1,1 @@
+"""Communication between ranks: the only room of the package that calls torch.distributed."""

@@ -1,0 +1,109 @@
+"""Background work on values that the engine keeps: copies for a checkpoint, and updates of offloaded states.
+
+Parameters' shards, optimizer states and tensors that users made of parameters are read and written at a few places in
+the engine, each of which calls ``synchronize`` first. Forward and backward need not: they read what was gathered.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from threading import Event, Lock
+
+_under_way: list[BackgroundWork] = []
+_lock = Lock()  # threads that read ahead synchronize, too
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_under_way.clear)  # a forked process has none of the threads
+
+
+class BackgroundWork:
+    """A task of another thread; until it ends, no other thread reads or writes the values it works on.
+
+    As a context it ends when the context does.
+
+    Args:
+        owner: whose failure the task's error is: ``wait`` raises it, and so does ``synchronize`` for this owner. None
+            if the error is reported in another way.
+        is_awaited: whether ``synchronize`` waits for it.
+        cut_short: lets the task end without what it still waits for, before ``synchronize`` waits for it.
+    """
+
+    def __init__(
+        self, owner: object | None = None, *, is_awaited: bool = True, cut_short: Callable[[], object] | None = None
+    ) -> None:
+        self._owner = weakref.ref(owner) if owner is not None else None
+        self._ended, self._cut_short = Event(), cut_short
+        self._error: BaseException | None = None
+        if is_awaited:
+            with _lock:
+                _under_way.append(self)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        self.end(error)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """The task is done, or has failed. Only the first call counts."""
+        if not self._ended.is_set():
+            self._error, self._cut_short = error, None  # which usually refers to the owner of this work
+            self._ended.set()
+
+    def wait(self) -> None:
+        """Wait until the task is done.
+
+        Raises:
+            Exception: that ended it, where it has an owner; each time.
+        """
+        self._ended.wait()
+        if self._owner is not None and self._error is not None:
+            raise self._error
+
+    @property
+    def has_failed(self) -> bool:
+        return self._error is not None
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended.is_set()
+
+    def is_owned_by(self, owners: tuple[object, ...]) -> bool:
+        owner = self._owner() if self._owner is not None else None
+        return owner is not None and any(owner is each for each in owners)
+
+    @property
+    def awaits_its_owner(self) -> bool:
+        """Whether it has failed, and its owner is there to be told."""
+        return self.has_failed and self._owner is not None and self._owner() is not None
+
+
+def is_synchronized() -> bool:
+    """Whether nothing works on the engine's values now."""
+    return all(work.has_ended for work in list(_under_way))
+
+
+def synchronize(*owners: object) -> None:
+    """Wait until nothing works on the engine's values any more.
+
+    Args:
+        owners: whose failures are raised; those of others are kept until their owners call this.
+
+    Raises:
+        Exception: that ended a task of an owner's.
+    """
+    if _under_way:
+        works = list(_under_way)
+        for work in works:
+            cut_short = work._cut_short
+            if cut_short is not None:
+                cut_short()
+            work._ended.wait()
+        owned = [work for work in works if work.is_owned_by(owners)]
+        with _lock:
+            _under_way[:] = [
+                work for work in _under_way if not work.has_ended or work.awaits_its_owner and work not in owned
+            ]
+        for work in owned:
+            work.wait()

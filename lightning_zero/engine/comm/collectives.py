@@ -1,0 +1,269 @@
+"""The data-parallel group: its transport, its control plane, the watch over its waits, and the groups made from it."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zero.engine.comm import process_group
+from lightning_zero.engine.comm.backend_transport import BackendTransport
+from lightning_zero.engine.comm.cma_connect import connect
+from lightning_zero.engine.comm.codec import Codec
+from lightning_zero.engine.comm.control_plane import MESSAGE_BYTES, ControlPlane
+from lightning_zero.engine.comm.counters import Counters
+from lightning_zero.engine.comm.failures import explained, failure
+from lightning_zero.engine.comm.gloo_transport import GlooTransport
+from lightning_zero.engine.comm.process_group import ProcessGroup
+from lightning_zero.engine.comm.shared_memory_transport import SharedMemoryTransport
+from lightning_zero.engine.comm.transport import Piece, Started, Transport
+from lightning_zero.engine.comm.watchdog import Watch
+
+# Of messages, by tag: those of the control plane, whose second is of small messages; of reductions; and of gathers, one
+# for each bucket.
+_CONTROL_TAG, _REDUCE_TAG, _GATHER_TAG = 7697, 7701, 7702
+
+_communicators = itertools.count()
+
+
+class Pending:
+    """A collective in flight.
+
+    Args:
+        what: what it is for, in words, for the error that a failure becomes.
+        started: by a transport; by default nothing is left to wait for.
+        watch: over the wait; needed where there are handles to wait for.
+    """
+
+    def __init__(self, what: str, started: Started | None = None, watch: Watch | None = None) -> None:
+        self._what, self._watch = what, watch
+        self._works, self._buffers, self._finish, self._ends_by_itself = started or Started([], [])
+        self._ordinal = watch.begin(what) if watch is not None else 0
+
+    def wait(self) -> Any:
+        """Wait for it on the current stream (NCCL) or thread (Gloo), and return its result.
+
+        Raises:
+            RuntimeError: if another rank failed, or did not take part within the process group's timeout.
+        """
+        if self._works:
+            assert self._watch is not None
+            with self._watch.waiting(self._what, self._ordinal):
+                for work in self._works:
+                    work.wait()
+        result = self._finish() if self._finish is not None else None
+        self._buffers = []
+        return result
+
+    def let_go(self) -> None:
+        """Give up the result. Peers still get what they need. (A garbage collection may call this in any thread.)"""
+        if self._works and not self._ends_by_itself:
+            self.wait()
+
+
+class Communicator:
+    """A data-parallel group. With one rank it communicates nothing and counts nothing.
+
+    Args:
+        group: the process group, ``None`` for the default one; ignored where none is initialised.
+        device: where the flat buffers live.
+
+    Attributes:
+        rank, size: in the group.
+        counters: of what has been communicated.
+        control: for Python values.
+        watch: over the waits; only with several ranks.
+        name: the same on every rank, and new each time; likewise.
+    """
+
+    def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
+        self.device, self.counters = device, Counters()
+        self.size, self.rank = process_group.world_size(group), process_group.rank(group)
+        self._own_groups: list[ProcessGroup] = []
+        self._background_group: ProcessGroup | None = None
+        self._transport: Transport | None = None
+        if self.size == 1:
+            self.control = ControlPlane(None, [0], 0, None, self.counters, 0)
+            return
+        self.group = group or process_group.default_group()
+        self._ranks = process_group.ranks_of(self.group)
+        self._timeout = process_group.timeout_of(self.group, device)
+        backend = process_group.backend_name(self.group, device)
+        is_gloo = backend == "gloo"
+        # What others ask of the group (Lightning once a batch) would wait for all gathers that came before it.
+        groups = [] if is_gloo else [self._new_group(backend) for _ in ("gathers", "reductions")]
+        has_cpu = process_group.serves_cpu(self.group)
+        self._control_group = self.group if has_cpu else self._new_group("gloo")
+        # rank 0 gives the name of what is kept in the store: a failure may have left the ranks' counts apart
+        number = torch.tensor(next(_communicators), device="cpu")
+        with explained("setting up the sharded module"):
+            dist.broadcast(number, self._ranks[0], self._control_group)
+        self.name = f"{self._ranks[0]}/{number.item()}"
+        # the modules of a process have engines of their own, which begin to communicate in an order that data decide
+        first = int(number) % 2**11 << 20
+        self.watch = Watch(self.group, self.name, sees_waits=is_gloo)
+        self.control = ControlPlane(
+            self._control_group, self._ranks, self.rank, self.watch, self.counters, first + _CONTROL_TAG
+        )
+        self._transport = self._choose_transport(groups, first + _GATHER_TAG, first + _REDUCE_TAG)
+
+    def _choose_transport(self, groups: list[ProcessGroup], gather_tag: int, reduce_tag: int) -> Transport:
+        """The quickest way between the ranks. Collective.
+
+        Args:
+            groups: of a backend that is not Gloo, for gathers and for reductions.
+        """
+        if groups:
+            return BackendTransport(*groups)
+        exchanges = None
+        if self.device.type == "cpu" and self._timeout is not None:
+            exchanges = connect(self.rank, self.size, self._timeout, self.control.gather_objects, failure)
+        if exchanges is None:
+            return GlooTransport(self.group, gather_tag, reduce_tag)
+        self.control.small, self.counters.link = exchanges.small, "within"
+        return SharedMemoryTransport(exchanges, self.rank, gather_tag, reduce_tag)
+
+    # -- buckets ----------------------------------------------------------------------------------------------------
+
+    def all_gather(self, full: Tensor, number: int, what: str, own: Tensor | None = None) -> Pending:
+        """Fill a flat buffer.
+
+        Args:
+            full: 1-D, contiguous, world_size equal slices in the order of ranks.
+            number: the bucket's, the same on every rank.
+            what: for the error message.
+            own: this rank's values, of the size and dtype of a slice, which must not change until the end; None where
+                they are in their slice of the buffer already.
+        """
+        if self._transport is None:
+            return Pending(what)
+        self.counters.add("all_gather", full.numel(), full.nbytes)
+        with explained(what):
+            return Pending(what, self._transport.all_gather(full, number, own), self.watch)
+
+    def reduce_scatter(self, flat: Tensor, codec: Codec, what: str) -> Pending:
+        """Sum a flat buffer over ranks; ``wait()`` gives this rank's slice of the sum (1-D), in the buffer's dtype.
+
+        Args:
+            flat: 1-D, contiguous, world_size equal slices in the order of ranks. Its contents are used up.
+            codec: encodes what travels. Over Gloo and shared memory what comes is added up in the buffer's own dtype,
+                to this rank's own slice as it is; other backends add up in the codec's.
+            what: for the error message.
+        """
+        assert self._transport is not None, "a bucket keeps its gradients as they come over one rank"
+        self.counters.add("reduce_scatter", flat.numel(), codec.size(flat.numel()) * codec.dtype.itemsize)
+        with explained(what):
+            return Pending(what, self._transport.reduce_scatter(flat, codec), self.watch)
+
+    @property
+    def takes_pieces(self) -> bool:
+        """Whether ``reduce_pieces`` is offered: what is reduced need not be in one buffer."""
+        return self._transport is not None and self._transport.takes_pieces
+
+    def reduce_pieces(self, pieces: list[list[Piece]], dtype: torch.dtype, factor: float, what: str) -> Pending:
+        """``reduce_scatter`` of what lies in pieces, which are kept until the end.
+
+        Args:
+            pieces: by rank, what its slice is made of; cut alike on every rank.
+            dtype: of all of them.
+            factor: by which all is multiplied before it is summed.
+            what: for the error message.
+        """
+        assert self._transport is not None
+        numel = sum(piece.numel for part in pieces for piece in part)
+        self.counters.add("reduce_scatter", numel, numel * dtype.itemsize)
+        return Pending(what, self._transport.reduce_pieces(pieces, dtype, factor), self.watch)
+
+    def reduction_bytes(self, flat: Tensor, codec: Codec) -> int:
+        """Bytes held while a flat buffer is reduced: what is sent, what is received, and one's own slice."""
+        assert self._transport is not None
+        return self._transport.reduction_bytes(flat, codec)
+
+    # -- other values on the group's device -------------------------------------------------------------------------
+
+    def broadcast_ranges(self, flat: Tensor, ranges: list[tuple[int, int]], what: str) -> None:
+        """Fill ``flat`` from its owners, ``ranges[r]`` from rank r: one broadcast each, for what is rare."""
+        if self.size == 1:
+            return
+        works = []
+        for source, (start, stop) in enumerate(ranges):
+            if stop > start:
+                part = flat[start:stop]
+                self.counters.add("control", part.numel(), part.nbytes)
+                works.append(dist.broadcast(part, self._ranks[source], self.group, async_op=True))
+        Pending(what, Started(works, [flat]), self.watch).wait()
+
+    def all_reduce(self, tensor: Tensor, op: Any = None) -> Tensor:
+        """Reduce a small tensor in place, on the group's own device: from offloaded state over NCCL too."""
+        if self.size == 1:
+            return tensor
+        on_device = tensor.to(self.device)
+        self.counters.add("control", on_device.numel(), on_device.nbytes)
+        with self.watch.waiting("a sum, norm or extreme over ranks"):
+            dist.all_reduce(on_device, op or dist.ReduceOp.SUM, self.group)
+        return tensor.copy_(on_device) if on_device is not tensor else tensor
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """One rank's value of a tensor, in place."""
+        if self.size > 1:
+            self.counters.add("control", tensor.numel(), tensor.nbytes)
+            group = self._control_group if tensor.device.type == "cpu" else self.group
+            with self.watch.waiting(f"a broadcast from rank {source}"):
+                dist.broadcast(tensor, self._ranks[source], group)
+        return tensor
+
+    def copy_from_first(self, tensors: list[Tensor]) -> None:
+        """Rank 0's values of several tensors, in place, in few messages."""
+        if self.size == 1:
+            return
+        tensors = [tensor for tensor in tensors if tensor.numel()]
+        self.control.copy_from_first([tensor for tensor in tensors if tensor.device.type == "cpu"])
+        if on_device := [tensor for tensor in tensors if tensor.device.type != "cpu"]:
+            numel, nbytes = (sum(sizes) for sizes in zip(*((t.numel(), t.nbytes) for t in on_device)))
+            self.counters.add("control", numel, nbytes)
+            with self.watch.waiting("a broadcast of buffers from rank 0"):
+                process_group.broadcast_coalesced(self.group, on_device, MESSAGE_BYTES)
+
+    # -- groups and waits -------------------------------------------------------------------------------------------
+
+    def waiting(self, what: str, everyone: bool = True) -> AbstractContextManager[None]:
+        """Around a wait for other ranks in something that is none of the engine's own; see ``Watch.waiting``.
+
+        Args:
+            what: a name, the same on every rank.
+            everyone: whether every rank takes part.
+        """
+        if self.size == 1:
+            return nullcontext()
+        return self.watch.waiting(what, None if everyone else 0)
+
+    def background_group(self) -> ProcessGroup | None:
+        """A group for a thread that communicates beside all else, over the CPU. Collective, the first time.
+
+        None with one rank.
+        """
+        if self.size > 1 and self._background_group is None:
+            # Together: from then on each waits in the store, where the end of a rank does not reach it.
+            self.control.any_rank([False], "making a group for the background")
+            self._background_group = self._new_group("gloo")
+        return self._background_group
+
+    def _new_group(self, backend: str) -> ProcessGroup:
+        """A group of the same ranks, with the timeout that the user has chosen for theirs."""
+        with explained("making a group"):
+            self._own_groups.append(process_group.new_group(self._ranks, backend, self._timeout))
+        return self._own_groups[-1]
+
+    def close(self) -> None:
+        """End the watch over its waits, the transport, and the groups that it made."""
+        if self.size > 1:
+            if self._transport is not None:
+                self._transport.close()
+            self.watch.close()
+            while self._own_groups:
+                with suppress(RuntimeError, ValueError):  # they may have failed, or be gone with the default group
+                    process_group.destroy(self._own_groups.pop())

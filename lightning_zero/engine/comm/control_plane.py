@@ -1,0 +1,163 @@
+"""What ranks tell each other apart from parameters and gradients: Python values, over the CPU.
+
+No device is synchronised for it: all tensors here are small ones in the host's memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zero.engine.comm.counters import Counters
+from lightning_zero.engine.comm.process_group import ProcessGroup, all_gather_objects, broadcast_coalesced
+from lightning_zero.engine.comm.small_messages import SMALL, SmallMessages, bytes_of, tensor_of
+from lightning_zero.engine.comm.watchdog import Watch
+
+MESSAGE_BYTES = 2**25
+
+
+class ControlPlane:
+    """Exchanges of Python values between the ranks of a group. With one rank each comes back as it is.
+
+    Args:
+        group: a process group that communicates over the CPU; None with one rank.
+        ranks: of the group, as numbered in the default one.
+        rank: this one's in the group.
+        watch: over the waits; None with one rank.
+        counters: count calls of kind "control".
+        first_tag: of messages; the next one is used as well.
+
+    Attributes:
+        small: exchanges messages up to ``SMALL`` bytes in the quickest way, where the ranks share a machine.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup | None,
+        ranks: list[int],
+        rank: int,
+        watch: Watch | None,
+        counters: Counters,
+        first_tag: int,
+    ) -> None:
+        self.small: SmallMessages | None = None
+        self._group, self._ranks, self._rank, self._counters = group, ranks, rank, counters
+        self._watch_or_none, self._message_tag, self._small_tag = watch, first_tag, first_tag + 1
+        self._sent: list[tuple[Tensor, Any]] = []  # messages are kept until they have left
+
+    @property
+    def _watch(self) -> Watch:
+        assert self._watch_or_none is not None, "one rank has no others to wait for"
+        return self._watch_or_none
+
+    @property
+    def _is_alone(self) -> bool:
+        return len(self._ranks) == 1
+
+    def any_rank(self, flags: Sequence[bool], what: str) -> list[bool]:
+        """Whether each flag is set on any rank; as many flags on every rank.
+
+        Args:
+            what: it is about, for the error message.
+        """
+        if self._is_alone:
+            return list(flags)
+        return list(map(bool, self._maximum(torch.tensor(flags, dtype=torch.uint8, device="cpu"), what).tolist()))
+
+    def gather_numbers(self, number: int, what: str) -> list[int]:
+        """Every rank's number, of 0 or more, in the order of ranks."""
+        if self._is_alone:
+            return [number]
+        numbers = torch.zeros(len(self._ranks), dtype=torch.int64, device="cpu")
+        numbers[self._rank] = number
+        return self._maximum(numbers, what).tolist()
+
+    def _maximum(self, tensor: Tensor, what: str) -> Tensor:
+        """The elementwise maximum over ranks, in place."""
+        self._counters.add("control", tensor.numel(), tensor.nbytes)
+        with self._watch.waiting(what):
+            if self.small is None or tensor.nbytes > SMALL:
+                dist.all_reduce(tensor, dist.ReduceOp.MAX, self._group)
+            else:
+                key = self.small.send(self._small_tag, [bytes_of(tensor)] * len(self.small.ranks))
+                for message in self.small.receive(key):
+                    torch.maximum(tensor, tensor_of(message, tensor.shape, tensor.dtype), out=tensor)
+        return tensor
+
+    def numbers_of_first(self, numbers: Sequence[int]) -> list[int]:
+        """Rank 0's numbers; as many on every rank."""
+        if self._is_alone:
+            return list(numbers)
+        tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        self._counters.add("control", tensor.numel(), tensor.nbytes)
+        with self._watch.waiting("a broadcast from rank 0"):
+            dist.broadcast(tensor, self._ranks[0], self._group)
+        return tensor.tolist()
+
+    def copy_from_first(self, tensors: list[Tensor]) -> None:
+        """Rank 0's values of several CPU tensors, such as buffers, in place."""
+        if self._is_alone or not tensors:
+            return
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        self._counters.add("control", sum(tensor.numel() for tensor in tensors), nbytes)
+        assert self._group is not None
+        with self._watch.waiting("a broadcast of buffers from rank 0"):
+            if self.small is None or nbytes > SMALL:
+                broadcast_coalesced(self._group, tensors, MESSAGE_BYTES)
+            else:
+                self._copy_from_first(self.small, tensors)
+
+    def _copy_from_first(self, small: SmallMessages, tensors: list[Tensor]) -> None:
+        if self._rank == 0:
+            message = b"".join(bytes_of(tensor.contiguous()) for tensor in tensors)
+            small.send(self._small_tag, [message] * len(small.ranks))
+            torch.autograd.graph.increment_version(tensors)  # as on the other ranks
+            return
+        (message,) = small.receive(small.skip(self._small_tag), [small.ranks.index(0)])
+        values = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        parts = values.split_with_sizes([tensor.nbytes for tensor in tensors])
+        for tensor, part in zip(tensors, parts):
+            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's small picklable value, in the order of ranks."""
+        if self._is_alone:
+            return [value]
+        with self._watch.waiting("an exchange of what each rank holds"):
+            return all_gather_objects(value, self._group)
+
+    def is_alike(self, text: str) -> bool:
+        """Whether every rank has the same text, of any length; in one small message, however many ranks there are."""
+        if self._is_alone:
+            return True
+        digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8).long()
+        extremes = torch.cat([digest, -digest])
+        with self._watch.waiting("a comparison of what each rank holds"):
+            dist.all_reduce(extremes, dist.ReduceOp.MAX, self._group)
+        return torch.equal(extremes[: len(digest)], -extremes[len(digest) :])
+
+    def tell(self, ranks: list[int], numbers: Sequence[int]) -> None:
+        """Send numbers to some ranks, which call ``hear``. Returns at once; see ``wait_until_told``."""
+        message = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        self._counters.add("control", message.numel(), message.nbytes)
+        for rank in ranks:
+            work = dist.isend(message, self._ranks[rank], self._group, tag=self._message_tag)
+            self._sent.append((message, work))
+
+    def wait_until_told(self) -> None:
+        """Wait until all that was told has left this rank."""
+        sent, self._sent = self._sent, []
+        for _, work in sent:
+            work.wait()
+
+    def hear(self, rank: int, count: int, what: str) -> list[int]:
+        """So many numbers, which a rank tells."""
+        message = torch.empty(count, dtype=torch.int64, device="cpu")
+        with self._watch.waiting(what, ordinal=0):
+            dist.recv(message, self._ranks[rank], self._group, tag=self._message_tag)
+        return message.tolist()

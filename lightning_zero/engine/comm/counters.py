@@ -1,0 +1,52 @@
+"""What the ranks of an engine have communicated."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Literal
+
+Link = Literal["within", "across"]
+"""Whether the ranks of a group share a machine, or are spread over several (also where that is not known)."""
+
+
+class Counters:
+    """Calls, logical elements and bytes by kind of collective ("all_gather", "reduce_scatter", "control") and link.
+
+    One all-gather of a bucket counts the whole padded bucket once, as the paper counts its communication volume
+    (SC20, section 7): the wire carries (N - 1) / N of it each way.
+
+    Attributes:
+        link: what ``add`` counts for.
+        calls, elements, bytes: by (kind, link).
+    """
+
+    def __init__(self) -> None:
+        self.link: Link = "across"
+        self.calls: Counter[tuple[str, Link]] = Counter()
+        self.elements: Counter[tuple[str, Link]] = Counter()
+        self.bytes: Counter[tuple[str, Link]] = Counter()
+
+    def add(self, kind: str, numel: int, nbytes: int) -> None:
+        """Count one call.
+
+        Args:
+            kind: of collective.
+            numel: elements that it moves.
+            nbytes: bytes of these elements as they travel.
+        """
+        key = kind, self.link
+        self.calls[key] += 1
+        self.elements[key] += numel
+        self.bytes[key] += nbytes
+
+    def clear(self) -> None:
+        for counter in (self.calls, self.elements, self.bytes):
+            counter.clear()
+
+
+def by_kind(counter: Counter[tuple[str, Link]]) -> dict[str, int]:
+    """The counts of one kind over all links."""
+    found: Counter[str] = Counter()
+    for (kind, _), count in counter.items():
+        found[kind] += count
+    return dict(found)

@@ -1,0 +1,164 @@
+"""The process group and its store as the package uses them, and the private names of ``torch.distributed`` it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+ProcessGroup = dist.ProcessGroup
+Store = dist.Store
+TCPStore = dist.TCPStore
+ReduceOp = dist.ReduceOp
+DistError = dist.DistError
+
+
+def is_initialized() -> bool:
+    """Whether this process has a default process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def world_size(group: ProcessGroup | None = None) -> int:
+    """Ranks of a process group, None for the default one; 1 where there is none."""
+    return dist.get_world_size(group or dist.group.WORLD) if is_initialized() else 1
+
+
+def rank(group: ProcessGroup | None = None) -> int:
+    """This process's rank in a group, None for the default one; 0 where there is none."""
+    return dist.get_rank(group or dist.group.WORLD) if is_initialized() else 0
+
+
+def ranks_of(group: ProcessGroup) -> list[int]:
+    """The ranks of a group, as numbered in the default group."""
+    return dist.get_process_group_ranks(group)
+
+
+def default_group() -> ProcessGroup:
+    """The default process group.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    return dist.distributed_c10d._get_default_group()
+
+
+def is_default(group: ProcessGroup | None) -> bool:
+    """Whether a group is the default one, of which every rank is a member."""
+    return group is None or group is dist.group.WORLD
+
+
+def all_groups() -> list[ProcessGroup]:
+    """The process groups that this process is a member of."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def new_group(ranks: list[int], backend: str, timeout: timedelta | None) -> ProcessGroup:
+    """Make a group of some ranks of the default group. Collective over all ranks of the default group."""
+    return dist.new_group(ranks, timeout=timeout, backend=backend)
+
+
+def start(backend: str, store: Store, rank: int, world_size: int, **options: Any) -> None:
+    """Make the default process group; see ``torch.distributed.init_process_group`` for the options."""
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
+
+
+def destroy(group: ProcessGroup | None = None) -> None:
+    """End a process group; None ends the default one, and with it all others."""
+    dist.destroy_process_group(group)
+
+
+# -- backends of a group ----------------------------------------------------------------------------------------------
+
+
+def backend_name(group: ProcessGroup | None = None, device: torch.device | None = None) -> str:
+    """The backend's name in lower case, such as "nccl" or "gloo"; with a device, of the backend that serves it."""
+    return dist.get_backend(group) if device is None else backend_of(group or default_group(), device).name().lower()
+
+
+def backend_of(group: ProcessGroup, device: torch.device) -> Any:
+    """The object by which a group communicates for a device."""
+    return group._get_backend(device)
+
+
+def backends_of(group: ProcessGroup) -> list[Any]:
+    """The objects by which a group communicates, one for each type of device."""
+    return [group._get_backend(device) for device in group._device_types]
+
+
+def serves_cpu(group: ProcessGroup) -> bool:
+    """Whether a group communicates from the CPU's memory."""
+    return "cpu:" in dist.get_backend_config(group)
+
+
+def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta | None:
+    """The timeout of a group's collectives for a device; None if the backend keeps none."""
+    return getattr(getattr(backend_of(group, device), "options", None), "_timeout", None)
+
+
+# -- the store --------------------------------------------------------------------------------------------------------
+
+
+def default_store() -> Store:
+    """The key-value store of the default process group."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def named_store(name: str, store: Store | None = None) -> Store:
+    """A part of a store, None for that of the default process group, whose keys begin with a name."""
+    return dist.PrefixStore(name, store or default_store())
+
+
+def new_connection(store: Store) -> Store:
+    """Another connection to the same store: a thread that waits in one holds it for as long as it waits."""
+    return store.clone() if hasattr(store, "clone") else store
+
+
+# -- collectives and messages -----------------------------------------------------------------------------------------
+
+
+def barrier(device: torch.device | None = None) -> None:
+    """Wait until every rank of the default group has come here.
+
+    Args:
+        device: of this rank; NCCL waits on it.
+    """
+    is_nccl = device is not None and dist.get_backend() == "nccl"
+    dist.barrier(device_ids=[device.index] if device is not None and is_nccl else None)
+
+
+def broadcast_object(value: Any, source: int) -> Any:
+    """One rank's picklable value, over the default group."""
+    holder = [value]
+    dist.broadcast_object_list(holder, source)
+    return holder[0]
+
+
+def all_gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
+    """Every rank's picklable value, in the order of ranks."""
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group)
+    return gathered
+
+
+def broadcast_coalesced(group: ProcessGroup, tensors: Sequence[Tensor], message_bytes: int) -> None:
+    """Values of the group's first rank for several tensors, in place, in messages of about so many bytes."""
+    dist._broadcast_coalesced(group, list(tensors), message_bytes, 0)
+
+
+def send(tensor: Tensor, group: ProcessGroup | None, rank: int) -> None:
+    """Send a tensor to a rank of a group."""
+    dist.send(tensor, group=group, group_dst=rank)
+
+
+def receive(tensor: Tensor, group: ProcessGroup | None, rank: int) -> None:
+    """Fill a tensor with what a rank of a group sends."""
+    dist.recv(tensor, group=group, group_src=rank)
+
+
+def wait_for(work: torch.ScriptObject) -> None:
+    """Wait for a collective that an operator of ``torch.ops.c10d`` has started."""
+    dist.Work.unbox(work).wait()

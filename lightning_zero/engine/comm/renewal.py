@@ -1,0 +1,61 @@
+"""A new process group between the same processes, in the place of one whose run has failed."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any
+
+from lightning_zero.engine.comm import process_group
+from lightning_zero.engine.comm.failures import ended_ranks, forget, write
+from lightning_zero.engine.comm.watchdog import close_watchdogs
+
+
+def have_all_come(state: Any, patience: float) -> bool:
+    """Whether every rank of the default process group says the same within some seconds, after a failure.
+
+    Args:
+        state: what this rank has come with, for JSON.
+        patience: seconds that rank 0, which decides, waits for the others, and they for it.
+    """
+    if ended_ranks():
+        return False
+    rank, size = process_group.rank(), process_group.world_size()
+    store = process_group.named_store("lightning_zero/come")
+    said = json.dumps(state)
+    try:
+        store.set(str(rank), said)
+        if rank == 0:
+            store.wait([str(other) for other in range(size)], timedelta(seconds=patience))
+            store.set("verdict", "yes" if all(store.get(str(r)).decode() == said for r in range(size)) else "no")
+        store.wait(["0"], timedelta(seconds=patience))
+        store.wait(["verdict"], timedelta(seconds=2 * patience))
+        return store.get("verdict").decode() == "yes"
+    except RuntimeError:  # one has not come, or has taken the store with it
+        if rank == 0:
+            write(store, "verdict", "no")
+        return False
+
+
+def renew(**options: Any) -> None:
+    """Put a new default process group in the place of one whose run failed. Collective.
+
+    It meets in the same store, where it has keys of its own, so that no message of the old one reaches it.
+
+    Args:
+        options: of ``torch.distributed.init_process_group`` beside backend, store, rank and world size.
+
+    Raises:
+        RuntimeError: if the process of a rank has ended.
+    """
+    if ended := sorted(ended_ranks()):
+        raise RuntimeError(
+            f"The ranks cannot run again after the failure: the process of rank(s) {ended} has ended. Start all "
+            "of them anew."
+        )
+    rank, size, backend = process_group.rank(), process_group.world_size(), process_group.backend_name()
+    store = process_group.named_store("lightning_zero/renewed")
+    close_watchdogs()
+    forget()
+    process_group.destroy()
+    process_group.start(backend, store, rank, size, **options)

@@ -1,0 +1,75 @@
+"""Streams of a device: an engine's, a background thread's, and those that a module computes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from typing import Any
+
+import torch
+
+_own = threading.local()
+
+
+class Streams:
+    """The streams of one engine.
+
+    Args:
+        device: where the module computes.
+
+    Attributes:
+        home: the stream of the module's forward, on which gradients are reduced: not those that parts of the module may
+            compute on. None on the CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.home: torch.Stream | None = None
+
+    def begin_forward(self) -> None:
+        """The current stream is the one of the module's forward from here on."""
+        self.home = current_stream(self._device)
+
+    @cached_property
+    def copies(self) -> torch.Stream:
+        """The stream for copies from the host's memory."""
+        return torch.Stream(self._device)
+
+
+def own_stream(device: torch.device) -> torch.Stream:
+    """The calling thread's own stream of a device.
+
+    Always the same one: torch has 32 streams of a device, which it gives out in turn, those of collectives among them.
+    A new thread's current device is the first one, where every rank of a machine would otherwise create a context.
+    """
+    streams: dict[torch.device, torch.Stream] = _own.__dict__.setdefault("streams", {})
+    if device not in streams:
+        if device.index is not None and threading.current_thread() is not threading.main_thread():
+            torch.accelerator.set_device_index(device.index)
+        streams[device] = torch.Stream(device)
+    return streams[device]
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """The stream on which this thread computes now; None on the CPU, which has none."""
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
+
+
+def at(home: torch.Stream | None) -> AbstractContextManager[Any]:
+    """Make a stream current, once it has waited for the one that is; does nothing if they are the same, or on a CPU."""
+    if home is None or (stream := torch.accelerator.current_stream(home.device)) == home:
+        return nullcontext()
+    home.wait_stream(stream)
+    return home
+
+
+def wait_for(others: Iterable[torch.Stream | None], stream: torch.Stream | None) -> None:
+    """Let a stream wait for others, before it uses what they have computed, or frees memory that they have used.
+
+    For the latter ``record_stream`` would do as well, but after it the allocator cannot tell for a while what is free.
+    """
+    for other in others:
+        if stream is not None and other is not None and other != stream:
+            stream.wait_stream(other)

@@ -1,0 +1,211 @@
+"""Every private name of torch that this package uses, and every patch of torch, each with the reason.
+
+No other file spells ``torch._...`` or a private name of a torch module, so only this one has to be checked against a
+new version of torch; ``tests/engine/test_compat.py`` has a test for each name. Checked with torch 2.13.0. Private names
+of ``torch.distributed`` are in ``comm/process_group.py``, since only that room may import it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass, PyTorchFileReader
+from torch._C._dynamo import eval_frame
+from torch._C._dynamo.eval_frame import set_eval_frame
+from torch._C._functorch import peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
+from torch.utils import _foreach_utils
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
+from torch.utils.data.dataloader import _DatasetKind as DatasetKind
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter as SingleProcessDataLoaderIter
+
+__all__ = [
+    "DisableTorchFunctionSubclass",
+    "DatasetKind",
+    "FakeTensorMode",
+    "IncompatibleKeys",
+    "PyTorchFileReader",
+    "SingleProcessDataLoaderIter",
+    "checkpoint_generator",
+    "current_autograd_node",
+    "current_graph_task",
+    "disabled_torch_function",
+    "dcp_internals",
+    "dtype_by_storage_name",
+    "foreach_copy",
+    "foreach_mul",
+    "foreach_zero",
+    "hooks_disabled",
+    "hooks_on_top",
+    "keep_version",
+    "make_wrapper",
+    "never_traced",
+    "optimized_module_class",
+    "peek_interpreter_stack",
+    "pop_hooks",
+    "push_hooks",
+    "queue_callback",
+    "replaced",
+    "run_backward",
+    "set_eval_frame",
+    "storage_use_count",
+    "swap_tensor",
+    "taken_by_foreach",
+    "temporarily_clear_interpreter_stack",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
+]
+
+# -- autograd ----------------------------------------------------------------------------------------------------------
+
+# Whether code runs in a backward, and in which one: recomputation calls hooks of modules there, too.
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+current_autograd_node = torch._C._current_autograd_node
+
+
+def queue_callback(function: Callable[[], None]) -> None:
+    """Call a function at the end of the current backward, when all gradients have been computed."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+# Remove the engine's saved-tensor hooks while the user's are on top of them, which the context manager cannot do.
+push_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
+pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+
+
+def hooks_on_top() -> Any:
+    """The saved-tensor hooks in effect, as a pair; None if there are none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+# A gather restores the values of saved views, so autograd must not see a new version of their storage.
+keep_version = torch.autograd._unsafe_preserve_version_counter
+
+# Checkpointing that hooks can enter and leave; the public function would have to wrap the module's call.
+checkpoint_generator = _checkpoint_without_reentrant_generator
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+# As ``torch.utils.swap_tensors``, which refuses objects with weak references, although these stay valid.
+swap_tensor = torch._C._swap_tensor_impl
+
+make_wrapper = torch.Tensor._make_wrapper_subclass
+disabled_torch_function = torch._C._disabled_torch_function_impl
+
+# One kernel for many small tensors.
+foreach_copy, foreach_mul, foreach_zero = torch._foreach_copy_, torch._foreach_mul_, torch._foreach_zero_
+
+
+def storage_use_count(tensor: torch.Tensor) -> int:
+    """Number of tensors over a tensor's storage, to detect those that user code keeps."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def dtype_by_storage_name() -> dict[str, torch.dtype]:
+    """Dtypes by the name of their storage class, which pickles of ``torch.save`` contain."""
+    return {name: dtype for dtype, name in torch.storage._dtype_to_storage_type_map().items()}
+
+
+def dcp_internals() -> tuple[Any, Any, str]:
+    """Internals of ``torch.distributed.checkpoint``: a function that flattens dicts, the storage info, the version."""
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+
+    return flatten_state_dict, _StorageInfo, CURRENT_DCP_VERSION
+
+
+# -- torch.compile -----------------------------------------------------------------------------------------------------
+
+
+def never_traced(function: Any) -> Any:
+    """Exclude a function's own code from ``torch.compile``; what it calls is compiled, unless it clears the eval frame.
+
+    Uses the C interface: importing the compiler takes half a second, which projects that do not compile should not pay.
+    """
+    strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    function._torchdynamo_disable = True
+    return function
+
+
+def optimized_module_class() -> type | None:
+    """The class of modules that ``torch.compile`` returns; None as long as nothing has been compiled."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return compiler.OptimizedModule if compiler is not None else None
+
+
+# -- patches -----------------------------------------------------------------------------------------------------------
+
+
+class Patch:
+    """A patch of a torch module, in effect as long as at least one owner lives.
+
+    Args:
+        install: applies the patch and returns a function that reverts it.
+    """
+
+    def __init__(self, install: Callable[[], Callable[[], None]]) -> None:
+        self._install, self._undo = install, install  # a placeholder until the patch is installed
+        self._count, self._lock = 0, threading.RLock()  # reentrant: a garbage collection may call ``_let_go``
+
+    def hold(self, owner: object) -> None:
+        """Keep the patch in effect until the owner is deleted."""
+        with self._lock:
+            if not self._count:
+                self._undo = self._install()  # type: ignore[assignment]
+            self._count += 1
+        weakref.finalize(owner, self._let_go).atexit = False
+
+    def _let_go(self) -> None:
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                self._undo()
+
+
+def replaced(holder: Any, name: str, make: Callable[[Any], Any]) -> Patch:
+    """A patch that replaces an attribute of a module by a function made from the original."""
+
+    def install() -> Callable[[], None]:
+        before = getattr(holder, name)
+        ours = make(before)
+
+        def undo() -> None:
+            if getattr(holder, name) is ours:  # otherwise ours has been wrapped, which is harmless
+                setattr(holder, name, before)
+
+        setattr(holder, name, ours)
+        return undo
+
+    return Patch(install)
+
+
+def run_backward(make: Callable[[Any], Any]) -> Patch:
+    """Patch ``torch.autograd.grad`` and ``backward``: include gradients of the unsharded tensors that units used."""
+    return replaced(torch.autograd, "_engine_run_backward", make)
+
+
+def hooks_disabled(make: Callable[[Any], Any]) -> Patch:
+    """Patch the check in ``torch.func`` that refuses saved-tensor hooks, since the engine has such hooks."""
+    return replaced(torch.autograd.graph, "disable_saved_tensors_hooks", make)
+
+
+def taken_by_foreach(cls: type) -> Patch:
+    """Let ``foreach`` functions take a class: clipping then needs one reduction over ranks, not one a parameter."""
+
+    def install() -> Callable[[], None]:
+        _foreach_utils._foreach_supported_types.append(cls)  # type: ignore[arg-type]
+        return lambda: _foreach_utils._foreach_supported_types.remove(cls)  # type: ignore[arg-type]
+
+    return Patch(install)

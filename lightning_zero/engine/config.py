@@ -1,0 +1,291 @@
+"""All options of the engine, with their checks; strategies, Fabric and Hydra take their options from this file."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from lightning_zero.io.disk import is_in_memory
+
+Modules = str | type[nn.Module] | Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]
+"""How an option chooses modules: a keyword, one or several classes, or a predicate of (qualified name, module)."""
+
+Place = Literal["cpu", "nvme"]
+
+# The paper's names (P_os, P_os+g, P_os+g+p), and those of texts that name a stage after the state that it shards in
+# addition: ZeRO-O(ptimizer), ZeRO-D (gra*d*ients), ZeRO-P(arameters).
+_STAGE_NAMES = {"os": 1, "o": 1, "os+g": 2, "d": 2, "os+g+p": 3, "p": 3}
+
+_WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The options of an engine. An option that can be written in several ways is converted to one of them.
+
+    Arguments:
+        stage: 1 shards the optimizer state, 2 the gradients too, 3 the parameters too (SC20, section 5). The paper's
+            names ``"os"``, ``"os+g"``, ``"os+g+p"`` are accepted as well.
+        offload: model states outside of the device's memory: ``"cpu"`` keeps master weights and optimizer states in
+            host memory, ``"nvme"`` in files on a local disk; an ``OffloadConfig``, or a mapping of its fields, for
+            more. ``None`` keeps all of them on the device.
+        units: which modules are gathered and released together: ``"auto"``, module classes, or a predicate of
+            (qualified name, module).
+        unit_numel: elements up to which neighbouring blocks are gathered together. ``None`` with automatic units:
+            ``2**20``, or less where fewer than four units would be left; otherwise each block is a unit.
+        prefetch: units gathered ahead of need at stage 3.
+        overlap: ``False`` waits for each collective right after its start; for debugging.
+        reduction_buffers: gradient buffers that may be in reduction at once.
+        reduce_dtype: dtype of gradients in collectives, ``"fp32"``, ``"bf16"``, ``"fp16"`` or a ``torch.dtype``;
+            ``None`` for the dtype in which they are accumulated: fp32 for all low-precision parameters.
+        bucket_numel: elements above which a unit is split into several buckets, each with its own collectives; at most
+            a quarter of the model.
+        activation_checkpointing: ``"units"`` recomputes the forward of each unit in backward; module classes or a
+            predicate choose other modules, as for ``units``. ``None`` adds no checkpointing.
+        allow_any_optimizer: accept optimizer classes that are not known to be elementwise.
+        compute_dtype: dtype in which the fp32 parameters of linear, convolution and attention layers are gathered;
+            autocast would cast them to it anyway. ``None`` for their own dtype, which all other parameters keep.
+        handshake_timeout: seconds to wait for the other ranks where user code reads a sharded tensor.
+
+    Raises:
+        TypeError, ValueError: if a value is not allowed.
+    """
+
+    stage: int | str = 3
+    offload: Place | OffloadConfig | Mapping[str, Any] | None = None
+    units: Modules = "auto"
+    unit_numel: int | None = None
+    prefetch: int = 1
+    overlap: bool = True
+    reduction_buffers: int = 2
+    reduce_dtype: torch.dtype | str | None = None
+    bucket_numel: int = 2**25
+    activation_checkpointing: Modules | None = None
+    allow_any_optimizer: bool = False
+    compute_dtype: torch.dtype | None = None
+    handshake_timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("prefetch", 0), ("reduction_buffers", 1), ("bucket_numel", 1), ("unit_numel", 0)):
+            value = getattr(self, name)
+            if name == "unit_numel" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
+        for name in ("overlap", "allow_any_optimizer"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
+        _check_modules("units", self.units, "auto")
+        if self.activation_checkpointing is not None:
+            _check_modules("activation_checkpointing", self.activation_checkpointing, "units")
+        for name, value in (
+            ("stage", stage_number(self.stage)),
+            ("reduce_dtype", wire_dtype_of(self.reduce_dtype)),
+            ("offload", offload_config(self.offload)),
+        ):
+            object.__setattr__(self, name, value)
+        if self.offloads is not None:
+            self._check_offload(self.offloads)
+
+    @property
+    def offloads(self) -> OffloadConfig | None:
+        """``offload`` after its conversion in ``__post_init__``."""
+        assert self.offload is None or isinstance(self.offload, OffloadConfig)
+        return self.offload
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        return self.offloads is not None and self.offloads.optimizer is not None
+
+    def _check_offload(self, offload: OffloadConfig) -> None:
+        if offload.parameters is not None and self.stage != 3:
+            raise ValueError(
+                f"offload: parameters={offload.parameters!r} needs stage 3: at stage {self.stage} every rank computes "
+                "with all of them all the time."
+            )
+        if offload.activations is not None and self.activation_checkpointing is None:
+            raise ValueError(
+                f"offload: activations={offload.activations!r} moves the inputs of checkpointed modules, and there is "
+                "none: choose them, activation_checkpointing='units' for all units."
+            )
+
+
+_PLACES = (None, "cpu", "nvme")
+_MOVED = ("optimizer", "parameters", "activations")
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """Which model states are offloaded, and to where.
+
+    (Ren et al., "ZeRO-Offload", ATC 2021; Rajbhandari et al., "ZeRO-Infinity", SC 2021.)
+
+    Args:
+        optimizer: optimizer states and master weights: ``"cpu"`` keeps and updates them in host memory; ``"nvme"``
+            keeps them in a file on a local disk and updates them in host memory by chunks; None moves nothing.
+        gradients: each rank's shard of the reduced gradients of offloaded states: ``"cpu"``, or None to leave it on the
+            device until the update.
+        parameters: each rank's shard of the parameters while not gathered (stage 3): ``"cpu"``, ``"nvme"`` or None.
+        activations: inputs of the modules that ``activation_checkpointing`` recomputes: ``"cpu"``, ``"nvme"`` or None.
+        path: a folder on a fast local disk, for ``"nvme"``.
+        fraction: share of the optimizer states and master weights to offload, from the last modules to the first.
+        sub_group: elements of master weights in one chunk of an update from disk. Three chunks are in host memory: one
+            is updated while the next is read and the last is written.
+        overlap: False does all work synchronously, with nothing in the background; for debugging.
+
+    Raises:
+        ValueError: if an argument is not one of the allowed values.
+    """
+
+    optimizer: Place | None = "cpu"
+    gradients: Literal["cpu"] | None = None
+    parameters: Place | None = None
+    activations: Place | None = None
+    path: str | Path | None = None
+    fraction: float = 1.0
+    sub_group: int = 2**24
+    overlap: bool = True
+
+    def __post_init__(self) -> None:
+        for name in _MOVED:
+            if getattr(self, name) not in _PLACES:
+                raise ValueError(f"offload: {name}={getattr(self, name)!r} must be None, 'cpu' or 'nvme'.")
+        if self.gradients not in (None, "cpu"):
+            raise ValueError(f"offload: gradients={self.gradients!r} must be None or 'cpu'.")
+        if self.gradients is not None and self.optimizer is None:
+            raise ValueError("offload: gradients='cpu' needs optimizer='cpu' or 'nvme', which takes them from there.")
+        if not 0 <= self.fraction <= 1:
+            raise ValueError(f"offload: fraction={self.fraction!r} must be between 0 and 1.")
+        if isinstance(self.sub_group, bool) or not isinstance(self.sub_group, int) or self.sub_group < 1:
+            raise ValueError(f"offload: sub_group={self.sub_group!r} must be a number of elements, 1 or more.")
+        if self.parameters is not None and self.optimizer is None:
+            raise ValueError(
+                f"offload: parameters={self.parameters!r} needs the masters there, which they are updated from: add "
+                "optimizer='cpu' or optimizer='nvme'."
+            )
+        if self.parameters == "nvme" and self.optimizer != "nvme":
+            raise ValueError(
+                "offload: parameters='nvme' needs optimizer='nvme': they are in one file with the masters; write "
+                "parameters='cpu', or both."
+            )
+        if self.needs_disk and self.path is None:
+            raise ValueError("offload: 'nvme' needs path=, a folder on a fast local disk.")
+
+    @property
+    def needs_disk(self) -> bool:
+        return "nvme" in (self.optimizer, self.parameters, self.activations)
+
+
+def offload_config(offload: Any) -> OffloadConfig | None:
+    """Convert the option ``offload`` to an ``OffloadConfig``.
+
+    Args:
+        offload: None, ``"cpu"``, ``"nvme"``, an ``OffloadConfig``, or a mapping of its fields, as from Hydra. A missing
+            ``path`` becomes ``default_folder``, except in an ``OffloadConfig``.
+
+    Raises:
+        ValueError, TypeError: for any other value.
+    """
+    if offload is None or isinstance(offload, OffloadConfig):
+        return offload
+    if isinstance(offload, str) and offload in _PLACES:
+        offload = {"optimizer": offload}
+    if isinstance(offload, Mapping):
+        known = [field.name for field in fields(OffloadConfig)]
+        unknown = sorted(set(offload) - set(known))
+        if unknown:
+            raise ValueError(f"offload: {', '.join(map(repr, unknown))} is not among {', '.join(known)}.")
+        if offload.get("path") is None and "nvme" in [offload.get(name) for name in _MOVED]:
+            offload = {**offload, "path": default_folder()}
+        return OffloadConfig(**offload) if offload else None
+    raise ValueError(f"offload={offload!r} must be None, 'cpu', 'nvme' or an OffloadConfig.")
+
+
+def default_folder() -> str:
+    """The default folder for offloaded files: one of this user's below that for temporary files (``$TMPDIR``).
+
+    Raises:
+        ValueError: if it is on a file system in memory.
+    """
+    folder = os.path.join(tempfile.gettempdir(), f"lightning_zero-offload-{os.getuid()}")
+    if is_in_memory(folder):
+        raise ValueError(
+            f"offload='nvme' would write to {folder}, which lies in memory: write "
+            "offload=OffloadConfig(optimizer='nvme', path=...) with a folder on a local disk, or set TMPDIR to one."
+        )
+    return folder
+
+
+def stage_number(stage: int | str) -> int:
+    """The number of a stage, given by number or by a name from the literature.
+
+    Raises:
+        ValueError: if ``stage`` is not a stage.
+    """
+    key = _STAGE_NAMES.get(stage.lower().strip(), stage) if isinstance(stage, str) else stage
+    if isinstance(key, str) and key.isdigit():
+        key = int(key)
+    if isinstance(key, bool) or key not in (1, 2, 3):
+        raise ValueError(
+            f"stage={stage!r} is not a ZeRO stage: write 1, 2 or 3, or the paper's 'os', 'os+g', 'os+g+p' "
+            "(for stage 0 use Lightning's strategy='ddp')."
+        )
+    return int(key)
+
+
+def wire_dtype_of(reduce_dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Convert ``reduce_dtype=``, the dtype of gradients in collectives; None for that in which they are accumulated.
+
+    Raises:
+        ValueError: if the dtype is not supported.
+    """
+    if reduce_dtype is None:
+        return None
+    for name, dtype in _WIRE_DTYPES.items():
+        if reduce_dtype in (name, dtype):
+            return dtype
+    raise ValueError(
+        f"reduce_dtype={reduce_dtype!r} is not a dtype in which gradients can travel: write 'fp32', 'bf16' or 'fp16', "
+        "the torch.dtype itself, or None for the one in which they are accumulated (fp32; fp64 for fp64)."
+    )
+
+
+def _check_modules(option: str, wanted: Any, word: str) -> None:
+    is_classes = isinstance(wanted, Iterable) and not isinstance(wanted, str) and bool(wanted)
+    if wanted == word or callable(wanted) or (is_classes and all(isinstance(each, type) for each in wanted)):
+        return
+    raise TypeError(
+        f"{option}={wanted!r} is not understood: write {word!r}, a module class or a list of classes "
+        f"({option}=[Block]), or a predicate ({option}=lambda name, module: ...)."
+    )
+
+
+def check_names(given: Iterable[str], known: Iterable[str], what: str) -> None:
+    """Check that all given options exist.
+
+    Raises:
+        TypeError: if one does not; the message has the nearest name, or all names.
+    """
+    known = list(known)
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{what} has no option {name!r}: {suggestion(name, known, repr)}")
+
+
+def suggestion(name: str, known: Sequence[str], spell: Callable[[str], str] = str) -> str:
+    """Say what to write instead of an unknown name: the nearest known name, spelled for the reader, or all of them."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {spell(near[0])}?" if near else f"there are {', '.join(known)}"
+
+
+def names_of_options(config: type) -> list[str]:
+    """The names of a dataclass's fields."""
+    return [each.name for each in fields(config)]

@@ -1,0 +1,583 @@
+"""The engine: shards a module's parameters, gradients and optimizer state over a data-parallel process group."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import weakref
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.engine.comm.background_work import synchronize
+from lightning_zero.engine.comm.collectives import Communicator
+from lightning_zero.engine.comm.process_group import ProcessGroup, world_size
+from lightning_zero.engine.comm.rendezvous import Rendezvous
+from lightning_zero.engine.comm.streams import Streams
+from lightning_zero.engine.compat import tree_leaves
+from lightning_zero.engine.config import EngineConfig, check_names, names_of_options, wire_dtype_of
+from lightning_zero.engine.init.bucketing import Bucketing, reserve_disk
+from lightning_zero.engine.init.host_room import check_room
+from lightning_zero.engine.init.materialise import Materialiser, check_can_be_initialised
+from lightning_zero.engine.init.preparation import (
+    check_ordinary,
+    common_device,
+    detach_kept_graphs,
+    let_freed_memory_stay,
+)
+from lightning_zero.engine.init.restore import restore_parameters
+from lightning_zero.engine.init.sources import agree_on_sources
+from lightning_zero.engine.offload.states import Swap
+from lightning_zero.engine.offload.swap import SwapFolder
+from lightning_zero.engine.offload.updates import Updates
+from lightning_zero.engine.optim.compatibility import check_optimizer
+from lightning_zero.engine.optim.masters import Masters, masters_of
+from lightning_zero.engine.optim.state import make_room
+from lightning_zero.engine.plan.placement import Placement, placements_of
+from lightning_zero.engine.plan.units import plan_units, share_of
+from lightning_zero.engine.report import Report, report_of
+from lightning_zero.engine.runtime import autograd_patches
+from lightning_zero.engine.runtime.activation_checkpointing import CheckpointedModule, modules_to_checkpoint
+from lightning_zero.engine.runtime.activation_offload import activation_store
+from lightning_zero.engine.runtime.compile_hooks import OwnHook
+from lightning_zero.engine.runtime.join import Join, JoinedMethod
+from lightning_zero.engine.runtime.reducer import GradientReducer
+from lightning_zero.engine.runtime.schedule import Schedule, Unit, in_backward
+from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
+from lightning_zero.engine.state.ledger import Ledger
+from lightning_zero.engine.state.residency import LOW_PRECISION
+from lightning_zero.engine.state.slot import slot_of, slots_of
+from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
+from lightning_zero.engine.tensor.sharded_tree import Leaf, in_parts, on_cpu, walk
+
+log = logging.getLogger(__name__)
+
+
+_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
+
+
+def engine_of(module: nn.Module) -> Engine | None:
+    """The engine that shards a module; None if there is none, or if it has been closed."""
+    reference = _engines.get(module)
+    return reference() if reference is not None else None
+
+
+class Engine:
+    """Shard a module in place; afterwards it trains as before.
+
+    Args:
+        module: the root module. Its parameters and buffers may be ordinary tensors, of which rank 0's values are used;
+            on the meta device, where each submodule initialises its own; or mapped from files
+            (``torch.load(mmap=True)``, safetensors), of which each rank reads only its shard. The module is sharded
+            unit by unit, so values that are not in memory yet are never materialised all at once.
+        optimizers: over the module's parameters; the user keeps the same objects.
+        config: the options; ``EngineConfig()`` by default.
+        device: for parameters and buffers; None for the device that they are on, which must be the same for all.
+        group: the data-parallel process group; None for the default one.
+        options: fields of ``EngineConfig`` that override those of ``config``: ``Engine(module, optimizers, stage=2)``.
+
+    Raises:
+        ValueError, TypeError: if the module, the optimizers or the options are not supported; nothing has been changed.
+        OSError: on every rank, if a disk lacks space for a rank's offloaded states; nothing has been changed.
+        RuntimeError: if a module on the meta device does not initialise all of its parameters and buffers.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer] = (),
+        *,
+        config: EngineConfig | None = None,
+        device: torch.device | str | None = None,
+        group: ProcessGroup | None = None,
+        **options: Any,
+    ) -> None:
+        check_names(options, names_of_options(EngineConfig), "Engine")
+        self.config = config = replace(config or EngineConfig(), **options)
+        self.placements = placements_of(config.stage)
+        offload = config.offloads
+        self.background = Updates()
+        if offload is not None:
+            self.background = Updates(config.overlap and offload.overlap, offload.gradients is not None)
+        self._swap: Swap | None = None
+        self._check_optimizers(optimizers, world_size(group))
+        check_ordinary(module)
+        plans = plan_units(module, config.units, config.unit_numel)
+        device = torch.device(device) if device is not None else common_device(plans)
+        checkpointed = modules_to_checkpoint(module, plans, config.activation_checkpointing)
+        activations = activation_store(offload, device)
+
+        self._module = weakref.ref(module)
+        if device.type == "cpu":
+            let_freed_memory_stay()
+        self.ledger = Ledger()
+        self.streams = Streams(device)
+        self._connect(group, device)
+        sources = agree_on_sources(module, self.communicator)
+        check_can_be_initialised(module, sources)
+        self._steps = self._updates = 0
+        self._is_updating = False
+        self._buffers_follow = True
+        self._is_forward_a_step = True  # until ``window`` is used: then only windows are steps
+        detach_kept_graphs(module)
+        if offload is not None and offload.optimizer == "nvme":
+            assert offload.path is not None
+            self._swap = Swap(SwapFolder(offload.path), offload.sub_group)
+        bucketing = Bucketing(
+            config,
+            self.placements,
+            plans,
+            # so that no more than a quarter of a small model is in reduction at once
+            min(config.bucket_numel, share_of(module)),
+            optimizers,
+            SharedByBuckets(self.communicator, self.rendezvous, self.streams, self.ledger, self.background),
+        )
+        uncut = [bucketing.of_unit(plan) for plan in plans]
+        try:
+            if offload is not None:
+                all_uncut = [bucket for of_unit in uncut for bucket in of_unit]
+                check_room(offload, sources, all_uncut, optimizers, self.communicator)
+                if self._swap is not None:
+                    reserve_disk(self._swap, all_uncut, optimizers, self.communicator)
+            buckets = Materialiser(module, plans, uncut, sources, self.communicator, self.rendezvous).run()
+        except BaseException:
+            self._clear_disk()
+            raise
+        del sources, uncut  # and the values, which the buckets hold now
+        self.units = [Unit(plan, of_unit) for plan, of_unit in zip(plans, buckets)]
+        self.sync_buffers()
+        self.schedule = Schedule(self.units, config.prefetch if config.overlap else 0)
+        self.schedule.install(module, plans)
+        autograd_patches.install(self.schedule)
+        self._checkpointed = [CheckpointedModule(inner, activations) for inner in checkpointed]
+        self._join = Join(self.communicator, self.rendezvous, self.schedule, self.buckets)
+        self._joined_methods = [
+            JoinedMethod(self._join, inner)
+            for inner in (module.modules() if self._gathers else ())
+            if JoinedMethod.is_method_of(inner)
+        ]
+        self.reducer = GradientReducer(
+            self.units,
+            self.schedule,
+            self.communicator,
+            self.streams,
+            reduce_dtype=wire_dtype_of(config.reduce_dtype),
+            in_flight=config.reduction_buffers,
+            overlap=config.overlap,
+            reduces_every_backward=self.placements.gradients is Placement.SHARDED,
+        )
+        self.masters: list[Masters] = []
+        self.set_optimizers(optimizers)
+        # The module's and the optimizers' hooks keep the engine alive; the engine keeps neither of them alive.
+        self._root_hooks = [
+            module.register_forward_pre_hook(
+                OwnHook(lambda *_: self._open_window(is_step=self._is_forward_a_step)), prepend=True
+            ),
+            module.register_forward_hook(OwnHook(lambda *_: self._close_window()), always_call=True),
+        ]
+        _engines[module] = weakref.ref(self)
+        if self.communicator.rank == 0:
+            log.debug("ZeRO stage %d, units: %s", self.placements.stage, self.units)
+
+    # -- setting up -------------------------------------------------------------------------------------------------
+
+    def _connect(self, group: ProcessGroup | None, device: torch.device) -> None:
+        """Open the engine's communication over a group; it is closed when the engine is deleted or closed."""
+        self.communicator = Communicator(group, device)
+        self.rendezvous = Rendezvous(self.communicator, self.config.handshake_timeout)
+        for part in (self.rendezvous, self.communicator):
+            weakref.finalize(self, part.close)
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        assert module is not None, "the module was deleted"
+        return module
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        return [bucket for unit in self.units for bucket in unit.buckets]
+
+    def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Replace the optimizers, also during a run: those that stay keep their state, the others are released.
+
+        Raises:
+            TypeError: for an optimizer that cannot update a shard of a parameter; nothing has been changed.
+            OSError: if a disk lacks space for an optimizer's states; nothing has been changed.
+        """
+        self._check_optimizers(optimizers, self.communicator.size)
+        for optimizer in optimizers:
+            make_room(optimizer, slot_of)
+        before, known = self.masters, {masters._optimizer(): masters for masters in self.masters}
+        self.masters = [known.get(optimizer) or masters_of(optimizer, slot_of, self) for optimizer in optimizers]
+        gone = [masters for masters in before if masters not in self.masters]
+        if gone:
+            synchronize(self.background)  # an update of a removed optimizer may still be running
+        for masters in gone:
+            masters.close(None)
+            if (former := masters._optimizer()) is not None:
+                former.state = defaultdict(dict)
+        if gone and self._swap is not None:
+            wanted = [masters.states.fields_on_disk() for masters in self.masters]
+            for states in (bucket.states for bucket in self.buckets if bucket.states is not None):
+                states.drop_fields({field for fields in wanted for field in fields.get(states, ())})
+
+    def _check_optimizers(self, optimizers: Sequence[Optimizer], ranks: int) -> None:
+        allow_any, offloads = self.config.allow_any_optimizer, self.config.offloads_optimizer
+        for optimizer in optimizers:
+            check_optimizer(optimizer, allow_any, ranks=ranks, offloads=offloads)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that are still alive."""
+        return [optimizer for masters in self.masters if (optimizer := masters._optimizer()) is not None]
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def window(self) -> Iterator[None]:
+        """Context for a forward that is not the root module's own, such as Lightning's ``training_step``."""
+        self._is_forward_a_step = False
+        self.schedule.check_in_place()
+        windows = self.schedule.windows
+        try:
+            self._open_window(is_step=True)
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            for checkpointed in self._checkpointed:
+                checkpointed.recover()
+            self.schedule.recover(windows + 1)
+            raise
+        finally:
+            if self.schedule.windows > windows:
+                self._close_window()
+
+    @contextmanager
+    def last_backward(self, optimizer: Optimizer) -> Iterator[None]:
+        """Context for the backward before the optimizer's ``step``, if nothing in between reads or changes gradients.
+
+        Offloaded states are updated as soon as their gradient is reduced, while backward continues. Parameters must be
+        used by their own modules only: a use outside of them would make backward read updated values.
+
+        Raises:
+            RuntimeError: if a forward or another ``last_backward`` comes before ``optimizer.step``; nothing is changed.
+        """
+        self._check_no_step_is_due()
+        masters = next((masters for masters in self.masters if masters._optimizer() is optimizer), None)
+        begins = self.background.overlap and any(bucket.updates is not None for bucket in self.buckets)
+        self.reducer.on_reduced = masters.begin if masters is not None and begins else None
+        try:
+            yield
+            if masters is not None:
+                masters.awaits_step = begins  # the same on every rank, whichever updates have begun there
+        except BaseException:
+            if masters is not None:
+                masters.recover()  # so that no update waits for gradients that will not come
+            raise
+        finally:
+            self.reducer.on_reduced = None
+
+    def _check_no_step_is_due(self) -> None:
+        for masters in self.masters:
+            if masters.awaits_step and (optimizer := masters._optimizer()) is not None:
+                raise RuntimeError(
+                    "engine.last_backward(optimizer) was left, and optimizer.step() has not been called since: "
+                    f"{type(optimizer).__name__} has begun to update what is kept elsewhere, and a forward would find "
+                    "old values of some parameters and new ones of others. Call optimizer.step() before the next "
+                    "forward, or write loss.backward() without engine.last_backward(optimizer) around it."
+                )
+
+    def take_turn(self, position: int | None) -> None:
+        """Join of uneven evaluation loops: call before each batch and once at the end. Collective at stage 3.
+
+        A rank without a batch takes part in the all-gathers of the others, and returns once they have reached its next
+        batch or the end. At stages 1 and 2 ranks evaluate independently.
+
+        Args:
+            position: the index of the dataloader of the next batch; None at the end of the loop.
+        """
+        if self._gathers:
+            self._follow_buffers()  # here, where every rank takes part
+            self._join.take(position)
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether a forward communicates with the other ranks."""
+        return self.communicator.size > 1 and not all(unit.stays for unit in self.units)
+
+    def _open_window(self, *, is_step: bool) -> None:
+        if self.schedule.windows == 0:
+            if not in_backward():
+                self._check_no_step_is_due()
+                self.reducer.abort()  # if an exception ended the last backward
+                for masters in self.masters:
+                    masters.recover()
+                self.streams.begin_forward()
+            if is_step:
+                self._follow_buffers()
+            self._buffers_follow = torch.is_grad_enabled() and self.reducer.synchronise
+        self.schedule.open_window()
+
+    def _close_window(self) -> None:
+        if self.schedule.windows:
+            self.schedule.close_window()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally at stage 1, without communication; stages 2 and 3 reduce every micro-batch."""
+        before = self.reducer.synchronise
+        self.reducer.synchronise = False
+        try:
+            yield
+        finally:
+            self.reducer.synchronise = before
+
+    def _follow_buffers(self) -> None:
+        if self._buffers_follow:
+            self.sync_buffers()
+            self._buffers_follow = False
+
+    def sync_buffers(self) -> None:
+        """Broadcast rank 0's buffers, as DDP does. Collective."""
+        with torch.no_grad():
+            self.communicator.copy_from_first(list(self.module.buffers()))
+
+    def begin_update(self) -> None:
+        """Mark the start of an update: until ``updated`` is called, some master weights are a step ahead of others."""
+        self._is_updating = True
+
+    def updated(self, buckets: list[Bucket]) -> None:
+        """Gather the parameters of updated buckets again; the updates may still be running in the background.
+
+        Gathers follow the order of the plan, which is usually that of forward and is the same on every rank.
+        """
+        self._steps += 1
+        self._updates += 1
+        self._is_updating = False
+        self.show(buckets)
+
+    def show(self, buckets: list[Bucket]) -> None:
+        """All-gather the values of these buckets again, where they are gathered at present."""
+        changed, kept = set(buckets), []
+        for unit in self.units:
+            for bucket in unit.buckets:
+                if bucket in changed:
+                    if bucket.refresh():
+                        kept.append(bucket)
+                    if not self.config.overlap:
+                        bucket.wait()
+        for bucket in kept:
+            bucket.wait()
+
+    # -- looking inside ---------------------------------------------------------------------------------------------
+
+    def full_state_dict(
+        self, *, leaf: Leaf = on_cpu, module: nn.Module | None = None, without: Collection[str] = ()
+    ) -> dict[str, Any]:
+        """The module's state dict, by default with full (unsharded) tensors on the CPU. Collective.
+
+        Args:
+            leaf: what each tensor becomes: ``on_cpu``, ``on_meta`` for ranks that take part but do not write, or
+                ``in_parts``, which leaves sharded tensors, gathers nothing and copies nothing.
+            module: a submodule; the root module by default.
+            without: names to leave out, without gathering them. The same on every rank.
+        """
+        with torch.no_grad():
+            state = (module or self.module).state_dict()
+            for name in without:
+                state.pop(name, None)
+            if leaf is in_parts:
+                return state
+            gathers = any(isinstance(v, ShardedTensor) and v.whole_at_hand() is None for v in tree_leaves(state))
+            with self.rendezvous.met("the module's state dict") if gathers else nullcontext():
+                whole: dict[str, Any] = walk(state, leaf)
+                return whole
+
+    def full_optimizer_state_dict(self, optimizer: Optimizer, *, leaf: Leaf = on_cpu) -> dict[str, Any]:
+        """An optimizer's state dict in torch's usual form, by default with full tensors on the CPU. Collective.
+
+        An optimizer that the engine does not know returns its own state dict, on each rank.
+
+        Args:
+            leaf: as for ``full_state_dict``.
+        """
+        masters = next((masters for masters in self.masters if masters._optimizer() is optimizer), None)
+        if masters is not None:
+            return masters.states.state_dict(leaf)
+        state = optimizer.state_dict()
+        return state if leaf is in_parts else copy.deepcopy(state)
+
+    def masters_by_name(self, *, leaf: Leaf = on_cpu) -> dict[str, Tensor]:
+        """The fp32 master weights of low-precision parameters by name, by default full tensors on the CPU. Collective.
+
+        Args:
+            leaf: as for ``full_state_dict``.
+        """
+        finer = [bucket for bucket in self.buckets if bucket.master_dtype != bucket.dtype]
+        masters = {
+            slot.name: ShardedTensor(slot, slot.parameter_at_rest(), keep=self)
+            for bucket in finer
+            for slot in slots_of(bucket)
+        }
+        with self.rendezvous.met("the fp32 masters") if finer and leaf is not in_parts else nullcontext():
+            found: dict[str, Tensor] = walk(masters, leaf)
+            return found
+
+    def load_masters(self, masters: dict[str, Tensor]) -> None:
+        """Restore the fp32 master weights that belong to the current parameters. No communication.
+
+        Elements of a parameter that differ from the rounded master weight were changed since and keep their value.
+        Parameters that are in fp32 now, but were saved in low precision, regain the precision of their master weights.
+
+        Args:
+            masters: full tensors by name.
+        """
+        with torch.no_grad():
+            for bucket in self.buckets:
+                for slot in slots_of(bucket):
+                    if slot.name in masters and bucket.dtype in (*LOW_PRECISION, torch.float32):
+                        bucket.promote()
+                        shard = slot.local_parameter()
+                        saved = local_range_of(masters[slot.name], slot).to(shard)
+                        for dtype in (bucket.dtype,) if bucket.dtype in LOW_PRECISION else LOW_PRECISION:
+                            is_rounded = saved.to(dtype).to(shard) == shard.to(dtype).to(shard)
+                            if bucket.dtype not in LOW_PRECISION:
+                                is_rounded &= shard.to(dtype).to(shard) == shard
+                            shard.copy_(torch.where(is_rounded, saved, shard))
+                        if bucket.dtype not in LOW_PRECISION or bucket.states is not None:
+                            slot.written_locally(shard)
+
+    def report(self) -> Report:
+        """Memory in use and communication so far."""
+        for masters in self.masters:
+            masters.states.measure()
+        done = {"steps": self._steps, "backwards": self.reducer.backwards}
+        return report_of(self.placements, self.units, self.communicator, self.ledger, **done)
+
+    def reset_counters(self) -> None:
+        self.communicator.counters.clear()
+        self._steps = self.reducer.backwards = 0
+
+    def reset_peak(self) -> None:
+        self.ledger.reset_peak()
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    @property
+    def updates(self) -> int | None:
+        """Number of updates of the master weights; None during an update, and after one that failed."""
+        has_failed = any(bucket.update is not None and bucket.update.work.has_failed for bucket in self.buckets)
+        return None if self._is_updating or has_failed else self._updates
+
+    def rejoin(self) -> None:
+        """Use the new default process group after a failed run, so that the engine can be saved and closed."""
+        self.rendezvous.close()
+        self.communicator.close()
+        self._connect(None, self.communicator.device)
+        for masters in self.masters:
+            masters.recover()
+        for bucket in self.buckets:
+            bucket.abandon()
+            bucket.rejoin(self.communicator, self.rendezvous)
+
+    def close(self, *, communicate: bool = True, device: torch.device | str | None = None) -> None:
+        """Turn sharded parameters and optimizer state back into ordinary full tensors. Collective.
+
+        Args:
+            communicate: False avoids collectives, as after a failure: parameters that this rank does not hold in full
+                stay sharded, and the optimizers lose their state.
+            device: for the full parameters and states; by default the engine's device.
+
+        Raises:
+            Exception: of a failed update, or else the first error. All is closed as with ``communicate=False``.
+        """
+        device = torch.device(device) if device is not None else self.communicator.device
+        error = self._error_of_updates()
+        is_torn = any(bucket.update is not None and bucket.update.work.has_failed for bucket in self.buckets)
+        states: dict[Optimizer, Any] = {}
+        try:
+            for alone in (False, True):
+                if not alone and (is_torn or not communicate and self.communicator.size > 1):
+                    continue
+                try:
+                    self._make_ordinary(device, states, alone)
+                    break
+                except Exception as raised:
+                    error = error or raised
+        finally:
+            self.rendezvous.close()
+            self.communicator.close()
+            self.units = []
+            self.background.close()
+            self._clear_disk()
+        if error is not None:
+            raise error
+
+    def _error_of_updates(self) -> Exception | None:
+        """Wait for all background updates; the error of a failed one that has not been raised yet."""
+        try:
+            synchronize(self.background)
+            for bucket in self.buckets:
+                if bucket.update is not None:
+                    bucket.update.work.wait()
+        except Exception as error:
+            return error
+        return None
+
+    def _make_ordinary(self, device: torch.device, states: dict[Optimizer, Any], alone: bool) -> None:
+        """Remove all hooks, and give the module and the optimizers ordinary tensors.
+
+        Args:
+            states: filled with the full state of each optimizer.
+            alone: use no collectives, and ignore master weights that a failed update has left incomplete.
+        """
+        for masters in self.masters:
+            if not masters.is_closed:  # by the engine of another module, whose parameters the same optimizer holds
+                state = masters.close(None if alone else device)
+                if (optimizer := masters._optimizer()) is not None:
+                    states[optimizer] = state
+        for hook in self._root_hooks:
+            hook.remove()
+        for checkpointed in self._checkpointed:
+            checkpointed.remove()
+        for method in self._joined_methods:
+            method.remove()
+        self.schedule.remove()
+        self.reducer.remove()
+        restore_parameters(self.buckets, self.communicator, self.rendezvous, device, alone)
+        for optimizer, state in states.items():
+            optimizer.state = defaultdict(dict, state or {})
+        module = self._module()
+        if module is not None:
+            _engines.pop(module, None)
+            for inner in module.modules():
+                if isinstance(inner, nn.RNNBase):
+                    inner._init_flat_weights()
+
+    def _clear_disk(self) -> None:
+        if self._swap is not None:
+            self._swap.folder.close()
+
+
+@contextmanager
+def uneven_forwards(module: nn.Module) -> Iterator[None]:
+    """Join of uneven inputs: within the context ranks may run different numbers of forwards. Collective.
+
+    At stage 3 a forward all-gathers parameters. A rank that has finished takes part in the gathers of the others, so
+    every rank must run the same units. Read parameters before or after the context only, since reading takes every
+    rank. Methods called ``generate`` are wrapped automatically. No effect at stages 1 and 2 and on unsharded modules.
+
+    Args:
+        module: the module that is called: sharded, or a submodule of a sharded one.
+    """
+    slots = filter(None, map(slot_of, module.parameters()))
+    communicators = {slot.bucket.communicator for slot in slots}
+    engines = [engine for engine in map(engine_of, list(_engines)) if engine and engine.communicator in communicators]
+    with engines[0]._join.each_forward(module) if engines and engines[0]._gathers else nullcontext():
+        yield

@@ -1,0 +1,73 @@
+"""Unshard parameters that a failed run left sharded, or that are sharded copies, before a module is set up."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lightning_zero.engine.comm.collectives import Communicator
+from lightning_zero.engine.comm.failures import explained
+from lightning_zero.engine.comm.process_group import all_gather_objects, world_size
+from lightning_zero.engine.comm.rendezvous import Rendezvous
+from lightning_zero.engine.state.bucket import Bucket
+from lightning_zero.engine.state.slot import make_ordinary, slot_of
+from lightning_zero.engine.tensor.identity import become
+from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
+
+
+def consolidate(module: nn.Module, timeout: float) -> None:
+    """Turn parameters that a closed engine left sharded back into ordinary full tensors. Collective.
+
+    Also unshards a copy (``copy.deepcopy`` in a hook) of a module that still has an engine. A parameter that is sharded
+    on some ranks and full on others takes the value of the first rank that has it in full.
+
+    Args:
+        module: of the same structure on every rank.
+        timeout: seconds to wait for the other ranks, as the engine's ``handshake_timeout``.
+
+    Raises:
+        ValueError: if the shards were made by another number of ranks, or in another order of ranks.
+    """
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if isinstance(parameter, ShardedTensor) and not parameter.is_parameter:
+                become(parameter, nn.Parameter(parameter.whole(), parameter.requires_grad))
+    left = _left_in(module)
+    size = world_size()
+    places = {(bucket.communicator.rank, bucket.communicator.size) for bucket in left.values()}
+    held: list[tuple[list[str], set[tuple[int, int]]]] = [(list(left), places)]
+    if size > 1:
+        with explained("putting the module's parameters together"):
+            held = all_gather_objects((list(left), places))
+    if any(places - {(rank, size)} for rank, (_, places) in enumerate(held)):
+        sizes = sorted({of_size for _, places in held for _, of_size in places})
+        raise ValueError(
+            f"The parameters were left in parts by a run that failed on {sizes} ranks: {size} rank(s) in this order "
+            "cannot put them together. Use the same ranks, or make a new module and load a checkpoint."
+        )
+    if not any(names for names, _ in held):
+        return
+    device = next(module.parameters()).device
+    communicator = Communicator(None, device)
+    rendezvous = Rendezvous(communicator, timeout)
+    try:
+        for name, parameter in module.named_parameters():
+            whole = [rank for rank, (names, _) in enumerate(held) if name not in names]
+            if not whole and left[name].parameters:  # otherwise already unsharded with another parameter of its bucket
+                left[name].rejoin(communicator, rendezvous)
+                make_ordinary(left[name], device)
+            elif 0 < len(whole) < size:
+                if name in left:
+                    left[name].parameters = []
+                    value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                    become(parameter, nn.Parameter(value, parameter.requires_grad))
+                communicator.broadcast(parameter.detach(), whole[0])
+    finally:
+        rendezvous.close()
+        communicator.close()
+
+
+def _left_in(module: nn.Module) -> dict[str, Bucket]:
+    """Buckets of the parameters that a closed engine has left sharded, by the parameter's name."""
+    slots = {name: slot for name, p in module.named_parameters() if (slot := slot_of(p)) is not None}
+    return {name: slot.bucket for name, slot in slots.items() if slot.bucket.rendezvous.is_closed}

@@ -1,0 +1,319 @@
+"""Materialise and shard a module unit by unit: no more than one new unit and the root unit are ever unsharded.
+
+A module that was made on the meta device is initialised in the order of ordinary construction: submodules before the
+module that contains them. Each tensor is written straight into the flat buffer of its bucket, and a bucket is sharded
+when its unit is complete. If a module initialises parameters of complete units inside of it, their shards are written.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.engine.comm.collectives import Communicator
+from lightning_zero.engine.comm.rendezvous import Rendezvous
+from lightning_zero.engine.init.deferred_param import is_on_meta
+from lightning_zero.engine.init.sources import listed
+from lightning_zero.engine.init.uncut_bucket import UncutBucket
+from lightning_zero.engine.plan.source import Source
+from lightning_zero.engine.plan.units import UnitPlan
+from lightning_zero.engine.state.bucket import Bucket
+from lightning_zero.engine.state.slot import slot_of
+from lightning_zero.engine.tensor.lazy_tensor import in_memory
+from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
+
+
+def check_can_be_initialised(module: nn.Module, sources: dict[str, Source]) -> None:
+    """Raise for parameters and buffers on the meta device that no module would initialise.
+
+    Raises:
+        ValueError: with all their names.
+    """
+    lacking = dict(_lacking(module, "", sources, [], False))
+    if lacking:
+        raise ValueError(
+            f"{listed(lacking)}: on the meta device, and nothing gives them values, as "
+            f"{listed(dict.fromkeys(lacking.values()))} has no reset_parameters(). Define that method, which "
+            "initialises the module's own parameters and buffers in place and takes no argument; or load the values in "
+            "configure_model (lightning_zero.load_weights); or make the module outside of torch.device('meta')."
+        )
+
+
+def _lacking(
+    module: nn.Module, prefix: str, sources: dict[str, Source], ancestors: list[nn.Module], has_initialiser: bool
+) -> Iterator[tuple[str, str]]:
+    """Names, with the owner's class, of new tensors that neither their module nor its ancestors can initialise."""
+    has_initialiser = has_initialiser or bool(_initialisers(module, ancestors))
+    for name in (*module._parameters, *module._buffers):
+        source = sources.get(f"{prefix}{name}")  # a tied parameter is there under its first name
+        if source is not None and source.is_new and not has_initialiser:
+            yield f"{prefix}{name}", type(module).__name__
+    for name, child in module.named_children():
+        yield from _lacking(child, f"{prefix}{name}.", sources, [*ancestors, module], has_initialiser)
+
+
+class Materialiser:
+    """Materialises and shards the units of one module.
+
+    Args:
+        module: the root module.
+        plans: of the units.
+        uncut: the unsharded buckets of each unit.
+        sources: of values, by the name of the parameter or buffer.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plans: list[UnitPlan],
+        uncut: list[list[UncutBucket]],
+        sources: dict[str, Source],
+        communicator: Communicator,
+        rendezvous: Rendezvous,
+    ) -> None:
+        self._communicator, self._rendezvous = communicator, rendezvous
+        self._sources = sources
+        # Numbers of units, by the module whose completion completes the unit.
+        self._unit_of = {id(module if plan.is_root else plan.blocks[-1]): number for number, plan in enumerate(plans)}
+        self._uncut = uncut
+        self._buckets: list[list[Bucket]] = [[] for _ in uncut]
+        self._new_parameters = {
+            id(parameter): (bucket, index)
+            for buckets in uncut
+            for bucket in buckets
+            for index, parameter in enumerate(bucket.parameters)
+            if sources[bucket.layout.segments[index].name].is_new
+        }
+        self._new_replicas: list[Bucket] = []  # replicated buckets with new parameters, once they are filled
+        self._buffers_before = list(module.buffers())  # keeps them alive, as their ids are keys
+        by_id = {id(buffer): sources[name] for name, buffer in module.named_buffers()}
+        self._source_of_buffer = {
+            (id(inner), name): by_id[id(buffer)]
+            for inner in module.modules()
+            for name, buffer in inner._buffers.items()
+            if buffer is not None
+        }
+        self._placed: dict[int, Tensor] = {}
+        self._initialised: set[int] = set()
+        self._written: set[int] = set()
+        self._seen: set[int] = set()
+        self._module = module
+
+    def run(self) -> list[list[Bucket]]:
+        """Materialise and shard all units. Collective.
+
+        Returns:
+            The buckets of each unit.
+
+        Raises:
+            RuntimeError: on every rank, if a new parameter or buffer is still without values at the end.
+        """
+        is_new = any(source.is_new for source in self._sources.values())
+        meeting = self._rendezvous.met("the module's initial values") if is_new else nullcontext()
+        drawing = _drawing_as_rank_0(self._communicator) if is_new else nullcontext()
+        with torch.no_grad(), meeting, drawing:
+            self._visit(self._module, [])
+            if is_new:
+                self._check_all_have_values()
+        return self._buckets
+
+    def _visit(self, module: nn.Module, ancestors: list[nn.Module]) -> bool:
+        """Materialise and shard the submodules of a module, then the module itself; returns whether any part is new."""
+        self._seen.add(id(module))
+        is_new = any(id(parameter) in self._new_parameters for parameter in module._parameters.values())
+        for child in module.children():
+            if id(child) not in self._seen:
+                is_new |= self._visit(child, [*ancestors, module])
+        is_new |= self._place_buffers(module)
+        if is_new:
+            self._initialise(module, ancestors)
+        if id(module) in self._unit_of:
+            number = self._unit_of[id(module)]
+            for uncut in self._uncut[number]:
+                sources = [self._sources[segment.name] for segment in uncut.layout.segments]
+                bucket = uncut.cut(sources)
+                self._buckets[number].append(bucket)
+                if bucket.is_replicated and any(source.is_new for source in sources):
+                    self._new_replicas.append(bucket)
+        return is_new
+
+    def _place_buffers(self, module: nn.Module) -> bool:
+        """Move the buffers of a module to the device; returns whether any is new."""
+        device, is_new = self._communicator.device, False
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                source = self._source_of_buffer[id(module), name]
+                is_new = is_new or source.is_new
+                if id(buffer) not in self._placed:
+                    if source.values is not None:
+                        self._placed[id(buffer)] = in_memory(source.values).to(device)
+                    else:
+                        self._placed[id(buffer)] = _unset(torch.empty_like(buffer, device=device))
+                module._buffers[name] = self._placed[id(buffer)]
+        return is_new
+
+    # -- new parameters and buffers ---------------------------------------------------------------------------------
+
+    def _initialise(self, module: nn.Module, ancestors: list[nn.Module]) -> None:
+        calls = _initialisers(module, ancestors)
+        if not calls:
+            return
+        versions = [bucket.full._version for bucket in self._new_replicas]
+        with self._only_new_in_reach(module):
+            for call in calls:
+                call()
+        for bucket, version in zip(self._new_replicas, versions):
+            if bucket.full._version != version:
+                bucket.gather(refresh=True)  # so that replicas are equal even if ranks drew different numbers
+                bucket.wait()
+        self._initialised.update(id(p) for p in module._parameters.values() if id(p) in self._new_parameters)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(self._communicator.device)
+
+    @contextmanager
+    def _only_new_in_reach(self, module: nn.Module) -> Iterator[None]:
+        """Context for a module's initialiser: tensors that have values are on the meta device, so writes are lost."""
+        rooms: dict[int, Tensor] = {}
+        places: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
+        for inner in module.modules():
+            for name, parameter in inner._parameters.items():
+                if parameter is None:
+                    continue
+                if id(parameter) not in self._new_parameters:
+                    instead = _on_meta(parameter)
+                elif inner is module and id(parameter) in self._initialised:
+                    # tied: its first owner has initialised it; this one draws its random numbers and drops them
+                    instead = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._communicator.device)
+                    instead = nn.Parameter(instead, parameter.requires_grad)
+                elif id(parameter) in rooms:
+                    instead = rooms[id(parameter)]
+                else:
+                    instead = rooms[id(parameter)] = self._room_of(parameter)
+                places.append((inner._parameters, name, parameter, instead))
+            for name, buffer in inner._buffers.items():
+                source = self._source_of_buffer.get((id(inner), name))
+                if buffer is not None and source is not None and not source.is_new:
+                    places.append((inner._buffers, name, buffer, _on_meta(buffer)))
+        for holder, name, _, instead in places:
+            holder[name] = instead
+        try:
+            yield
+            for holder, name, _, instead in places:
+                if holder[name] is not instead and not is_on_meta(instead):
+                    instead.copy_(holder[name])  # the initialiser assigned another tensor: take its values
+        finally:
+            for holder, name, tensor, _ in places:
+                holder[name] = tensor
+
+    def _room_of(self, parameter: nn.Parameter) -> Tensor:
+        if isinstance(parameter, ShardedTensor):
+            return parameter
+        bucket, index = self._new_parameters[id(parameter)]
+        room = bucket.room(index)
+        if id(parameter) not in self._written:
+            self._written.add(id(parameter))
+            _unset(room)
+        return nn.Parameter(room, parameter.requires_grad)
+
+    def _check_all_have_values(self) -> None:
+        unset = [
+            bucket.layout.segments[index].name
+            for bucket, index in self._new_parameters.values()
+            if (slot := slot_of(bucket.parameters[index])) is not None and _is_unset(slot.local_parameter())
+        ]
+        unset += [
+            name
+            for name, buffer in self._module.named_buffers()
+            if name in self._sources and self._sources[name].is_new and _is_unset(buffer)
+        ]
+        everywhere = self._communicator.control.gather_objects(unset)
+        found = list(dict.fromkeys(name for names in everywhere for name in names))
+        if found:
+            raise RuntimeError(
+                f"{listed(found)}: still without values after every module was initialised. A module made on the meta "
+                "device gets what reset_parameters() writes, not what __init__ does: write all of the module's own "
+                "parameters and buffers there, or make the module outside of torch.device('meta')."
+            )
+
+
+def _initialisers(module: nn.Module, ancestors: list[nn.Module]) -> list[Callable[[], Any]]:
+    """The functions that initialise a module, in the order of ordinary construction.
+
+    First its own method, by torch's convention (attention and transformer modules of torch have a leading underscore);
+    then what a model around it applies to each of its modules (``self.apply(self._init_weights)``: transformers, timm,
+    minGPT); then what PEFT calls on its adapters.
+    """
+    calls: list[Callable[[], Any]] = []
+    for name in ("reset_parameters", "_reset_parameters"):
+        method = getattr(module, name, None)
+        if callable(method) and _required_arguments(method) == 0:
+            calls.append(method)
+            break
+    for model in (module, *reversed(ancestors)):
+        method = getattr(model, "_init_weights", None)
+        if callable(method) and _required_arguments(method) == 1:
+            calls.append(partial(method, module))
+            break
+    reset_adapter: Any = getattr(module, "reset_lora_parameters", None)
+    if callable(reset_adapter):
+        configs: Any = next((m.peft_config for m in reversed(ancestors) if hasattr(m, "peft_config")), {})
+        for adapter in (*module.lora_A, *module.lora_embedding_A):  # type: ignore[misc]
+            how = getattr(configs.get(adapter), "init_lora_weights", True)
+            calls.append(partial(reset_adapter, adapter, how))
+    return calls
+
+
+def _required_arguments(method: Callable[..., Any]) -> int:
+    try:
+        parameters = inspect.signature(method).parameters.values()
+    except (TypeError, ValueError):
+        return 0
+    return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    if is_on_meta(tensor):
+        return tensor
+    instead = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return nn.Parameter(instead, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else instead
+
+
+def _unset(tensor: Tensor) -> Tensor:
+    """Fill a tensor with a value that marks it as not written to."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.fill_(float("nan"))
+    return tensor.fill_(False if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).min)
+
+
+def _is_unset(tensor: Tensor) -> bool:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().any())
+    least = 0 if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).min
+    return least < 0 and tensor.numel() > 0 and bool((tensor == least).all())
+
+
+@contextmanager
+def _drawing_as_rank_0(communicator: Communicator) -> Iterator[None]:
+    """Context in which all ranks draw rank 0's random numbers; afterwards each rank has its own random state again."""
+    states = []
+    devices = [torch.device("cpu"), *([communicator.device] if communicator.device.type != "cpu" else [])]
+    for device in devices:
+        generators: Any = torch.random if device.type == "cpu" else torch.get_device_module(device)
+        where = () if device.type == "cpu" else (device,)
+        own = generators.get_rng_state(*where)
+        first = communicator.broadcast(own.clone())
+        generators.set_rng_state(first, *where)
+        if not torch.equal(own, first):
+            states.append((generators, own, where))
+    try:
+        yield
+    finally:
+        for generators, own, where in states:
+            generators.set_rng_state(own, *where)

@@ -1,0 +1,92 @@
+"""Turn sharded parameters, and tensors that user code derived from them, back into ordinary tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+
+from lightning_zero.engine.comm.collectives import Communicator
+from lightning_zero.engine.comm.rendezvous import Rendezvous
+from lightning_zero.engine.init.host_room import available_memory
+from lightning_zero.engine.state.bucket import Bucket
+from lightning_zero.engine.state.slot import BucketSlot, make_ordinary, slots_of
+from lightning_zero.engine.tensor.identity import become
+from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
+
+
+def restore_parameters(
+    buckets: Sequence[Bucket], communicator: Communicator, rendezvous: Rendezvous, device: torch.device, alone: bool
+) -> None:
+    """Turn the parameters of buckets into ordinary full tensors on a device. Collective, unless ``alone``.
+
+    Args:
+        buckets: those that are restored already are skipped.
+        communicator, rendezvous: of the ranks that share them.
+        device: for the full parameters.
+        alone: use no collectives, and ignore master weights that a failed update has left incomplete: parameters that
+            this rank does not hold in full stay sharded.
+    """
+    with torch.no_grad(), nullcontext() if alone else rendezvous.met("the module's parameters"):
+        derived = _derived(buckets, communicator, not alone)
+        parameters = {slot: slot.parameter for slot in derived}
+        values = {
+            id(tensor): slot.collect(tensor.local).to(device, copy=True)
+            for slot, tensors in derived.items()
+            for tensor in tensors
+            if not tensor.is_parameter
+        }
+        for bucket in buckets:
+            if not bucket.parameters:
+                continue  # restored before other ranks failed
+            if not alone:
+                make_ordinary(bucket, device)
+            elif bucket.is_whole_here:
+                make_ordinary(bucket, device, as_gathered=True)
+            else:
+                _restore_alone(bucket, communicator, device)
+        for slot, tensors in derived.items():
+            if isinstance(parameters[slot], ShardedTensor):
+                continue
+            for tensor in tensors:
+                value = values.get(id(tensor), parameters[slot].detach())
+                is_parameter = isinstance(tensor, nn.Parameter)
+                become(tensor, nn.Parameter(value, tensor.requires_grad) if is_parameter else value)
+
+
+def _restore_alone(bucket: Bucket, communicator: Communicator, device: torch.device) -> None:
+    """Restore parameters from this rank's master weights if there is one rank; otherwise leave them sharded."""
+    bucket.update, room = None, available_memory()  # the update has ended, its error has been reported
+    bucket.leave_disk(room is None or room > 2 * bucket.layout.shard_numel * bucket.master_dtype.itemsize)
+    if communicator.size == 1:
+        make_ordinary(bucket, device)
+    else:
+        bucket.abandon()
+
+
+def _derived(
+    buckets: Sequence[Bucket], communicator: Communicator, communicate: bool
+) -> dict[BucketSlot, list[ShardedTensor]]:
+    """Tensors that user code derived from parameters and still holds: all aliases, and others that every rank holds.
+
+    Derived tensors are matched between ranks by the order of their creation. If ranks have created different numbers
+    of them, none is matched.
+    """
+    derived = {slot: slot.derived for bucket in buckets if bucket.parameters for slot in slots_of(bucket)}
+    kept = {
+        slot.name: (slot.remembered, {key for key, tensor in tensors.items() if not tensor.is_parameter})
+        for slot, tensors in derived.items()
+        if slot.remembered
+    }
+    everywhere = communicator.control.gather_objects(kept) if communicate else []
+
+    def is_everywhere(slot: BucketSlot, key: tuple[str, int]) -> bool:
+        found = [names.get(slot.name, (0, set())) for names in everywhere]
+        return communicate and all(made == slot.remembered and key in keys for made, keys in found)
+
+    return {
+        slot: [t for key, t in sorted(tensors.items()) if t.is_parameter or is_everywhere(slot, key)]
+        for slot, tensors in derived.items()
+    }

@@ -1,0 +1,175 @@
+"""Determine where the values of a module come from, in agreement between ranks, before anything is changed."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from mmap import PAGESIZE
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.engine.comm.collectives import Communicator
+from lightning_zero.engine.init.deferred_param import promise, values_of
+from lightning_zero.engine.plan.source import Source
+from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
+
+_MEMORY, _NOWHERE = "memory", "nowhere"
+_PAGES_AT_ONCE = 2**16
+
+
+class FileRange(NamedTuple):
+    """A range of a file, in a form that ranks, possibly on several machines, can compare."""
+
+    name: str
+    size: int
+    offset: int
+    dtype: str
+    first: tuple[float, ...]
+
+
+class MappedFiles:
+    """The files that are mapped into this process's memory, as by ``torch.load(mmap=True)`` and safetensors.
+
+    Torch does not expose whether a tensor's memory is a file's; Linux does. On other systems no file is found.
+    """
+
+    def __init__(self) -> None:
+        self._mappings: list[tuple[int, int, int, str]] = []
+        try:
+            with open("/proc/self/maps") as file:
+                lines = [line.split(maxsplit=5) for line in file]
+        except OSError:
+            return
+        for line in lines:
+            path = line[5].strip() if len(line) > 5 else ""
+            if path.startswith("/") and not path.startswith(("/dev/", "/memfd:", "/SYSV")):
+                start, stop = (int(address, 16) for address in line[0].split("-"))
+                self._mappings.append((start, stop, int(line[2], 16), path))
+
+    def range_of(self, tensor: Tensor) -> FileRange | None:
+        """The range of a file that is a tensor's memory; None if there is none or it was written to since."""
+        if tensor.device.type != "cpu" or not tensor.numel() or not tensor.is_contiguous():
+            return None
+        address = tensor.data_ptr()
+        found = bisect_right(self._mappings, (address, float("inf"))) - 1
+        if found < 0 or address >= self._mappings[found][1]:
+            return None
+        start, _, offset, path = self._mappings[found]
+        if _is_written(address, address + tensor.numel() * tensor.element_size()):
+            return None
+        try:
+            size = os.path.getsize(path)
+        except OSError:
+            size = -1  # deleted since; the mapping is still valid
+        name = os.path.basename(path.removesuffix(" (deleted)"))
+        # A file of this name and size on another machine may still have other values there: compare the first ones.
+        first = tuple(tensor.detach().view(-1)[:4].double().tolist()) if not tensor.is_complex() else ()
+        return FileRange(name, size, offset + address - start, str(tensor.dtype), first)
+
+
+def _is_written(start: int, stop: int) -> bool:
+    """Whether a range of mapped memory has pages that are private to this process, as after a write."""
+    first, last = start // PAGESIZE, -(-stop // PAGESIZE)
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+            for page in range(first, last, _PAGES_AT_ONCE):
+                file.seek(8 * page)
+                entries = bytearray(file.read(8 * min(_PAGES_AT_ONCE, last - page)))
+                flags = torch.frombuffer(entries, dtype=torch.int64) >> 61  # 1: of a file, 2: swapped out, 4: present
+                if ((flags & 6 != 0) & (flags & 1 == 0)).any():
+                    return True
+    except (OSError, ValueError):
+        return True  # unknown
+    return False
+
+
+def leave_in_files(module: nn.Module) -> None:
+    """Allow parameters that are mapped from files to be converted to another dtype without being read."""
+    mapped = MappedFiles()
+    for parameter in module.parameters():
+        if _place_of(parameter, mapped) is not None:
+            promise(parameter, parameter.detach())
+
+
+def _place_of(values: Tensor, mapped: MappedFiles) -> Any:
+    """The stored range that values come from, for ranks to compare; None for values in this rank's own memory."""
+    return values.origin if isinstance(values, StoredTensor) else mapped.range_of(values)
+
+
+def agree_on_sources(module: nn.Module, communicator: Communicator) -> dict[str, Source]:
+    """Sources of the values of all parameters and buffers by name, the same on every rank. Collective.
+
+    Values in memory are rank 0's. A file that every rank has mapped is read by each rank. Tensors that are on the meta
+    device on every rank are new.
+
+    Raises:
+        ValueError: on every rank, if the modules differ, or if rank 0 lacks values that other ranks have.
+    """
+    mapped = MappedFiles()
+    held: dict[str, Tensor | None] = {}
+    mine: dict[str, tuple[Any, Any]] = {}
+    for name, tensor in _named_tensors(module):
+        values = held[name] = values_of(tensor)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        kind = (tuple(tensor.shape), str(tensor.dtype), is_parameter and tensor.requires_grad)
+        origin: Any = _NOWHERE
+        if values is not None:
+            origin = (is_parameter and _place_of(values, mapped)) or _MEMORY
+        mine[name] = (kind, origin)
+    # Usually all ranks agree, and then nothing has to be sent or compared rank by rank.
+    everywhere = [mine] if communicator.control.is_alike(repr(mine)) else communicator.control.gather_objects(mine)
+    _check_alike(everywhere)
+    sources = {}
+    missing: dict[str, list[int]] = {}
+    for name, values in held.items():
+        origins = [theirs[name][1] for theirs in everywhere]
+        if origins[0] == _NOWHERE and set(origins) != {_NOWHERE}:
+            missing[name] = [rank for rank, origin in enumerate(origins) if origin != _NOWHERE]
+        alike = len(set(origins)) == 1
+        sources[name] = Source(
+            values, alike and origins[0] not in (_MEMORY, _NOWHERE), alike and origins[0] == _NOWHERE
+        )
+    if missing:
+        raise ValueError(
+            f"{listed(missing)}: on the meta device on rank 0, but with values on rank(s) "
+            f"{next(iter(missing.values()))}. Every rank begins with rank 0's values: load them on rank 0, on every "
+            "rank, or on none."
+        )
+    return sources
+
+
+def listed(names: Any, most: int = 5) -> str:
+    """Names for an error message, abbreviated: a large model may have thousands."""
+    names = list(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _check_alike(everywhere: list[dict[str, tuple[Any, Any]]]) -> None:
+    first = everywhere[0]
+    for rank, theirs in enumerate(everywhere):
+        if [(name, kind) for name, (kind, _) in theirs.items()] == [(name, kind) for name, (kind, _) in first.items()]:
+            continue
+        for name in dict.fromkeys([*first, *theirs]):
+            on_first, on_other = (found.get(name, (None, None))[0] for found in (first, theirs))
+            if on_first != on_other:
+                raise ValueError(
+                    f"The ranks hold different modules: {name} is {_in_words(on_first)} on rank 0, "
+                    f"{_in_words(on_other)} on rank {rank}. Every rank must make the same module."
+                )
+        raise ValueError(
+            f"The ranks hold different modules: rank {rank} has the parameters of rank 0 in another order. Every rank "
+            "must make the same module."
+        )
+
+
+def _in_words(kind: tuple[tuple[int, ...], str, bool] | None) -> str:
+    if kind is None:
+        return "missing"
+    shape, dtype, trains = kind
+    return f"{shape} in {dtype}{', which trains,' if trains else ''}"

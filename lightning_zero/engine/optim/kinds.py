@@ -1,0 +1,101 @@
+"""What an entry of an optimizer's state is, by which it is split, gathered and loaded.
+
+| kind       | what it holds                                                  | between ranks                     |
+|------------|----------------------------------------------------------------|-----------------------------------|
+| by element | one number for each element of its parameter (``exp_avg``)     | sharded as the parameter is       |
+| small      | a count or an option that all ranks hold alike (``step``)      | sent with the names of entries    |
+| owned      | whole on one rank; no optimizer that the engine takes has such | a description of its own, and a   |
+|            | entries yet                                                    | branch where these two are told   |
+|            |                                                                | apart: ``described`` and its users|
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.engine.compat import tree_map_only
+
+# Zero-dimensional entries of zero-dimensional parameters that are nevertheless not by element.
+_COUNTERS = {"step", "mu_product", "eta", "mu"}
+
+
+@dataclass(frozen=True)
+class ByElement:
+    """Describes an entry by element to ranks that own nothing of its parameter."""
+
+    dtype: torch.dtype
+
+
+class Small:
+    """Describes a small entry to other ranks, with its value.
+
+    Args:
+        is_on_device: whether each rank keeps it on its own device, with the parameter, and not in the host's memory.
+    """
+
+    def __init__(self, value: Any, is_on_device: bool = False) -> None:
+        self.value = value
+        self.is_on_device = is_on_device or isinstance(value, Tensor) and value.device.type != "cpu"
+
+    def of_parameter(self, device: torch.device) -> Any:
+        """A copy for one parameter on a device: no two share one, also after pickling."""
+        value = copied(self.value)
+        return value.to(device) if self.is_on_device else value
+
+    def __reduce__(self) -> Any:
+        if not isinstance(self.value, Tensor):
+            return Small, (self.value,)
+        # a tensor takes ten times longer
+        return _small_tensor, (self.value.tolist(), self.value.dtype, self.is_on_device)
+
+
+def _small_tensor(value: Any, dtype: torch.dtype, is_on_device: bool) -> Small:
+    return Small(torch.tensor(value, dtype=dtype, device="cpu"), is_on_device)
+
+
+def described(key: str, value: Any, shape: torch.Size) -> ByElement | Small:
+    """The description of one entry; arguments as for ``is_by_element``."""
+    return ByElement(value.dtype) if is_by_element(key, value, shape) else Small(value)
+
+
+def is_by_element(key: str, value: Any, shape: torch.Size) -> bool:
+    """Whether an entry is one number for each element.
+
+    Args:
+        key: the entry's name.
+        value: its value.
+        shape: of the parameter or master that it belongs to.
+    """
+    return isinstance(value, Tensor) and value.shape == shape and (value.dim() > 0 or key not in _COUNTERS)
+
+
+def copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def comparable(value: Any) -> Any:
+    """A small entry as something to compare: masters are shared by parameters whose small entries are equal."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    return float(value) if value.numel() == 1 else id(value)
+
+
+def placed(key: str, value: Any, group: dict[str, Any], device: torch.device) -> Any:
+    """A copy of a small entry where torch's own ``load_state_dict`` puts it: usually on the parameter's device.
+
+    Args:
+        group: the parameter group, whose options decide for counts of steps.
+        device: of the parameter.
+    """
+    if key != "step":  # lists of tensors, too (LBFGS)
+        return tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), value)
+    if not isinstance(value, Tensor):
+        return value
+    if group.get("capturable") or group.get("fused"):
+        return value.to(device, torch.float32, copy=True)
+    # An optimizer may have made it elsewhere, with a default device of the user's; a kernel for the CPU needs it there.
+    return value.to("cpu", copy=True) if device.type == "cpu" else copied(value)

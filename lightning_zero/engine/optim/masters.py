@@ -1,0 +1,338 @@
+"""The step of an optimizer: masters take the place of the module's parameters while ``optimizer.step`` runs.
+
+Between steps an optimizer's ``param_groups`` hold the module's own parameters, so that everything that users do with
+them works. During the update each group holds its masters instead: one 1-D tensor for each run of neighbouring segments
+of a bucket, this rank's part only, so that the update is a handful of kernels over 1/N of the elements (P_os in the
+paper, section 5.1). Over one rank that is one master for each parameter, in its shape and order.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer, SparseAdam
+
+from lightning_zero.engine.optim.chunked_update import ChunkedMaster
+from lightning_zero.engine.optim.master import Master, is_whole
+from lightning_zero.engine.optim.offloaded_step import OffloadedStep
+from lightning_zero.engine.optim.sparse_rows import SparseRows
+from lightning_zero.engine.optim.state import MasterStates, Owner, States, make_room
+from lightning_zero.engine.state.bucket import Bucket
+from lightning_zero.engine.state.gradient_shard import GradientShard, shard_of_all
+from lightning_zero.engine.state.slot import BucketSlot, slots_of
+from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
+from lightning_zero.engine.tensor.sharded_tree import gathered, in_parts
+
+
+class _Update(NamedTuple):
+    """An update in progress.
+
+    Attributes:
+        parameters: the module's, of each group, which its masters stand in for.
+        chunked: masters that are updated in pieces.
+    """
+
+    parameters: list[list[Any]]
+    chunked: list[ChunkedMaster]
+
+
+class Masters:
+    """The step of one optimizer.
+
+    Args:
+        optimizer: the user's; the user alone keeps it alive.
+        slot_of: finds the slot of one of the module's parameters, or None for a foreign one.
+        owner: the engine, notified before and after each update, and where a closure is called within one.
+
+    Attributes:
+        states: the masters and their state.
+        is_closed: after ``close``.
+        awaits_step: after a backward in which updates may have begun, until the optimizer's step.
+    """
+
+    def __init__(self, optimizer: Optimizer, slot_of: Callable[[Tensor], BucketSlot | None], owner: Owner) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        _masters_of[optimizer] = self
+        self.slot_of, self.states = slot_of, MasterStates(optimizer, slot_of, owner)
+        self.is_closed = self.awaits_step = False
+        self._update: _Update | None = None
+        self._active: list[Master] = []
+        self._signature: Any = None
+        self._arranged: list[list[Master | Tensor]] = []  # by group: masters, and what is not the engine's
+        self._arranged_in: dict[Bucket, list[tuple[int, Master]]] = {}  # the same masters with their group's number
+        self._begun: set[Bucket] = set()
+        self._offloaded = OffloadedStep()
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._sparse_rows = {
+            slot: SparseRows(slot)
+            for p in (parameters if isinstance(optimizer, SparseAdam) else ())
+            if (slot := slot_of(p)) is not None and is_whole(slot.bucket) and p.requires_grad
+        }
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(lambda *_: self._after_step()),
+            optimizer.register_state_dict_pre_hook(self.states.before_state_dict),
+            optimizer.register_state_dict_post_hook(self.states.put_back),
+            optimizer.register_load_state_dict_pre_hook(self.states.before_load),
+            optimizer.register_load_state_dict_post_hook(lambda loaded: self._adopt(dict(dict.items(loaded.state)))),
+        ]
+        # before the users' own, so that these see the module's parameters
+        optimizer._optimizer_step_post_hooks.move_to_end(self._handles[1].id, last=False)  # type: ignore[attr-defined]
+        self._adopt(dict(optimizer.state))  # Adagrad's accumulators exist from the start
+
+    def join(self, owner: Owner) -> None:
+        """Update the parameters of one more engine as well: the optimizer holds some of its module's. Collective."""
+        self.states.join(owner)
+        self._signature = None
+        state: dict[Any, dict[str, Any]] = self.optimizer.state
+        before = {key: dict.pop(state, key) for key in list(state) if self.slot_of(key) is not None}
+        if before:
+            self._adopt({**self.states.by_parameter(in_parts), **before})
+
+    def _adopt(self, states: States) -> None:
+        self._signature = None
+        self.states.adopt(states)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self.states.optimizer
+
+    # -- the step ---------------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.states.put_back()
+        self._put_back()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+        if closure is None and "closure" not in inspect.signature(optimizer.step).parameters:
+            self._swap_in()
+            return None
+
+        # By a closure in any case, so that the users' step hooks, which come before it, see the module's parameters.
+        def closure_then_swap() -> Any:
+            self._show_update()
+            result = closure() if closure is not None else None
+            self._swap_in()
+            return result
+
+        if len(args) > 1:
+            return (optimizer, closure_then_swap, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure_then_swap}
+
+    def _show_update(self) -> None:
+        """Show the module what the optimizer has written so far, if it calls the closure once more (LBFGS)."""
+        if self._update is not None:
+            self._put_back()
+            for owner in self.states.owners:
+                owner.show(self._buckets)
+
+    def _swap_in(self) -> None:
+        if self._update is not None:
+            return  # the ``step`` of a subclass has called that of its base class
+        self._begin_update()
+        for owner in self.states.owners:
+            for bucket in owner.buckets:
+                if bucket not in self._begun:
+                    bucket.before_update()
+        groups = self.optimizer.param_groups
+        self._arrange(groups)
+        self._update = _Update([list(group["params"]) for group in groups], [])
+        gradients = {master: self._gradient(master) for master in self._active if master.bucket not in self._begun}
+        buckets = list(dict.fromkeys(master.bucket for master in gradients if master.bucket.updates is not None))
+        self._offloaded.read_ahead(buckets)
+        for bucket in buckets:
+            self._update_offloaded(bucket, gradients)
+        self._offloaded.drop()
+        if not all(bucket.updates.overlap for bucket in buckets if bucket.updates is not None):
+            self.states.synchronize()
+        for group, arranged in zip(groups, self._arranged):
+            updated: list[Tensor] = []
+            for each in arranged:
+                if not isinstance(each, Master):
+                    updated.append(each)
+                elif each.bucket.updates is None:
+                    gradient = gradients[each]
+                    each.tensor.grad = gradient.to(each.tensor.dtype) if gradient is not None else None
+                    updated += self._updated(group, each.tensor, self._update) if each.is_here else ()
+            group["params"][:] = updated  # the list itself, which an optimizer may keep (LBFGS)
+
+    def _updated(self, group: dict[str, Any], master: Tensor, update: _Update) -> list[Tensor]:
+        """The tensors that the optimizer gets for a master: itself, or pieces of it."""
+        if master.grad is None or not ChunkedMaster.is_of_use(self.optimizer, group, master):
+            return [master]
+        state: dict[Any, Any] = self.optimizer.state
+        cut = ChunkedMaster(master, dict.pop(state, master, {}))
+        update.chunked.append(cut)
+        for piece, part in zip(cut.pieces, cut.states):
+            if part:
+                state[piece] = part
+        return list(cut.pieces)
+
+    def _begin_update(self) -> None:
+        """Masters are about to change, unless some have begun to: nothing may still be reading them."""
+        if not self._begun:
+            for owner in self.states.owners:
+                owner.begin_update()
+            self.states.synchronize()
+
+    def begin(self, bucket: Bucket, shards: Mapping[int, GradientShard], order: Sequence[Bucket]) -> None:
+        """Update the offloaded masters of a bucket before ``optimizer.step`` is called.
+
+        Args:
+            shards: the gradient of each parameter of the bucket, by its index, as it will be then.
+            order: of the buckets that come next, as far as it is known.
+        """
+        masters = [master for _, master in self._arranged_in.get(bucket, ())]
+        held = {slot for master in masters for slot in master.slots}
+        if (
+            bucket.updates is None
+            or self._signature is None
+            or any(slot not in held or slot.hooks_after_reduction for slot in slots_of(bucket))
+        ):
+            return
+        self._begin_update()
+        bucket.before_update()
+        if not self._begun:
+            self._offloaded.read_ahead(each for each in order if each in self._arranged_in)
+        self._offloaded.read_ahead([bucket])
+        self._begun.add(bucket)
+        # by a callable: the gradient may still be on its way
+        self._update_offloaded(bucket, {m: partial(shards[m.first].range_of, m.range) for m in masters})
+
+    def _update_offloaded(self, bucket: Bucket, gradients: Mapping[Master, Any]) -> None:
+        awaits_step = bucket in self._begun
+        self._offloaded.update(
+            self.optimizer,
+            bucket,
+            self._arranged_in[bucket],
+            gradients,
+            is_early=awaits_step or self.awaits_step,
+            awaits_step=awaits_step,
+        )
+
+    def _after_step(self) -> None:
+        if self._update is None:
+            return
+        self.recover()
+        self.states.measure()
+        for owner in self.states.owners:
+            owner.updated(self._buckets)
+
+    @property
+    def _buckets(self) -> list[Bucket]:
+        return list(dict.fromkeys(master.bucket for master in self._active))
+
+    def recover(self) -> None:
+        """Put the module's parameters back, also after a step that raised."""
+        self._put_back()
+        for bucket in self._begun:
+            if bucket.update is not None:
+                bucket.update.awaits_step = False
+        self._begun, self.awaits_step = set(), False
+        self._offloaded.drop()
+
+    def _put_back(self) -> None:
+        if self._update is None:
+            return
+        update, self._update = self._update, None
+        for group, parameters in zip(self.optimizer.param_groups, update.parameters):
+            group["params"][:] = parameters
+        state: dict[Any, Any] = self.optimizer.state
+        while update.chunked:
+            cut = update.chunked.pop()
+            joined = cut.joined([dict.pop(state, piece, {}) for piece in cut.pieces])
+            if joined:
+                state[cut.master] = joined
+        for master in self._active:
+            if master.bucket.updates is None:
+                master.tensor.grad = None
+
+    def _arrange(self, groups: list[dict[str, Any]]) -> None:
+        """Lay each group's parameters that have a gradient out as masters: usually the same as last time."""
+        signature = [[(id(p), p.grad is None) for p in group["params"]] for group in groups]
+        if signature == self._signature:
+            return
+        self._signature, self._active, self._arranged, self._arranged_in = None, [], [], {}
+        for number, group in enumerate(groups):
+            slots = {p: slot for p in group["params"] if (slot := self.slot_of(p)) is not None}
+            # Where the optimizer is given whole parameters, it finds those without a gradient in their places, too.
+            kept = [p for p in group["params"] if p.grad is not None or p not in slots or is_whole(slots[p].bucket)]
+            trained = [p for p in kept if p in slots and (p.grad is not None or p.requires_grad)]
+            masters = self.states.masters_over([slots[p] for p in trained])
+            self._active.extend(masters)
+            of_slot = {slot: master for master in masters for slot in master.slots}
+            order = (of_slot.get(slots[p], p) if p in slots else p for p in kept)
+            self._arranged.append(list(dict.fromkeys(order)))
+            for master in masters:
+                self._arranged_in.setdefault(master.bucket, []).append((number, master))
+        make_room(self.optimizer, self.slot_of)
+        self._signature = signature
+
+    def _gradient(self, master: Master) -> Tensor | None:
+        if not master.is_here:
+            return None
+        pieces = [slot.parameter.grad for slot in master.slots]
+        if len(pieces) == 1 and pieces[0] is None:
+            return None
+        if len(pieces) == 1 and isinstance(pieces[0], ShardedTensor):
+            own = local_range_of(pieces[0], master.slots[0]).view(master.tensor.shape)
+            rows = self._sparse_rows.get(master.slots[0]) if self._sparse_rows else None
+            return rows.of(own) if rows is not None else own
+        if (shard := shard_of_all(master.slots)) is not None:
+            return shard.range_of(master.range)
+        # user code has put its own gradients in p.grad
+        values = torch.zeros_like(master.tensor, device=master.device)
+        for slot, gradient in zip(master.slots, pieces):
+            assert gradient is not None
+            values.view(-1)[master.part_of(slot)] = local_range_of(gradient, slot)
+        return values
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def close(self, device: torch.device | None) -> dict[Tensor, dict[str, Any]] | None:
+        """Unhook the optimizer and return its whole state by parameter, for the ordinary parameters. Collective.
+
+        Args:
+            device: of the state returned; with None nothing is returned, and no other rank is needed.
+        """
+        optimizer = self._optimizer()
+        self.states.release()
+        state = None
+        if optimizer is None:
+            self._update = None
+        self.recover()
+        for rows in self._sparse_rows.values():
+            rows.close()
+        if optimizer is not None:
+            for handle in self._handles:
+                handle.remove()
+            _masters_of.pop(optimizer, None)
+            if device is not None:
+                state = self.states.by_parameter(lambda tensor: gathered(tensor).to(device, copy=True))
+        self.is_closed = True
+        return state
+
+
+_masters_of: weakref.WeakKeyDictionary[Optimizer, Masters] = weakref.WeakKeyDictionary()
+
+
+def masters_of(optimizer: Optimizer, slot_of: Callable[[Tensor], BucketSlot | None], owner: Owner) -> Masters:
+    """The masters of an optimizer for one more engine: new ones, if it has none. Collective."""
+    masters = _masters_of.get(optimizer)
+    if masters is None:
+        return Masters(optimizer, slot_of, owner)
+    masters.join(owner)
+    return masters
+
+
+def masters_that_hold(parameter: Tensor) -> Masters | None:
+    """The masters of the optimizer in whose groups a parameter is, if an engine keeps any."""
+    for masters in _masters_of.values():
+        if any(held is parameter for group in masters.optimizer.param_groups for held in group["params"]):
+            return masters
+    return None

@@ -1,0 +1,112 @@
+"""Layout of a bucket: the ranges of the flat buffer that belong to parameters and to ranks. Pure arithmetic.
+
+::
+
+    bucket   |  weight (segment 0)      |gap| bias |gap|  weight2 (segment 2)       | padding |
+    shards   |        rank 0        |        rank 1        |        rank 2        | rank 3    |
+
+Segments start at multiples of ``ALIGNMENT`` elements so that a view of one is as well aligned as an ordinary tensor
+(vector loads, cuBLAS). Shards are equal so that one collective moves them, for which the end is padded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+# In elements. A multiple of 16 bytes in every dtype, and of the stride of vectorised CPU kernels (two 512-bit vectors
+# in fp32): these kernels may round the remaining elements at the end of a tensor differently, so with shards of whole
+# strides each element is computed as in the full parameter.
+ALIGNMENT = 32
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The range ``[start, stop)`` of a bucket that holds one parameter, flattened."""
+
+    name: str
+    shape: torch.Size
+    start: int
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """The positions of parameters and of ranks' shards in a flat buffer. Arithmetic only."""
+
+    segments: tuple[Segment, ...]
+    world_size: int
+
+    def __post_init__(self) -> None:
+        position = 0
+        for segment in self.segments:
+            assert segment.start >= position and segment.start % ALIGNMENT == 0, f"{segment} overlaps or is misaligned"
+            position = segment.stop
+
+    @classmethod
+    def of(cls, named_shapes: list[tuple[str, torch.Size]], world_size: int) -> BucketLayout:
+        """Place the parameters one after another, in the given order."""
+        segments, position = [], 0
+        for name, shape in named_shapes:
+            segments.append(Segment(name, torch.Size(shape), position))
+            position = _align(segments[-1].stop)
+        return cls(tuple(segments), world_size)
+
+    @property
+    def numel(self) -> int:
+        """Elements of parameters, without gaps and padding."""
+        return sum(segment.numel for segment in self.segments)
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one rank's shard; the last shards may consist of padding, fully or partly."""
+        stop = self.segments[-1].stop if self.segments else 0
+        return _align(-(-stop // self.world_size))
+
+    @property
+    def padded_numel(self) -> int:
+        return self.shard_numel * self.world_size
+
+    def shard_range(self, rank: int) -> tuple[int, int]:
+        """``[start, stop)`` of a rank's shard in the bucket."""
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def owned_range(self, first: int, last: int, rank: int) -> tuple[int, int]:
+        """The range of segments ``first`` to ``last`` (inclusive) that ``rank`` owns: ``[start, stop)`` in the bucket.
+
+        Returns:
+            An empty range (start == stop) if the rank owns none of their elements.
+        """
+        low, high = self.shard_range(rank)
+        start = max(self.segments[first].start, low)
+        return start, max(start, min(self.segments[last].stop, high))
+
+    def pieces_of(self, rank: int) -> list[tuple[int, int | None, int]]:
+        """A rank's shard in order, as (elements, index of the segment or None for a gap, start in the segment)."""
+        (low, high), pieces, position = self.shard_range(rank), [], 0
+        for number, size in enumerate(self.sizes()):
+            start, stop = max(position, low), min(position + size, high)
+            if start < stop:
+                pieces.append((stop - start, None if number % 2 else number // 2, start - position))
+            position += size
+        return pieces
+
+    def sizes(self) -> list[int]:
+        """Elements of each segment and of the gap after it, alternating, over the whole bucket."""
+        sizes = []
+        for segment, end in zip(self.segments, [*(other.start for other in self.segments[1:]), self.padded_numel]):
+            sizes += [segment.numel, end - segment.stop]
+        return sizes
+
+
+def _align(numel: int) -> int:
+    return -(-numel // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,95 @@
+"""Report of an engine: bytes in memory and communication, compared with the paper's formula."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_zero.engine.comm.collectives import Communicator
+from lightning_zero.engine.comm.counters import by_kind
+from lightning_zero.engine.plan.placement import Placements, replicated_bytes
+from lightning_zero.engine.runtime.schedule import Unit
+from lightning_zero.engine.state.ledger import Ledger
+
+
+@dataclass(frozen=True)
+class Report:
+    """Memory of an engine and its communication.
+
+    Attributes:
+        stage, world_size: as set up.
+        numel: Psi, elements of all parameters.
+        padded_numel: ``numel`` with the alignment gaps and padding of the buckets.
+        at_rest: bytes in memory now by category: parameters, gathered, gradients, reduction, optimizer.
+        peak: the same when their total was highest since the last ``reset_peak``.
+        calls, elements, bytes: by kind of collective ("all_gather", "reduce_scatter", "control") since the last
+            ``reset_counters``. Elements are logical: an all-gather of a bucket counts the full padded bucket.
+        steps, backwards: optimizer steps and synchronised backwards since the last ``reset_counters``.
+        formula: bytes of model states per rank by the paper's formula for this stage, with Adam's two moments.
+        replicated: the same under DDP, which keeps all model states on every rank.
+        units: elements by name of unit, in the order of the plan; the root unit's name is "".
+    """
+
+    stage: int
+    world_size: int
+    numel: int
+    padded_numel: int
+    at_rest: dict[str, int]
+    peak: dict[str, int]
+    calls: dict[str, int]
+    elements: dict[str, int]
+    bytes: dict[str, int]
+    steps: int
+    backwards: int
+    formula: int
+    replicated: int
+    units: dict[str, int]
+
+    def elements_per_step(self) -> float:
+        """Elements of parameters and gradients communicated per optimizer step."""
+        moved = self.elements.get("all_gather", 0) + self.elements.get("reduce_scatter", 0)
+        return moved / max(self.steps, 1)
+
+
+WORKING_BUFFERS = ("gathered", "reduction")
+"""Categories of a report that are not model states: gathered parameters, and gradients until they are reduced."""
+
+
+def report_of(
+    placements: Placements,
+    units: Sequence[Unit],
+    communicator: Communicator,
+    ledger: Ledger,
+    *,
+    steps: int,
+    backwards: int,
+) -> Report:
+    """Make the report of an engine."""
+    buckets = [bucket for unit in units for bucket in unit.buckets]
+    counters = communicator.counters
+    formula = replicated = 0
+    for bucket in buckets:
+        trains = bucket.views[0].requires_grad
+        formula += (placements.model_state_bytes if trains else placements.parameter_bytes)(
+            bucket.layout.numel,
+            communicator.size,
+            parameter_bytes=bucket.full.element_size(),
+            master_bytes=bucket.master_dtype.itemsize,
+        )
+        replicated += replicated_bytes(bucket.layout.numel, bucket.dtype.itemsize, trains=trains)
+    return Report(
+        stage=placements.stage,
+        world_size=communicator.size,
+        numel=sum(unit.numel for unit in units),
+        padded_numel=sum(bucket.layout.padded_numel for bucket in buckets),
+        at_rest=dict(ledger.now),
+        peak=dict(ledger.peak),
+        calls=by_kind(counters.calls),
+        elements=by_kind(counters.elements),
+        bytes=by_kind(counters.bytes),
+        steps=steps,
+        backwards=backwards,
+        formula=formula,
+        replicated=replicated,
+        units={unit.name: unit.numel for unit in units},
+    )

@@ -1,0 +1,97 @@
+"""Patches of autograd for gradients not from ``loss.backward()``: ``torch.autograd.grad`` and ``torch.func``.
+
+Modules compute with an ordinary view of a parameter (see ``schedule``), user code may also use the sharded parameter.
+``torch.autograd.grad(loss, parameter)`` has to return the sum of both gradients, and ``backward(inputs=[parameter])``
+to accumulate both. A tensor cannot customise these functions, so the function that both call is patched.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from lightning_zero.engine import compat
+from lightning_zero.engine.runtime.schedule import Schedule, in_backward
+from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
+
+_schedules: weakref.WeakSet[Schedule] = weakref.WeakSet()
+
+
+def install(schedule: Schedule) -> None:
+    """Let torch's functions find the tensors that a schedule's units compute with, as long as the schedule lives."""
+    _schedules.add(schedule)
+    for patch in _PATCHES:
+        patch.hold(schedule)
+
+
+def _run_backward_by_name(
+    run_backward: Callable[..., Any],
+    outputs: Sequence[Any],
+    grad_outputs: Sequence[Tensor | None],
+    retain_graph: bool,
+    create_graph: bool,
+    inputs: Sequence[Any] = (),
+    allow_unreachable: bool = False,
+    accumulate_grad: bool = False,
+) -> Any:
+    own = {
+        position: tensor
+        for position, tensor in enumerate(inputs)
+        if isinstance(tensor, ShardedTensor) and tensor.is_parameter and tensor.requires_grad
+    }
+    options = {"allow_unreachable": allow_unreachable or bool(own), "accumulate_grad": accumulate_grad}
+    views = [tensor.slot.view for tensor in own.values()]
+    found = run_backward(outputs, grad_outputs, retain_graph, create_graph, (*inputs, *views), **options)
+    if accumulate_grad:
+        return found
+    if not in_backward():
+        for schedule in _schedules:
+            schedule.end_differentiation()
+    if not own:
+        return found
+    gradients: list[Tensor | None] = list(found[: len(inputs)])
+    for (position, parameter), gradient in zip(own.items(), found[len(inputs) :]):
+        gradients[position] = _sum(gradients[position], gradient, parameter)
+    if None in gradients and not allow_unreachable:
+        raise RuntimeError(
+            "One of the differentiated Tensors appears to not have been used in the graph. "
+            "Set allow_unused=True if this is the desired behavior."
+        )
+    return tuple(gradients)
+
+
+def _sum(direct: Tensor | None, through_modules: Tensor | None, parameter: ShardedTensor) -> Tensor | None:
+    if through_modules is None:
+        return direct
+    gradient = with_hooks_of(parameter, through_modules)
+    return gradient if direct is None else direct + gradient
+
+
+def with_hooks_of(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Run the hooks that users registered on a parameter on a gradient of its view; returns the gradient."""
+    for hook in (parameter._backward_hooks or {}).values():
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
+
+
+@contextmanager
+def _disable_hooks_but_ours(disable_hooks: Callable[[str], Any], error_message: str) -> Iterator[None]:
+    """Run ``torch.func``, which refuses saved-tensor hooks, without the engine's hooks; units stay gathered."""
+    with ExitStack() as stack:
+        for schedule in _schedules:
+            stack.enter_context(schedule.keeping_gathered())
+        stack.enter_context(disable_hooks(error_message))
+        yield
+
+
+_PATCHES = (
+    compat.run_backward(lambda before: partial(_run_backward_by_name, before)),
+    compat.hooks_disabled(lambda before: partial(_disable_hooks_but_ours, before)),
+    compat.taken_by_foreach(ShardedTensor),
+)

@@ -1,0 +1,171 @@
+"""Join of uneven inputs: a rank with no forward left to compute takes part in the all-gathers of the others.
+
+A turn is one batch of an evaluation loop, or one forward of a text generation. Ranks first exchange their positions
+(the dataloader of the next batch, the end of a generation, or the end of the loop). Ranks that are behind run their
+forward; the others take part in the gathers that the lowest of their ranks announces.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import update_wrapper
+from inspect import signature
+from types import MethodType
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from lightning_zero.engine.comm.collectives import Communicator
+from lightning_zero.engine.comm.rendezvous import Absence, Rendezvous
+from lightning_zero.engine.runtime.schedule import Schedule
+from lightning_zero.engine.state.bucket import Bucket
+from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
+
+_END = 2**62
+_OVER = -1  # in place of a bucket's number: the turn is over
+
+
+class Join:
+    """Decides which ranks run a forward next, and lets the absent ranks take part in their gathers.
+
+    While ranks are absent, parameters that user code reads are gathered by bucket, which absent ranks can take part in.
+    Operations that absent ranks cannot know of (a write, a sum over shards of another tensor) raise an error.
+
+    Args:
+        buckets: all buckets of the engine, by number.
+    """
+
+    def __init__(
+        self, communicator: Communicator, rendezvous: Rendezvous, schedule: Schedule, buckets: list[Bucket]
+    ) -> None:
+        self._rank, self._size, self._control = communicator.rank, communicator.size, communicator.control
+        self._rendezvous, self._schedule, self._buckets = rendezvous, schedule, buckets
+        self._position = 0  # index of the dataloader of this rank's present batch
+
+    def take(self, position: int | None) -> None:
+        """End this rank's turn; return when its next turn begins or all ranks are at the end. Collective.
+
+        Args:
+            position: the index of the dataloader of the next batch; None at the end.
+        """
+        self._position = position or 0
+        self._take(_END if position is None else 2 * position)
+
+    @contextmanager
+    def each_forward(self, module: nn.Module) -> Iterator[None]:
+        """Context in which ranks may run different numbers of forwards; they leave it together. Collective.
+
+        Args:
+            module: its forwards are turns, and those of its submodules if called directly.
+        """
+        needs_gathers = any(isinstance(parameter, ShardedTensor) for parameter in module.parameters())
+        if self._schedule.is_joining or not needs_gathers:  # as within ``full_parameters``
+            yield
+            return
+        members = set(module.modules())
+        depth = 0
+
+        def before(inner: nn.Module, _: Any) -> None:
+            nonlocal depth
+            if inner in members:
+                depth += 1
+                if depth == 1:
+                    self._take(2 * self._position)
+
+        def after(inner: nn.Module, *_: Any) -> None:
+            nonlocal depth
+            depth -= inner in members
+
+        hooks = [register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)]
+        self._schedule.is_joining = True
+        try:
+            yield
+        finally:
+            self._schedule.is_joining = False
+            for hook in hooks:
+                hook.remove()
+        self._take(2 * self._position + 1)
+
+    def _take(self, own: int) -> None:
+        self._end()
+        while True:
+            positions = self._control.gather_numbers(own, "the other ranks' next batch or forward")
+            behind = min(positions)
+            if own == behind:
+                self._begin([rank for rank, other in enumerate(positions) if other > behind])
+                return
+            self._serve(leader=positions.index(behind))
+
+    def _begin(self, absent: list[int]) -> None:
+        announces = absent and self._rank == min(set(range(self._size)).difference(absent))
+        self._rendezvous.absence = Absence(absent, self._announce if announces else None)
+
+    def _end(self) -> None:
+        for unit in self._schedule.units:
+            self._schedule.release_if_idle(unit)  # gathered for a read, or prefetched for a forward that did not follow
+        absence = self._rendezvous.absence
+        if absence.announce is not None:
+            self._announce(_OVER)
+            self._control.wait_until_told()
+        if absence.ranks:
+            self._rendezvous.absence = Absence()
+
+    def _announce(self, number: int) -> None:
+        """Send the absent ranks the number of the bucket to gather next, and the order of units after this turn."""
+        order = self._schedule.order
+        blank = [-1] * (len(self._schedule.units) - len(order))
+        self._control.tell(self._rendezvous.absence.ranks, [number, *order, *blank])
+
+    def _serve(self, leader: int) -> None:
+        while True:
+            count = 1 + len(self._schedule.units)
+            number, *order = self._control.hear(leader, count, f"what rank {leader} gathers next")
+            if number == _OVER:
+                self._schedule.order = [unit for unit in order if unit >= 0]
+                return
+            bucket = self._buckets[number]
+            stays = bucket.is_ready
+            bucket.gather(refresh=True)
+            bucket.wait()
+            if not stays:
+                bucket.release()
+
+
+class JoinedMethod:
+    """Replaces a module's ``generate``, so that transformers and PEFT call a joined method with a forward per token.
+
+    Copies and pickles of the module have the original method.
+    """
+
+    NAME = "generate"
+
+    def __init__(self, join: Join, module: nn.Module) -> None:
+        self._join = join
+        self._module = weakref.ref(module)  # weak, since the module holds this object
+        self._function = getattr(type(module), self.NAME)
+        update_wrapper(self, self._function)
+        self.__signature__ = signature(getattr(module, self.NAME))  # read by transformers
+        setattr(module, self.NAME, self)
+
+    @classmethod
+    def is_method_of(cls, module: nn.Module) -> bool:
+        """Whether the module has such a method from its class, not replaced by the user."""
+        method = getattr(module, cls.NAME, None)
+        return isinstance(method, MethodType) and method.__func__ is getattr(type(module), cls.NAME, None)
+
+    def remove(self) -> None:
+        module = self._module()
+        if module is not None and vars(module).get(self.NAME) is self:
+            delattr(module, self.NAME)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None, "the module was deleted"
+        with self._join.each_forward(module):
+            return self._function(module, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._module(), self.NAME)

@@ -1,0 +1,378 @@
+"""Gradient reduction during backward: reduces each bucket in an order that is the same on every rank."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.engine.comm.collectives import Communicator, Pending
+from lightning_zero.engine.comm.streams import Streams, at, current_stream, wait_for
+from lightning_zero.engine.compat import current_autograd_node, queue_callback
+from lightning_zero.engine.runtime.autograd_patches import with_hooks_of
+from lightning_zero.engine.runtime.schedule import Schedule, Unit
+from lightning_zero.engine.state.bucket import Bucket
+from lightning_zero.engine.state.bucket_gradients import BucketGradients
+from lightning_zero.engine.state.gradient_shard import GradientShard
+from lightning_zero.engine.state.slot import BucketSlot, slots_of
+from lightning_zero.engine.tensor.wrapper import WrapperTensor
+
+
+@dataclass
+class _Expectation:
+    """What earlier backwards over the same set of trainable parameters looked like.
+
+    Attributes:
+        counts: by bucket, how many gradients each parameter gets on this rank; a bucket with all of them is complete.
+        order: buckets with gradients on any rank, in the order of reduction; the same on every rank.
+        late: buckets that got a gradient after their reduction on any rank; the same on every rank.
+    """
+
+    counts: list[list[int]]
+    order: list[int]
+    observed: bool = False
+    late: set[int] = field(default_factory=set)
+
+
+@dataclass
+class _Backward:
+    """State of a running backward pass."""
+
+    expectation: _Expectation
+    order: list[Bucket]  # the order of ``expectation``, as buckets
+    counts: list[list[int]]
+    missing: list[int]  # by bucket: gradients still expected
+    position: int = 0  # in the order of reduction
+    left: set[int] = field(default_factory=set)  # buckets reduced because backward left their unit
+    launched: set[int] = field(default_factory=set)
+    sent: set[tuple[int, int]] = field(default_factory=set)  # (bucket, parameter) with a gradient in a reduction
+    completed: list[int] = field(default_factory=list)
+    in_flight: deque[tuple[int, Pending]] = field(default_factory=deque)
+    shards: dict[int, dict[int, GradientShard]] = field(default_factory=dict)
+
+
+class GradientReducer:
+    """Collects local gradients, reduces each bucket once it is complete, and sets ``p.grad``.
+
+    Buckets are reduced in one order, whatever a rank's data: a complete bucket waits for those before it. Buckets
+    without gradients on this rank are reduced as zeros at the end of backward, where ranks exchange what they used.
+
+    Args:
+        reduce_dtype: see ``BucketGradients``.
+        in_flight: how many reductions, each with its buffer, may be running at once.
+        overlap: False waits for each reduction where it is started.
+        reduces_every_backward: False at stage 1, where ``no_sync`` accumulates locally.
+    """
+
+    def __init__(
+        self,
+        units: list[Unit],
+        schedule: Schedule,
+        communicator: Communicator,
+        streams: Streams,
+        *,
+        reduce_dtype: torch.dtype | None,
+        in_flight: int,
+        overlap: bool,
+        reduces_every_backward: bool,
+    ) -> None:
+        self._schedule, self._communicator, self._streams = schedule, communicator, streams
+        self._in_flight = in_flight if overlap else 0
+        self._reduces_every_backward = reduces_every_backward
+        self.backwards = 0
+        self._units = [unit for unit in units for _ in unit.buckets]
+        self._buckets = [bucket for unit in units for bucket in unit.buckets]
+        self._numbers_of: dict[Unit, list[int]] = {unit: [] for unit in units}
+        for number, unit in enumerate(self._units):
+            self._numbers_of[unit].append(number)
+        self._gradients = [BucketGradients(bucket, reduce_dtype) for bucket in self._buckets]
+        self.synchronise = True
+        self._expectations: dict[tuple[bool, ...], _Expectation] = {}
+        self._backward: _Backward | None = None
+        self._deferred = False
+        self._added: tuple[int, int] | None = None  # (bucket, parameter) to whose ``.grad`` autograd has just added
+        self.on_reduced: Callable[[Bucket, dict[int, GradientShard], list[Bucket]], None] | None = None
+        self._hooks: list[Any] = []
+        reducer = weakref.ref(self)
+        schedule.on_left_in_backward = lambda unit: _leave_unit(reducer(), unit)
+        number_of = {id(bucket): number for number, bucket in enumerate(self._buckets)}
+        for bucket in self._buckets:
+            for slot in slots_of(bucket):
+                self._hook(slot, number_of[id(bucket)])
+
+    def _hook(self, slot: BucketSlot, number: int) -> None:
+        if not slot.view.is_floating_point() and not slot.view.is_complex():
+            return
+        index = slot.index
+        reducer = weakref.ref(self)  # weak: a leaf must not keep the engine alive
+
+        def take(leaf: Tensor) -> None:
+            owner = reducer()
+            if owner is not None:
+                owner._take(leaf, number, index)
+
+        def add(gradient: Tensor) -> None:
+            owner = reducer()
+            if owner is not None:
+                owner._add(gradient, number, index)
+
+        for leaf in (slot.view, slot.bucket.parameter(index)):
+            requires_grad = leaf.requires_grad
+            leaf.requires_grad_(True)  # a frozen parameter may be unfrozen later
+            # torch's own method, as a sharded parameter overrides it for hooks of users
+            self._hooks.append(Tensor.register_post_accumulate_grad_hook(leaf, take))
+            leaf.requires_grad_(requires_grad)
+        slot.take_gradient = take
+        slot.add_gradient = add
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    # -- during backward --------------------------------------------------------------------------------------------
+
+    def _add(self, gradient: Tensor, number: int, index: int) -> None:
+        """Record that autograd adds a local gradient to ``p.grad``; the hook ``_take`` is called next."""
+        self._begin()
+        self._gradients[number].accumulate(index, gradient.clone())
+        self._added = number, index
+
+    def _take(self, leaf: Tensor, number: int, index: int) -> None:
+        """Take the gradient of a leaf: of the ordinary parameter that a forward used, or of the sharded one itself."""
+        gradients, gradient = self._gradients[number], leaf.grad
+        assert gradient is not None
+        parameter = gradients.bucket.parameter(index)
+        is_parameter = leaf is parameter
+        backward = self._begin(leaf)
+        added, self._added = self._added, None
+        if not (is_parameter and added == (number, index)):  # else ``_add`` has taken it, and it stays in ``p.grad``
+            leaf.grad = None
+            if not gradients.shows_unsynchronised(index, gradient):  # else autograd added to the flat buffer itself
+                if not is_parameter and parameter._backward_hooks:
+                    gradient = with_hooks_of(parameter, gradient)
+                gradients.accumulate(index, gradient)
+        backward.counts[number][index] += 1
+        if backward.counts[number][index] == backward.expectation.counts[number][index]:
+            backward.missing[number] -= 1
+            if backward.missing[number] == 0:
+                backward.completed.append(number)
+                if self._synchronises:
+                    self._launch_in_order(backward)
+
+    def leave_unit(self, unit: Unit) -> None:
+        """Backward leaves a unit for the last time: reduce its buckets, with zeros for missing gradients.
+
+        Otherwise deadlock is possible: a rank with all gradients waits in the reduction for this rank, which waits in a
+        gather of the next unit for that rank. Gradients that come later are reduced at the end.
+        """
+        backward = self._backward
+        if backward is None or unit.depth or not self._synchronises:
+            return
+        for number in self._numbers_of[unit]:
+            if number not in backward.expectation.late and backward.missing[number] > 0:
+                backward.missing[number] = 0
+                backward.left.add(number)
+        self._launch_in_order(backward)
+
+    @property
+    def synchronise(self) -> bool:
+        """Whether a backward that begins now is synchronised, where the stage leaves a choice."""
+        return self._synchronise
+
+    @synchronise.setter
+    def synchronise(self, synchronise: bool) -> None:
+        self._synchronise = synchronise
+        self._decide()
+
+    def _decide(self, leaf: Tensor | None = None, is_begun: bool = False) -> None:
+        """Decide whether the present or next backward is reduced.
+
+        Without ``synchronise`` a backward at stage 1 is not, unless some ``p.grad`` shows an earlier reduction: that is
+        sharded, and a rank's local gradient cannot be added to it.
+
+        Args:
+            leaf: its gradient comes from the present backward, and is ignored.
+        """
+        must = self._synchronise or self._reduces_every_backward or self._communicator.size == 1
+        self._synchronises = must or is_begun and self._shows_reduced(leaf)
+        for gradients in self._gradients:
+            gradients.reduces = self._synchronises
+
+    def _begin(self, leaf: Tensor | None = None) -> _Backward:
+        """The running backward; the first gradient starts it.
+
+        Args:
+            leaf: its gradient comes from the present backward.
+        """
+        if self._backward is None:
+            key = tuple(bucket.parameter(i).requires_grad for bucket in self._buckets for i in range(len(bucket.views)))
+            expectation = self._expectations.get(key)
+            if expectation is None:
+                wanted = iter(key)
+                counts = [[int(next(wanted)) for _ in bucket.views] for bucket in self._buckets]
+                order = [number for number in reversed(range(len(counts))) if any(counts[number])]
+                expectation = self._expectations[key] = _Expectation(counts, order)
+            self._backward = _Backward(
+                expectation,
+                order=[self._buckets[number] for number in expectation.order],
+                counts=[[0] * len(bucket.views) for bucket in self._buckets],
+                missing=[sum(count > 0 for count in counts) for counts in expectation.counts],
+            )
+            if not self._synchronise:
+                self._decide(leaf, is_begun=True)
+            for gradients in self._gradients:
+                gradients.resume_unsynchronised(leaf)
+            self._deferred = False
+            queue_callback(self._at_end)
+        elif self._deferred:
+            self._deferred = False
+            queue_callback(self._at_end)
+        return self._backward
+
+    def _shows_reduced(self, but: Tensor | None) -> bool:
+        parameters = (bucket.parameter(i) for bucket in self._buckets for i in range(len(bucket.views)))
+        return any(p is not but and isinstance(p.grad, WrapperTensor) for p in parameters)
+
+    def _launch_in_order(self, backward: _Backward) -> None:
+        order = backward.expectation.order
+        while backward.position < len(order) and backward.missing[order[backward.position]] <= 0:
+            self._launch(backward, order[backward.position])
+            backward.position += 1
+
+    def _launch(self, backward: _Backward, number: int) -> None:
+        with at(self._streams.home):
+            self._launch_at_home(backward, number)
+
+    def _launch_at_home(self, backward: _Backward, number: int) -> None:
+        bucket, gradients = self._buckets[number], self._gradients[number]
+        if bucket.has_begun:
+            raise RuntimeError(
+                f"A parameter of unit {self._units[number].name or 'root'!r} got a gradient more than in any backward "
+                "before, after its update had begun: OffloadConfig(overlap=False) updates when all gradients are there."
+            )
+        while backward.in_flight and len(backward.in_flight) >= max(self._in_flight, 1):
+            self._finish_oldest(backward)
+        backward.launched.add(number)
+        backward.sent.update((number, i) for i in range(len(bucket.views)) if gradients.has(i))
+        backward.in_flight.append((number, gradients.start_reduction()))
+        if self._in_flight == 0:
+            self._finish_oldest(backward)
+
+    def _finish_oldest(self, backward: _Backward) -> None:
+        number, pending = backward.in_flight.popleft()
+        with at(self._streams.home):
+            shards = backward.shards[number] = self._gradients[number].finish_reduction(pending)
+        # If a unit ran twice, the other run's backward may need its values although all gradients are there.
+        is_done = all(backward.counts[number]) and number not in backward.left and not self._units[number].ran_twice
+        if self.on_reduced is not None and backward.expectation.observed and is_done:
+            self.on_reduced(self._buckets[number], shards, backward.order)
+
+    # -- at its end -------------------------------------------------------------------------------------------------
+
+    def _at_end(self) -> None:
+        """The autograd engine's final callback, of the backward in which the first gradient was computed."""
+        node = current_autograd_node()
+        if node is not None:
+            # A backward within a backward (reentrant activation checkpointing): the outer one has not ended yet.
+            self._deferred = True
+            node.register_hook(self._queue_in_outer)
+            return
+        self._finish()
+
+    def _queue_in_outer(self, *_: Any) -> None:
+        if self._deferred:
+            self._begin()
+
+    def _finish(self) -> None:
+        backward, self._backward = self._backward, None
+        if backward is None:
+            return
+        self.backwards += 1
+        with_hooks = []
+        if self._synchronises:
+            with_hooks = self._complete(backward)
+        else:
+            for gradients in self._gradients:
+                with_hooks += gradients.show_unsynchronised()
+        wait_for([self._streams.home], current_stream(self._communicator.device))
+        self._schedule.end_backward()
+        for slot in with_hooks:
+            for hook in list(slot.hooks_after_reduction.values()):
+                hook(slot.parameter)
+
+    def _complete(self, backward: _Backward) -> list[BucketSlot]:
+        """Reduce the remaining buckets; returns the slots with a new gradient and hooks registered by users."""
+        expectation = backward.expectation
+        # Before the control message: another rank may be waiting for one of these reductions to free a buffer.
+        for number in expectation.order[backward.position :]:
+            self._launch(backward, number)
+        used = [
+            [count > 0 or (number, i) in backward.sent or gradients.has(i) for i, count in enumerate(counts)]
+            for number, (gradients, counts) in enumerate(zip(self._gradients, backward.counts))
+        ]
+        late = [number in backward.launched and gradients.has_any for number, gradients in enumerate(self._gradients)]
+        flags = [*(flag for flags in used for flag in flags), *late]
+        agreed = iter(self._communicator.control.any_rank(flags, "the end of backward"))
+        used = [[next(agreed) for _ in flags] for flags in used]
+        late = [next(agreed) for _ in late]
+
+        in_order = set(expectation.order)
+        for number, flags_of_bucket in enumerate(used):
+            if number not in in_order and any(flags_of_bucket):
+                self._launch(backward, number)
+        self._collect(backward, used)
+        for number, is_late in enumerate(late):
+            if is_late:
+                expectation.late.add(number)
+                self._launch(backward, number)
+        self._collect(backward, used)
+        self._learn(backward, used)
+        return [
+            slot
+            for bucket, flags in zip(self._buckets, used)
+            for slot, is_used in zip(slots_of(bucket), flags)
+            if is_used and slot.hooks_after_reduction
+        ]
+
+    def abort(self) -> None:
+        """Drop the gradients of a backward that an exception has ended, so that the next one starts clean."""
+        backward, self._backward = self._backward, None
+        if backward is None:
+            return
+        while backward.in_flight:
+            self._finish_oldest(backward)
+        for gradients in self._gradients:
+            gradients.drop()
+        self._schedule.end_backward()
+
+    def _collect(self, backward: _Backward, used: list[list[bool]]) -> None:
+        while backward.in_flight:
+            self._finish_oldest(backward)
+        for number, shards in backward.shards.items():
+            self._gradients[number].show(used[number], shards)
+
+    def _learn(self, backward: _Backward, used: list[list[bool]]) -> None:
+        expectation = backward.expectation
+        for number, flags in enumerate(used):
+            for index, is_used in enumerate(flags):
+                seen = backward.counts[number][index]
+                before = expectation.counts[number][index] if expectation.observed else 0
+                expectation.counts[number][index] = max(seen, before, 1) if is_used else before
+        in_use = {number for number, flags in enumerate(used) if any(flags)}
+        if not expectation.observed or not in_use.issubset(expectation.order):
+            # Rank 0's order of completion is used; buckets without gradients on rank 0 come last.
+            seen_order = [number for number in backward.completed if number in in_use]
+            order = seen_order + sorted(in_use.difference(seen_order), reverse=True)
+            expectation.order = self._communicator.control.numbers_of_first(order)
+            expectation.observed = True
+
+
+def _leave_unit(reducer: GradientReducer | None, unit: Unit) -> None:
+    if reducer is not None:
+        reducer.leave_unit(unit)

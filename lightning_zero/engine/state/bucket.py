@@ -1,0 +1,378 @@
+"""A bucket: a flat buffer of parameters that is gathered and released, and this rank's shard of master weights.
+
+==============================  =====================  ====================  =====================
+stage and state                 masters                ``full``              ``views`` show
+==============================  =====================  ====================  =====================
+1, 2 in fp32                    slice of ``full``      all values            ``full``
+1, 2 in low precision           in fp32, apart         all values            ``full``
+3 at rest                       the rank's values      zero bytes            NaN
+3 gathered                      the rank's values      all values            ``full``
+==============================  =====================  ====================  =====================
+
+``residency`` says where the master weights are. The state of ``full`` is a ``BucketState``::
+
+              gather               wait              release, or a failure
+    SHARDED ----------> GATHERING ------> GATHERED ----------------------> SHARDED
+                          ^    refresh     |    | refresh after an update in the background, over one rank
+                          +----------------+    v
+                          +------ wait ------ STALE
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.engine.comm.background_work import BackgroundWork, synchronize
+from lightning_zero.engine.comm.collectives import Communicator, Pending
+from lightning_zero.engine.comm.rendezvous import Rendezvous
+from lightning_zero.engine.comm.streams import Streams
+from lightning_zero.engine.comm.transport import Started
+from lightning_zero.engine.compat import keep_version, temporarily_clear_interpreter_stack
+from lightning_zero.engine.offload.states import DiskStates
+from lightning_zero.engine.offload.updates import Updates
+from lightning_zero.engine.state.buffer import GatheredBuffer
+from lightning_zero.engine.state.ledger import Ledger
+from lightning_zero.engine.state.residency import LOW_PRECISION, Medium, Residency
+from lightning_zero.engine.tensor.unsharded_param import View
+
+
+class BucketState(Enum):
+    """The content of ``full``."""
+
+    SHARDED = "nothing that counts: this rank has its own values only"
+    GATHERING = "the masters' values, which are on their way"
+    GATHERED = "the masters' values"
+    STALE = "values from before the last update; the next wait gathers"
+
+
+@dataclass
+class BackgroundUpdate:
+    """The last update of the master weights in the background, until ``full`` shows its result.
+
+    Attributes:
+        work: ends when the master weights are updated.
+        is_early: whether the update may begin in backward. The same on every rank.
+        awaits_step: whether it began in backward and the optimizer's step has not been called yet.
+        writes_to_buffer: whether it also writes this rank's shard of ``full``.
+        was_kept: whether user code had a tensor over ``full`` when it began.
+    """
+
+    work: BackgroundWork
+    is_early: bool
+    awaits_step: bool
+    writes_to_buffer: bool
+    was_kept: bool
+
+
+class SharedByBuckets(NamedTuple):
+    """What all buckets of an engine work with.
+
+    Attributes:
+        communicator, rendezvous: of the ranks that share the buckets.
+        streams: of the engine.
+        ledger: counts the bytes that buckets hold.
+        updates: runs updates of offloaded master weights.
+    """
+
+    communicator: Communicator
+    rendezvous: Rendezvous
+    streams: Streams
+    ledger: Ledger
+    updates: Updates
+
+
+class Bucket:
+    """The parameters of one (unit, dtype, requires_grad), one after another in a flat buffer.
+
+    Args:
+        parameters: the module's own, in the order of the layout.
+        residency: holds this rank's master weights.
+        full: the flat buffer, 1-D, in the compute dtype; with memory only where all values stay gathered.
+        number: of the bucket among all buckets, the same on every rank.
+        shared: what the buckets of an engine have in common.
+
+    Attributes:
+        state: of ``full``.
+        update: the last background update, if ``full`` does not show its result yet.
+        views: views of ``full``: the ordinary parameters that modules compute with.
+        parameters: weak references; empty once the parameters are ordinary again.
+    """
+
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        residency: Residency,
+        full: Tensor,
+        *,
+        number: int,
+        unit_name: str,
+        shared: SharedByBuckets,
+    ) -> None:
+        self.residency, self.full, self.layout = residency, full, residency.plan.layout
+        self.unit_name, self._number = unit_name, number
+        self.communicator, self.rendezvous, self.streams, self.ledger, updates = shared
+        self.parameters = [weakref.ref(parameter) for parameter in parameters]
+        self.dtype = parameters[0].dtype
+        is_offloaded = residency.plan.masters in (Medium.HOST, Medium.DISK)
+        self.background, self.updates = updates, updates if is_offloaded else None
+        self.update: BackgroundUpdate | None = None
+        self.is_replicated = residency.plan.is_replicated
+        self.state = BucketState.GATHERED if self.is_replicated else BucketState.SHARDED
+        self._buffer = GatheredBuffer(full, self.layout, self.ledger, stays=self.is_replicated)
+        self._low, self._high = self.layout.shard_range(self.communicator.rank)
+        self._pending: list[Pending] = []  # the running gather, if there is one
+        weakref.finalize(self, _let_go, self._pending).atexit = False
+        self._left: torch.Event | None = None  # recorded after the last copy from host to device
+
+        has_nan = full.dtype.is_floating_point or full.dtype.is_complex
+        nan = torch.full((), float("nan") if has_nan else 0, device=full.device).to(full.dtype)
+        self._placeholders = [nan.expand(segment.shape) for segment in self.layout.segments]
+        shown = self._buffer.segments if self.is_replicated else self._placeholders
+        self.views = [View(tensor, parameters[0].requires_grad) for tensor in shown]
+
+    # -- parameters -------------------------------------------------------------------------------------------------
+
+    @property
+    def states(self) -> DiskStates | None:
+        """Master weights and optimizer states on a disk; None if they are not on a disk."""
+        return self.residency.states
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        return self.residency.plan.master_dtype
+
+    @property
+    def is_in_buffer(self) -> bool:
+        """Whether the master weights are a slice of ``full``."""
+        return self.residency.plan.masters is Medium.BUFFER
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether ``full`` has all values, or a gather of them has begun."""
+        return self.state is not BucketState.SHARDED
+
+    @property
+    def is_whole_here(self) -> bool:
+        """Whether ``full`` has all values of the master weights at rest, and no gather is running."""
+        return self.is_replicated and self.full.dtype == self.dtype and self.state is BucketState.GATHERED
+
+    def parameter(self, index: int) -> nn.Parameter:
+        parameter = self.parameters[index]()
+        assert parameter is not None, f"parameter {self.layout.segments[index].name} was deleted"
+        return parameter
+
+    def segment_view(self, index: int) -> Tensor:
+        """A parameter's range of ``full``, in the parameter's shape."""
+        return self._buffer.segments[index]
+
+    def has_master(self, master: Any) -> None:
+        """Register a master weight tensor, which may be a tensor over ``full``, as long as it lives."""
+        if self.is_in_buffer:
+            self._buffer.masters.add(master)
+
+    def promote(self) -> None:
+        """Keep master weights in fp32 from now on: parameters that were frozen in low precision start to train."""
+        if self.master_dtype in LOW_PRECISION:
+            self.wait()
+            self.residency = self.residency.in_fp32()
+            self._buffer.masters.clear()
+            self._buffer.forget_holders()
+
+    # -- gather and release -----------------------------------------------------------------------------------------
+
+    def fetch(self) -> None:
+        """Start to read the values that a gather starts from, if they are on a disk."""
+        update = self.update
+        if self.state in (BucketState.SHARDED, BucketState.STALE) and not (update and update.writes_to_buffer):
+            self.residency.fetch(update.work if update is not None else None)
+
+    def gather(self, *, refresh: bool = False) -> None:
+        """Start to fill ``full``; call ``wait`` before reading it. No effect where it is filled, unless ``refresh``."""
+        if self.state in (BucketState.GATHERING, BucketState.GATHERED) and not refresh:
+            return
+        with temporarily_clear_interpreter_stack():  # a gather is not part of a function that ``torch.func`` transforms
+            self._gather()
+
+    def _gather(self) -> None:
+        if self.has_begun:
+            raise RuntimeError(
+                f"Unit {self.unit_name or 'root'!r} is needed again in a backward in which its update has begun: "
+                "OffloadConfig(overlap=False) updates when all gradients are there."
+            )
+        self._finish_gather()
+        update = self.update
+        if update is not None:
+            update.work.wait()
+        # Autograd may have saved views of this storage, which are valid again once it holds the same values.
+        with torch.no_grad(), keep_version(self.full):
+            self._buffer.allocate()
+            is_in_place = update is not None and update.writes_to_buffer
+            self._pending.append(self._start_gather(None if is_in_place else self.residency.own_values()))
+        self.update = None
+        if self.state is BucketState.SHARDED and not self.is_replicated:
+            for view, segment in zip(self.views, self._buffer.segments):
+                view.show(segment)
+                view.look()
+        self.state = BucketState.GATHERING
+
+    def _start_gather(self, own: Tensor | None) -> Pending:
+        """Copy this rank's values to their slice, unless they are there, and start the all-gather."""
+
+        def gather() -> Pending:
+            if own is not None:
+                self.full[self._low : self._high].copy_(own, non_blocking=True)
+            if (announce := self.rendezvous.absence.announce) is not None:
+                announce(self._number)
+            return self.communicator.all_gather(self.full, self._number, what)
+
+        what = f"the gather of unit {self.unit_name!r}"
+        if own is None or own.device == self.full.device:
+            return gather()
+        # A copy from the host is on a stream of its own, so that it overlaps with computation.
+        stream, device = self.streams.copies, self.full.device
+        stream.wait_event(torch.accelerator.current_stream(device).record_event())
+        with stream:
+            gathered = gather()
+            self._left = left = stream.record_event()
+
+        def finish() -> None:
+            gathered.wait()
+            torch.accelerator.current_stream(device).wait_event(left)
+
+        return Pending(what, Started([], [own], finish))
+
+    def wait(self) -> None:
+        """Wait until ``full`` is filled, with the result of the last update."""
+        if self.state is BucketState.STALE:
+            self.gather()
+        self._finish_gather()
+        self._buffer.count_holders()
+
+    def _finish_gather(self) -> None:
+        if self._pending:
+            self._pending.pop().wait()
+            self._buffer.arrived()
+            self.state = BucketState.GATHERED
+        else:
+            self._buffer.use()
+
+    def release(self) -> None:
+        """Free ``full``, unless it stays gathered at rest."""
+        if not self.is_replicated and self.is_ready:
+            self.wait()
+            self.take_over_writes()
+            self._free()
+
+    def take_over_writes(self) -> None:
+        """Copy what modules wrote to their own parameters, which are views of ``full``, to the master weights."""
+        if self.is_in_buffer or not self.is_ready or not any(view.may_be_written for view in self.views):
+            return
+        self.wait()
+        with torch.no_grad():
+            self.follow(slice(0, self._high - self._low), self.full[self._low : self._high])
+        for view in self.views:
+            view.look()
+
+    def follow(self, part: slice, written: Tensor) -> None:
+        """Copy values written to a range of the parameters to the master weights."""
+        synchronize(self.background)
+        self.residency.follow(part, written)
+
+    def _free(self) -> None:
+        # Computation with a stray reference to a view must give NaN, not read freed memory.
+        for view, placeholder in zip(self.views, self._placeholders):
+            view.show(placeholder)
+        self._buffer.free()
+        self.state = BucketState.SHARDED
+
+    # -- updates ----------------------------------------------------------------------------------------------------
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether an update has begun in backward and the optimizer's step has not been called yet."""
+        return self.update is not None and self.update.awaits_step
+
+    @property
+    def is_updated_late(self) -> bool:
+        """Whether a gather would probably wait for an update: one that did not begin before the optimizer's step."""
+        return self.update is not None and not self.update.is_early
+
+    def before_update(self) -> None:
+        """Prepare for a change of the master weights: finish gathers and copies that read them."""
+        self.wait()
+        self.take_over_writes()
+        self.residency.forget_fetched()
+        if self._left is not None:
+            self._left.synchronize()
+
+    def update_in_background(
+        self, begin: Callable[[Tensor | None], BackgroundWork], *, is_early: bool, awaits_step: bool
+    ) -> None:
+        """Start to update the master weights in another thread.
+
+        Args:
+            begin: starts the update. Its argument is a second tensor for this rank's new values, in the compute dtype;
+                None where gathers start from the master weights.
+            is_early, awaits_step: see ``BackgroundUpdate``.
+        """
+        # backward still needs ``full``
+        writes_to_buffer = self.residency.plan.updates_write_to_buffer and not awaits_step
+        was_kept = writes_to_buffer and self._buffer.is_kept  # before the update's thread has tensors over it
+        # ``data``, so that the views do not take the update for a write by a module
+        shown = self.full.data[self._low : self._high] if writes_to_buffer else self.residency.copy
+        self.update = BackgroundUpdate(begin(shown), is_early, awaits_step, writes_to_buffer, was_kept)
+
+    def refresh(self) -> bool:
+        """After a change of the master weights, gather ``full`` again if it is filled.
+
+        With one rank the next wait does so: no other rank is involved, and the update may still be running.
+
+        Returns:
+            Whether the gather has begun and the caller has to wait for it, because user code holds a tensor over
+            ``full`` (a module that has stored a row of its weight) and may read it at any time.
+        """
+        if not self.is_ready:
+            return False
+        update = self.update
+        is_kept = update.was_kept if update is not None and update.writes_to_buffer else self._buffer.is_kept
+        if self.layout.world_size == 1 and update is not None and not is_kept:
+            self.state = BucketState.STALE
+            return False
+        self.gather(refresh=True)
+        return is_kept
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def abandon(self) -> None:
+        """Stay sharded after a failure. A running gather is not awaited: other ranks may never take part."""
+        self._pending.clear()
+        if not self.is_replicated and self.is_ready:
+            self._free()
+        self.state = BucketState.SHARDED  # a replicated buffer may be partly overwritten
+
+    def rejoin(self, communicator: Communicator, rendezvous: Rendezvous) -> None:
+        """Use other communication between the same ranks, after a failure of the former."""
+        self.communicator, self.rendezvous = communicator, rendezvous
+
+    def leave_disk(self, may_read: bool) -> None:
+        """Move the master weights to memory, before their file is removed.
+
+        Args:
+            may_read: whether host memory has space for the file. If not, or if the disk fails, the copy that gathers
+                start from or the gathered values replace the master weights; without these the result is NaN.
+        """
+        gathered = self.full[self._low : self._high].clone() if self.states is not None and self.is_ready else None
+        self.residency = self.residency.in_memory(gathered, may_read)
+
+
+def _let_go(pending: list[Pending]) -> None:
+    """End running exchanges when the bucket is deleted: other ranks need them to end."""
+    for exchange in pending:
+        exchange.let_go()

@@ -1,0 +1,323 @@
+"""Gradients of one bucket: accumulation on this rank, reduction over ranks, and ``p.grad`` afterwards."""
+
+from __future__ import annotations
+
+import weakref
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lightning_zero.engine.comm.background_work import BackgroundWork
+from lightning_zero.engine.comm.codec import Cast
+from lightning_zero.engine.comm.collectives import Pending
+from lightning_zero.engine.comm.streams import at, current_stream, wait_for
+from lightning_zero.engine.comm.transport import Piece, Started
+from lightning_zero.engine.compat import foreach_copy, foreach_mul, foreach_zero
+from lightning_zero.engine.state.bucket import Bucket
+from lightning_zero.engine.state.gradient_shard import GradientShard, shard_of_all, shown_by
+from lightning_zero.engine.state.residency import LOW_PRECISION
+from lightning_zero.engine.state.slot import BucketSlot, slots_of
+from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
+from lightning_zero.engine.tensor.wrapper import WrapperTensor
+
+_SMALL, _SMALL_BUCKET = 2**13, 2**20
+"""Elements per gradient, and per bucket with small gradients on average, up to which gradients are kept separately and
+copied into the flat buffer together: copying each would cost more in calls than in bytes."""
+
+
+class BucketGradients:
+    """Local gradients of a bucket's parameters, in one flat buffer or separate, and their mean over ranks.
+
+    Args:
+        reduce_dtype: dtype of gradients in collectives; None, or a dtype no narrower, for that of accumulation.
+
+    Attributes:
+        reduces: whether gradients of the present backward are reduced at its end.
+        flat: the flat buffer, if there is one.
+    """
+
+    def __init__(self, bucket: Bucket, reduce_dtype: torch.dtype | None) -> None:
+        self.bucket, self.reduces = bucket, True
+        communicator, layout, dtype = bucket.communicator, bucket.layout, bucket.dtype
+        self._dtype = self._wire_dtype = torch.float32 if dtype in LOW_PRECISION else dtype
+        if reduce_dtype is not None and dtype.is_floating_point:
+            self._wire_dtype = min(reduce_dtype, self._dtype, key=lambda kind: kind.itemsize)
+        # Dividing by the number of ranks is free in the copy of a gradient into the flat buffer, unless that copy casts
+        # the gradient. With a narrow dtype on the wire, dividing first also keeps the sum in range.
+        self._can_take_mean_first = communicator.size > 1 and (
+            bucket.full.dtype == self._dtype or self._wire_dtype != self._dtype
+        )
+        are_small = layout.numel <= _SMALL * len(layout.segments)
+        # Reduce without a copy into one buffer; not with many small gradients, where the calls cost more than the copy.
+        self._reduces_in_pieces = communicator.takes_pieces and self._wire_dtype == self._dtype and not are_small
+        copied_together = are_small and layout.numel <= _SMALL_BUCKET
+        self._may_all_stay_apart = self._reduces_in_pieces or communicator.size == 1 or copied_together
+        self._sizes, self._mean = layout.sizes(), 1.0 / communicator.size
+        self.flat: Tensor | None = None
+        self._apart: dict[int, Tensor] = {}  # gradients by parameter's index, kept separately
+        self._filled = [False] * len(layout.segments)
+        self._streams: list[torch.Stream] = []  # streams that gradients came on; each has waited for the one before
+        self._unsynchronised: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # what ``p.grad`` shows, and its version
+        self._reducing_nbytes = 0
+
+    def accumulate(self, index: int, gradient: Tensor) -> None:
+        """Add a local gradient of one parameter, in its full shape.
+
+        Takes ownership of the tensor: the caller must not use it afterwards.
+        """
+        self._turn_to_current_stream()
+        if isinstance(gradient, ShardedTensor):
+            gradient = gradient.whole()
+        if gradient.layout is not torch.strided:
+            gradient = gradient.to_dense()
+        stays_apart = gradient.numel() <= _SMALL or (self._may_all_stay_apart and self.flat is None)
+        if stays_apart and self.reduces and not self._filled[index]:
+            if gradient.dtype != self._dtype or not gradient.is_contiguous() or gradient.requires_grad:
+                gradient = gradient.detach().to(self._dtype).contiguous()
+            self._apart[index] = gradient
+            self._filled[index] = True
+            if self._reduces_in_pieces:
+                self.bucket.ledger.add("reduction", gradient.nbytes)
+            return
+        with torch.no_grad():
+            if index in self._apart:
+                self._apart[index].add_(gradient)
+                return
+            if self.flat is None:
+                self.flat = self._make_flat()
+            target = self._flat_view(index)
+            mean_first = self._can_take_mean_first and self.reduces
+            factor = self._mean if mean_first else 1.0
+            if self._filled[index]:
+                target.add_(gradient, alpha=factor)
+            elif mean_first and gradient.dtype == target.dtype:
+                torch.mul(gradient, factor, out=target)
+            else:
+                target.copy_(gradient)
+                if mean_first:
+                    target.mul_(factor)
+            self._filled[index] = True
+
+    def _turn_to_current_stream(self) -> None:
+        """Make the current stream wait for the one that earlier gradients came on.
+
+        Autograd computes a gradient on the stream of its forward, and a module may use streams of its own.
+        """
+        stream = current_stream(self.bucket.full.device)
+        if stream is not None and not (self._streams and stream == self._streams[-1]):
+            wait_for(self._streams[-1:], stream)
+            self._streams.append(stream)
+
+    def has(self, index: int) -> bool:
+        return self._filled[index]
+
+    @property
+    def has_any(self) -> bool:
+        return any(self._filled)
+
+    def show_unsynchronised(self) -> list[BucketSlot]:
+        """Make ``p.grad`` the local gradient accumulated so far: at stage 1 under ``no_sync``, as DDP does.
+
+        Returns:
+            The slots of parameters with hooks registered by users.
+        """
+        shown = [slot for slot, filled in zip(slots_of(self.bucket), self._filled) if filled]
+        for slot in shown:
+            gradient, flat = slot.parameter.grad, self._flat_view(slot.index)
+            if gradient is not None:  # set by the user; autograd would have added to it
+                flat.add_(gradient)
+            slot.parameter.grad = gradient = flat.to(self.bucket.dtype)
+            self._unsynchronised[slot.index] = weakref.ref(gradient), gradient._version
+        return [slot for slot in shown if slot.hooks_after_reduction]
+
+    def resume_unsynchronised(self, leaf: Tensor | None) -> None:
+        """Continue with the local gradients of ``show_unsynchronised``, as ``p.grad`` holds them now.
+
+        Args:
+            leaf: already has a gradient of this backward, which autograd has added to the earlier one.
+        """
+        for index, (shown, version) in self._unsynchronised.items():
+            parameter = self.bucket.parameter(index)
+            gradient = parameter.grad
+            # dropped, or replaced by a sharded gradient
+            if gradient is None or isinstance(gradient, WrapperTensor):
+                self._filled[index] = False
+                continue
+            if not self.shows_unsynchronised(index, gradient):
+                if parameter is leaf:
+                    self._filled[index] = False  # the gradient to be taken next includes the earlier one
+                    continue
+                if gradient is not shown() or gradient._version != version:  # the user's, perhaps of lower precision
+                    self._flat_view(index).copy_(gradient)
+            parameter.grad = None
+            if self._can_take_mean_first and self.reduces:
+                self._flat_view(index).mul_(self._mean)
+        self._unsynchronised.clear()
+
+    def shows_unsynchronised(self, index: int, gradient: Tensor) -> bool:
+        """Whether a gradient is a view of the flat buffer, as ``show_unsynchronised`` returned it."""
+        if self.flat is None or not self._filled[index] or isinstance(gradient, WrapperTensor):
+            return False
+        return gradient.data_ptr() == self._flat_view(index).data_ptr() != 0
+
+    def _take_local(self) -> None:
+        """Accumulate ordinary tensors in ``p.grad``: they are this rank's own, and DDP would reduce them, too."""
+        for slot in slots_of(self.bucket):
+            gradient = slot.parameter.grad
+            if gradient is not None and not isinstance(gradient, WrapperTensor):
+                self.accumulate(slot.index, gradient)
+
+    def drop(self) -> None:
+        """Drop gradients that were accumulated and not reduced."""
+        if self.flat is not None:
+            self.bucket.ledger.add("reduction", -self.flat.untyped_storage().nbytes())
+        self._take_apart()
+        self.flat = None
+        self._streams.clear()
+        self._filled = [False] * len(self._filled)
+        self._unsynchronised.clear()
+
+    def _make_flat(self) -> Tensor:
+        device, home = self.bucket.full.device, self.bucket.streams.home
+        with at(home):
+            flat = torch.empty(self.bucket.layout.padded_numel, dtype=self._dtype, device=device)
+        wait_for([home], current_stream(device))
+        self.bucket.ledger.add("reduction", flat.untyped_storage().nbytes())
+        return flat
+
+    def _flat_view(self, index: int) -> Tensor:
+        assert self.flat is not None
+        segment = self.bucket.layout.segments[index]
+        return self.flat[segment.start : segment.stop].view(segment.shape)
+
+    def start_reduction(self) -> Pending:
+        """Start to sum the gradients over ranks, with zeros for parameters without a gradient."""
+        self._turn_to_current_stream()
+        self._take_local()
+        if self.bucket.communicator.size == 1:
+            alone = {index: gradient.view(-1) for index, gradient in self._take_apart().items()}
+            self._streams.clear()
+            self._filled = [False] * len(self._filled)
+            return Pending("", Started([], [], lambda: alone))
+        what = f"the gradient reduction of unit {self.bucket.unit_name!r}"
+        with torch.no_grad():
+            if self._reduces_in_pieces and self.flat is None:
+                return self._start_in_pieces(what)
+            flat, self.flat = self._complete_flat(), None
+            codec = Cast(self._wire_dtype)
+            self._reducing_nbytes = self.bucket.communicator.reduction_bytes(flat, codec)
+            self.bucket.ledger.add("reduction", self._reducing_nbytes - flat.untyped_storage().nbytes())
+            self._filled = [False] * len(self._filled)
+            return self.bucket.communicator.reduce_scatter(flat, codec, what)
+
+    def _start_in_pieces(self, what: str) -> Pending:
+        apart = {index: gradient.view(-1) for index, gradient in self._take_apart().items()}
+        self._filled = [False] * len(self._filled)
+        pieces = [
+            [
+                Piece(numel, apart[index][offset : offset + numel] if index in apart else None)
+                for numel, index, offset in self._pieces_of[rank]
+            ]
+            for rank in range(self.bucket.communicator.size)
+        ]
+        self._reducing_nbytes = sum(gradient.nbytes for gradient in apart.values())
+        self._reducing_nbytes += self.bucket.layout.shard_numel * self._dtype.itemsize
+        self.bucket.ledger.add("reduction", self._reducing_nbytes)
+        factor = self._mean if self._can_take_mean_first else 1.0
+        return self.bucket.communicator.reduce_pieces(pieces, self._dtype, factor, what)
+
+    @cached_property
+    def _own_pieces(self) -> list[tuple[int, int | None, int]]:
+        return self.bucket.layout.pieces_of(self.bucket.communicator.rank)
+
+    @cached_property
+    def _pieces_of(self) -> list[list[tuple[int, int | None, int]]]:
+        return [self.bucket.layout.pieces_of(rank) for rank in range(self.bucket.communicator.size)]
+
+    def _take_apart(self) -> dict[int, Tensor]:
+        """Hand over the gradients that were kept separately; the bucket forgets them."""
+        apart, self._apart = self._apart, {}
+        if self._reduces_in_pieces:
+            self.bucket.ledger.add("reduction", -sum(gradient.nbytes for gradient in apart.values()))
+        return apart
+
+    def _complete_flat(self) -> Tensor:
+        """The flat buffer, with gradients that were kept separately, and zeros for parameters without a gradient."""
+        flat = self._make_flat() if self.flat is None else self.flat
+        apart = self._take_apart()
+        if len(apart) == len(self._filled):  # the fastest way
+            gaps = flat.new_zeros(max(self._sizes[1::2]))
+            cut = [gaps[:n] if i % 2 else apart[i // 2].view(-1) for i, n in enumerate(self._sizes) if n]
+            torch.cat(cut, out=flat)
+            self._hand_back()
+            return flat.mul_(self._mean) if self._can_take_mean_first else flat
+        parts = flat.split_with_sizes(self._sizes)
+        if apart:
+            small = [parts[2 * index] for index in apart]
+            foreach_copy(small, [gradient.view(-1) for gradient in apart.values()])
+            if self._can_take_mean_first:
+                foreach_mul(small, self._mean)
+        blank = [part for part, filled in zip(parts[::2], self._filled) if not filled]
+        blank += [part for part in parts[1::2] if part.numel()]
+        if blank:
+            foreach_zero(blank)
+        self._hand_back()
+        return flat
+
+    def _hand_back(self) -> None:
+        """Make the streams of gradients wait for the last one, before the memory of the gradients is freed."""
+        for stream in self._streams:
+            wait_for(self._streams[-1:], stream)
+        self._streams.clear()
+
+    def finish_reduction(self, pending: Pending) -> dict[int, GradientShard]:
+        """Wait for a reduction and add the mean over ranks to the gradient shards.
+
+        Returns:
+            The shard with the gradient of each parameter, by the parameter's index; with several ranks all the same.
+        """
+        with torch.no_grad():
+            total = pending.wait()
+            self.bucket.ledger.add("reduction", -self._reducing_nbytes)
+            self._reducing_nbytes = 0
+            slots, segments = slots_of(self.bucket), self.bucket.layout.segments
+            if isinstance(total, dict):  # one rank: separate gradients of those parameters that got one
+                totals = list(total.values())
+                reduced = [([slots[i]], [(segments[i].numel, i, 0)], segments[i].start) for i in total]
+            else:
+                if not self._can_take_mean_first:
+                    total.mul_(self._mean)
+                totals, reduced = [total], [(slots, self._own_pieces, 0)]
+            arrival = None
+            if self.bucket.updates is not None and self.bucket.updates.gradients:
+                totals, arrival = self.bucket.updates.to_host(totals)
+            shards = [self._add(total, *what, arrival) for total, what in zip(totals, reduced)]
+        return {slot.index: shard for shard, (members, _, _) in zip(shards, reduced) for slot in members}
+
+    def _add(
+        self,
+        total: Tensor,
+        slots: list[BucketSlot],
+        pieces: list[tuple[int, int | None, int]],
+        start: int,
+        arrival: BackgroundWork | None,
+    ) -> GradientShard:
+        """Add the reduced gradients of some parameters to those that their ``p.grad`` show."""
+        former = shard_of_all(slots)
+        if former is not None:  # as in every micro-batch except the first
+            former.add(total, arrival)
+            return former
+        shard = GradientShard(total, pieces, start, arrival, self.bucket.ledger)
+        shard.take_over(slots)
+        return shard
+
+    def show(self, used: list[bool], shards: dict[int, GradientShard]) -> None:
+        """Set ``p.grad`` to the reduced gradient, for those parameters that had a gradient on any rank."""
+        parts: dict[GradientShard, dict[int, Tensor]] = {}
+        for slot, is_used in zip(slots_of(self.bucket), used):
+            shard = shards.get(slot.index)  # with one rank, None if the gradient comes late
+            # after the first of several micro-batches ``p.grad`` shows the shard already
+            if is_used and shard is not None and shown_by(slot.parameter.grad, slot) is None:
+                parts[shard] = parts.get(shard) or shard.parts()
+                shard.show(slot, parts[shard][slot.index], self.bucket.dtype)

@@ -1,0 +1,102 @@
+"""The gathered buffer of a bucket: its memory, the streams that use it, and whether user code has tensors over it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.engine.comm.streams import current_stream, wait_for
+from lightning_zero.engine.compat import storage_use_count
+from lightning_zero.engine.plan.layout import BucketLayout
+from lightning_zero.engine.state.ledger import Ledger
+
+
+def without_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A 1-D tensor whose storage has zero bytes."""
+    tensor = torch.empty(numel, dtype=dtype, device=device)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+class GatheredBuffer:
+    """The full parameters of a bucket, one after another.
+
+    Device memory is allocated and freed on one stream, which waits for all streams that used it before the free.
+
+    Args:
+        tensor: 1-D; with memory if the buffer stays gathered, otherwise without.
+        stays: whether the buffer is filled at rest.
+
+    Attributes:
+        masters: master weight tensors over the buffer.
+    """
+
+    def __init__(self, tensor: Tensor, layout: BucketLayout, ledger: Ledger, stays: bool) -> None:
+        self.tensor, self._layout, self._ledger = tensor, layout, ledger
+        self._nbytes = tensor.numel() * tensor.element_size()
+        self.segments: list[Tensor] = []  # made later: a tensor that never had memory cannot be viewed
+        self.masters: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._own_holders: int | None = None  # the engine's tensors over the buffer, without masters; None: not counted
+        self._allocated_on: torch.Stream | None = None  # None on the CPU
+        self._arrived: torch.Event | None = None  # recorded when the first stream had waited for the gather
+        self._used_on: list[torch.Stream] = []
+        if stays:
+            ledger.add("parameters", self._nbytes)
+            self._find_segments()
+
+    def allocate(self) -> None:
+        """Allocate the memory, unless there is some."""
+        if self.tensor.untyped_storage().nbytes():
+            return
+        self.tensor.untyped_storage().resize_(self._nbytes)
+        self._allocated_on = current_stream(self.tensor.device)
+        self._ledger.add("gathered", self._nbytes)
+        if not self.segments:
+            self._find_segments()
+
+    def free(self) -> None:
+        wait_for(self._used_on, self._allocated_on)
+        self.tensor.untyped_storage().resize_(0)
+        self._ledger.add("gathered", -self._nbytes)
+
+    def _find_segments(self) -> None:
+        ranges = self.tensor.split_with_sizes(self._layout.sizes())[::2]
+        self.segments = [part.view(segment.shape) for part, segment in zip(ranges, self._layout.segments)]
+        self.forget_holders()
+
+    # -- streams ----------------------------------------------------------------------------------------------------
+
+    def arrived(self) -> None:
+        """Note that the current stream has waited for a gather."""
+        if (stream := current_stream(self.tensor.device)) is not None:
+            self._arrived, self._used_on = stream.record_event(), [stream]
+
+    def use(self) -> None:
+        """Make the current stream wait for the last gather: a module may compute on streams of its own."""
+        if self._arrived is not None:
+            stream = current_stream(self.tensor.device)
+            if stream is not None and stream not in self._used_on:
+                stream.wait_event(self._arrived)
+                self._used_on.append(stream)
+
+    # -- tensors over the buffer ------------------------------------------------------------------------------------
+
+    def count_holders(self) -> None:
+        """Count the engine's own tensors over the buffer, unless that is done; user code has none yet."""
+        if self._own_holders is None:
+            self._own_holders = self._holders_but_masters()
+
+    def forget_holders(self) -> None:
+        """Count the engine's own tensors again next time, since some were created or deleted."""
+        self._own_holders = None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether user code has a tensor over the buffer."""
+        return self._own_holders is not None and self._holders_but_masters() != self._own_holders
+
+    def _holders_but_masters(self) -> int:
+        return storage_use_count(self.tensor) - len(self.masters)

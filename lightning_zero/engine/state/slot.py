@@ -1,0 +1,214 @@
+"""A parameter's slot in a bucket; conversion of parameters to sharded tensors and back to ordinary ones."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.engine.comm.background_work import synchronize
+from lightning_zero.engine.offload.updates import Updates
+from lightning_zero.engine.state.bucket import Bucket
+from lightning_zero.engine.tensor.identity import become
+from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
+
+
+class BucketSlot:
+    """A parameter's range of a bucket, for its sharded tensors (see ``sharded_tensor.Slot``)."""
+
+    def __init__(self, bucket: Bucket, index: int) -> None:
+        segment = bucket.layout.segments[index]
+        start, stop = bucket.layout.owned_range(index, index, bucket.communicator.rank)
+        self.bucket, self.index = bucket, index
+        self.name, self.shape, self.dtype, self.device = segment.name, segment.shape, bucket.dtype, bucket.full.device
+        self.offset, self.local_numel = start - segment.start, stop - start
+        low, _ = bucket.layout.shard_range(bucket.communicator.rank)
+        self.local_range = slice(start - low, start - low + self.local_numel) if stop > start else slice(0, 0)
+        self.hooks_after_reduction: dict[int, Callable[[Tensor], Any]] = OrderedDict()
+        self.take_gradient: Callable[[Tensor], None] | None = None
+        self.add_gradient: Callable[[Tensor], None] | None = None
+        self._derived: dict[tuple[str, int], weakref.ref[ShardedTensor]] = {}
+        self._remembered: Counter[str] = Counter()
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return self.bucket.parameter(self.index)
+
+    @property
+    def view(self) -> Tensor:
+        return self.bucket.views[self.index]
+
+    def remember(self, tensor: ShardedTensor) -> None:
+        kind = "alias" if tensor.is_parameter else str(tensor.dtype)
+        key = kind, self._remembered[kind]
+        self._remembered[kind] += 1
+        own = weakref.ref(self)  # weak, as a cycle would delay the freeing of memory
+
+        def forget(_: Any) -> None:
+            slot = own()
+            if slot is not None:
+                slot._derived.pop(key, None)
+
+        self._derived[key] = weakref.ref(tensor, forget)
+
+    @property
+    def remembered(self) -> int:
+        """How many tensors, not counting aliases, have been derived from the parameter so far."""
+        return sum(count for kind, count in self._remembered.items() if kind != "alias")
+
+    @property
+    def derived(self) -> dict[tuple[str, int], ShardedTensor]:
+        """Live tensors that user code derived from the parameter (aliases, copies, averages), by kind and number."""
+        alive = ((key, reference()) for key, reference in list(self._derived.items()))
+        return {
+            key: tensor
+            for key, tensor in alive  # some may have become another tensor since
+            if isinstance(tensor, ShardedTensor) and tensor.slot is self and tensor.is_leaf
+        }
+
+    def local_parameter(self) -> Tensor:
+        synchronize(self.background)  # readers may write to it
+        self.bucket.wait()  # the shard may be a slice of the buffer, which a gather may be filling
+        if self.bucket.views[self.index].may_be_written:
+            self.bucket.take_over_writes()
+        return self.bucket.residency.part(self.local_range)
+
+    def parameter_at_rest(self) -> Tensor:
+        if self.bucket.states is None:
+            return self.local_parameter()
+        synchronize(self.background)
+        self.bucket.wait()
+        self.bucket.take_over_writes()
+        return self.bucket.residency.at_rest(self.local_range)
+
+    @property
+    def is_written_by_modules(self) -> bool:
+        return self.bucket.is_in_buffer
+
+    def whole_parameter(self, dtype: torch.dtype) -> Tensor | None:
+        bucket = self.bucket
+        if bucket.layout.world_size == 1:  # this rank has the master weights in full precision
+            return self.local_parameter().view(self.shape).to(self.device, self.dtype).to(dtype)
+        if bucket.full.dtype != dtype:
+            return None
+        if bucket.rendezvous.absence.ranks:
+            bucket.gather()  # a gather, unlike other collectives, works with ranks that have no batch
+        if bucket.is_ready:
+            bucket.wait()
+            return bucket.views[self.index].detach()
+        return None
+
+    def write_parameter(self, value: Tensor) -> None:
+        bucket = self.bucket
+        bucket.rendezvous.require_all(f"a write to '{self.name}'")
+        bucket.wait()
+        with torch.no_grad():
+            if bucket.is_ready:
+                bucket.segment_view(self.index).copy_(value)
+            if not bucket.is_in_buffer:
+                bucket.follow(self.local_range, local_range_of(value, self))
+
+    def may_be_written_whole(self, value: Tensor) -> bool:
+        bucket = self.bucket
+        return (
+            bucket.is_ready
+            and bucket.full.dtype == bucket.master_dtype == bucket.dtype
+            and value.device == self.device
+            and value.layout is torch.strided
+            and value.untyped_storage()._cdata != bucket.full.untyped_storage()._cdata
+        )
+
+    def written_locally(self, values: Tensor) -> None:
+        bucket = self.bucket
+        bucket.residency.written(self.local_range, values)
+        if bucket.is_ready and not (bucket.is_in_buffer and bucket.layout.world_size == 1):
+            bucket.segment_view(self.index).copy_(self.collect(values))
+
+    def collect(self, local: Tensor) -> Tensor:
+        bucket, local = self.bucket, local.to(self.device)
+        if bucket.layout.world_size == 1:
+            return local.view(self.shape)
+        flat = local.new_empty(self.shape.numel())
+        flat[self.offset : self.offset + self.local_numel] = local
+        bucket.rendezvous.meet(f"'{self.name}'")
+        bucket.communicator.broadcast_ranges(flat, self.ranges(), f"the gather of '{self.name}'")
+        return flat.view(self.shape)
+
+    def accumulate(self, target: Tensor, gradient: Tensor) -> bool:
+        if self.add_gradient is None or self.parameter.grad is not target:
+            return False
+        self.add_gradient(gradient)
+        return True
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """The range of the flattened parameter that each rank holds, in the order of ranks."""
+        layout, first = self.bucket.layout, self.bucket.layout.segments[self.index].start
+        owned = (layout.owned_range(self.index, self.index, rank) for rank in range(layout.world_size))
+        return [(start - first, stop - first) for start, stop in owned]
+
+    @property
+    def group(self) -> Any:
+        return self.bucket.communicator
+
+    @property
+    def background(self) -> Updates:
+        return self.bucket.background
+
+    def reduce(self, value: Tensor, op: Any, what: str | None = None) -> Tensor:
+        self.bucket.rendezvous.meet(what or f"a sum or norm over parts of '{self.name}'")
+        return self.bucket.communicator.all_reduce(value, op)
+
+
+def make_sharded(bucket: Bucket, parameters: list[nn.Parameter]) -> None:
+    """Turn the parameters of a bucket, given in the order of its layout, into sharded tensors."""
+    # A parameter refers to its slot, and the slot to the bucket; the way back is weak, so that both are freed.
+    for index, parameter in enumerate(parameters):
+        slot = BucketSlot(bucket, index)
+        become(parameter, nn.Parameter(ShardedTensor(slot), parameter.requires_grad))
+        if parameter._post_accumulate_grad_hooks:
+            slot.hooks_after_reduction = parameter._post_accumulate_grad_hooks
+            parameter._post_accumulate_grad_hooks = OrderedDict()
+
+
+def make_ordinary(bucket: Bucket, device: torch.device, *, as_gathered: bool = False) -> None:
+    """Turn the parameters of a bucket into ordinary full tensors on a device.
+
+    Args:
+        as_gathered: use the values that modules last computed with, if in full precision; implied with several ranks.
+    """
+    bucket.wait()
+    exact = (as_gathered or bucket.layout.world_size > 1) and bucket.dtype == bucket.full.dtype
+    if exact:
+        bucket.gather()
+        bucket.wait()
+    whole, slots = [], slots_of(bucket)
+    for slot in slots:
+        value = bucket.segment_view(slot.index) if exact else slot.collect(slot.local_parameter())
+        whole.append(value.to(device, bucket.dtype, copy=True))
+    for slot, value in zip(slots, whole):
+        parameter = slot.parameter
+        parameter.grad = None
+        become(parameter, nn.Parameter(value, parameter.requires_grad))
+        parameter._post_accumulate_grad_hooks = slot.hooks_after_reduction
+    bucket.parameters = []
+    bucket.release()
+
+
+def slots_of(bucket: Bucket, first: int = 0, last: int | None = None) -> list[BucketSlot]:
+    """The slots of a bucket's parameters, from the first to the last (inclusive), in the order of the layout."""
+    references = bucket.parameters[first : None if last is None else last + 1]
+    try:  # called several times per bucket and step
+        return [reference().slot for reference in references]  # type: ignore[union-attr]
+    except AttributeError:
+        raise AssertionError(f"a parameter of unit {bucket.unit_name!r} was deleted") from None
+
+
+def slot_of(tensor: Any) -> BucketSlot | None:
+    """The slot of a sharded parameter; None for any other tensor."""
+    if isinstance(tensor, ShardedTensor) and tensor.is_parameter:
+        return tensor.slot  # type: ignore[return-value]
+    return None

@@ -1,0 +1,26 @@
+"""Replace the contents of a tensor object that optimizers, tied modules and others refer to."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lightning_zero.engine.compat import swap_tensor
+
+
+def become(tensor: Tensor, other: Tensor) -> None:
+    """Give a tensor the contents of another; the object keeps its identity, hooks and attributes set by users.
+
+    As ``torch.utils.swap_tensors``, but accepts tensors with weak references (from an average of weights, ``nn.LSTM``):
+    as the object stays the same, these stay valid.
+    """
+    own = {name: value for name, value in tensor.__dict__.items() if name not in _TENSOR_ATTRIBUTES}
+    hooks = tensor._backward_hooks
+    tensor.__class__, other.__class__ = other.__class__, tensor.__class__
+    tensor.__dict__, other.__dict__ = other.__dict__, tensor.__dict__
+    swap_tensor(tensor, other)
+    tensor.__dict__.update(own)
+    if hooks is not None:
+        tensor._backward_hooks = hooks  # autograd's hooks were swapped with the contents
+
+
+_TENSOR_ATTRIBUTES = {"_slot", "_local", "keep", "_is_param", "promised", "_held"}

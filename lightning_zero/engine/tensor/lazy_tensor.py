@@ -1,0 +1,155 @@
+"""Lazy tensors: values that stay in storage, usually a checkpoint, until they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.engine.tensor.wrapper import WrapperTensor, made
+
+aten = torch.ops.aten
+_OF_THE_SHAPE = {
+    aten.empty_like.default,
+    aten.full_like.default,
+    aten.new_empty.default,
+    aten.new_full.default,
+    aten.new_ones.default,
+    aten.new_zeros.default,
+    aten.ones_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.zeros_like.default,
+}
+"""Operators that need a tensor's shape and dtype, but not its values."""
+
+
+@dataclass
+class _Held:
+    """State shared by a lazy tensor and its aliases.
+
+    Attributes:
+        value: the values since a write; None while the stored ones are valid.
+    """
+
+    name: str
+    read: Callable[[int, int], Tensor]
+    origin: Any
+    write: Callable[[Tensor], None] | None
+    value: Tensor | None = None
+
+
+class StoredTensor(WrapperTensor):
+    """A lazy CPU tensor: each use reads its values from storage.
+
+    Operators read the full tensor, again at each call; ``range`` reads a part. Aliases (``detach()``) read nothing.
+    After a write the tensor holds its own values in memory, unless ``write`` is given. A deep copy shares the storage,
+    but never writes to it; a pickle contains the values.
+
+    Args:
+        name: of the stored tensor, for errors.
+        shape, dtype: of the tensor.
+        read: returns the elements ``[start, stop)`` of the flattened tensor, 1-D and in its dtype. The result may be
+            shared memory and is never written to.
+        origin: any picklable object by which ranks compare the stored values; None if other ranks cannot read them.
+        write: replaces the stored values by a tensor of the same shape; None if they are read-only.
+    """
+
+    _held: _Held
+
+    @staticmethod
+    def __new__(
+        cls,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        read: Callable[[int, int], Tensor],
+        origin: Any = None,
+        write: Callable[[Tensor], None] | None = None,
+    ) -> StoredTensor:
+        return cls._over(_Held(name, read, origin, write), shape, dtype)
+
+    @classmethod
+    def _over(cls, held: _Held, shape: Sequence[int], dtype: torch.dtype) -> StoredTensor:
+        self = made(cls, torch.Size(shape), dtype=dtype, device=torch.device("cpu"))
+        self._held = held
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in _OF_THE_SHAPE:
+            args = (torch.empty((), dtype=args[0].dtype, device="cpu").expand(args[0].shape), *args[1:])
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    @property
+    def stored_name(self) -> str:
+        return self._held.name
+
+    @property
+    def origin(self) -> Any:
+        """Equal on all ranks that would read the same stored values; None for values that only this rank has."""
+        return self._held.origin if self._held.value is None else None
+
+    def range(self, start: int, stop: int) -> Tensor:
+        """The elements ``[start, stop)`` of the flattened tensor, 1-D, in new memory."""
+        return self.shown(start, stop).clone()
+
+    def shown(self, start: int, stop: int) -> Tensor:
+        """As ``range``, but possibly a view of the storage: for immediate reading only."""
+        value = self._held.value
+        return self._held.read(start, stop) if value is None else value.reshape(-1)[start:stop]
+
+    def whole(self) -> Tensor:
+        value = self._held.value
+        return self.shown(0, self.numel()).view(self.shape) if value is None else value
+
+    def write_whole(self, value: Tensor) -> None:
+        if self._held.write is not None:
+            self._held.write(value.detach())
+        else:
+            self._held.value = value.detach()
+
+    def alias(self) -> Tensor:
+        return StoredTensor._over(self._held, self.shape, self.dtype)
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        with torch.no_grad():
+            self.copy_(value)
+
+    def storage(self) -> Any:
+        raise RuntimeError(
+            f"'{self.stored_name}' lies elsewhere and has no memory of its own: tensor.clone() reads it into "
+            "an ordinary tensor."
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"StoredTensor({self.stored_name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            held, value = self._held, self._held.value
+            if held.write is None:
+                own = replace(held, value=None if value is None else value.clone())
+                memo[id(self)] = StoredTensor._over(own, self.shape, self.dtype)
+            else:
+                memo[id(self)] = self.clone()
+        return memo[id(self)]
+
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """The tensor itself, or a copy in memory of a lazy tensor."""
+    return tensor.clone() if isinstance(tensor, StoredTensor) else tensor

@@ -1,0 +1,208 @@
+"""Sharded tensor: each rank holds a contiguous range of a parameter at rest, or of a reduced gradient.
+
+User code sees a tensor of the full shape; ``dispatch`` implements the operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from lightning_zero.engine.comm.background_work import synchronize
+from lightning_zero.engine.plan.chunks import Box, boxes
+from lightning_zero.engine.tensor.slot import Slot
+from lightning_zero.engine.tensor.wrapper import WrapperTensor, made
+
+if TYPE_CHECKING:  # their import takes a while, and only checkpoints need them
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+
+class ShardedTensor(WrapperTensor):
+    """A tensor of which this rank holds the 1-D range ``local``, as its slot in a bucket determines.
+
+    Args:
+        slot: shape, range and communication of the tensor.
+        local: this rank's range; None for the parameter itself, whose range the slot provides. Its dtype may be wider
+            than the tensor's (an fp32 master weight of a bf16 parameter), and it may be in host memory although the
+            tensor's device is another.
+        dtype: the dtype that user code sees.
+        keep: any object that must live as long as this tensor.
+    """
+
+    _slot: Slot
+    _local: Tensor | None
+    keep: Any
+
+    @staticmethod
+    def __new__(
+        cls,
+        slot: Slot,
+        local: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        requires_grad: bool = False,
+        keep: Any = None,
+    ) -> ShardedTensor:
+        dtype = dtype or (local.dtype if local is not None else slot.dtype)
+        self = made(cls, slot.shape, dtype=dtype, device=slot.device, requires_grad=requires_grad)
+        self._slot, self._local, self.keep = slot, local, keep
+        if keep is None:
+            slot.remember(self)
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's range, 1-D."""
+        if self._local is None:
+            return self._slot.local_parameter()
+        synchronize(self._slot.background)  # background work may be writing to it
+        return self._local
+
+    def show(self, local: Tensor, keep: Any) -> None:
+        """Replace the local range."""
+        self._local, self.keep = local, keep
+
+    def at_rest(self) -> Tensor:
+        """As ``local``, but read-only; a range on a disk is a lazy tensor."""
+        return self._slot.parameter_at_rest() if self._local is None else self.local
+
+    @property
+    def slot(self) -> Slot:
+        return self._slot
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it is the engine's own parameter or a detached alias of it, not a value derived from a parameter."""
+        return self._local is None
+
+    def whole_at_hand(self, dtype: torch.dtype | None = None) -> Tensor | None:
+        """The full value, in the tensor's or another dtype; None where that needs communication."""
+        return self._slot.whole_parameter(dtype or self.dtype) if self.is_parameter else None
+
+    def whole(self) -> Tensor:
+        """The full value, in the dtype that user code sees. Collective unless ``whole_at_hand`` has it."""
+        value = self.whole_at_hand()
+        return self._slot.collect(self.local).to(self.dtype) if value is None else value
+
+    def alias(self) -> Tensor:
+        return ShardedTensor(self._slot, self._local, self.dtype, keep=self.keep)
+
+    def write_whole(self, value: Tensor) -> None:
+        if self.is_parameter:
+            self._slot.write_parameter(value)
+        else:
+            local = self.local
+            local.copy_(local_range_of(value, self._slot))
+            self.written(local)
+
+    def written(self, local: Tensor) -> None:
+        """Propagate a write to the tensor that ``local`` returned."""
+        if self.is_parameter:
+            self._slot.written_locally(local)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], Any]) -> Any:
+        """As for any tensor; but the hook is called at the end of backward, when ``grad`` is the reduced gradient."""
+        if not self.is_parameter:
+            return super().register_post_accumulate_grad_hook(hook)
+        handle = RemovableHandle(self._slot.hooks_after_reduction)
+        self._slot.hooks_after_reduction[handle.id] = hook
+        return handle
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        start, stop = self._slot.offset, self._slot.offset + self._slot.local_numel
+        kind = "Parameter containing:\n" if isinstance(self, torch.nn.Parameter) else ""
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return (
+            f"{kind}ShardedTensor({self._slot.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"this rank holds [{start}, {stop}) of {self.numel()} elements{grad})"
+        )
+
+    # The protocol of torch.distributed.checkpoint: the boxes that this rank has, each a view of the local range.
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties(dtype=self.local.dtype)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self._boxes()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        box = next(box for box in self._boxes() if box.offsets == tuple(index.offset))
+        return self.local[box.start - self._slot.offset : box.stop - self._slot.offset].view(box.sizes)
+
+    def _boxes(self) -> list[Box]:
+        if not self.numel():  # DCP expects one entry for an empty tensor, too
+            return [Box((0,) * self.dim(), tuple(self.shape), 0)]
+        return boxes(self.shape, self._slot.offset, self._slot.offset + self._slot.local_numel)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            with torch.no_grad():
+                # A copy is not the engine's parameter: it is a separate value with the same sharding, so that a copied
+                # module (an average of weights, say) takes each rank the memory of a shard only.
+                copy: Tensor = ShardedTensor(self._slot, self.local.clone(), self.dtype)
+            if isinstance(self, torch.nn.Parameter):
+                copy = torch.nn.Parameter(copy, self.requires_grad)
+            else:
+                copy.requires_grad_(self.requires_grad)
+            memo[id(self)] = copy
+        return memo[id(self)]
+
+    @property
+    def data(self) -> Tensor:
+        return self.alias()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.dtype != self.dtype:
+            raise TypeError(
+                f"{self._slot.name}: a sharded parameter keeps its dtype, {self.dtype}; it cannot be {value.dtype}. "
+                "Convert the module before the strategy sets it up, or choose Trainer(precision=...)."
+            )
+        if value.shape != self.shape:
+            raise ValueError(
+                f"{self._slot.name}: .data of shape {tuple(self.shape)} cannot be replaced by a tensor of shape "
+                f"{tuple(value.shape)} while the module is sharded; change shapes before the strategy sets it up."
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+
+def local_range_of(value: Tensor, slot: Slot) -> Tensor:
+    """This rank's range, 1-D, of a tensor that has the slot's shape or expands to it.
+
+    A sharded tensor of another slot is gathered.
+    """
+    if isinstance(value, ShardedTensor) and value.slot is slot:
+        return value.local
+    value = value if value.shape == slot.shape else value.expand(slot.shape)
+    return flat_range(value, slot.offset, slot.offset + slot.local_numel)
+
+
+def flat_range(value: Tensor, start: int, stop: int) -> Tensor:
+    """The elements ``[start, stop)`` of a flattened tensor, 1-D; of a lazy tensor only these are read.
+
+    The result is for immediate reading only.
+    """
+    return value.shown(start, stop) if isinstance(value, WrapperTensor) else value.reshape(-1)[start:stop]

@@ -1,0 +1,89 @@
+"""One walk over nested dicts, lists and tuples with sharded tensors in them, and what becomes of their tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
+from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
+from lightning_zero.engine.tensor.wrapper import WrapperTensor
+
+Leaf = Callable[[Tensor], Any]
+"""What a tensor becomes. One that gathers is collective: every rank walks over the same tensors in the same order."""
+
+
+def walk(
+    tree: Any, act: Callable[[Any], Any], wanted: Callable[[Any], bool] = lambda leaf: isinstance(leaf, Tensor)
+) -> Any:
+    """The same tree with other leaves. A container in which nothing changes is itself, any other one a shallow copy.
+
+    Args:
+        tree: nested dicts, lists and tuples of any class.
+        act: returns the new leaf. It is called once for all aliases of a sharded parameter, which stay one tensor.
+        wanted: which leaves ``act`` gets, by default all tensors.
+    """
+    known: dict[Any, Any] = {}
+
+    def step(tree: Any) -> Any:
+        if isinstance(tree, ShardedTensor) and wanted(tree):
+            key = identity(tree)
+            if key not in known:
+                known[key] = act(tree)
+            return known[key]
+        if wanted(tree):
+            return act(tree)
+        if not isinstance(tree, (dict, list, tuple)):
+            return tree
+        items = list(tree.values() if isinstance(tree, dict) else tree)
+        changed = [step(item) for item in items]
+        if all(after is before for after, before in zip(changed, items)):
+            return tree
+        if isinstance(tree, tuple):
+            return type(tree)(*changed) if hasattr(tree, "_fields") else type(tree)(changed)
+        copied = copy.copy(tree)  # of its class, and with what is noted at a state dict
+        for key, item in zip(tree if isinstance(tree, dict) else range(len(changed)), changed):
+            copied[key] = item
+        return copied
+
+    with torch.no_grad():
+        return step(tree)
+
+
+def identity(tensor: ShardedTensor) -> Any:
+    """Equal for aliases of one parameter, and alike on all ranks for parameters; for others the tensor's own."""
+    return (id(tensor.slot), tensor.dtype) if tensor.is_parameter else id(tensor)
+
+
+def is_in_parts(value: Any) -> bool:
+    """Whether it is a sharded tensor, or a view of one."""
+    return isinstance(value, WrapperTensor) and not isinstance(value, StoredTensor)
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole value, maybe in memory that others have too. Collective."""
+    return (tensor.whole() if is_in_parts(tensor) else tensor).detach()  # type: ignore[attr-defined]
+
+
+def in_parts(tensor: Tensor) -> Tensor:
+    """The tensor itself: what is sharded stays so, and is written by all ranks or put together later."""
+    return tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole value, in memory of its own, on the device of the tensor. Collective."""
+    return gathered(tensor).clone()
+
+
+def on_cpu(tensor: Tensor) -> Tensor:
+    """As ``whole``, on the CPU. Collective."""
+    return gathered(tensor).to("cpu", copy=True)
+
+
+def on_meta(tensor: Tensor) -> Tensor:
+    """The shape and dtype alone, for ranks that take part in the gather but do not keep the value. Collective."""
+    return torch.empty_like(gathered(tensor), device="meta")

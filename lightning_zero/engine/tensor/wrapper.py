@@ -1,0 +1,160 @@
+"""Base class of wrapper subclasses, which are tensors with a shape but no data of their own; and views of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_zero.engine.compat import disabled_torch_function, make_wrapper
+
+
+class WrapperTensor(torch.Tensor):
+    """Base class of tensor subclasses without data of their own: operators that read data get the full value.
+
+    Attributes:
+        act: runs an operator with wrapper tensors among its arguments; set by ``dispatch``.
+    """
+
+    act: ClassVar[Callable[[Any, Any, Any], Any]]
+
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
+
+    def whole(self) -> Tensor:
+        raise NotImplementedError
+
+    def whole_at_hand(self, dtype: torch.dtype | None = None) -> Tensor | None:
+        return None
+
+    def write_whole(self, value: Tensor) -> None:
+        raise NotImplementedError
+
+    def alias(self) -> Tensor:
+        """The result of ``detach()``."""
+        raise NotImplementedError
+
+    def shown(self, start: int, stop: int) -> Tensor:
+        """The elements ``[start, stop)`` of the flattened value, 1-D, for reading only."""
+        return self.whole().reshape(-1)[start:stop]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():  # composite operators are not decomposed without autograd
+            out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        return WrapperTensor.act(func, args, kwargs)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        if self.requires_grad and not force:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+        array = self.whole().detach().clone().numpy(force=force)
+        array.flags.writeable = False  # a copy: a write to it would be lost silently
+        return array
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.whole().detach().clone().__dlpack__(**options)
+
+    def set_(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError(
+            "set_() gives a tensor other memory, and a sharded one has none of its own to replace: "
+            "write the values into it, parameter.data.copy_(values)."
+        )
+
+    def storage(self) -> Any:
+        # safetensors calls this, and so does save_pretrained() of transformers and PEFT
+        raise RuntimeError(
+            f"A sharded tensor of shape {tuple(self.shape)} has no memory of its own that could be read or saved: "
+            "write 'with lightning_zero.full_parameters(module):' around it, on every rank, or do it after the run."
+        )
+
+    def tolist(self) -> Any:
+        return self.whole().tolist()
+
+    def __format__(self, format_spec: str) -> str:
+        return self.whole().__format__(format_spec) if self.dim() == 0 else object.__format__(self, format_spec)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        value = self.whole().detach().clone()
+        if isinstance(self, torch.nn.Parameter):
+            value = torch.nn.Parameter(value, self.requires_grad)
+        return value.__reduce_ex__(protocol)
+
+
+class RecordedView(WrapperTensor):
+    """A recorded view of a sharded or lazy tensor: reads and writes go to the viewed tensor.
+
+    Args:
+        base: the viewed tensor, which may be a view itself.
+        steps: the view operators to replay on the full value.
+    """
+
+    _base_tensor: WrapperTensor
+    _steps: list[tuple[Any, Any, Any]]
+
+    @staticmethod
+    def __new__(cls, base: Any, steps: list[tuple[Any, Any, Any]]) -> RecordedView:
+        if isinstance(base, RecordedView):
+            base, steps = base._base_tensor, base._steps + steps
+        shape = torch.empty(base.shape, dtype=base.dtype, device="meta")
+        meta = _replay(shape, steps)
+        strides = meta.stride()
+        self = made(cls, meta.shape, strides=strides, storage_offset=0, dtype=meta.dtype, device=base.device)
+        self._base_tensor, self._steps = base, steps
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def whole(self) -> Tensor:
+        base = self._base_tensor
+        return _replay(base.whole() if isinstance(base, WrapperTensor) else base.detach(), self._steps)
+
+    def alias(self) -> Tensor:
+        return RecordedView(self, [])
+
+    def whole_at_hand(self, dtype: torch.dtype | None = None) -> Tensor | None:
+        base = self._base_tensor
+        if not isinstance(base, WrapperTensor):
+            return None
+        if self.dtype != base.dtype:
+            return None  # a view with another dtype reinterprets bits, which a cast would change
+        at_hand = base.whole_at_hand(dtype)
+        return None if at_hand is None else _replay(at_hand, self._steps)
+
+    def write_whole(self, value: Tensor) -> None:
+        base = self._base_tensor
+        if not isinstance(base, WrapperTensor):  # the engine was closed since
+            _replay(base.detach(), self._steps).copy_(value)
+            return
+        whole = base.whole().clone()
+        _replay(whole, self._steps).copy_(value)
+        base.write_whole(whole)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"view of {self._base_tensor!r}, shape={tuple(self.shape)}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.whole().detach().clone()
+
+
+def made(cls: Any, shape: torch.Size, **options: Any) -> Any:
+    """Make a wrapper. Under ``inference_mode`` it is an ordinary tensor, as views of ordinary tensors are."""
+    if not torch.is_inference_mode_enabled():
+        return make_wrapper(cls, shape, **options)
+    with torch.inference_mode(False):
+        return make_wrapper(cls, shape, **options)
+
+
+def _replay(value: Tensor, steps: list[tuple[Any, Any, Any]]) -> Tensor:
+    for func, args, kwargs in steps:
+        value = func(value, *args, **kwargs)
+    return value

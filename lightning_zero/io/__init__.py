@@ -1,0 +1,1 @@
+"""Files on disk, and labels that say which process made them."""

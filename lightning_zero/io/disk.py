@@ -1,0 +1,271 @@
+"""Direct file I/O (``O_DIRECT``): bypasses the page cache, to save memory and the CPU time for copying."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from threading import Thread
+
+ALIGNMENT = 4096
+"""Offsets, sizes and addresses in bytes must be multiples of this for ``O_DIRECT`` on any usual disk."""
+
+BUFFER = 2**24
+"""Bytes per write: enough to keep a disk busy until the next write."""
+
+
+def aligned_memory(nbytes: int) -> memoryview:
+    """Allocate memory whose address is a multiple of ``ALIGNMENT``; pages are only allocated when they are used.
+
+    The memory is shared with forked processes, as the target of ``O_DIRECT`` reads must be: of private memory a child
+    process might get the very page that the disk is writing to (see open(2)).
+    """
+    return memoryview(mmap.mmap(-1, nbytes))
+
+
+_MADV_WIPEONFORK = 18  # a Linux constant; Python has no name for it
+
+
+def huge_memory(nbytes: int) -> memoryview:
+    """Like ``aligned_memory``, but in huge pages if the system supports them, which makes the disk's transfers larger.
+
+    Huge pages require private memory. Forked processes see zeros there, so they neither hold pages nor make this
+    process copy pages that the disk is writing to.
+    """
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return aligned_memory(nbytes)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory.madvise(_MADV_WIPEONFORK)
+    except OSError:  # Linux before 4.14
+        return aligned_memory(nbytes)
+    with suppress(OSError):  # not supported by this system
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
+
+
+def aligned(number: int) -> int:
+    """Round up to a multiple of ``ALIGNMENT``."""
+    return -(-number // ALIGNMENT) * ALIGNMENT
+
+
+def free_bytes(place: str | int) -> int:
+    """Free bytes for this user on the disk of a path or an open file."""
+    status = os.statvfs(place)
+    return status.f_bavail * status.f_frsize
+
+
+def is_in_memory(path: str) -> bool:
+    """Whether a path, which need not exist yet, is on a file system in memory (tmpfs, ramfs); False if unknown."""
+    path = os.path.abspath(path)
+    while not os.path.exists(path):
+        path = os.path.dirname(path)
+    device = os.stat(path).st_dev
+    try:
+        with open("/proc/self/mountinfo") as file:
+            mounts = [line.partition(" - ") for line in file]
+    except OSError:  # not Linux
+        return False
+    kinds = {before.split()[2]: after.split()[0] for before, _, after in mounts}
+    return kinds.get(f"{os.major(device)}:{os.minor(device)}") in ("tmpfs", "ramfs")
+
+
+def make_private_folder(path: str) -> None:
+    """Create a folder, and its missing parents, for this user alone; an existing folder is left unchanged.
+
+    Raises:
+        OSError: if the system reports one; also if the folder is in a world-writable folder, such as that for temporary
+            files, where another user may have created it or may change its contents.
+    """
+    os.makedirs(path, 0o700, exist_ok=True)
+    if not os.stat(os.path.dirname(os.path.abspath(path))).st_mode & stat.S_IWOTH:
+        return
+    found = os.lstat(path)
+    reason = None
+    if stat.S_ISLNK(found.st_mode):
+        reason = "it is a link"
+    elif found.st_uid not in (os.geteuid(), 0):
+        reason = f"it belongs to user {found.st_uid}"
+    elif found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+        reason = "every user may change what is in it"
+    if reason is not None:
+        raise PermissionError(
+            errno.EACCES,
+            f"{reason}, in a folder where every user may make some, so what is written there may come to others; "
+            "remove it, or give another path",
+            path,
+        )
+
+
+class DirectFile:
+    """A new file with direct I/O (``O_DIRECT``) wherever the system, disk and alignment allow.
+
+    ``read`` and ``write`` may be called by several threads at once, for different positions. Data in ``aligned_memory``
+    at a multiple of ``ALIGNMENT``, for a position that is a multiple too, bypasses the page cache up to its last whole
+    block of ``ALIGNMENT`` bytes; all other data goes through the cache.
+
+    Args:
+        path: must not exist yet, not even as a link.
+        readable: whether this process reads the file as well; the file's mode is then 0600. Some network file systems
+            only accept write-only files.
+
+    Raises:
+        FileExistsError: if the path exists.
+
+    Attributes:
+        is_direct: whether all aligned data has bypassed the cache so far.
+    """
+
+    def __init__(self, path: str, *, readable: bool = False) -> None:
+        access = (os.O_RDWR if readable else os.O_WRONLY) | getattr(os, "O_NOFOLLOW", 0)
+        self.path = path
+        self._cached = os.open(path, access | os.O_CREAT | os.O_EXCL, 0o600 if readable else 0o666)
+        self._open = [self._cached]
+        self._direct: int | None = None
+        with suppress(OSError, AttributeError):  # not supported by file systems in memory and by other systems
+            direct = os.open(path, access | os.O_DIRECT)
+            self._open.append(direct)
+            if os.path.samestat(os.fstat(direct), os.fstat(self._cached)):  # or the path was replaced meanwhile
+                self._direct = direct
+        self.is_direct = self._direct is not None
+
+    def reserve(self, nbytes: int) -> None:
+        """Set the size of a new file and allocate its blocks, so that no later write finds the disk full.
+
+        If the file system cannot allocate blocks in advance, this only checks that there is enough room now.
+
+        Raises:
+            OSError: if there is not enough room; none of it is taken then.
+        """
+        free = free_bytes(self._cached)
+        try:
+            if nbytes > free:  # trying would fill the disk for a moment, for all users
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            _allocate(self._cached, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            os.ftruncate(self._cached, 0)
+            raise OSError(
+                error.errno,
+                f"{error.strerror}: {nbytes} bytes are wanted, and {free} are free; make room, or write the path of a "
+                "folder on a larger disk",
+                self.path,
+            ) from None
+
+    def write(self, data: memoryview, position: int) -> None:
+        """Write bytes at a position."""
+        while data:
+            written = self._move(os.pwrite, data, position)
+            if not self.is_direct and written >= BUFFER and hasattr(os, "posix_fadvise"):
+                # Start writing back now, not only at the sync.
+                os.posix_fadvise(self._cached, position, written, os.POSIX_FADV_DONTNEED)
+            data, position = data[written:], position + written
+
+    def read(self, into: memoryview, position: int) -> None:
+        """Fill memory with the bytes at a position of a ``readable`` file.
+
+        Raises:
+            OSError: also if the file ends early; the memory's contents are then undefined.
+        """
+        while into:
+            count = self._move(_read_into, into, position)
+            if count == 0:
+                raise OSError(errno.EIO, f"the file ends at byte {position}, {len(into)} bytes too early", self.path)
+            into, position = into[count:], position + count
+
+    def _move(self, call: Callable[[int, memoryview, int], int], memory: memoryview, position: int) -> int:
+        """Make one system call, directly if possible; returns the number of bytes transferred."""
+        whole = len(memory) // ALIGNMENT * ALIGNMENT
+        if self._direct is not None and whole and position % ALIGNMENT == 0:
+            try:
+                return call(self._direct, memory[:whole], position)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self.is_direct = False  # refused for this memory or file system: the next call tries again
+        return call(self._cached, memory, position)
+
+    def sync(self) -> None:
+        """Wait until all data is on the disk."""
+        os.fsync(self._cached)
+
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.pop())
+        self._cached, self._direct = -1, None  # the system reuses the file descriptors
+
+
+def _read_into(descriptor: int, memory: memoryview, position: int) -> int:
+    return os.preadv(descriptor, [memory], position)
+
+
+def _allocate(descriptor: int, nbytes: int) -> None:
+    if nbytes and hasattr(os, "posix_fallocate"):
+        try:
+            return os.posix_fallocate(descriptor, 0, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+    os.ftruncate(descriptor, nbytes)
+
+
+class Appender:
+    """Write a new file sequentially with two buffers: one is filled while the other is written to the disk.
+
+    Args:
+        path: as for ``DirectFile``.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._file = DirectFile(path)
+        self._filling, self._other = aligned_memory(BUFFER), aligned_memory(BUFFER)
+        self._filled = self._position = 0
+        self._thread: Thread | None = None
+        self._error: BaseException | None = None
+
+    def write(self, data: memoryview) -> int:
+        """Append bytes. A write error is raised by this call, a later one or ``finish``."""
+        taken = len(data)
+        while data:
+            count = min(len(data), BUFFER - self._filled)
+            self._filling[self._filled : self._filled + count] = data[:count]
+            data, self._filled = data[count:], self._filled + count
+            if self._filled == BUFFER:
+                self._wait()
+                self._thread = Thread(target=self._write, args=(self._filling, self._position), daemon=True)
+                self._thread.start()
+                self._filling, self._other = self._other, self._filling
+                self._filled, self._position = 0, self._position + BUFFER
+        return taken
+
+    def _write(self, data: memoryview, position: int) -> None:
+        try:
+            self._file.write(data, position)
+        except BaseException as error:
+            self._error = error
+
+    def _wait(self) -> None:
+        self._join()
+        if self._error is not None:
+            raise self._error
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def finish(self) -> None:
+        """Write the remaining bytes and sync the file to the disk."""
+        self._wait()
+        self._file.write(self._filling[: self._filled], self._position)
+        self._filled = 0
+        self._file.sync()
+
+    def close(self) -> None:
+        """Close the file; it is incomplete unless ``finish`` was called."""
+        self._join()
+        self._file.close()

@@ -1,0 +1,63 @@
+"""Labels in names of temporary files, by which other processes see whether the file's creator is still alive."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import time
+
+LABEL = r"(?P<label>.+-\d+-[0-9a-f]{16})"
+"""Pattern of a label, to be used in patterns of file names; dates in names do not match it."""
+
+_FORGOTTEN = 24 * 3600
+"""Seconds without a write after which a file from another machine counts as left over by a dead process."""
+
+_FIRST = time.time_ns()  # distinguishes processes that reuse a process id
+_numbers = itertools.count(_FIRST)
+
+
+def new_label() -> str:
+    """Return a new unique label, with this process's id and machine."""
+    return f"{this_machine()}-{os.getpid()}-{next(_numbers):x}"
+
+
+def is_of_the_dead(label: str) -> bool | None:
+    """Whether the process that created a label has ended; None if this machine cannot tell."""
+    process, _, number = label.rpartition("-")
+    machine, _, pid = process.rpartition("-")
+    if machine != this_machine():
+        return None
+    if int(pid) == os.getpid():  # a restarted container may reuse process ids
+        return int(number, 16) < _FIRST
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
+
+
+def is_left_over(label: str, path: str) -> bool:
+    """Whether the process that created a file or folder no longer works on it.
+
+    Args:
+        label: in its name.
+        path: its path; its age decides if the label is from another machine.
+    """
+    dead = is_of_the_dead(label)
+    if dead is None:
+        paths = [path]
+        if os.path.isdir(path) and not os.path.islink(path):
+            paths += [entry.path for entry in os.scandir(path)]
+        return time.time() - max(os.stat(each).st_ctime for each in paths) > _FORGOTTEN
+    return dead
+
+
+def this_machine() -> str:
+    """Identify the machine and PID namespace: containers may share a host name or a folder, but not process ids."""
+    try:
+        return f"{socket.gethostname()}.{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return socket.gethostname()

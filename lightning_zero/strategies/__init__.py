@@ -1,0 +1,1 @@
+"""Lightning strategies for the Trainer and for Fabric, and the code that both share."""

@@ -1,0 +1,364 @@
+"""ZeRO strategy for Lightning Fabric: modules and optimizers are set up one by one, and the user writes the loop."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+from lightning import fabric
+from lightning.fabric.accelerators import Accelerator
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
+from lightning.fabric.strategies import STRATEGY_REGISTRY, ParallelStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zero.checkpoint.fitting import check_module
+from lightning_zero.checkpoint.form import CHECKPOINT_KEY
+from lightning_zero.checkpoint.reading import by_number
+from lightning_zero.checkpoint.saving import by_name, names_in
+from lightning_zero.engine import Engine, engine_of
+from lightning_zero.engine.comm.collectives import Communicator
+from lightning_zero.engine.compat import replaced
+from lightning_zero.engine.init.consolidate import consolidate
+from lightning_zero.engine.init.deferred_param import awaits_values
+from lightning_zero.engine.optim.compatibility import check_optimizer
+from lightning_zero.engine.tensor.sharded_tree import Leaf, on_cpu
+from lightning_zero.strategies.options import StrategyOptions, takes_options
+from lightning_zero.strategies.precision import compute_dtype_of
+from lightning_zero.strategies.processes import ZeroProcesses
+
+
+@takes_options(StrategyOptions)
+class FabricStrategy(ZeroProcesses):
+    """ZeRO (Rajbhandari et al., SC20) for modules and optimizers that are passed to ``Fabric.setup``.
+
+    Each module that is set up has its own engine, until the module is deleted or the strategy torn down. An optimizer
+    may be set up together with its module, before or after it, and may hold parameters of several modules.
+
+    Arguments:
+        {options}
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: as for any strategy.
+
+    Raises:
+        TypeError, ValueError: if an option does not exist, or its value is not allowed.
+    """
+
+    def __init__(
+        self,
+        stage: int | str = 3,
+        *,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision,
+            stage=stage,
+            **options,
+        )
+        # In order of set-up, the same on every rank. Weak references, since modules and optimizers belong to the user.
+        self._engines: list[weakref.ref[Engine]] = []
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._backward_sync_control: Any = _BackwardSyncControl()
+
+    # -- the processes ----------------------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if not self._is_single:
+            if self not in _strategies:
+                _uncaught_exceptions.hold(self)
+            _strategies.add(self)
+
+    _set_world_ranks = ZeroProcesses.set_world_ranks
+
+    @property
+    @override
+    def _communicator(self) -> Communicator | None:
+        return self.engines[0].communicator if self.engines else None
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return self._reduce(tensor, group, reduce_op)
+
+    # -- setting up -------------------------------------------------------------------------------------------------
+
+    @property
+    def precision(self) -> Precision:
+        return super().precision
+
+    @precision.setter
+    def precision(self, precision: Precision | None) -> None:
+        if precision is not None:
+            compute_dtype_of(precision, self.lightning)  # rejects unsupported ones before any process starts
+        super(FabricStrategy, type(self)).precision.fset(self, precision)
+
+    @property
+    def engines(self) -> list[Engine]:
+        """The engines of the modules that have been set up, in order of set-up."""
+        return [engine for reference in self._engines if (engine := reference()) is not None]
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Move the module, unless it may be too large for the device: ``setup_module`` then moves it shard by shard."""
+        if not self._is_sharded and not awaits_values(module):
+            module.to(self.root_device)
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Context of ``Fabric.init_module``."""
+        stack = ExitStack()
+        stack.enter_context(self._making_module(empty_init))
+        stack.enter_context(self.precision.module_init_context())
+        return stack
+
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None) -> Any:
+        for optimizer in optimizers:
+            self.setup_optimizer(optimizer)
+        return self.setup_module(module), optimizers, scheduler
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Shard a module in place, including optimizers over its parameters that were set up before. Collective."""
+        consolidate(module, self._handshake_timeout)
+        engine = Engine(
+            module,
+            [optimizer for optimizer in self._known_optimizers() if _hold_in_common(optimizer, module)],
+            config=self._config_with(compute_dtype_of(self.precision, self.lightning)),
+            device=self.root_device,
+        )
+        self._engines = [weakref.ref(each) for each in (*self.engines, engine)]
+        return _Sharded(module)
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Make an optimizer update this rank's shards of all modules that it shares parameters with, now and later."""
+        config = self.config
+        check_optimizer(
+            optimizer, config.allow_any_optimizer, ranks=self.world_size, offloads=config.offloads_optimizer
+        )
+        known = self._known_optimizers()
+        if not any(optimizer is each for each in known):
+            self._optimizers = [weakref.ref(each) for each in (*known, optimizer)]
+            for engine in self.engines:
+                if _hold_in_common(optimizer, engine.module):
+                    engine.set_optimizers([*engine.optimizers, optimizer])
+        return optimizer
+
+    def _known_optimizers(self) -> list[Optimizer]:
+        return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """The whole state dict, on the CPU. Collective."""
+        return self._state_of(module, on_cpu)
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's whole state in torch's ordinary form, on the CPU. Collective."""
+        return self._state_of(optimizer, on_cpu)
+
+    def _state_of(self, value: Any, leaf: Leaf) -> Any:
+        """The state dict of a module or optimizer, with ``leaf`` of each tensor; any other value as it is."""
+        if isinstance(value, nn.Module):
+            module = _unwrapped(value)
+            for engine in self.engines:
+                if any(inner is module for inner in engine.module.modules()):
+                    return engine.full_state_dict(leaf=leaf, module=module)
+            return super().get_module_state_dict(module)
+        if isinstance(value, Optimizer):
+            for engine in self.engines:
+                if any(own is value for own in engine.optimizers):
+                    return engine.full_optimizer_state_dict(value, leaf=leaf)
+            return super().get_optimizer_state(value)
+        return value
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        check_module(_unwrapped(module), state_dict, strict)
+        _unwrapped(module).load_state_dict(state_dict, strict=strict)
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Write an ordinary file on rank 0, which alone has the values meanwhile, or a folder of parts. Collective."""
+        # a filter is rank 0's alone in a file, and may look at values
+        parts = self._saves_in_parts or (self._saves_in_background and filter is None)
+        leaf = self._leaf(parts=parts, keeps=self.is_global_zero)
+        # an error in seconds if not every rank comes
+        with self.engines[0].rendezvous.met("what fabric.save() writes") if self.engines else nullcontext():
+            masters = {}
+            if any(isinstance(value, Optimizer) for value in state.values()):
+                masters = {key: found for key, value in state.items() if (found := self._masters_of(value, leaf))}
+            if not self.is_global_zero and not self._saves_in_parts:
+                filter = None  # it may read values, which other ranks lack
+            for key, keeps in (filter or {}).items():
+                if key in masters:
+                    masters[key] = {name: value for name, value in masters[key].items() if keeps(name, value)}
+            about = {CHECKPOINT_KEY: {"masters": masters}} if masters else {}
+            collected = {key: self._state_of(value, leaf) for key, value in state.items()}
+            if not self._saves_in_parts and (not self._has_default_io or storage_options is not None):
+                super().save_checkpoint(path, {**collected, **about}, storage_options, filter)
+                return
+            converted = self._convert_stateful_objects_in_state(collected, filter=filter or {})
+            if not self._saves_in_parts:
+                self._save_whole({**converted, **about}, path, self._communicator if parts else None)
+                return
+            self._check_storage_options(storage_options)
+            self._alike(self._saver.finish)
+            tree = {
+                key: by_name(converted[key], _names_in(state[key], state))
+                if isinstance(state[key], Optimizer)
+                else converted[key]
+                for key in _large(state)
+                if key in converted
+            }
+            rest = {**{key: value for key, value in converted.items() if key not in tree}, **about}
+            self._saver.save_in_parts(tree, rest, path, self._written_by, self.global_rank, self._gather)
+
+    def load_checkpoint(
+        self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a full or sharded checkpoint like Fabric; each rank only reads its shards of weights and states."""
+        self._alike(self._saver.finish)
+        if not self._has_default_io or str(path).startswith("http"):
+            remainder = super().load_checkpoint(path, state, strict, weights_only)
+        else:
+            opened = self._opened(path, weights_only)
+            checkpoint = dict(opened.as_saved)
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if isinstance(value, Optimizer) and key in checkpoint and opened.form == "sharded":
+                    checkpoint[key] = by_number(checkpoint[key])
+            own, self._checkpoint_io = self._checkpoint_io, _AlreadyRead(checkpoint)
+            try:
+                remainder = super().load_checkpoint(path, state, strict, weights_only)
+            finally:
+                self._checkpoint_io = own
+        if isinstance(state, dict) and state:
+            for key, masters in remainder.pop(CHECKPOINT_KEY, {"masters": {}}).get("masters", {}).items():
+                engine = engine_of(_unwrapped(state[key])) if isinstance(state.get(key), nn.Module) else None
+                if engine is not None:
+                    engine.load_masters(masters)
+        return remainder
+
+    def _masters_of(self, value: Any, leaf: Leaf) -> dict[str, Tensor]:
+        engine = engine_of(_unwrapped(value)) if isinstance(value, nn.Module) else None
+        return engine.masters_by_name(leaf=leaf) if engine is not None else {}
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def teardown(self) -> None:
+        """Turn the modules back into ordinary, unsharded ones on their devices. Collective, except after a failure."""
+        try:
+            self._finish_saving()
+        finally:
+            self._teardown()
+
+    def _teardown(self) -> None:
+        engines = self.engines
+        self._engines = []
+        try:
+            self._close(engines)
+        finally:
+            super().teardown()
+
+
+class _Sharded(nn.Module):
+    """Wrapper in the place of DistributedDataParallel: Fabric redirects a module's other methods through its forward.
+
+    The forward gathers the root unit and applies Fabric's precision.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+class _AlreadyRead(CheckpointIO):
+    """``CheckpointIO`` that returns a checkpoint which has been read already."""
+
+    def __init__(self, checkpoint: dict[str, Any]) -> None:
+        self._checkpoint = checkpoint
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        return self._checkpoint
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        raise NotImplementedError
+
+    def remove_checkpoint(self, path: Any) -> None:
+        raise NotImplementedError
+
+
+def _large(state: dict[str, Any]) -> list[str]:
+    """Keys of modules and optimizers, whose state may be sharded."""
+    return [key for key, value in state.items() if isinstance(value, (nn.Module, Optimizer))]
+
+
+def _names_in(optimizer: Optimizer, state: dict[str, Any]) -> list[str]:
+    """An optimizer's parameter names in the order of its groups, prefixed by the module's key if there are several."""
+    modules = {key: _unwrapped(value) for key, value in state.items() if isinstance(value, nn.Module)}
+    names = {
+        id(parameter): name if len(modules) == 1 else f"{key}.{name}"
+        for key, module in modules.items()
+        for name, parameter in module.named_parameters()
+    }
+    return names_in(optimizer, names)
+
+
+class _BackwardSyncControl:
+    """Implements ``Fabric.no_backward_sync``."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        engine = engine_of(_unwrapped(module))
+        return engine.no_sync() if engine is not None and enabled else nullcontext()
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    return module.module if isinstance(module, _Sharded) else module
+
+
+def _hold_in_common(optimizer: Optimizer, module: nn.Module) -> bool:
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return any(id(parameter) in held for parameter in module.parameters())
+
+
+_strategies: weakref.WeakSet[FabricStrategy] = weakref.WeakSet()
+
+
+def _telling(excepthook: Callable[..., Any]) -> Callable[..., None]:
+    """Wrap ``sys.excepthook`` to notify the other ranks of an exception: no code of Fabric's encloses a script."""
+
+    def tell(cls: type[BaseException], exception: BaseException, *rest: Any) -> None:
+        for strategy in list(_strategies):
+            strategy.on_exception(exception)
+        excepthook(cls, exception, *rest)
+
+    return tell
+
+
+_uncaught_exceptions = replaced(sys, "excepthook", _telling)
+
+
+class ZeroStrategy(FabricStrategy, ParallelStrategy):
+    __doc__ = FabricStrategy.__doc__
+    lightning: ClassVar[ModuleType] = fabric
+
+
+ZeroStrategy.register_strategies(STRATEGY_REGISTRY)

@@ -1,0 +1,117 @@
+"""Optimizer-in-backward for a Trainer: decide whether updates of offloaded states may start before backward ends.
+
+They may if no hook between backward and the optimizer step can read or change a gradient, or read the old parameters.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from lightning_utilities.core.overrides import is_overridden
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim import optimizer as optimizers
+
+from lightning_zero.engine import Engine, slot_of
+from lightning_zero.engine.optim.masters import Masters
+
+log = logging.getLogger(__name__)
+
+_HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step")
+_HOOKS_OF_MODULES = (*_HOOKS, "backward", "configure_gradient_clipping", "clip_gradients", "optimizer_step")
+_PRECISIONS = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
+
+
+class EarlyUpdates:
+    """Decides before each backward of one run whether the optimizer may update during backward.
+
+    Arguments:
+        lightning: the package of the Trainer, for example ``lightning`` or ``pytorch_lightning``.
+    """
+
+    def __init__(self, lightning: ModuleType) -> None:
+        self._lightning = lightning
+        self._known: dict[tuple[bool, ...], set[str]] = {}
+        self._reason: str | None = None
+
+    @contextmanager
+    def around_backward(self, engine: Engine, trainer: Any, loss: Tensor) -> Iterator[None]:
+        """Wrap a backward of the Trainer; if allowed, updates start within the last backward before a step."""
+        is_automatic = trainer.lightning_module.automatic_optimization  # then there is exactly one optimizer
+        optimizer: Optimizer | None = trainer.optimizers[0] if is_automatic and trainer.optimizers else None
+        reason = why_to_wait(self._lightning, trainer, optimizer)
+        trained = tuple(parameter.requires_grad for parameter in engine.module.parameters())
+        read = read_directly(loss)
+        if reason is None and (read is None or not read <= self._known.get(trained, set())):
+            reason = "parameters whose gradients may come in several parts"
+        if reason != self._reason:
+            self._reason = reason
+            log.debug(
+                "updates wait for the end of backward: %s" if reason else "updates begin in backward%s", reason or ""
+            )
+        if reason is not None or optimizer is None:
+            yield
+        else:
+            with engine.last_backward(optimizer):
+                yield
+        self._known.setdefault(trained, set()).update(read or ())
+
+
+def why_to_wait(lightning: ModuleType, trainer: Any, optimizer: Optimizer | None) -> str | None:
+    """Return the reason why updates must wait for the end of the coming backward, or None if they need not wait."""
+    module, precision = trainer.lightning_module, trainer.precision_plugin
+    if optimizer is None:
+        return "manual optimization"
+    if trainer.fit_loop._should_accumulate():
+        return "more micro-batches come before the update"
+    if trainer.gradient_clip_val:
+        return "gradients are clipped"
+    plugins = lightning.plugins.precision
+    if type(precision) not in [getattr(plugins, name) for name in _PRECISIONS]:
+        return f"{type(precision).__name__} is not a precision plugin of Lightning's"
+    if getattr(precision, "scaler", None) is not None:
+        return "gradients are scaled, and not known to be finite"
+    for name in _HOOKS_OF_MODULES:
+        if is_overridden(name, module, lightning.LightningModule):
+            return f"{type(module).__name__}.{name}"
+    for callback in trainer.callbacks:
+        for name in _HOOKS:
+            if is_overridden(name, callback, lightning.Callback):
+                return f"{type(callback).__name__}.{name}"
+    if any(inner._backward_hooks or inner._backward_pre_hooks for inner in module.modules()):
+        return "hooks of modules on their backward"
+    hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizers._global_optimizer_pre_hooks.values())
+    if any(not isinstance(getattr(hook, "__self__", None), Masters) for hook in hooks):
+        return "hooks before the optimizer's step"
+    step = vars(optimizer).get("step")
+    is_torchs = (inspect.unwrap(type(optimizer).step).__module__ or "").startswith("torch.optim")
+    if not is_torchs or (step is not None and not hasattr(step, "_wrapped_by_lr_sched")):
+        return f"{type(optimizer).__name__}.step is not torch's own"
+    return None
+
+
+def read_directly(loss: Tensor) -> set[str] | None:
+    """Return the names of parameters that the loss reads outside of their modules' forward, for example in a penalty.
+
+    Such a parameter receives several gradients, so its update must wait the first time: later steps know that more
+    than one will come. Returns None if the autograd graph does not show beforehand which gradients will come.
+    """
+    found: set[str] = set()
+    seen, ahead = set(), [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":  # reentrant: its graph is only built during backward
+            return None
+        slot = slot_of(getattr(node, "variable", None))
+        if slot is not None:
+            found.add(slot.name)
+        ahead += [following for following, _ in node.next_functions]
+    return found

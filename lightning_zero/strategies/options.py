@@ -1,0 +1,139 @@
+"""The strategies' options: those of the engine, of the processes and of checkpoints. Each option is defined once."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Any, Literal, TypeVar, get_type_hints
+
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+
+from lightning_zero.engine.config import EngineConfig, check_names, names_of_options
+
+_Class = TypeVar("_Class", bound=type)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyOptions:
+    """Options of every strategy in addition to the engine's options.
+
+    Arguments:
+        checkpoint: ``"full"`` saves one ordinary file, written by rank 0; ``"sharded"`` saves a folder in the format of
+            ``torch.distributed.checkpoint``, to which each rank writes its shards. Loading accepts both in any case.
+        async_save: write checkpoints in the background; training only waits while the values are copied.
+        process_group_backend: for example ``"nccl"`` or ``"gloo"``; by default the one that suits the device.
+        timeout: of the process group, as a ``timedelta`` or in seconds.
+        start_method: how the other processes are started: ``"popen"`` runs the script again; ``"spawn"``, ``"fork"``
+            and ``"forkserver"`` are the start methods of ``torch.multiprocessing``.
+    """
+
+    checkpoint: Literal["full", "sharded"] = "full"
+    async_save: bool = False
+    process_group_backend: str | None = None
+    timeout: timedelta | float | None = default_pg_timeout
+    start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
+
+    def __post_init__(self) -> None:
+        if self.start_method not in ("popen", "spawn", "fork", "forkserver"):
+            raise ValueError(f"start_method={self.start_method!r} must be 'popen', 'spawn', 'fork' or 'forkserver'.")
+        if self.checkpoint not in ("full", "sharded"):
+            raise ValueError(
+                f"checkpoint={self.checkpoint!r} must be 'full', one ordinary file, or 'sharded', a folder of parts."
+            )
+        if not isinstance(self.timeout, (timedelta, int, float, type(None))) or isinstance(self.timeout, bool):
+            raise ValueError(f"timeout={self.timeout!r} must be a datetime.timedelta or a number of seconds.")
+
+    @property
+    def group_timeout(self) -> timedelta | None:
+        """``timeout`` as the ``timedelta`` that torch expects."""
+        return timedelta(seconds=self.timeout) if isinstance(self.timeout, (int, float)) else self.timeout
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerOptions(StrategyOptions):
+    """Options of the Trainer's strategy in addition to ``StrategyOptions``.
+
+    Arguments:
+        after_fit: ``"full"`` turns the module back into an ordinary, unsharded one on the CPU when a run ends;
+            ``"sharded"`` leaves it sharded, for models that do not fit into the CPU's memory: then every rank must take
+            part in every use of the module, and the next run with the same options continues with it.
+        exclude_frozen_parameters: leave parameters with ``requires_grad=False`` out of checkpoints, and accept
+            checkpoints without them; for adapters of a large model that is stored separately.
+    """
+
+    after_fit: Literal["full", "sharded"] = "full"
+    exclude_frozen_parameters: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.after_fit not in ("full", "sharded"):
+            raise ValueError(f"after_fit={self.after_fit!r} must be 'full' or 'sharded'.")
+
+
+SET_BY_STRATEGIES = ("compute_dtype", "handshake_timeout")
+"""Options of the engine that are derived from the precision and the timeout."""
+
+
+def split_options(
+    options: Mapping[str, Any], strategy_options: type[StrategyOptions], what: str
+) -> tuple[EngineConfig, Any]:
+    """Split a strategy's keyword arguments into the engine's options and the strategy's own.
+
+    Arguments:
+        options: values by option name.
+        strategy_options: the dataclass of the strategy's own options.
+        what: the strategy's name, for error messages.
+
+    Raises:
+        TypeError: if an option does not exist.
+        ValueError: if a value is not allowed.
+    """
+    own = names_of_options(strategy_options)
+    engine = [name for name in names_of_options(EngineConfig) if name not in SET_BY_STRATEGIES]
+    check_names(options, [*engine, *own], what)
+    config = EngineConfig(**{name: value for name, value in options.items() if name in engine})
+    return config, strategy_options(**{name: value for name, value in options.items() if name in own})
+
+
+def takes_options(strategy_options: type[StrategyOptions]) -> Callable[[_Class], _Class]:
+    """Class decorator: show options in signature and docstring, for ``help()``, editors, LightningCLI and Hydra.
+
+    The class takes the options as ``**options``; ``{options}`` in its docstring is replaced by their descriptions.
+    """
+
+    def decorate(cls: _Class) -> _Class:
+        bases = [base for base in reversed(strategy_options.__mro__) if issubclass(base, StrategyOptions)]
+        shown: dict[str, inspect.Parameter] = {}
+        documented: dict[str, str] = {}
+        configs: list[Any] = [EngineConfig, *bases]
+        for config in configs:
+            types, documented = get_type_hints(config), documented | _documented(config)
+            for each in fields(config):
+                if each.name not in SET_BY_STRATEGIES:
+                    shown[each.name] = inspect.Parameter(
+                        each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=types[each.name]
+                    )
+        init = cls.__init__  # type: ignore[misc]
+        signature = inspect.signature(init)
+        explicit = [each for name, each in signature.parameters.items() if name != "options"]
+        positional = [each for each in explicit if each.kind is not inspect.Parameter.KEYWORD_ONLY]
+        rest = [each for each in explicit if each.kind is inspect.Parameter.KEYWORD_ONLY]
+        options = [each for name, each in shown.items() if name not in signature.parameters]
+        init.__signature__ = signature.replace(parameters=[*positional, *options, *rest])
+        assert cls.__doc__ is not None
+        texts = (text for name, text in documented.items() if name in shown)
+        cls.__doc__ = cls.__doc__.replace("        {options}\n", "".join(texts))
+        return cls
+
+    return decorate
+
+
+def _documented(config: type) -> dict[str, str]:
+    """Return the "Arguments:" entries in a dataclass's docstring by option name, verbatim."""
+    assert config.__doc__ is not None
+    _, _, arguments = config.__doc__.partition("Arguments:\n")
+    entries = re.finditer(r"^ {8}(\w+):.*\n(?: {12}.*\n)*", arguments, re.MULTILINE)
+    return {entry[1]: entry[0] for entry in entries}

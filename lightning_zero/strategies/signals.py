@@ -1,0 +1,116 @@
+"""Handlers for SIGTERM and SLURM's requeue signal: all ranks act together although signals arrive at different times.
+
+Lightning's own handlers communicate at whatever point the signal interrupts a rank, while other ranks may be in another
+collective. Here a handler only sets a flag. Before each training batch, where Lightning already has a collective for
+SIGTERM, ranks exchange their flags. Evaluation, in which ranks need not communicate, ends at a batch that the ranks
+negotiate through the process group's store.
+"""
+
+from __future__ import annotations
+
+import itertools
+from types import FrameType
+from typing import Any
+
+from lightning_zero.engine.comm.collectives import Communicator
+from lightning_zero.engine.comm.failures import lifelines_over, listeners
+from lightning_zero.engine.comm.process_group import named_store, rank, world_size
+
+_ASKED = "SIGTERM"
+_runs = itertools.count()  # names the store's keys of runs without an engine
+_HANDLERS = "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"
+
+
+class Signals:
+    """Signal handlers of one Trainer run in a job with several processes.
+
+    Arguments:
+        trainer: about to install its handlers.
+        communicator: of the engine; None without an engine. Training always has one.
+    """
+
+    def __init__(self, trainer: Any, communicator: Communicator | None) -> None:
+        self._trainer, self._connector, self._communicator = trainer, trainer._signal_connector, communicator
+        run = f"without/{next(_runs)}" if communicator is None else communicator.name
+        self._is_asked_to_end = self._is_asked_to_requeue = False
+        self._rank, self._size = rank(), world_size()
+        self._store = named_store(f"lightning_zero/signals/{run}")
+        self._lifelines = lifelines_over()
+        self._loops = self._batches = 0
+        listeners[_ASKED] = self._ask_to_end
+        requeue = type(self._connector)._slurm_sigusr_handler_fn
+
+        # Plain functions, which a deep copy of the Trainer shares instead of copying.
+        def on_sigterm(number: int, frame: FrameType | None) -> None:
+            if not self._is_asked_to_end and (launcher := trainer.strategy.launcher) is not None:
+                launcher.kill(number)
+            self._ask_to_end()
+            self._lifelines.say(_ASKED)
+
+        def on_requeue(number: int, frame: FrameType | None) -> None:
+            if trainer.training:
+                self._is_asked_to_requeue = True
+            else:
+                requeue(self._connector, number, frame)
+
+        for name, handler in zip(_HANDLERS, (on_sigterm, on_requeue)):
+            setattr(self._connector, name, handler)
+
+    def _ask_to_end(self) -> None:
+        self._is_asked_to_end = True
+
+    def before_training_batch(self) -> None:
+        """Exchange the flags of all ranks, and requeue or end if any rank received a signal. Collective.
+
+        Raises:
+            SIGTERMException: on every rank, if any rank received SIGTERM.
+        """
+        self._agree("the next training batch")
+
+    def at_end(self) -> None:
+        """``before_training_batch`` for the end of training, where DDP's loop would end as well."""
+        self._agree("the end of training")
+
+    def _agree(self, what: str) -> None:
+        assert self._communicator is not None
+        noted = [self._is_asked_to_end, self._is_asked_to_requeue]
+        ends, requeues = self._communicator.control.any_rank(noted, what)
+        if requeues:
+            self._is_asked_to_requeue = False
+            environment = self._trainer._accelerator_connector.cluster_environment
+            type(self._connector)._slurm_sigusr_handler_fn(self._connector, environment.requeue_signal, None)
+        if ends:
+            self._end()
+
+    def begin_loop(self) -> None:
+        """Start counting the batches of an evaluation loop."""
+        self._loops, self._batches = self._loops + 1, 0
+
+    def before_batch(self) -> None:
+        """Before each batch of an evaluation loop: end the loop if all ranks have recorded the signal.
+
+        Each rank that received the signal records in the store at which batch it noticed. If ranks communicate in every
+        batch, no rank is beyond the largest recorded batch once all ranks have recorded one, so all end at the next
+        batch. Without communication each rank ends independently.
+
+        Raises:
+            SIGTERMException: at that batch.
+        """
+        self._batches += 1
+        if not self._is_asked_to_end:
+            return
+        keys = [f"{self._loops}/{rank}" for rank in range(self._size)]
+        if not self._store.check([keys[self._rank]]):
+            self._store.set(keys[self._rank], str(self._batches))
+        if self._store.check(keys) and self._batches > max(map(int, self._store.multi_get(keys))):
+            self._end()
+
+    def _end(self) -> None:
+        self._connector.received_sigterm = True
+        raise self._trainer.strategy.lightning.utilities.exceptions.SIGTERMException
+
+    def close(self) -> None:
+        """Restore Lightning's handlers."""
+        listeners.pop(_ASKED, None)
+        for name in _HANDLERS:
+            vars(self._connector).pop(name, None)

@@ -1,0 +1,398 @@
+"""ZeRO strategy for Lightning's Trainer: implements Lightning's strategy hooks by calls of the engine."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+from lightning import pytorch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zero.engine import Engine, Report, Unit, engine_of
+from lightning_zero.engine.comm.collectives import Communicator
+from lightning_zero.engine.config import EngineConfig
+from lightning_zero.engine.init.consolidate import consolidate
+from lightning_zero.engine.init.deferred_param import awaits_values, is_on_meta, values_may_wait
+from lightning_zero.engine.init.sources import leave_in_files
+from lightning_zero.strategies.loops import attend, leave, meet_between_batches, meets_between_batches, take_turns
+from lightning_zero.strategies.optimizer_in_backward import EarlyUpdates
+from lightning_zero.strategies.options import TrainerOptions, takes_options
+from lightning_zero.strategies.precision import compute_dtype_of
+from lightning_zero.strategies.resuming import Bookmark
+from lightning_zero.strategies.signals import Signals
+from lightning_zero.strategies.trainer_checkpoints import TrainerCheckpoints, is_absent, nobody
+
+
+@takes_options(TrainerOptions)
+class TrainerStrategy(TrainerCheckpoints):
+    """ZeRO (Rajbhandari et al., SC20) for an unmodified LightningModule.
+
+    Arguments:
+        {options}
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as for any strategy.
+
+    Raises:
+        TypeError, ValueError: if an option does not exist, or its value is not allowed.
+    """
+
+    def __init__(
+        self,
+        stage: int | str = 3,
+        *,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        **options: Any,
+    ) -> None:
+        self.model: Any
+        self.last_report: Report | None = None
+        self._early_updates: EarlyUpdates | None = None
+        self._signals: Signals | None = None
+        self._backward = ExitStack()  # contexts to exit when backward ends
+        super().__init__(
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision_plugin,
+            stage=stage,
+            **options,
+        )
+
+    # -- the processes ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_distributed(self) -> bool:
+        """Always true. Lightning reads it to split data over the ranks and to honour ``sync_dist``."""
+        return True
+
+    @override
+    def setup_environment(self) -> None:
+        self._has_come_back = self._has_tried_to_come_back = False
+        self._loaded = None
+        super().setup_environment()
+        reset_seed()
+        if self.lightning_module is not None:
+            consolidate(self.lightning_module, self._handshake_timeout)
+
+    @property
+    @override
+    def _communicator(self) -> Communicator | None:
+        return self.engine.communicator if self.engine is not None else None
+
+    @property
+    @override
+    def _is_cut_off(self) -> bool:
+        return super()._is_cut_off and not self._has_come_back
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return self._reduce(tensor, group, reduce_op)
+
+    @property
+    @override
+    def _shared_exceptions(self) -> tuple[type[BaseException], ...]:
+        exceptions = self.lightning.utilities.exceptions
+        return exceptions.SIGTERMException, exceptions._TunerExitException
+
+    # -- setting up -------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        if precision_plugin is not None:
+            compute_dtype_of(precision_plugin, self.lightning)  # rejects unsupported ones before any process starts
+        self._precision_plugin = precision_plugin
+
+    @property
+    def units(self) -> list[Unit]:
+        """The module's units, the root unit first; empty outside of a run."""
+        return self.engine.units if self.engine is not None else []
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None and self.model is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self.engine = self._kept_engine()
+        self._early_updates = EarlyUpdates(self.lightning) if fitting and self._updates_early else None
+        if self.engine is None:
+            if fitting and self._layer_sync:
+                self.model = self._layer_sync.apply(self.model)
+            if isinstance(self.precision_plugin, self._converting_precisions):
+                leave_in_files(self.model)
+            self.model = self.precision_plugin.convert_module(self.model)
+            self.model_to_device()
+        if fitting:
+            self.setup_optimizers(trainer)
+        if self.engine is None and self._cuts(trainer):
+            self.engine = Engine(
+                self.lightning_module,
+                _real(self.optimizers) if fitting else [],
+                config=self._config_of_run,
+                device=self.root_device,
+            )
+        if self.engine is not None:
+            self.engine.load_masters(self._masters)
+            attend(trainer, self.engine)
+        elif not self._is_single:
+            _sync_module_states(self.lightning_module)
+        if not self._is_single and meets_between_batches(trainer):
+            self._signals = Signals(trainer, self._communicator)
+            meet_between_batches(trainer, self._signals.before_training_batch)
+        self._masters = {}
+        self._loaded = {} if self._loaded is None else self._loaded
+        self.setup_precision_plugin()
+        if fitting:
+            self._bookmark = Bookmark(trainer, self.root_device)
+
+    @property
+    def _updates_early(self) -> bool:
+        offload = self.config.offloads
+        return self.config.offloads_optimizer and self.config.overlap and offload is not None and offload.overlap
+
+    @property
+    def _config_of_run(self) -> EngineConfig:
+        return self._config_with(compute_dtype_of(self.precision_plugin, self.lightning))
+
+    def _kept_engine(self) -> Engine | None:
+        """Return the engine left by an earlier run (``after_fit="sharded"``), or None if this run cannot reuse it."""
+        assert self.lightning_module is not None
+        engine = engine_of(self.lightning_module)
+        if engine is None:
+            return None
+        if engine.config != self._config_of_run:
+            engine.close(device=self.root_device)
+            return None
+        engine.sync_buffers()
+        return engine
+
+    @property
+    @override
+    def optimizers(self) -> list[Optimizer]:
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        if self.engine is not None:  # `trainer.optimizers = [...]`, or a second call of `setup_optimizers`
+            self.engine.set_optimizers(_real(optimizers))
+        self._optimizers = optimizers
+        self._lightning_optimizers = [
+            self.lightning.core.optimizer.LightningOptimizer._to_lightning_optimizer(each, self) for each in optimizers
+        ]
+
+    def _cuts(self, trainer: Trainer) -> bool:
+        """Whether this run needs an engine: it fits, shards parameters, or some parameters are deferred."""
+        assert self.lightning_module is not None
+        return trainer.state.fn == TrainerFn.FITTING or self._is_sharded or awaits_values(self.lightning_module)
+
+    @property
+    def _converting_precisions(self) -> tuple[type[Precision], ...]:
+        plugins = self.lightning.plugins.precision
+        return plugins.HalfPrecision, plugins.DoublePrecision
+
+    @override
+    def model_to_device(self) -> None:
+        """Move buffers. Parameters to be sharded are moved shard by shard, so no device ever holds all of them."""
+        assert self.model is not None and self.lightning_module is not None
+        if not self._cuts(self.lightning_module.trainer):
+            self.model.to(self.root_device)
+            return
+        _update_properties(self.lightning_module, device=self.root_device)
+        self.model._apply(lambda t: t if isinstance(t, Parameter) or is_on_meta(t) else t.to(self.root_device))
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Context in which tensors are created in ``configure_model`` and ``Trainer.init_module``."""
+        with values_may_wait(), self._making_module(empty_init), self.precision_plugin.tensor_init_context():
+            yield
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    def _window(self) -> AbstractContextManager[None]:
+        return self.engine.window() if self.engine is not None else nullcontext()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._window():
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._window():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._window():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._window():
+            return super().predict_step(*args, **kwargs)
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        if self._early_updates is not None and self.engine is not None and self.lightning_module is not None:
+            trainer = self.lightning_module.trainer
+            self._backward.enter_context(self._early_updates.around_backward(self.engine, trainer, closure_loss))
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        self._backward.close()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._backward.__exit__(type(exception), exception, exception.__traceback__)
+        super().on_exception(exception)
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        with self.engine.no_sync() if self.engine is not None else nullcontext():
+            yield
+
+    # -- loops of uneven length, and those that a signal ends -------------------------------------------------------
+
+    def _take_turns(self) -> None:
+        engine, signals = self.engine, self._signals
+        if (engine is None and signals is None) or self.lightning_module is None:
+            return
+        if signals is not None:
+            signals.begin_loop()
+
+        def take_turn(position: int | None) -> None:
+            if signals is not None and position is not None:
+                signals.before_batch()
+            if engine is not None:
+                engine.take_turn(position)
+
+        take_turns(self.lightning_module.trainer._active_loop, take_turn)
+
+    @override
+    def on_validation_start(self) -> None:
+        self._take_turns()
+
+    @override
+    def on_test_start(self) -> None:
+        self._take_turns()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._take_turns()
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._signals is not None:
+            self._signals.at_end()
+
+    @override
+    def teardown(self) -> None:
+        try:
+            self._finish_saving()
+        finally:
+            self._teardown()
+
+    def _teardown(self) -> None:
+        signals, self._signals = self._signals, None
+        if signals is not None:
+            signals.close()
+        if self._bookmark is not None:
+            self._bookmark.close()
+        if self.engine is not None:
+            if self.lightning_module is not None:
+                leave(self.lightning_module.trainer)
+            self.last_report = self.engine.report()
+            if self.options.after_fit == "sharded" and not self._is_cut_off:
+                self._teardown_but_for_module()
+                return
+        engine, self.engine = self.engine, None
+        try:
+            if engine is not None:
+                self._end(engine)
+        finally:
+            self._teardown_but_for_engine()
+
+    def _end(self, engine: Engine) -> None:
+        """Turn the module back into an ordinary one, and keep the master weights, which a later checkpoint may need.
+
+        Raises:
+            Exception: the first error; only logged if an exception has ended the run, to keep that one visible.
+        """
+        error = None
+        try:
+            if engine.optimizers:
+                self._masters_after_fit, self._fitted = {}, weakref.ref(engine.module)
+                if not self._is_cut_off:
+                    self._masters_after_fit = engine.masters_by_name(
+                        leaf=self._leaf(parts=False, keeps=self.is_global_zero)
+                    )
+        except Exception as raised:
+            error = raised
+        self._close([engine], error, device="cpu")
+
+    def _teardown_but_for_engine(self) -> None:
+        if self.lightning_module is not None and self._layer_sync and self.model is not None:
+            self.model = self._layer_sync.revert(self.model)
+        if self.lightning_module is not None and awaits_values(self.lightning_module):
+            # The run failed before deferred parameters had values: moving them would raise and hide that error.
+            self.lightning_module._apply(lambda t: t if is_on_meta(t) else t.cpu())
+            self._teardown_but_for_module()
+            return
+        super().teardown()
+
+    def _teardown_but_for_module(self) -> None:
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Users copy trainers and strategies; these attributes belong to the original alone.
+        of_one: dict[str, Any] = {"engine": None, "_bookmark": None, "_masters_after_fit": {}, "_fitted": nobody}
+        of_one |= {"_early_updates": None, "_signals": None, "_backward": ExitStack()}
+        return {**super().__getstate__(), **of_one}
+
+
+def _real(optimizers: list[Optimizer]) -> list[Optimizer]:
+    return [optimizer for optimizer in optimizers if not is_absent(optimizer)]
+
+
+class ZeroStrategy(TrainerStrategy, ParallelStrategy):
+    __doc__ = TrainerStrategy.__doc__
+    lightning: ClassVar[ModuleType] = pytorch
+
+
+# Lightning tests for DDPStrategy where it means "every rank holds the module", for example for torch.compile.
+DDPStrategy.register(ZeroStrategy)
+ZeroStrategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,284 @@
+"""Checkpoints of the Trainer's strategy: save, load and resume."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckpointError
+from lightning_zero.checkpoint.commit import remove
+from lightning_zero.checkpoint.fitting import check_module, check_optimizers
+from lightning_zero.checkpoint.form import CHECKPOINT_KEY, FORMAT, NAMES, configs_of_models
+from lightning_zero.checkpoint.newest import is_last, others_by_age
+from lightning_zero.checkpoint.saving import by_name, names_in
+from lightning_zero.engine import Engine, engine_of
+from lightning_zero.engine.comm.renewal import have_all_come, renew
+from lightning_zero.engine.init.deferred_param import give_values, is_on_meta, taking_values
+from lightning_zero.engine.init.sources import listed
+from lightning_zero.engine.tensor.sharded_tree import Leaf
+from lightning_zero.strategies.options import TrainerOptions
+from lightning_zero.strategies.processes import ZeroProcesses
+from lightning_zero.strategies.resuming import Bookmark
+
+log = logging.getLogger("lightning_zero.strategies.trainer")  # the name that projects may filter by
+
+_PATIENCE = 10.0
+"""Seconds that a failed rank which wants to save waits for the other ranks."""
+
+
+class TrainerCheckpoints(ZeroProcesses):
+    """Checkpoint methods of a Trainer's strategy. Arguments as for ``ZeroProcesses``."""
+
+    _options_class = TrainerOptions
+    options: TrainerOptions
+
+    def __init__(self, *base: Any, **options: Any) -> None:
+        self.engine: Engine | None = None
+        super().__init__(*base, **options)
+        self._has_come_back = self._has_tried_to_come_back = False
+        self._masters: dict[str, Tensor] = {}
+        self._bookmark: Bookmark | None = None
+        self._loaded: dict[str, Any] | None = None
+        # Rank 0's masters of the module that was fitted last, which may still be saved after it has become ordinary
+        # again.
+        self._masters_after_fit: dict[str, Tensor] = {}
+        self._fitted: Callable[[], Any] = nobody
+
+    def _can_save(self) -> bool:
+        """Whether the ranks can assemble a checkpoint, also after a failure.
+
+        After a failure, saving requires all ranks. Ranks that failed alike, or were ended by one rank's failure, arrive
+        here within seconds of each other if all want to save, and then continue with a new process group.
+        """
+        if self.engine is None or not self._is_cut_off:
+            return True
+        if not self._has_tried_to_come_back:
+            self._has_tried_to_come_back = True
+            updates = self.engine.updates
+            if have_all_come(f"rank {self.global_rank} is updating" if updates is None else updates, _PATIENCE):
+                renew(**self._group_options)
+                self.engine.rejoin()
+                self._has_come_back = True
+        return not self._is_cut_off
+
+    @property
+    def _has_hooks(self) -> bool:
+        """Whether the project overrides ``on_save_checkpoint``, which runs on every rank."""
+        assert self.lightning_module is not None
+        hooked = [self.lightning_module, *self.lightning_module.trainer.callbacks]
+        return not all(
+            each.on_save_checkpoint.__module__.startswith(("lightning.", "pytorch_lightning.")) for each in hooked
+        )
+
+    @property
+    def _state_is_in_parts(self) -> bool:
+        """Whether checkpoints contain sharded tensors: each rank writes its shards, or rank 0 gathers them later.
+
+        For a full checkpoint, values that the project's hooks read must be gathered at once.
+        """
+        return self._saves_in_parts or (self._saves_in_background and not self._has_hooks)
+
+    @property
+    def _leaf_for_hooks(self) -> Leaf:
+        """As ``_leaf``, of what the project's hooks read as well: it has values wherever they run."""
+        return self._leaf(parts=self._state_is_in_parts, keeps=self.is_global_zero or self._has_hooks)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The full state dict on rank 0; on the other ranks the same names and shapes on the meta device.
+
+        If the module or a callback of the project overrides ``on_save_checkpoint``, which runs on every rank, every
+        rank has the values. For a sharded checkpoint: sharded tensors.
+        """
+        if self.engine is not None and not self._can_save():
+            return {}
+        if self.engine is not None:
+            return self.engine.full_state_dict(leaf=self._leaf_for_hooks, without=self._left_out)
+        state = super().lightning_module_state_dict()
+        for name in self._left_out & set(state):
+            del state[name]
+        return state
+
+    @property
+    def _left_out(self) -> set[str]:
+        """Names of parameters that checkpoints may lack."""
+        assert self.lightning_module is not None
+        if not self.options.exclude_frozen_parameters:
+            return set()
+        parameters = self.lightning_module.named_parameters(remove_duplicate=False)
+        return {name for name, parameter in parameters if not parameter.requires_grad}
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if isinstance(optimizer, self.lightning.core.optimizer.LightningOptimizer):
+            optimizer = optimizer._optimizer
+        if self.engine is None or is_absent(optimizer):
+            return super().optimizer_state(optimizer)
+        if not self._can_save():
+            return {}
+        return self.engine.full_optimizer_state_dict(optimizer, leaf=self._leaf_for_hooks)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if not self._can_save():
+            log.warning(
+                "%s is not written: after the exception the other ranks, which hold parts of the model and of the "
+                "optimizer's state, did not come to save it, or stand at another step. Save at intervals "
+                "(ModelCheckpoint(every_n_train_steps=...)).",
+                filepath,
+            )
+            return
+        about = self._about_checkpoint(to_resume="optimizer_states" in checkpoint)
+        checkpoint = {**checkpoint, CHECKPOINT_KEY: about}
+        if self._saves_in_parts:
+            self._check_storage_options(storage_options)
+            self._alike(self._saver.finish)
+            tree, names = {}, self._names_in_optimizers()
+            if checkpoint.get("state_dict"):  # DCP does not store empty containers
+                tree["state_dict"] = checkpoint.pop("state_dict")
+            if any(checkpoint.get("optimizer_states", ())):  # not Lightning's placeholder
+                for number, state in enumerate(checkpoint.pop("optimizer_states")):
+                    tree[f"optimizer_{number}"] = by_name(state, names[number] if number < len(names) else [])
+            self._saver.save_in_parts(tree, checkpoint, filepath, self._written_by, self.global_rank, self._gather)
+        elif not self._has_default_io or storage_options is not None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        else:
+            communicator = self.engine.communicator if self.engine is not None and self._state_is_in_parts else None
+            self._save_whole(checkpoint, filepath, communicator)
+
+    def _about_checkpoint(self, *, to_resume: bool) -> dict[str, Any]:
+        """Our own entry of a checkpoint: versions, and state for which Lightning has no entry."""
+        about: dict[str, Any] = {"format": FORMAT, "written_by": self._written_by}
+        if to_resume and not self._saves_in_parts:  # sharded checkpoints use names anyway
+            about[NAMES] = {f"optimizer_{number}": names for number, names in enumerate(self._names_in_optimizers())}
+        if to_resume and self._bookmark is not None:
+            ranks = self._gather(self._bookmark.state())
+            about |= {name: [state[name] for state in ranks] for name in ("rng", "data")}
+        if to_resume and (masters := self._masters_to_save()):
+            about["masters"] = masters
+        if configs := configs_of_models(self.lightning_module):
+            about["transformers"] = configs
+        return about
+
+    def _masters_to_save(self) -> dict[str, Tensor]:
+        if self.engine is None:
+            return self._masters_after_fit if self.lightning_module is self._fitted() else {}
+        return self.engine.masters_by_name(leaf=self._leaf(parts=self._state_is_in_parts, keeps=self.is_global_zero))
+
+    def _names_in_optimizers(self) -> list[list[str]]:
+        """For each optimizer, the parameters' names in the order of its groups, by which its state numbers them."""
+        assert self.lightning_module is not None
+        names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
+        return [names_in(optimizer, names) for optimizer in self.optimizers]
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint atomically, after all checkpoints saved since then have been written."""
+        if self.is_global_zero:
+            act = remove if self._has_default_io else self.checkpoint_io.remove_checkpoint
+            self._saver.then(partial(act, filepath))
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None, **options: Any) -> dict[str, Any]:
+        """Load a checkpoint, but leave weights and optimizer state in it: each rank later reads its shards of them.
+
+        Checksums detect damage here. If ``ckpt_path="last"`` resolved to a damaged checkpoint, or to something that is
+        not a checkpoint, the newest undamaged checkpoint of the Trainer's callbacks is loaded instead.
+
+        Raises:
+            FileNotFoundError: if there is nothing at the path.
+            DamagedCheckpointError: if the checkpoint is incomplete or altered.
+            NoCheckpointError: if the path contains no checkpoint.
+            ValueError: if a newer version wrote it, or it names classes that are not allowed.
+        """
+        self._alike(self._saver.finish)
+        if not self._has_default_io or str(checkpoint_path).startswith("http"):
+            return super().load_checkpoint(checkpoint_path, weights_only, **options)
+        try:
+            return self._opened(checkpoint_path, weights_only).checkpoint
+        except Exception as error:  # raised on every rank, though not the same on each
+            assert self.lightning_module is not None
+            trainer = self.lightning_module.trainer
+            if not is_last(trainer, checkpoint_path):
+                raise
+            # FileNotFoundError means an empty folder here.
+            is_spoilt = isinstance(error, (DamagedCheckpointError, NoCheckpointError, FileNotFoundError))
+            others = others_by_age(trainer, checkpoint_path) if self.is_global_zero else []
+            told = self._gather((is_spoilt, others))
+            if not all(spoilt for spoilt, _ in told):
+                raise
+            _, others = told[0]
+            for other in others:
+                with suppress(Exception):
+                    checkpoint = self._opened(other, weights_only).checkpoint
+                    rank_zero_warn(f"{error} The run goes on from {other} instead, the newest one that is whole.")
+                    return checkpoint
+            if others:
+                raise DamagedCheckpointError(f"{error} None of the others is whole: {listed(others)}.") from error
+            raise
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        with self._letting_frozen_be_missing():
+            check_module(self.lightning_module, checkpoint["state_dict"], strict)
+            with taking_values(self.lightning_module, is_on_meta) as places:
+                super().load_model_state_dict(checkpoint, strict)
+        give_values(places, wait=True)
+        if self._loaded is None:  # otherwise a callback restores a checkpoint of this run
+            self._loaded = checkpoint.get(CHECKPOINT_KEY)
+        masters = checkpoint.get(CHECKPOINT_KEY, {}).get("masters", {})
+        if self.engine is not None and engine_of(self.lightning_module) is self.engine:
+            self.engine.load_masters(masters)
+        else:
+            self._masters = masters  # until the module is sharded
+
+    @contextmanager
+    def _letting_frozen_be_missing(self) -> Iterator[None]:
+        assert self.lightning_module is not None
+        left_out = self._left_out
+
+        def let_be_missing(module: Any, keys: Any) -> None:
+            keys.missing_keys[:] = [name for name in keys.missing_keys if name not in left_out]
+
+        hook = self.lightning_module.register_load_state_dict_post_hook(let_be_missing)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        check_optimizers(self.optimizers, checkpoint["optimizer_states"])
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
+            optimizer.load_state_dict(state)
+        loaded: dict[str, Any] = checkpoint.get(CHECKPOINT_KEY, {})
+        if self._bookmark is not None and "rng" in loaded and loaded is self._loaded:
+            rng, data = loaded["rng"], loaded["data"]
+            self._bookmark.resume(
+                rng[self.global_rank] if self.global_rank < len(rng) else None,
+                data[self.global_rank] if len(data) == self.world_size else None,
+            )
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self._bookmark is not None:
+            self._bookmark.restore_rng()
+
+
+def nobody() -> None:
+    """Dead reference: returns None in place of a module."""
+
+
+def is_absent(optimizer: Any) -> bool:
+    """Whether the optimizer is Lightning's placeholder for a module without optimizers."""
+    return type(optimizer).__name__ == "_MockOptimizer"

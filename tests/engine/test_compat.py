@@ -1,0 +1,238 @@
+"""Undocumented behaviour of torch that the package relies on: one test each, which a new version of torch may fail."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import pickle
+import sys
+import weakref
+import zipfile
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lightning_zero.engine import Engine, ShardedTensor, compat
+
+
+def in_a_backward(act):
+    """Call a function in a tensor's hook, and return the result."""
+    found = []
+    tensor = torch.ones(2, requires_grad=True)
+    loss = (2 * tensor).sum()
+    tensor.register_hook(lambda _: found.append(act()))
+    loss.backward()
+    return found[0]
+
+
+def test_whether_code_runs_in_a_backward_is_known():
+    assert compat.current_graph_task() == -1 and compat.current_autograd_node() is None
+    assert in_a_backward(compat.current_graph_task) >= 0
+
+
+def test_a_function_is_called_at_the_end_of_a_backward():
+    order = []
+    tensor = torch.ones(2, requires_grad=True)
+    product = 2 * tensor
+    product.register_hook(lambda _: compat.queue_callback(lambda: order.append("end")))
+    tensor.register_hook(lambda _: order.append("gradient"))
+    product.sum().backward()
+    assert order == ["gradient", "end"]
+
+
+def test_saved_tensor_hooks_are_pushed_seen_and_popped():
+    packed = []
+    hooks = (lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor)
+    assert compat.hooks_on_top() is None
+    compat.push_hooks(*hooks)
+    try:
+        assert compat.hooks_on_top() == hooks
+        torch.ones(2, requires_grad=True).square()
+    finally:
+        compat.pop_hooks()
+    assert compat.hooks_on_top() is None and len(packed) == 1
+
+
+def test_a_buffer_can_be_filled_without_a_new_version_for_autograd():
+    weight = torch.ones(2)
+    loss = (torch.ones(2, requires_grad=True) * weight).sum()
+    with torch.no_grad(), compat.keep_version(weight):
+        weight.fill_(3)
+    loss.backward()  # else: "modified by an inplace operation"
+    assert weight._version == 0
+
+
+def test_a_checkpointed_region_is_entered_and_left():
+    signature = inspect.signature(compat.checkpoint_generator)
+    assert {"fn", "preserve_rng_state", "context_fn", "determinism_check", "debug"} <= set(signature.parameters)
+    assert inspect.isgeneratorfunction(inspect.unwrap(compat.checkpoint_generator))
+
+
+def test_a_tensor_becomes_another_and_stays_the_same_object():
+    one, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(3))
+    reference = weakref.ref(one)
+    compat.swap_tensor(one, other)
+    assert one.shape == (3,) and other.shape == (2,) and reference() is one
+
+
+def test_a_wrapper_has_a_shape_and_no_memory_of_it():
+    wrapper = compat.make_wrapper(ShardedTensor, (2**40,), dtype=torch.float32, device="cpu")
+    assert wrapper.shape == (2**40,) and type(wrapper) is ShardedTensor
+
+
+def test_functions_reach_a_tensor_without_its_torch_function():
+    called = []
+
+    class Noting(Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            called.append(function)
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    class Silent(Tensor):
+        __torch_function__ = compat.disabled_torch_function
+
+    noting = torch.ones(2).as_subclass(Noting)
+    with compat.DisableTorchFunctionSubclass():
+        noting + 1
+    assert not called and type(torch.ones(2).as_subclass(Silent) + 1) is Tensor
+    noting + 1
+    assert called
+
+
+def test_many_small_tensors_are_handled_by_one_call():
+    targets, sources = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.full((3,), 2.0)]
+    compat.foreach_copy(targets, sources)
+    compat.foreach_mul(targets, 2)
+    assert [tensor.tolist() for tensor in targets] == [[2, 2], [4, 4, 4]]
+    compat.foreach_zero(targets)
+    assert not any(tensor.any() for tensor in targets)
+
+
+def test_the_tensors_over_a_memory_are_counted():
+    tensor = torch.ones(4)
+    before = compat.storage_use_count(tensor)
+    part = tensor[:2]
+    assert compat.storage_use_count(tensor) == before + 1
+    del part
+    assert compat.storage_use_count(tensor) == before
+
+
+def test_the_names_of_storages_in_pickles_are_known():
+    assert compat.dtype_by_storage_name()["FloatStorage"] == torch.float32
+    assert compat.dtype_by_storage_name()["BFloat16Storage"] == torch.bfloat16
+
+
+def test_a_file_is_read_by_name_and_without_values(tmp_path):
+    path = str(tmp_path / "file.pt")
+    torch.save({"w": torch.ones(3)}, path)
+    reader = compat.PyTorchFileReader(path)
+    assert "data.pkl" in reader.get_all_records() and zipfile.is_zipfile(path)
+    with compat.FakeTensorMode():
+        found = torch.load(path, weights_only=True)
+    assert found["w"].shape == (3,) and type(found["w"]) is not Tensor
+
+
+def test_what_torch_func_transforms_is_known_and_can_be_set_aside():
+    found = []
+
+    def function(x):
+        found.append(compat.peek_interpreter_stack())
+        with compat.temporarily_clear_interpreter_stack():
+            found.append(compat.peek_interpreter_stack())
+        return x.sum()
+
+    torch.func.grad(function)(torch.ones(2))
+    assert compat.peek_interpreter_stack() is None
+    assert found[0] is not None and found[1] is None
+
+
+def test_compiled_code_stops_before_a_function_that_is_never_traced():
+    compiled_by = []
+
+    @compat.never_traced
+    def hook(x):
+        compiler = compat.set_eval_frame(None)
+        compiled_by.append(compiler)
+        compat.set_eval_frame(compiler)
+        return x + 1
+
+    assert compat.optimized_module_class() is None or isinstance(compat.optimized_module_class(), type)
+    module = nn.Linear(2, 2)
+    module.register_forward_hook(lambda _, inputs, output: hook(output))
+    assert torch.compile(module, backend="eager")(torch.ones(1, 2)).shape == (1, 2)
+    assert len(compiled_by) == 1 and compiled_by[0] is not None, "called once, as ordinary Python, from compiled code"
+    assert isinstance(torch.compile(module), compat.optimized_module_class())
+
+
+def test_nested_values_are_taken_apart_and_put_together():
+    nested = {"a": [torch.ones(1), 2], "b": (3,)}
+    leaves, form = compat.tree_flatten(nested)
+    assert leaves == compat.tree_leaves(nested) and compat.tree_unflatten(leaves, form) == nested
+    assert compat.tree_map(lambda _: 0, nested) == {"a": [0, 0], "b": (0,)}
+    assert compat.tree_map_only(int, lambda n: n + 1, nested)["b"] == (4,)
+
+
+def test_torchs_checkpoints_in_parts_name_what_is_nested():
+    flatten, place, version = compat.dcp_internals()
+    flat, paths = flatten({"a": {"b": 1}, "c": [2, 3]})
+    assert flat["a.b"] == 1 and paths["a.b"] == ("a", "b") and isinstance(version, str)
+    assert pickle.loads(pickle.dumps(place("file", 1, 2))).offset == 1
+
+
+def test_loaders_tell_what_reads_them():
+    class Endless(IterableDataset):
+        def __iter__(self):
+            yield torch.ones(1)
+
+    assert DataLoader(Endless())._dataset_kind == compat.DatasetKind.Iterable
+    assert type(iter(DataLoader(TensorDataset(torch.ones(2))))) is compat.SingleProcessDataLoaderIter
+    assert compat.IncompatibleKeys([], ["w"]).unexpected_keys == ["w"]
+
+
+@pytest.fixture
+def unpatched():
+    """torch's functions while no engine exists."""
+    gc.collect()
+
+    def now():
+        from torch.utils import _foreach_utils
+
+        return (
+            torch.autograd._engine_run_backward,
+            torch.autograd.graph.disable_saved_tensors_hooks,
+            tuple(_foreach_utils._foreach_supported_types),
+        )
+
+    return now
+
+
+def test_torch_is_patched_as_long_as_an_engine_lives_and_no_longer(unpatched):
+    before = unpatched()
+    assert ShardedTensor not in before[2]
+    modules = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    engines = [Engine(module, stage=3) for module in modules]
+    patched = unpatched()
+    assert all(one is not other for one, other in zip(before[:2], patched)) and ShardedTensor in patched[2]
+    for left in (1, 0):
+        engines.pop().close()
+        modules.pop()
+        gc.collect()
+        assert unpatched() == (patched if left else before)
+
+
+def test_a_patch_that_was_wrapped_meanwhile_is_left_to_who_did_so(monkeypatch):
+    class Owner:
+        pass
+
+    patch = compat.replaced(sys, "excepthook", lambda before: lambda *given: before(*given))
+    owner = Owner()
+    patch.hold(owner)
+    ours = sys.excepthook
+    monkeypatch.setattr(sys, "excepthook", wrapped := (lambda *given: ours(*given)))
+    del owner
+    assert sys.excepthook is wrapped
+    monkeypatch.undo()
+    sys.excepthook = sys.__excepthook__
