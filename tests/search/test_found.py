@@ -94,6 +94,15 @@ def test_ranks_that_use_other_layers_of_a_block_do_not_wait_for_each_other(run_o
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_gradient_from_another_parameter_updates_one_that_lies_on_one_rank(run_on, stage):
+    """Every rank takes part in the gather of that gradient, also those that hold nothing of what is updated."""
+    setup = replace(SETUP, stage=stage, blocks=3, optimizers=("sgd",), owner_of=(*[None] * 3, 0, *[None] * 13))
+    program = Program(setup, (Backward(((("a",) * 3,) * 2,)), Gradient(3, "other"), Step(0), Check()))
+    found = run_on(2, execute, program=program)
+    assert found == [None, None], "\n".join(filter(None, found))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_layer_is_used_again_on_one_rank(run_on, stage):
     """Its gradient comes when that of its neighbour, which was alone before, has been taken."""
     program = Program(replace(SETUP, ranks=1, stage=stage), (Backward(((("b",),),)), Backward(((("ab",),),)), Check()))

@@ -274,9 +274,12 @@ class Masters:
         self._signature = signature
 
     def _gradient(self, master: Master) -> Tensor | None:
-        if not master.is_here:
-            return None
         pieces = [slot.parameter.grad for slot in master.slots]
+        if not master.is_here:
+            for slot, gradient in zip(master.slots, pieces):
+                if isinstance(gradient, ShardedTensor) and gradient.slot is not slot:
+                    gradient.whole()  # user code put it here from another parameter: ranks that need it gather it
+            return None
         if len(pieces) == 1 and pieces[0] is None:
             return None
         if len(pieces) == 1 and isinstance(pieces[0], ShardedTensor):
