@@ -18,7 +18,7 @@ from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.commands.showing import in_bytes, progress, show
 from lightning_zero.io.labels import new_label
 
-EPILOG = "PATH is a checkpoint of any form, by whomever: a Lightning file, or a folder of torch.distributed.checkpoint."
+EPILOG = "PATH is a checkpoint of any writer: a Lightning file, or a folder of torch.distributed.checkpoint."
 
 
 def main(arguments: list[str]) -> int:
@@ -41,11 +41,11 @@ def _parser() -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=does, description=does, epilog=EPILOG if name != "import" else None)
         added.set_defaults(run=run)
         if name == "import":
-            added.add_argument("source", choices=("deepspeed", "fsdp"), help="what wrote it")
+            added.add_argument("source", choices=("deepspeed", "fsdp"), help="the library that wrote PATH")
         added.add_argument("path", metavar="PATH")
         if name not in ("inspect", "verify"):
             added.add_argument("out", metavar="OUT", help="FOLDER/NAME.safetensors" if name == "export" else None)
-            added.add_argument("--overwrite", action="store_true", help="replace what is there")
+            added.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
         if name != "import":
             added.add_argument(
                 "--trust",
@@ -55,38 +55,38 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     inspect = command("inspect", _inspect, "show what is in a checkpoint, without reading its values")
-    inspect.add_argument("--all", action="store_true", help="every tensor, also those of the optimizer")
-    inspect.add_argument("--json", action="store_true", help="for programs: everything")
+    inspect.add_argument("--all", action="store_true", help="every tensor, optimizer states included")
+    inspect.add_argument("--json", action="store_true", help="print everything as JSON")
 
-    command("verify", _verify, "read all of a checkpoint and say what is damaged; exit code 1 if something is")
+    command("verify", _verify, "read all of a checkpoint and list damage; exit code 1 if there is any")
 
     export = command("export", _export, "write the weights to OUT, a .safetensors file, for any framework")
     export.add_argument(
-        "--dtype", choices=("fp32", "bf16", "fp16"), help="of floating-point weights; as they were saved, if not given"
+        "--dtype", choices=("fp32", "bf16", "fp16"), help="of floating-point weights; default: as saved"
     )
     export.add_argument(
         "--max-shard-size",
         metavar="SIZE",
         type=_size,
         default="5GB",
-        help="of a file; what is larger becomes several files with an index (default: 5GB)",
+        help="of a file; larger exports become several files with an index (default: 5GB)",
     )
     export.add_argument(
         "--strip-prefix",
         metavar="PREFIX",
-        help="only weights whose names begin with it, and without it. Default: that of the one model of transformers "
-        "that the module has, if it has one; '' is everything, under the module's own names",
+        help="export only weights whose names begin with PREFIX, and remove it from the names. Default: the prefix of "
+        "the module's transformers model, if there is exactly one; '' exports everything under its own name",
     )
 
-    convert = command("convert", _convert, "write all of a checkpoint in another form, with nothing lost")
-    convert.add_argument("--to", choices=("full", "sharded"), required=True, help="one file, or a folder of pieces")
+    convert = command("convert", _convert, "write all of a checkpoint in the other form")
+    convert.add_argument("--to", choices=("full", "sharded"), required=True, help="one file, or a folder")
 
     foreign = command("import", _import, "turn a checkpoint of DeepSpeed ZeRO or of FSDP into one of Lightning")
     foreign.add_argument("--to", choices=("full", "sharded"), default="full", help="one file (default) or a folder")
     foreign.add_argument(
-        "--prefix", default="", help="put before each parameter's name: model. if your module has it as self.model"
+        "--prefix", default="", help="put before each parameter's name: model. if the module holds it as self.model"
     )
-    foreign.add_argument("--model", metavar="ENTRY", help="of fsdp: which entry has the weights, where several might")
+    foreign.add_argument("--model", metavar="ENTRY", help="of fsdp: the entry that contains the weights")
     return parser
 
 
@@ -96,7 +96,7 @@ def _size(text: str) -> int:
     if found is not None:
         size = int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))
     if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: write 500MB, 5GB or 4GiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: write 500MB, 5GB or 4GiB")
     return size
 
 
@@ -108,7 +108,7 @@ def _open(options: Any) -> Any:
         return open_checkpoint(options.path, weights_only=False if options.trust else None)
     except ValueError as error:
         if isinstance(error.__cause__, ForbiddenClassError) and not isinstance(error.__cause__, CodeToRunError):
-            raise ValueError(f"{error} With this command that is --trust.") from error
+            raise ValueError(f"{error} In this command, weights_only=False is --trust.") from error
         raise
 
 
@@ -124,15 +124,14 @@ def _export(options: Any) -> None:
 
     place = Place(options.out)
     if not place.name.endswith(".safetensors"):
-        instead = Path(options.out) / "model.safetensors"
-        raise ValueError(f"OUT is the name of a file that ends in .safetensors: {instead}, for instance.")
+        raise ValueError(f"OUT must end in .safetensors: for example {Path(options.out) / 'model.safetensors'}.")
     _refuse_existing(map(place.beside, place.existing()), options)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}[options.dtype]
     opened = _open(options)
     content = export(opened, dtype, options.strip_prefix)
     models = (opened.checkpoint.get(CHECKPOINT_KEY) or {}).get("transformers") or {}
     if options.strip_prefix is None and len(models) > 1:
-        _say(f"several models of transformers ({', '.join(models)}): --strip-prefix exports one of them as such")
+        _say(f"several models of transformers ({', '.join(models)}): choose one with --strip-prefix PREFIX")
     if content.config is not None:
         _refuse_existing([place.beside("config.json")], options)
     with progress("exporting", content.bytes) as advance:
@@ -140,7 +139,7 @@ def _export(options: Any) -> None:
     if content.left_out:
         _say(f"left out: {listed(content.left_out)}")
     if beyond := [weight.name for weight in content.weights if weight.overflows]:
-        _say(f"beyond the range of fp16, and infinite now: {listed(beyond)}; --dtype bf16 has the range of fp32")
+        _say(f"out of the range of fp16, so now infinite: {listed(beyond)}; --dtype bf16 has the range of fp32")
     tied = f", {len(content.tied)} tied" if content.tied else ""
     print(f"{listed(files)}: {len(content.weights)} tensors{tied}, {in_bytes(content.bytes)}")
 
@@ -151,7 +150,7 @@ def _refuse_existing(paths: Iterable[str], options: Any) -> None:
         if not fs.exists(place):
             continue
         if not options.overwrite:
-            raise ValueError(f"{path} exists already: give another OUT, or --overwrite to replace it.")
+            raise ValueError(f"{path} exists already: write another OUT, or --overwrite to replace it.")
         Destination(path, new_label()).check_replaceable()
 
 
@@ -194,7 +193,7 @@ def _inspect(options: Any) -> int:
         of_part = [row for row in own if row.part == part]
         table.append((part, str(len(of_part)), in_bytes(sum(row.bytes for row in of_part))))
     show(table, right=(1, 2))
-    print("whole by names and sizes; 'lightning-zero checkpoint verify' reads all of it")
+    print("no file is missing or truncated; 'lightning-zero checkpoint verify' checks the values")
     return 0
 
 
@@ -202,7 +201,7 @@ def _verify(options: Any) -> None:
     opened = _open(options)
     with progress("verifying", opened.bytes_to_verify) as advance:
         opened.verify(advance)
-    print(f"{opened.path}: whole")
+    print(f"{opened.path}: undamaged")
 
 
 def _convert(options: Any) -> None:
@@ -215,7 +214,7 @@ def _import(options: Any) -> None:
 
     which = {} if options.model is None else {"model": options.model}
     if which and options.source != "fsdp":
-        raise ValueError(f"--model {options.model} is for fsdp: a checkpoint of DeepSpeed has one model. Leave it out.")
+        raise ValueError(f"--model {options.model} works with fsdp only: a DeepSpeed checkpoint has one model.")
     _refuse_existing([options.out], options)
     source = importlib.import_module(f"lightning_zero.convert.{options.source}")
     _write(with_prefix(getattr(source, f"open_{options.source}")(options.path, **which), options.prefix), options)

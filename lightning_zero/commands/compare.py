@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_zero.monitoring.report import held_at_peak, make_console, plot_losses
+from lightning_zero.monitoring.report import figures, make_console, plot_losses
 
 
 class CompareJobs(Callback):
@@ -31,11 +31,12 @@ def compare(folder: Path) -> None:
     done = {label: results for label, results in jobs.items() if results is not None}
     table = Table(title=f"{len(done)} of {len(jobs)} jobs")
     table.add_column("job", overflow="fold")
-    for name in dict.fromkeys(name for results in done.values() for name in _columns(results)):
+    names = dict.fromkeys(name for results in done.values() for name in figures(results))
+    for name in names:
         table.add_column(name, justify="right")
     for label, results in jobs.items():
-        said = {} if results is None else _columns(results)
-        table.add_row(label, *(said.get(str(column.header), "failed") for column in table.columns[1:]))
+        found = {} if results is None else figures(results)
+        table.add_row(label, *(found.get(name, "failed") for name in names))
     make_console().print(table)
 
     (folder / "comparison.json").write_text(json.dumps(jobs, indent=1))
@@ -43,22 +44,6 @@ def compare(folder: Path) -> None:
     if done:
         plot_losses(folder / "comparison.png", done)
         print("plot", folder / "comparison.png", flush=True)
-
-
-def _columns(results: dict[str, Any]) -> dict[str, str]:
-    """Return a job's results by column heading."""
-    loss, rate, psi = results["training_loss"], results["per_second"], results["communicated_psi"]
-    states, buffers = held_at_peak(results)
-    return {
-        "training loss": "" if loss is None else f"{loss:.3f}",
-        **{name: f"{value:.3g}" for name, value in results["validation"].items() if name != "loss"},
-        f"{results['counted']}/s": "" if rate is None else f"{rate:.0f}",
-        "states MB": f"{states / 1e6:.1f}",
-        "formula MB": "" if results["formula_bytes"] is None else f"{results['formula_bytes'] / 1e6:.1f}",
-        "buffers MB": f"{buffers / 1e6:.1f}",
-        "DDP MB": "" if results["ddp_bytes"] is None else f"{results['ddp_bytes'] / 1e6:.1f}",
-        "Psi/step": "not counted" if psi is None else f"{psi:.2f}",
-    }
 
 
 def _jobs(folder: Path) -> dict[str, dict[str, Any] | None]:

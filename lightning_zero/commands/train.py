@@ -53,16 +53,12 @@ def job(config: DictConfig) -> None:
         if ranks_exist():
             train(resolved)
         else:
-            launch(resolved)
+            launch(train, resolved)
     except (ConfigError, RankFailed) as error:
         complain(str(error))
         if HydraConfig.get().mode is RunMode.MULTIRUN:
             raise  # Hydra continues with the sweep's other jobs and raises this at the end
-        raise SystemExit(_exit_code(error)) from None  # for other exceptions Hydra prints two more lines
-
-
-def _exit_code(error: Exception) -> int:
-    return 1 if isinstance(error, RankFailed) else 2
+        raise SystemExit(error.exit_code) from None  # for other exceptions Hydra prints two more lines
 
 
 def complain(text: str) -> None:
@@ -91,7 +87,7 @@ def main(arguments: list[str]) -> int:
         try:
             app()
         except (ConfigError, RankFailed) as error:
-            code = _exit_code(error)
+            code = error.exit_code
         except (HydraException, OmegaConfBaseException) as error:
             if wants_traceback:
                 raise

@@ -25,6 +25,7 @@ def test_model_states_are_told_apart_from_working_buffers_and_beside_those_of_dd
     mega = 10**6
     peak = {"parameters": 5 * mega, "optimizer": 10 * mega, "gradients": 3 * mega, "gathered": 7 * mega}
     results = {
+        "training_loss": None,
         "validation": {},
         "counted": "steps",
         "per_second": None,

@@ -140,7 +140,7 @@ def endless(tmp_path: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]
         line = process.stderr.readline()
         assert line, f"the job ended early:\n{said}"
         said += line
-    ranks = psutil.Process(process.pid).children()
+    ranks = [child for child in psutil.Process(process.pid).children() if "spawn_main" in " ".join(child.cmdline())]
     assert len(ranks) == 2
     return process, ranks
 

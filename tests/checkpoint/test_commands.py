@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import importlib.util
 import json
 import os
 import resource
@@ -32,7 +31,6 @@ from benchmarks.common import RETURN_MEMORY_AT_ONCE
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.checkpoint.saving import by_name
-from lightning_zero.commands import showing
 from lightning_zero.commands.checkpoint import main
 from tests.checkpoint.test_matrix import SaveAtTheEnd, learner
 from tests.checkpoint.test_saving import save as save_on_ranks
@@ -363,21 +361,14 @@ def test_converted_and_back_is_the_same_in_every_tensor_and_all_else(tmp_path, m
 # -- inspect and verify ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=[True, False], ids=["rich", "plain"])
-def with_rich(request, monkeypatch) -> bool:
-    if not request.param:
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    return request.param
-
-
 @pytest.mark.parametrize("form", FORMS)
-def test_inspect_shows_what_there_is(tmp_path, form, with_rich, capsys):
+def test_inspect_shows_what_there_is(tmp_path, form, capsys):
     path = save(checkpoint_of(Network()), tmp_path / "last.ckpt", form)
     capsys.readouterr()
     assert run("inspect", path) == 0
     said = capsys.readouterr().out
-    words = [line.replace("│", " ").split() for line in said.splitlines()]
-    assert f"{path}: {form}, 1.46 kB in 24 tensors" in said.replace("\n", "")
+    words = [line.split() for line in said.splitlines()]
+    assert f"{path}: {form}, 1.46 kB in 24 tensors" in said
     assert "written by: lightning_zero 0.1.0" in said
     assert "epoch 3, global_step 120" in said
     assert ["layer.weight", "[6,", "6]", "float32", "144", "B", "1", "1"] in words
@@ -390,7 +381,7 @@ def test_inspect_shows_what_there_is(tmp_path, form, with_rich, capsys):
     assert not any("exp_avg" in line for line in said.splitlines())
 
     assert run("inspect", path, "--all") == 0
-    words = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
+    words = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["optimizer_states.0.state.1.exp_avg", "[6,", "6]", "float32", "144", "B", "1", "1"] in words
 
 
@@ -418,21 +409,13 @@ def test_inspect_for_programs_and_of_what_several_ranks_wrote(tmp_path, run_on, 
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_verify_reads_all_and_names_what_is_damaged(tmp_path, form, with_rich, monkeypatch, capsys):
-    monkeypatch.setattr(showing, "INTERVAL", 0.0)
+def test_verify_reads_all_and_names_what_is_damaged(tmp_path, form, capsys):
     path = save(checkpoint_of(Network()), tmp_path / "last.ckpt", form)
     capsys.readouterr()
     assert run("verify", path) == 0
     out, err = capsys.readouterr()
-    assert out == f"{path}: whole\n"
-    assert err.splitlines()[0].startswith("verifying: ")
-    read, of = err.splitlines()[-1].removeprefix("verifying: ").split(" of ")
-    assert read == of
-
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert run("verify", path) == 0
-    said = capsys.readouterr().err
-    assert ("\x1b[" in said) == with_rich and "verifying" in said
+    assert out == f"{path}: undamaged\n"
+    assert err.lstrip("\r").startswith("verifying: ")
 
     expected = open_checkpoint(path).checkpoint["state_dict"]["layer.weight"].clone().numpy().tobytes()
     file = path if form == "full" else path / "__0_0.distcp"
@@ -678,7 +661,7 @@ def test_classes_are_not_unpickled_unless_one_trusts_the_file(tmp_path, capsys):
     path = save({"state_dict": {"w": torch.ones(3)}, "own": Own()}, tmp_path / "a.ckpt")
     assert run("export", path, tmp_path / "w.safetensors") == 1
     said = capsys.readouterr().err
-    assert "test_commands.Own" in said and said.endswith("With this command that is --trust.\n")
+    assert "test_commands.Own" in said and said.endswith("In this command, weights_only=False is --trust.\n")
     assert run("export", path, tmp_path / "w.safetensors", "--trust") == 0
 
 
@@ -719,13 +702,13 @@ def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path, capsys):
 @pytest.mark.parametrize(
     "arguments, code, said",
     [
-        (["export", "PATH", "OUT"], 1, "OUT is the name of a file that ends in .safetensors: OUT/model.safetensors"),
-        (["export", "PATH", "OUT.safetensors", "--max-shard-size", "much"], 2, "'much' is no size: write 500MB"),
+        (["export", "PATH", "OUT"], 1, "OUT must end in .safetensors: for example OUT/model.safetensors"),
+        (["export", "PATH", "OUT.safetensors", "--max-shard-size", "much"], 2, "'much' is not a size: write 500MB"),
         (["export", "PATH", "OUT.safetensors", "--dtype", "fp8"], 2, "'fp8'"),
         (["convert", "PATH", "OUT"], 2, "--to"),
         (["inspect", "nowhere.ckpt"], 1, "Checkpoint file not found: nowhere.ckpt"),
         (["import", "jax", "PATH", "OUT"], 2, "'jax'"),
-        (["import", "deepspeed", "PATH", "OUT", "--model", "w"], 1, "--model w is for fsdp"),
+        (["import", "deepspeed", "PATH", "OUT", "--model", "w"], 1, "--model w works with fsdp only"),
         ([], 2, "inspect|verify|export|convert|import"),
     ],
 )
