@@ -41,11 +41,8 @@ class Monitor:
         self.numel = 0
         self._losses: list[tuple[int, Tensor]] = []  # kept on the device: reading a value would synchronize
         self._step_began: tuple[float, int] | None = None
-        self._seconds = 0.0
-        self._steps = 0
-        self._count = 0
+        self._measured: list[tuple[float, int, int]] = []  # seconds, count and elements of each measured step
         self._window_count = 0
-        self._elements = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.counted = getattr(pl_module, "counted", "steps")
@@ -77,10 +74,7 @@ class Monitor:
         now, elements = time.perf_counter(), _elements(trainer)
         if self._step_began is not None:
             began, elements_before = self._step_began
-            self._seconds += now - began
-            self._elements += elements - elements_before
-            self._count += counted
-            self._steps += 1
+            self._measured.append((now - began, counted, elements - elements_before))
             pl_module.log(f"{self.counted}/s", counted / (now - began), prog_bar=True)
         self._step_began = now, elements
 
@@ -91,8 +85,9 @@ class Monitor:
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.loss_curve = [(step, loss.item()) for step, loss in self._losses]
-        if self._steps:
-            self.per_second = self._count / self._seconds
+        seconds, count, elements = map(sum, zip((0.0, 0, 0), *self._measured))
+        if self._measured:
+            self.per_second = count / seconds
         engine = getattr(trainer.strategy, "engine", None)
         if engine is None:
             # Every rank holds all parameters, gradients and two moments.
@@ -104,7 +99,7 @@ class Monitor:
             # Only the engine sees peaks within a step.
             self.peak_bytes, self.formula_bytes, self.numel = dict(report.peak), report.formula, report.numel
             self.ddp_bytes, self.units = report.replicated, report.units
-            self.elements_per_step = self._elements / self._steps if self._steps else None
+            self.elements_per_step = elements / len(self._measured) if self._measured else None
 
 
 class ZeroMonitor(Monitor, Callback):

@@ -3,14 +3,12 @@
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
-from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_zero.zoo.optimization import decay_by_shape
+from lightning_zero.zoo.supervised import Supervised
 
 
 class DigitsData(LightningDataModule):
@@ -41,15 +39,13 @@ class DigitsData(LightningDataModule):
         return DataLoader(self.validation, self.batch_size)
 
 
-class DigitClassifier(LightningModule):
+class DigitClassifier(Supervised):
     """A vision transformer on patches of 2 x 2 pixels.
 
     Arguments:
-            width: Number of features per patch.
-            depth: Number of blocks.
-            heads: Attention heads per block; must divide ``width``.
-            optimizer: Creates the optimizer from the parameters, for example ``partial(torch.optim.AdamW, lr=1e-3)``.
-            warmup_steps: Optimizer steps until the full learning rate; cosine decay follows.
+        width: Number of features per patch.
+        depth, heads: See ``lightning_zero.zoo.gpt.GPT``.
+        optimizer, warmup_steps: See ``Supervised``.
     """
 
     counted = "images"  # unit of `count`
@@ -62,12 +58,10 @@ class DigitClassifier(LightningModule):
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
         warmup_steps: int = 20,
     ) -> None:
-        super().__init__()
+        super().__init__("accuracy", MulticlassAccuracy(num_classes=10, average="micro"), optimizer, warmup_steps)
         if width % heads:
             raise ValueError(f"heads={heads} must divide width={width}")
-        # Without the optimizer: a checkpoint should contain plain values only, which torch.load accepts with
-        # weights_only=True.
-        self.save_hyperparameters(ignore=["optimizer"])
+        self.save_hyperparameters(ignore=["optimizer"])  # torch.load(weights_only=True) accepts plain values only
         self.patches = nn.Conv2d(1, width, kernel_size=2, stride=2)
         self.position = nn.Parameter(0.5 * torch.randn(16, width))
         self.blocks = nn.ModuleList(
@@ -76,9 +70,6 @@ class DigitClassifier(LightningModule):
         )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 10)
-        self.optimizer = optimizer
-        self.warmup_steps = warmup_steps
-        self.accuracy = MulticlassAccuracy(num_classes=10, average="micro")
 
     def forward(self, images: Tensor) -> Tensor:
         """(batch, 1, 8, 8) pixels -> (batch, 10) logits."""
@@ -89,17 +80,3 @@ class DigitClassifier(LightningModule):
 
     def count(self, batch: tuple[Tensor, Tensor]) -> int:
         return len(batch[0])
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor:
-        images, labels = batch
-        return F.cross_entropy(self(images).float(), labels)
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
-        images, labels = batch
-        logits = self(images).float()
-        self.log("validation/loss", F.cross_entropy(logits, labels), batch_size=len(images), sync_dist=True)
-        self.accuracy(logits, labels)
-        self.log("validation/accuracy", self.accuracy, prog_bar=True)
-
-    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        return decay_by_shape(self, self.optimizer, self.warmup_steps)

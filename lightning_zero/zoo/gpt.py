@@ -5,12 +5,10 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torchmetrics.text import Perplexity
 
-from lightning_zero.zoo.optimization import decay_by_shape
+from lightning_zero.zoo.supervised import Supervised
 
 VOCABULARY = 256  # every byte is a token: needs no tokenizer, and works with any file
 
@@ -97,13 +95,12 @@ class GPT(nn.Module):
         return bytes(tokens[0].tolist())
 
 
-class LanguageModel(LightningModule):
+class LanguageModel(Supervised):
     """Trains a GPT on (batch, context) windows of bytes: cross entropy, validation perplexity per byte.
 
     Arguments:
         width, depth, heads, context, tied: See ``GPT``.
-        optimizer: Creates the optimizer from parameter groups, for example ``partial(torch.optim.AdamW, lr=1e-3)``.
-        warmup_steps: Optimizer steps until the full learning rate; cosine decay follows.
+        optimizer, warmup_steps: See ``Supervised``.
         prompt: The beginning of the text sample.
     """
 
@@ -120,36 +117,16 @@ class LanguageModel(LightningModule):
         warmup_steps: int = 100,
         prompt: str = "def ",
     ) -> None:
-        super().__init__()
-        # Without the optimizer: a checkpoint should contain plain values only, which torch.load accepts with
-        # weights_only=True.
-        self.save_hyperparameters(ignore=["optimizer"])
+        super().__init__("perplexity", Perplexity(), optimizer, warmup_steps)
+        self.save_hyperparameters(ignore=["optimizer"])  # torch.load(weights_only=True) accepts plain values only
         self.gpt = GPT(width, depth, heads, context, tied)
-        self.optimizer = optimizer
-        self.warmup_steps = warmup_steps
         self.prompt = prompt
-        self.perplexity = Perplexity()
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.gpt(tokens)
 
     def count(self, batch: tuple[Tensor, Tensor]) -> int:
         return batch[0].numel()
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor:
-        tokens, targets = batch
-        return F.cross_entropy(self(tokens).flatten(0, 1).float(), targets.flatten())
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
-        tokens, targets = batch
-        logits = self(tokens).float()
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        self.log("validation/loss", loss, batch_size=len(tokens), sync_dist=True)
-        self.perplexity(logits, targets)
-        self.log("validation/perplexity", self.perplexity, prog_bar=True)
-
-    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        return decay_by_shape(self, self.optimizer, self.warmup_steps)
 
     def sample(self) -> str:
         """Generate text after the prompt; requires ordinary (unsharded) parameters, so call it outside of a fit."""

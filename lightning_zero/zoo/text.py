@@ -49,12 +49,7 @@ def is_validation(name: str, percent: float) -> bool:
 def read_split(path: Path | None, max_bytes: int, percent: float) -> tuple[bytes, bytes]:
     """Read at most ``max_bytes`` and split them into text for training and text for validation.
 
-    A folder is split by file; of a single file the end is used for validation.
-
-    Arguments:
-        path: A file, a folder (all files in it), or None for the standard library.
-        max_bytes: Reading stops here.
-        percent: The percentage of files, or of bytes, for validation.
+    ``percent`` of the files of a folder (None: the standard library), or of a single file's bytes, are for validation.
     """
     if path is not None and path.is_file():
         text = path.read_bytes()[:max_bytes]
@@ -77,11 +72,11 @@ class TextData(LightningDataModule):
 
     Arguments:
         path: A file or a folder; None is the standard library of the running Python.
-            context: Bytes per window.
-            batch_size: Windows per rank and step.
-            max_bytes: Maximum amount of text to read.
-            validation_percent: The percentage of files (of bytes, for a single file) held out.
-            workers: Number of worker processes that load batches; 0 loads them in the training process.
+        max_bytes: Maximum amount of text to read.
+        validation_percent: The percentage of files (of bytes, for a single file) held out.
+        context: Bytes per window.
+        batch_size: Windows per rank and step.
+        workers: Number of worker processes that load batches; 0 loads them in the training process.
 
     Raises:
         FileNotFoundError: ``path`` does not exist.
