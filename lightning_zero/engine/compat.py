@@ -24,16 +24,12 @@ from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
-from torch.utils.data.dataloader import _DatasetKind as DatasetKind
-from torch.utils.data.dataloader import _SingleProcessDataLoaderIter as SingleProcessDataLoaderIter
 
 __all__ = [
     "DisableTorchFunctionSubclass",
-    "DatasetKind",
     "FakeTensorMode",
     "IncompatibleKeys",
     "PyTorchFileReader",
-    "SingleProcessDataLoaderIter",
     "checkpoint_generator",
     "current_autograd_node",
     "current_graph_task",

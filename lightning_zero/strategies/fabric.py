@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
-import torch
 from lightning import fabric
-from lightning.fabric.accelerators import Accelerator
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies import STRATEGY_REGISTRY, ParallelStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lightning_zero.checkpoint.fitting import check_module
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
@@ -31,11 +27,10 @@ from lightning_zero.engine.init.deferred_param import awaits_values
 from lightning_zero.engine.optim.compatibility import check_optimizer
 from lightning_zero.engine.tensor.sharded_tree import Leaf, on_cpu
 from lightning_zero.strategies.options import StrategyOptions, takes_options
-from lightning_zero.strategies.precision import compute_dtype_of
 from lightning_zero.strategies.processes import ZeroProcesses
 
 
-@takes_options(StrategyOptions)
+@takes_options(StrategyOptions, ParallelStrategy)
 class FabricStrategy(ZeroProcesses):
     """ZeRO (Rajbhandari et al., SC20) for modules and optimizers that are passed to ``Fabric.setup``.
 
@@ -50,26 +45,8 @@ class FabricStrategy(ZeroProcesses):
         TypeError, ValueError: if an option does not exist, or its value is not allowed.
     """
 
-    def __init__(
-        self,
-        stage: int | str = 3,
-        *,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision: Precision | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            accelerator,
-            parallel_devices,
-            cluster_environment,
-            checkpoint_io,
-            precision,
-            stage=stage,
-            **options,
-        )
+    def __init__(self, stage: int | str = 3, **options: Any) -> None:
+        super().__init__(stage=stage, **options)
         # In order of set-up, the same on every rank. Weak references, since modules and optimizers belong to the user.
         self._engines: list[weakref.ref[Engine]] = []
         self._optimizers: list[weakref.ref[Optimizer]] = []
@@ -77,7 +54,6 @@ class FabricStrategy(ZeroProcesses):
 
     # -- the processes ----------------------------------------------------------------------------------------------
 
-    @override
     def setup_environment(self) -> None:
         super().setup_environment()
         if not self._is_single:
@@ -85,27 +61,13 @@ class FabricStrategy(ZeroProcesses):
                 _uncaught_exceptions.hold(self)
             _strategies.add(self)
 
-    _set_world_ranks = ZeroProcesses.set_world_ranks
-
     @property
-    @override
     def _communicator(self) -> Communicator | None:
         return self.engines[0].communicator if self.engines else None
 
-    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return self._reduce(tensor, group, reduce_op)
+    all_reduce = ZeroProcesses._reduce
 
     # -- setting up -------------------------------------------------------------------------------------------------
-
-    @property
-    def precision(self) -> Precision:
-        return super().precision
-
-    @precision.setter
-    def precision(self, precision: Precision | None) -> None:
-        if precision is not None:
-            compute_dtype_of(precision, self.lightning)  # rejects unsupported ones before any process starts
-        super(FabricStrategy, type(self)).precision.fset(self, precision)
 
     @property
     def engines(self) -> list[Engine]:
@@ -117,12 +79,11 @@ class FabricStrategy(ZeroProcesses):
         if not self._is_sharded and not awaits_values(module):
             module.to(self.root_device)
 
-    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+    @contextmanager
+    def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Context of ``Fabric.init_module``."""
-        stack = ExitStack()
-        stack.enter_context(self._making_module(empty_init))
-        stack.enter_context(self.precision.module_init_context())
-        return stack
+        with self._making_module(empty_init), self.precision.module_init_context():
+            yield
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None) -> Any:
         for optimizer in optimizers:
@@ -135,7 +96,7 @@ class FabricStrategy(ZeroProcesses):
         engine = Engine(
             module,
             [optimizer for optimizer in self._known_optimizers() if _hold_in_common(optimizer, module)],
-            config=self._config_with(compute_dtype_of(self.precision, self.lightning)),
+            config=self._config_of_run(),
             device=self.root_device,
         )
         self._engines = [weakref.ref(each) for each in (*self.engines, engine)]
@@ -143,10 +104,8 @@ class FabricStrategy(ZeroProcesses):
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Make an optimizer update this rank's shards of all modules that it shares parameters with, now and later."""
-        config = self.config
-        check_optimizer(
-            optimizer, config.allow_any_optimizer, ranks=self.world_size, offloads=config.offloads_optimizer
-        )
+        any_class, offloads = self.config.allow_any_optimizer, self.config.offloads_optimizer
+        check_optimizer(optimizer, any_class, ranks=self.world_size, offloads=offloads)
         known = self._known_optimizers()
         if not any(optimizer is each for each in known):
             self._optimizers = [weakref.ref(each) for each in (*known, optimizer)]
@@ -161,11 +120,11 @@ class FabricStrategy(ZeroProcesses):
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """The whole state dict, on the CPU. Collective."""
+        """The full state dict, on the CPU. Collective."""
         return self._state_of(module, on_cpu)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """An optimizer's whole state in torch's ordinary form, on the CPU. Collective."""
+        """An optimizer's full state in torch's ordinary form, on the CPU. Collective."""
         return self._state_of(optimizer, on_cpu)
 
     def _state_of(self, value: Any, leaf: Leaf) -> Any:
@@ -194,17 +153,17 @@ class FabricStrategy(ZeroProcesses):
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Write an ordinary file on rank 0, which alone has the values meanwhile, or a folder of parts. Collective."""
-        # a filter is rank 0's alone in a file, and may look at values
+        """Write an ordinary file on rank 0, or a folder to which each rank writes its shards. Collective."""
+        # In a full checkpoint, a filter runs on rank 0 only, and may read values.
         parts = self._saves_in_parts or (self._saves_in_background and filter is None)
         leaf = self._leaf(parts=parts, keeps=self.is_global_zero)
-        # an error in seconds if not every rank comes
+        # The rendezvous raises within seconds if not every rank calls this.
         with self.engines[0].rendezvous.met("what fabric.save() writes") if self.engines else nullcontext():
             masters = {}
             if any(isinstance(value, Optimizer) for value in state.values()):
                 masters = {key: found for key, value in state.items() if (found := self._masters_of(value, leaf))}
             if not self.is_global_zero and not self._saves_in_parts:
-                filter = None  # it may read values, which other ranks lack
+                filter = None
             for key, keeps in (filter or {}).items():
                 if key in masters:
                     masters[key] = {name: value for name, value in masters[key].items() if keeps(name, value)}
@@ -217,17 +176,14 @@ class FabricStrategy(ZeroProcesses):
             if not self._saves_in_parts:
                 self._save_whole({**converted, **about}, path, self._communicator if parts else None)
                 return
-            self._check_storage_options(storage_options)
-            self._alike(self._saver.finish)
-            tree = {
-                key: by_name(converted[key], _names_in(state[key], state))
-                if isinstance(state[key], Optimizer)
-                else converted[key]
-                for key in _large(state)
-                if key in converted
-            }
+            tree = {}
+            for key, value in converted.items():
+                if isinstance(state[key], Optimizer):
+                    tree[key] = by_name(value, _names_in(state[key], state))
+                elif isinstance(state[key], nn.Module):
+                    tree[key] = value
             rest = {**{key: value for key, value in converted.items() if key not in tree}, **about}
-            self._saver.save_in_parts(tree, rest, path, self._written_by, self.global_rank, self._gather)
+            self._save_in_parts(tree, rest, path, storage_options)
 
     def load_checkpoint(
         self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -242,7 +198,8 @@ class FabricStrategy(ZeroProcesses):
             for key, value in state.items() if isinstance(state, dict) else ():
                 if isinstance(value, Optimizer) and key in checkpoint and opened.form == "sharded":
                     checkpoint[key] = by_number(checkpoint[key])
-            own, self._checkpoint_io = self._checkpoint_io, _AlreadyRead(checkpoint)
+            read: Any = SimpleNamespace(load_checkpoint=lambda *_, **__: checkpoint)
+            own, self._checkpoint_io = self._checkpoint_io, read
             try:
                 remainder = super().load_checkpoint(path, state, strict, weights_only)
             finally:
@@ -260,27 +217,17 @@ class FabricStrategy(ZeroProcesses):
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
-    def teardown(self) -> None:
-        """Turn the modules back into ordinary, unsharded ones on their devices. Collective, except after a failure."""
-        try:
-            self._finish_saving()
-        finally:
-            self._teardown()
-
     def _teardown(self) -> None:
         engines = self.engines
         self._engines = []
         try:
             self._close(engines)
         finally:
-            super().teardown()
+            super(ZeroProcesses, self).teardown()
 
 
 class _Sharded(nn.Module):
-    """Wrapper in the place of DistributedDataParallel: Fabric redirects a module's other methods through its forward.
-
-    The forward gathers the root unit and applies Fabric's precision.
-    """
+    """Wrapper in place of DistributedDataParallel: Fabric redirects a module's other methods through its forward."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -288,27 +235,6 @@ class _Sharded(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
-
-
-class _AlreadyRead(CheckpointIO):
-    """``CheckpointIO`` that returns a checkpoint which has been read already."""
-
-    def __init__(self, checkpoint: dict[str, Any]) -> None:
-        self._checkpoint = checkpoint
-
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        return self._checkpoint
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        raise NotImplementedError
-
-    def remove_checkpoint(self, path: Any) -> None:
-        raise NotImplementedError
-
-
-def _large(state: dict[str, Any]) -> list[str]:
-    """Keys of modules and optimizers, whose state may be sharded."""
-    return [key for key, value in state.items() if isinstance(value, (nn.Module, Optimizer))]
 
 
 def _names_in(optimizer: Optimizer, state: dict[str, Any]) -> list[str]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from copy import deepcopy
-from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -15,16 +14,47 @@ TakeTurn = Callable[[int | None], None]
 
 
 def take_turns(loop: Any, take_turn: TakeTurn) -> None:
-    """Make a starting loop report each batch before the loop receives it, and report its end.
-
-    Arguments:
-        loop: a Lightning evaluation or prediction loop that has not fetched its first batch yet.
-        take_turn: called with the dataloader's index for each batch, and with None at the end.
-    """
+    """Make a starting loop report each batch's dataloader index before it receives the batch, and None at its end."""
     fetcher = loop._data_fetcher
-    fetcher.take_turn = _Turn(take_turn)
+    fetcher.take_turn = take_turn
     looks_ahead = hasattr(fetcher, "iterator_wrapper")  # hands the dataloaders' iterator to the step
-    fetcher.__class__ = (_all_at_once if looks_ahead else _batch_by_batch)(type(fetcher))  # type: ignore[arg-type]
+    mixin = _AllAtOnce if looks_ahead else _BatchByBatch
+    fetcher.__class__ = type(mixin.__name__, (mixin, type(fetcher)), {})
+
+
+class _BatchByBatch(Iterator[Any]):
+    take_turn: TakeTurn
+
+    def __next__(self) -> Any:
+        try:
+            item = super().__next__()
+        except StopIteration:
+            self.take_turn(None)
+            raise
+        self.take_turn(item[2])
+        return item
+
+
+class _AllAtOnce(Iterator[Any]):
+    """For steps that take ``dataloader_iter`` and fetch batches themselves: looks one batch ahead."""
+
+    take_turn: TakeTurn
+    iterator: Iterator[Any]
+    done: bool
+    _batches: Iterator[Any] | None = None
+
+    def __next__(self) -> Any:
+        self._batches = self._batches or self.iterator
+        item = None if self.done else next(self.iterator, None)
+        self.take_turn(None if item is None else item[2])
+        if item is None:
+            self.done = True
+        else:
+            self.iterator = chain([item], self._batches)
+        return super().__next__()
+
+
+_BETWEEN_BATCHES = "_broadcast_sigterm_tensor"
 
 
 def attend(trainer: Trainer, engine: Engine) -> None:
@@ -32,8 +62,18 @@ def attend(trainer: Trainer, engine: Engine) -> None:
 
     A loop without any batch on this rank is skipped, and Lightning calls no strategy hook for a skipped loop.
     """
+
+    def attended(loop: Any) -> Callable[[Any], Any]:
+        def run(method: Any) -> Any:
+            outputs = method()
+            if loop.skip:
+                engine.take_turn(None)
+            return outputs
+
+        return run
+
     for loop in _evaluation_loops(trainer):
-        Around.put(loop, "run", partial(_run, loop, engine.take_turn))
+        Around.put(loop, "run", attended(loop))
 
 
 def meets_between_batches(trainer: Trainer) -> bool:
@@ -53,8 +93,12 @@ def leave(trainer: Trainer) -> None:
     Around.take_off(trainer.fit_loop.epoch_loop, _BETWEEN_BATCHES)
 
 
+def _evaluation_loops(trainer: Trainer) -> list[Any]:
+    return [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
+
+
 class Around:
-    """Wrapper around a method of a loop, which may be Lightning's own or a project's replacement.
+    """Wrapper around a method of an object, which may be Lightning's own or a project's replacement.
 
     Attribute access, copying and pickling are forwarded to the method, so a copied trainer never refers to the engine.
     """
@@ -68,117 +112,25 @@ class Around:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._method, name)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return deepcopy(self._method, memo)
-
     def __reduce__(self) -> Any:
         return _itself, (self._method,)
 
     @staticmethod
-    def put(loop: Any, name: str, act: Callable[..., Any]) -> None:
-        """Replace a loop's method by a call of ``act`` with the original method and the call's arguments."""
-        Around.take_off(loop, name)  # a wrapper may be left from a run that ended without teardown
-        setattr(loop, name, Around(getattr(loop, name), act))
+    def put(holder: Any, name: str, act: Callable[..., Any]) -> None:
+        """Replace an object's method by a call of ``act`` with the original method and the call's arguments."""
+        Around.take_off(holder, name)  # a wrapper may be left from a run that ended without teardown
+        setattr(holder, name, Around(getattr(holder, name), act))
 
     @staticmethod
-    def take_off(loop: Any, name: str) -> None:
+    def take_off(holder: Any, name: str) -> None:
         """Undo ``put``."""
-        own = vars(loop).get(name)
+        own = vars(holder).get(name)
         if isinstance(own, Around):
             method = own._method
-            delattr(loop, name)
-            if method != getattr(loop, name, None):  # the project had replaced Lightning's method
-                setattr(loop, name, method)
-
-
-class _Turn:
-    """Callable that reports a batch to the engine; a copy or unpickled one does nothing."""
-
-    def __init__(self, take: TakeTurn) -> None:
-        self._take = take
-
-    def __call__(self, position: int | None) -> None:
-        self._take(position)
-
-    def __reduce__(self) -> Any:
-        return _Turn, (_nothing,)
-
-
-def _nothing(position: int | None) -> None:
-    """Ignore the report: used by copies of ``_Turn``."""
+            delattr(holder, name)
+            if method != getattr(holder, name, None):  # the project had replaced Lightning's method
+                setattr(holder, name, method)
 
 
 def _itself(method: Any) -> Any:
     return method
-
-
-_BETWEEN_BATCHES = "_broadcast_sigterm_tensor"
-
-
-def _evaluation_loops(trainer: Trainer) -> list[Any]:
-    return [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
-
-
-def _run(loop: Any, take_turn: TakeTurn, run: Any) -> Any:
-    outputs = run()
-    if loop.skip:
-        take_turn(None)
-    return outputs
-
-
-# Made for each fetcher class: every namespace (`lightning.pytorch`, `pytorch_lightning`) has its own.
-
-
-@cache
-def _batch_by_batch(fetcher: Any) -> type:
-    class BatchByBatch(fetcher):
-        take_turn: TakeTurn
-
-        def __next__(self) -> Any:
-            try:
-                item = super().__next__()
-            except StopIteration:
-                self.take_turn(None)
-                raise
-            self.take_turn(item[2])
-            return item
-
-    return BatchByBatch
-
-
-@cache
-def _all_at_once(fetcher: Any) -> type:
-    """Fetcher class for steps that take ``dataloader_iter`` and fetch batches themselves: looks one batch ahead."""
-
-    class AllAtOnce(fetcher):
-        take_turn: TakeTurn
-        iterator: Any
-        done: bool
-
-        def __next__(self) -> Any:
-            if not isinstance(self.iterator, _Ahead):
-                self.iterator = _Ahead(self.iterator)
-            item = None if self.done else self.iterator.peek()
-            self.take_turn(None if item is None else item[2])
-            if item is None:
-                self.done = True
-            return super().__next__()
-
-    return AllAtOnce
-
-
-class _Ahead(Iterator[Any]):
-    def __init__(self, iterator: Any) -> None:
-        self._iterator, self._next = iterator, None
-
-    def peek(self) -> Any:
-        """The next item, or None at the end."""
-        if self._next is None:
-            self._next = next(self._iterator, None)
-        return self._next
-
-    def __next__(self) -> Any:
-        if self.peek() is None:
-            raise StopIteration
-        item, self._next = self._next, None
-        return item

@@ -28,32 +28,23 @@ _PRECISIONS = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision"
 
 
 class EarlyUpdates:
-    """Decides before each backward of one run whether the optimizer may update during backward.
-
-    Arguments:
-        lightning: the package of the Trainer, for example ``lightning`` or ``pytorch_lightning``.
-    """
+    """Decides before each backward of one run whether the optimizer may update during backward."""
 
     def __init__(self, lightning: ModuleType) -> None:
         self._lightning = lightning
         self._known: dict[tuple[bool, ...], set[str]] = {}
-        self._reason: str | None = None
 
     @contextmanager
     def around_backward(self, engine: Engine, trainer: Any, loss: Tensor) -> Iterator[None]:
         """Wrap a backward of the Trainer; if allowed, updates start within the last backward before a step."""
         is_automatic = trainer.lightning_module.automatic_optimization  # then there is exactly one optimizer
         optimizer: Optimizer | None = trainer.optimizers[0] if is_automatic and trainer.optimizers else None
-        reason = why_to_wait(self._lightning, trainer, optimizer)
         trained = tuple(parameter.requires_grad for parameter in engine.module.parameters())
-        read = read_directly(loss)
+        read = _read_directly(loss)
+        reason = _why_to_wait(self._lightning, trainer, optimizer)
         if reason is None and (read is None or not read <= self._known.get(trained, set())):
             reason = "parameters whose gradients may come in several parts"
-        if reason != self._reason:
-            self._reason = reason
-            log.debug(
-                "updates wait for the end of backward: %s" if reason else "updates begin in backward%s", reason or ""
-            )
+        log.debug("updates %s", f"wait for the end of backward: {reason}" if reason else "begin in backward")
         if reason is not None or optimizer is None:
             yield
         else:
@@ -62,7 +53,7 @@ class EarlyUpdates:
         self._known.setdefault(trained, set()).update(read or ())
 
 
-def why_to_wait(lightning: ModuleType, trainer: Any, optimizer: Optimizer | None) -> str | None:
+def _why_to_wait(lightning: ModuleType, trainer: Any, optimizer: Optimizer | None) -> str | None:
     """Return the reason why updates must wait for the end of the coming backward, or None if they need not wait."""
     module, precision = trainer.lightning_module, trainer.precision_plugin
     if optimizer is None:
@@ -76,13 +67,12 @@ def why_to_wait(lightning: ModuleType, trainer: Any, optimizer: Optimizer | None
         return f"{type(precision).__name__} is not a precision plugin of Lightning's"
     if getattr(precision, "scaler", None) is not None:
         return "gradients are scaled, and not known to be finite"
-    for name in _HOOKS_OF_MODULES:
-        if is_overridden(name, module, lightning.LightningModule):
-            return f"{type(module).__name__}.{name}"
-    for callback in trainer.callbacks:
-        for name in _HOOKS:
-            if is_overridden(name, callback, lightning.Callback):
-                return f"{type(callback).__name__}.{name}"
+    hooked: list[tuple[Any, tuple[str, ...], Any]] = [(module, _HOOKS_OF_MODULES, lightning.LightningModule)]
+    hooked += [(callback, _HOOKS, lightning.Callback) for callback in trainer.callbacks]
+    for holder, names, base in hooked:
+        for name in names:
+            if is_overridden(name, holder, base):
+                return f"{type(holder).__name__}.{name}"
     if any(inner._backward_hooks or inner._backward_pre_hooks for inner in module.modules()):
         return "hooks of modules on their backward"
     hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizers._global_optimizer_pre_hooks.values())
@@ -95,7 +85,7 @@ def why_to_wait(lightning: ModuleType, trainer: Any, optimizer: Optimizer | None
     return None
 
 
-def read_directly(loss: Tensor) -> set[str] | None:
+def _read_directly(loss: Tensor) -> set[str] | None:
     """Return the names of parameters that the loss reads outside of their modules' forward, for example in a penalty.
 
     Such a parameter receives several gradients, so its update must wait the first time: later steps know that more

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 
@@ -37,12 +37,10 @@ class StrategyOptions:
     start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
 
     def __post_init__(self) -> None:
-        if self.start_method not in ("popen", "spawn", "fork", "forkserver"):
-            raise ValueError(f"start_method={self.start_method!r} must be 'popen', 'spawn', 'fork' or 'forkserver'.")
-        if self.checkpoint not in ("full", "sharded"):
-            raise ValueError(
-                f"checkpoint={self.checkpoint!r} must be 'full', one ordinary file, or 'sharded', a folder of parts."
-            )
+        for name, kind in get_type_hints(type(self)).items():
+            if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
+                *others, last = map(repr, get_args(kind))
+                raise ValueError(f"{name}={getattr(self, name)!r} must be {', '.join(others)} or {last}.")
         if not isinstance(self.timeout, (timedelta, int, float, type(None))) or isinstance(self.timeout, bool):
             raise ValueError(f"timeout={self.timeout!r} must be a datetime.timedelta or a number of seconds.")
 
@@ -67,11 +65,6 @@ class TrainerOptions(StrategyOptions):
     after_fit: Literal["full", "sharded"] = "full"
     exclude_frozen_parameters: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.after_fit not in ("full", "sharded"):
-            raise ValueError(f"after_fit={self.after_fit!r} must be 'full' or 'sharded'.")
-
 
 SET_BY_STRATEGIES = ("compute_dtype", "handshake_timeout")
 """Options of the engine that are derived from the precision and the timeout."""
@@ -80,17 +73,7 @@ SET_BY_STRATEGIES = ("compute_dtype", "handshake_timeout")
 def split_options(
     options: Mapping[str, Any], strategy_options: type[StrategyOptions], what: str
 ) -> tuple[EngineConfig, Any]:
-    """Split a strategy's keyword arguments into the engine's options and the strategy's own.
-
-    Arguments:
-        options: values by option name.
-        strategy_options: the dataclass of the strategy's own options.
-        what: the strategy's name, for error messages.
-
-    Raises:
-        TypeError: if an option does not exist.
-        ValueError: if a value is not allowed.
-    """
+    """Split the keyword arguments of the strategy ``what`` into the engine's options and the strategy's own."""
     own = names_of_options(strategy_options)
     engine = [name for name in names_of_options(EngineConfig) if name not in SET_BY_STRATEGIES]
     check_names(options, [*engine, *own], what)
@@ -98,37 +81,42 @@ def split_options(
     return config, strategy_options(**{name: value for name, value in options.items() if name in own})
 
 
-def takes_options(strategy_options: type[StrategyOptions]) -> Callable[[_Class], _Class]:
+def takes_options(strategy_options: type[StrategyOptions], base: Any) -> Callable[[_Class], _Class]:
     """Class decorator: show options in signature and docstring, for ``help()``, editors, LightningCLI and Hydra.
 
-    The class takes the options as ``**options``; ``{options}`` in its docstring is replaced by their descriptions.
+    The class takes ``(stage, **options)``, which include the arguments of ``base``, Lightning's ``ParallelStrategy``.
+    ``{options}`` in its docstring is replaced by descriptions of the options.
     """
 
     def decorate(cls: _Class) -> _Class:
-        bases = [base for base in reversed(strategy_options.__mro__) if issubclass(base, StrategyOptions)]
-        shown: dict[str, inspect.Parameter] = {}
-        documented: dict[str, str] = {}
-        configs: list[Any] = [EngineConfig, *bases]
-        for config in configs:
-            types, documented = get_type_hints(config), documented | _documented(config)
-            for each in fields(config):
-                if each.name not in SET_BY_STRATEGIES:
-                    shown[each.name] = inspect.Parameter(
-                        each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=types[each.name]
-                    )
-        init = cls.__init__  # type: ignore[misc]
-        signature = inspect.signature(init)
-        explicit = [each for name, each in signature.parameters.items() if name != "options"]
-        positional = [each for each in explicit if each.kind is not inspect.Parameter.KEYWORD_ONLY]
-        rest = [each for each in explicit if each.kind is inspect.Parameter.KEYWORD_ONLY]
-        options = [each for name, each in shown.items() if name not in signature.parameters]
-        init.__signature__ = signature.replace(parameters=[*positional, *options, *rest])
+        configs: list[Any] = [
+            EngineConfig,
+            *(each for each in reversed(strategy_options.__mro__) if issubclass(each, StrategyOptions)),
+        ]
+        types = {name: kind for config in configs for name, kind in get_type_hints(config).items()}
+        options = {each.name: each.default for config in configs for each in fields(config)}
+        of_base = {name: kind for name, kind in get_type_hints(base.__init__).items() if name != "return"}
+        shown = [name for name in options if name not in (*SET_BY_STRATEGIES, "stage")]
+        parameters = [
+            inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY),
+            _parameter("stage", options["stage"], types["stage"], inspect.Parameter.POSITIONAL_OR_KEYWORD),
+            *(_parameter(name, options[name], types[name]) for name in shown),
+            *(_parameter(name, None, kind) for name, kind in of_base.items()),
+        ]
+        cls._arguments_of_base = tuple(of_base)  # type: ignore[attr-defined]
+        cls.__init__.__signature__ = inspect.Signature(parameters)  # type: ignore[misc]
+        documented = {name: text for config in configs for name, text in _documented(config).items()}
         assert cls.__doc__ is not None
-        texts = (text for name, text in documented.items() if name in shown)
-        cls.__doc__ = cls.__doc__.replace("        {options}\n", "".join(texts))
+        cls.__doc__ = cls.__doc__.replace(
+            "        {options}\n", "".join(documented[name] for name in ("stage", *shown))
+        )
         return cls
 
     return decorate
+
+
+def _parameter(name: str, default: Any, kind: Any, by: Any = inspect.Parameter.KEYWORD_ONLY) -> inspect.Parameter:
+    return inspect.Parameter(name, by, default=default, annotation=kind)
 
 
 def _documented(config: type) -> dict[str, str]:

@@ -15,27 +15,8 @@ _REFUSED = ("TransformerEngine", "Bitsandbytes", "DeepSpeed", "FSDP", "XLA")
 def compute_dtype_of(plugin: Any, lightning: ModuleType) -> torch.dtype | None:
     """Return the dtype in which fp32 parameters that autocast casts are gathered, or None to gather in their own dtype.
 
-    ============  ==============  ===================  =======  ===========
-    precision     the module's    gathered, computed   masters  reduction
-    ============  ==============  ===================  =======  ===========
-    32-true       fp32            fp32                 fp32     fp32
-    64-true       fp64            fp64                 fp64     fp64
-    bf16-true     bf16            bf16                 fp32     fp32
-    16-true       fp16            fp16                 fp32     fp32
-    bf16-mixed    fp32            bf16 (autocast)      fp32     fp32
-    16-mixed      fp32            fp16 (autocast)      fp32     fp32
-    ============  ==============  ===================  =======  ===========
-
-    Parameters that autocast does not cast (an embedding, a norm, parameters of custom modules) are gathered in fp32 in
-    mixed precision too. A custom plugin may convert the module and its inputs, wrap forward and backward, and scale
-    the loss; parameters are gathered in the dtype that the plugin's conversion leaves them in.
-
-    Arguments:
-        plugin: a Precision plugin.
-        lightning: the package that defines the plugin.
-
-    Raises:
-        ValueError: for a plugin whose parameters cannot be sharded.
+    In mixed precision an embedding, a norm and parameters of custom modules are gathered in fp32, as autocast uses
+    them. Otherwise parameters have the dtype in which the plugin's conversion leaves them; masters are fp32 or fp64.
     """
     plugins = lightning.plugins.precision
     if isinstance(plugin, tuple(getattr(plugins, f"{name}Precision") for name in _REFUSED)):

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from functools import cache
+from itertools import chain, islice
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Trainer
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero.engine.compat import tree_map_only
 from lightning_zero.strategies.loops import Around
-from lightning_zero.strategies.skipping import goes_by_samplers, skipping
 
 Rng = dict[str, Any]
 """States of this process's random number generators."""
@@ -55,34 +57,24 @@ def in_tensors(states: Any) -> Any:
 
 
 class Bookmark:
-    """Data-loading state: restarts an epoch's data and skips the batches that were trained on before the checkpoint.
+    """Data-loading state: the order of an epoch's samples, and how many batches were trained on before the checkpoint.
 
-    Lightning alone would restart the epoch in another order (the order was drawn when the iterators were created) and
-    with batches that were already trained on. This class creates the iterators again from the random state of that
-    time, advances their samplers by the finished batches, and then restores the random state at the time of saving. An
-    unfinished optimizer step (saved within the step, or between micro-batches, whose gradients no checkpoint contains)
-    is repeated from its first micro-batch.
-
-    No sample is read to skip a batch. So loaders without samplers (a stream, a queue, any other iterable) are left to
-    Lightning, as are stateful loaders, whose own state Lightning saves and loads.
-
-    Arguments:
-        trainer: about to start its fit.
-        device: this rank's device.
+    Lightning alone would restart the epoch in another order and with batches that were already trained on. Here each
+    dataloader's sampler starts again from the random state of its first start, and is advanced by the finished batches.
+    No sample is read for this. An unfinished optimizer step (saved within the step, or between micro-batches, whose
+    gradients no checkpoint contains) is repeated from its first micro-batch. Loaders without samplers (a stream, a
+    queue, any other iterable) are left to Lightning, as are stateful loaders, whose state Lightning saves and loads.
     """
 
     def __init__(self, trainer: Trainer, device: torch.device) -> None:
         self._trainer, self._device = trainer, device
         self._loop: Any = trainer.fit_loop
         self._epoch_loop: Any = trainer.fit_loop.epoch_loop
-        # The iterators of this epoch, None before any exist. "epoch": its number; "made": the random state when they
-        # were created; "fresh": whether workers were started for them; "before": the random state before each batch at
-        # which an iterator may have drawn numbers; "missed": batches that the loop counts but that earlier iterators
-        # returned.
-        self._position: dict[str, Any] | None = None
-        # The current optimizer step: batches before it, its number, random state before its first batch was fetched.
-        self._step: tuple[int, int, Rng] | None = None
-        self._saved: dict[str, Any] | None = None
+        self._saved: dict[str, Any] | None = None  # loaded, until the first epoch begins
+        self._has_order = False  # the loaders' samplers determine it
+        self._epoch_of_iterators: int | None = None
+        # The current optimizer step: its number, and the state before its first batch was fetched.
+        self._step: tuple[int, dict[str, Any]] | None = None
         self._hooks: list[tuple[Any, str, Any]] = [
             (self._loop, "_load_combined_loader_states", self._before_iterators),
             (self._epoch_loop, "reset", self._reset),
@@ -95,20 +87,28 @@ class Bookmark:
         """Unhook from the loops; ``state`` can still be called."""
         for loop, name, _ in self._hooks:
             Around.take_off(loop, name)
-
-    # -- saving -----------------------------------------------------------------------------------------------------
+        for loader in getattr(self._loop._combined_loader, "flattened", ()):
+            Around.take_off(loader, "_get_iterator")
 
     def state(self) -> dict[str, Any]:
         """Return this rank's ``rng`` and ``data`` entries for a checkpoint."""
         if self._saved is not None:
             return dict(in_tensors(self._saved))
-        rng, position = rng_state(self._device), self._position
-        if position is not None and position["epoch"] != self._epoch:
-            position = None
-        if position is not None and self._step is not None and self._is_within_step:
-            batches, _, rng = self._step
-            position = {**position, "batches": batches}
-        return dict(in_tensors({"rng": rng, "data": position}))
+        return dict(in_tensors(self._step[1] if self._step is not None and self._is_within_step else self._now()))
+
+    def _now(self, *, repeats: bool = False) -> dict[str, Any]:
+        data, combined = None, self._loop._combined_loader
+        modes = combined._iterator if combined is not None else None
+        iterators = modes.iterators if modes is not None and self._epoch_of_iterators == self._epoch else []
+        if iterators and all(isinstance(getattr(each, "_index_sampler", None), _Indices) for each in iterators):
+            data = {
+                "epoch": self._epoch,
+                "loaders": [each._index_sampler.position(each._num_yielded) for each in iterators],
+                "combined": {name: value for name, value in vars(modes).items() if name in ("_idx", "_consumed")},
+                "batches": self._epoch_loop.batch_progress.current.ready,
+                "repeats": repeats,
+            }
+        return {"rng": rng_state(self._device), "data": data}
 
     @property
     def _epoch(self) -> int:
@@ -120,9 +120,13 @@ class Bookmark:
         progress = self._epoch_loop.batch_progress.current
         # In manual optimization, a batch that does not advance global_step may still have changed weights.
         is_own_batch = self._trainer.lightning_module.automatic_optimization or progress.processed < progress.ready
-        return bool(is_own_batch) and self._trainer.global_step == self._step[1]
+        return bool(is_own_batch) and self._trainer.global_step == self._step[0]
 
-    # -- resuming ---------------------------------------------------------------------------------------------------
+    def _before_fetch(self) -> None:
+        step = self._trainer.global_step
+        is_by_hand = not self._trainer.lightning_module.automatic_optimization
+        if self._step is None or self._step[0] != step or is_by_hand:
+            self._step = (step, self._now(repeats=True))
 
     def resume(self, rng: Rng | None, data: dict[str, Any] | None) -> None:
         """Set the state that training continues from; None for an entry that the checkpoint lacks."""
@@ -134,115 +138,127 @@ class Bookmark:
             set_rng_state(self._saved["rng"], self._device)
 
     @property
-    def _place(self) -> dict[str, Any] | None:
-        """The saved position to continue from, or None: outside of the current epoch, or with unsuitable loaders."""
+    def _data(self) -> dict[str, Any] | None:
+        """The saved position in the data, or None: outside of the current epoch, or with unsuitable loaders."""
         data = self._saved["data"] if self._saved is not None else None
-        is_here = data is not None and data["epoch"] == self._epoch and _begins_again(self._loop._data_fetcher)
-        return data if is_here else None
-
-    def _reset(self, reset: Any) -> None:
-        with warnings.catch_warnings():
-            if self._place is not None:
-                warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
-            reset()
+        if data is None or not self._has_order or data["epoch"] != self._epoch:
+            return None
+        # Checkpoints of earlier versions have no entry "loaders".
+        return data if len(data.get("loaders", ())) == len(self._loop._combined_loader.flattened) else None
 
     def _before_iterators(self, load_states: Any) -> None:
         load_states()
-        self._note_iterators(rng_state(self._device))
+        self._epoch_of_iterators, loaders = self._epoch, self._loop._combined_loader.flattened
+        fetches = "dataloader_iter" in inspect.signature(self._trainer.lightning_module.training_step).parameters
+        self._has_order = not fetches and _go_by_samplers(loaders)
+        for loader in loaders if self._has_order else ():
+            _note_order(loader)
 
-    def _note_iterators(self, rng: Rng) -> None:
-        loader = self._loop._combined_loader
-        assert loader is not None
-        fresh = all(getattr(each, "_iterator", None) is None for each in loader.flattened)
-        self._position = {"epoch": self._epoch, "made": rng, "fresh": fresh, "before": {}, "missed": 0}
+    def _reset(self, reset: Any) -> None:
+        with warnings.catch_warnings():
+            if self._data is not None:
+                warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+            reset()
 
     def _begin_epoch(self, begin: Any, fetcher: Any) -> None:
-        place, resumed = self._place, self._saved is not None
-        loader, progress = fetcher.combined_loader, self._epoch_loop.batch_progress
-        self._step = self._saved = None
-        repeats_step = place is not None and "batches" in place
-        if place is not None and repeats_step:
-            _go_back(progress, progress.current.ready - place["batches"])
+        data, is_first = self._data, self._saved is not None
+        self._saved = self._step = None
+        progress, combined = self._epoch_loop.batch_progress, fetcher.combined_loader
+        iterator = combined._iterator
+        if data is not None and data["repeats"]:
+            _go_back(progress, progress.current.ready - data["batches"])
             progress.is_last_batch = False
-        iterator, rng = loader._iterator, rng_state(self._device)
-        # Taken before `begin`: whether workers persist shows in the iterators that exist already.
-        noted, self._position = self._position, None
-        self._note_iterators(rng)
         begin(fetcher)
-        if repeats_step:
+        if data is not None:
+            self._continue(fetcher, data)
+        elif is_first and self._has_order and progress.current.ready == 0 and combined._iterator is iterator:
+            iter(fetcher)  # created here, after the hooks and with the epoch's number known, as in an uninterrupted run
+        self._epoch_of_iterators = self._epoch
+        start_profiler = fetcher._start_profiler
+
+        def before_fetch() -> None:
+            self._before_fetch()
+            start_profiler()
+
+        fetcher._start_profiler = before_fetch
+
+    def _continue(self, fetcher: Any, data: dict[str, Any]) -> None:
+        rng = rng_state(self._device)
+        for loader, position in zip(fetcher.combined_loader.flattened, data["loaders"]):
+            _note_order(loader, position)
+        iter(fetcher)
+        vars(fetcher.combined_loader._iterator).update(data["combined"])
+        fetcher.fetched += self._epoch_loop.batch_progress.current.ready
+        set_rng_state(rng, self._device)
+        if data["repeats"]:
             self._epoch_loop.restarting = False  # or the loop would look for an interrupted validation to continue
-        if place is not None:
-            self._position = {name: value for name, value in place.items() if name != "batches"}
-            if not self._epoch_loop._num_ready_batches_reached():
-                self._go_on(fetcher)
-        else:
-            if resumed and progress.current.ready == 0 and loader._iterator is iterator and _begins_again(fetcher):
-                # Created here, after the hooks and with the epoch's number known, as in an uninterrupted run.
-                iter(fetcher)
-            if loader._iterator is iterator:
-                self._position = noted
-            if self._position is not None:
-                self._position["missed"] = progress.current.ready
-                self._position["before"][0] = rng_state(self._device)
-        if _begins_again(fetcher) and not hasattr(fetcher, "bookmark"):
-            fetcher.bookmark = self
-            fetcher.__class__ = _noting(type(fetcher))  # type: ignore[arg-type]
-
-    def _go_on(self, fetcher: Any) -> None:
-        assert self._position is not None
-        position, loader, now = self._position, fetcher.combined_loader, rng_state(self._device)
-        batches = self._epoch_loop.batch_progress.current.ready - position["missed"]
-        if batches:
-            rank_zero_info(f"Going on with batch {batches} of the epoch; those before it are not read again.")
-        if position["fresh"]:
-            loader.reset()
-        set_rng_state(position["made"], self._device)
-        with skipping(loader):
-            iter(fetcher)
-            with suppress(StopIteration):  # fewer batches in the data than were done: the epoch is over
-                for index in range(batches):
-                    if (before := position["before"].get(index)) is not None:
-                        set_rng_state(before, self._device)
-                    next(fetcher)
-        fetcher.fetched += position["missed"]
-        set_rng_state(now, self._device)
-
-    # -- each batch -------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _noting_batch(self, fetcher: Any) -> Iterator[None]:
-        rng, step = rng_state(self._device), self._trainer.global_step
-        batches = self._epoch_loop.batch_progress.current.ready
-        is_by_hand = not self._trainer.lightning_module.automatic_optimization
-        if self._step is None or self._step[1] != step or is_by_hand:
-            self._step = (batches, step, rng)
-        iterators = list(fetcher.combined_loader._iterator.iterators)
-        yield
-        # A changed iterator is a shorter loader that has restarted and drawn a new order.
-        if self._position is not None and iterators != fetcher.combined_loader._iterator.iterators:
-            self._position["before"][batches - self._position["missed"]] = rng
+        if data["batches"]:
+            rank_zero_info(f"Resuming at batch {data['batches']} of the epoch; earlier batches are not read again.")
 
 
-def _begins_again(fetcher: Any) -> bool:
-    """Whether all batches come from stateless dataloaders with samplers, so that the epoch's data can be restarted."""
-    takes_batches_itself = hasattr(fetcher, "iterator_wrapper")
-    # A fetcher that does not know the length has prefetched the next batch already.
-    return not takes_batches_itself and fetcher.length is not None and goes_by_samplers(fetcher.combined_loader)
+def _go_by_samplers(loaders: list[Any]) -> bool:
+    """Whether all loaders are distinct, map-style, read by samplers with a length, and keep no state of their own."""
+    return len(set(map(id, loaders))) == len(loaders) and all(
+        isinstance(each, DataLoader)
+        and not isinstance(each, _Stateful)
+        and not isinstance(each.dataset, IterableDataset)
+        and sized_len(each) is not None
+        and type(each).__iter__ is DataLoader.__iter__
+        and type(each)._get_iterator is DataLoader._get_iterator
+        for each in loaders
+    )
+
+
+def _note_order(loader: Any, position: tuple[Rng | None, int] | None = None) -> None:
+    """Let a dataloader's iterators note their sampler's random state; the next one continues from ``position``."""
+    name = "batch_sampler" if loader._auto_collation else "sampler"
+    if position is not None:
+        loader._iterator = None  # of persistent workers
+
+    def get_iterator(create: Any) -> Any:
+        nonlocal position
+        sampler = getattr(loader, name)
+        vars(loader)[name], position = _Indices(sampler, position), None
+        try:
+            return create()
+        finally:
+            vars(loader)[name] = sampler
+
+    Around.put(loader, "_get_iterator", get_iterator)
+
+
+class _Indices:
+    """Wrapper around a loader's sampler: notes the random state in which it started, or starts where another stopped.
+
+    A position is the random state before the sampler started, and the number of batches to skip.
+    """
+
+    def __init__(self, sampler: Any, position: tuple[Rng | None, int] | None) -> None:
+        self._sampler, self._starts_over = sampler, position is None
+        self._rng, self._skipped = position or (None, 0)
+
+    def position(self, yielded: int) -> tuple[Rng | None, int]:
+        """Position of an iterator that has yielded this many batches."""
+        return self._rng, self._skipped + yielded
+
+    def __iter__(self) -> Iterator[Any]:  # runs when the first index is fetched, as samplers do
+        cpu = torch.device("cpu")  # no sampler draws from a device's generator
+        now = rng_state(cpu)
+        if self._starts_over:
+            self._rng, self._skipped = now, 0
+        self._starts_over, self._rng = True, self._rng or now
+        set_rng_state(self._rng, cpu)
+        indices = iter(self._sampler)
+        first = list(islice(indices, self._skipped, self._skipped + 1))
+        if self._rng is not now:
+            set_rng_state(now, cpu)
+        yield from chain(first, indices)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
 
 
 def _go_back(progress: Any, batches: int) -> None:
     for tracker in (progress.total, progress.current):
         for name, count in vars(tracker).items():
             setattr(tracker, name, count - batches)
-
-
-@cache
-def _noting(fetcher: Any) -> type:
-    class Noting(fetcher):
-        bookmark: Bookmark
-
-        def __next__(self) -> Any:
-            with self.bookmark._noting_batch(self):
-                return super().__next__()
-
-    return Noting

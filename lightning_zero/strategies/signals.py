@@ -22,12 +22,7 @@ _HANDLERS = "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"
 
 
 class Signals:
-    """Signal handlers of one Trainer run in a job with several processes.
-
-    Arguments:
-        trainer: about to install its handlers.
-        communicator: of the engine; None without an engine. Training always has one.
-    """
+    """Signal handlers of one Trainer run in a job with several processes; made before the trainer installs its own."""
 
     def __init__(self, trainer: Any, communicator: Communicator | None) -> None:
         self._trainer, self._connector, self._communicator = trainer, trainer._signal_connector, communicator
@@ -59,19 +54,11 @@ class Signals:
     def _ask_to_end(self) -> None:
         self._is_asked_to_end = True
 
-    def before_training_batch(self) -> None:
+    def agree(self, what: str) -> None:
         """Exchange the flags of all ranks, and requeue or end if any rank received a signal. Collective.
 
-        Raises:
-            SIGTERMException: on every rank, if any rank received SIGTERM.
+        Called before each training batch and at the end of training, where DDP's loop would end as well.
         """
-        self._agree("the next training batch")
-
-    def at_end(self) -> None:
-        """``before_training_batch`` for the end of training, where DDP's loop would end as well."""
-        self._agree("the end of training")
-
-    def _agree(self, what: str) -> None:
         assert self._communicator is not None
         noted = [self._is_asked_to_end, self._is_asked_to_requeue]
         ends, requeues = self._communicator.control.any_rank(noted, what)
@@ -92,9 +79,6 @@ class Signals:
         Each rank that received the signal records in the store at which batch it noticed. If ranks communicate in every
         batch, no rank is beyond the largest recorded batch once all ranks have recorded one, so all end at the next
         batch. Without communication each rank ends independently.
-
-        Raises:
-            SIGTERMException: at that batch.
         """
         self._batches += 1
         if not self._is_asked_to_end:

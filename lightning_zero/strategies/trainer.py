@@ -2,44 +2,47 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from types import ModuleType
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
-import torch
 from lightning import pytorch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.overrides.distributed import _sync_module_states
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lightning_zero.engine import Engine, Report, Unit, engine_of
 from lightning_zero.engine.comm.collectives import Communicator
-from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.init.consolidate import consolidate
 from lightning_zero.engine.init.deferred_param import awaits_values, is_on_meta, values_may_wait
 from lightning_zero.engine.init.sources import leave_in_files
 from lightning_zero.strategies.loops import attend, leave, meet_between_batches, meets_between_batches, take_turns
 from lightning_zero.strategies.optimizer_in_backward import EarlyUpdates
 from lightning_zero.strategies.options import TrainerOptions, takes_options
-from lightning_zero.strategies.precision import compute_dtype_of
+from lightning_zero.strategies.processes import ZeroProcesses
 from lightning_zero.strategies.resuming import Bookmark
 from lightning_zero.strategies.signals import Signals
-from lightning_zero.strategies.trainer_checkpoints import TrainerCheckpoints, is_absent, nobody
+from lightning_zero.strategies.trainer_checkpoints import TrainerCheckpoints, is_absent
 
 
-@takes_options(TrainerOptions)
+def _in_window(step: str) -> Callable[..., Any]:
+    def run(self: TrainerStrategy, *args: Any, **kwargs: Any) -> Any:
+        with self.engine.window() if self.engine is not None else nullcontext():
+            return getattr(super(TrainerStrategy, self), step)(*args, **kwargs)
+
+    return run
+
+
+@takes_options(TrainerOptions, ParallelStrategy)
 class TrainerStrategy(TrainerCheckpoints):
     """ZeRO (Rajbhandari et al., SC20) for an unmodified LightningModule.
 
@@ -51,40 +54,18 @@ class TrainerStrategy(TrainerCheckpoints):
         TypeError, ValueError: if an option does not exist, or its value is not allowed.
     """
 
-    def __init__(
-        self,
-        stage: int | str = 3,
-        *,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, stage: int | str = 3, **options: Any) -> None:
         self.model: Any
         self.last_report: Report | None = None
         self._early_updates: EarlyUpdates | None = None
         self._signals: Signals | None = None
         self._backward = ExitStack()  # contexts to exit when backward ends
-        super().__init__(
-            accelerator,
-            parallel_devices,
-            cluster_environment,
-            checkpoint_io,
-            precision_plugin,
-            stage=stage,
-            **options,
-        )
+        super().__init__(stage=stage, **options)
 
     # -- the processes ----------------------------------------------------------------------------------------------
 
-    @property
-    def is_distributed(self) -> bool:
-        """Always true. Lightning reads it to split data over the ranks and to honour ``sync_dist``."""
-        return True
+    is_distributed = True  # Lightning reads it to split data over the ranks and to honour `sync_dist`
 
-    @override
     def setup_environment(self) -> None:
         self._has_come_back = self._has_tried_to_come_back = False
         self._loaded = None
@@ -94,21 +75,16 @@ class TrainerStrategy(TrainerCheckpoints):
             consolidate(self.lightning_module, self._handshake_timeout)
 
     @property
-    @override
     def _communicator(self) -> Communicator | None:
         return self.engine.communicator if self.engine is not None else None
 
     @property
-    @override
     def _is_cut_off(self) -> bool:
         return super()._is_cut_off and not self._has_come_back
 
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return self._reduce(tensor, group, reduce_op)
+    reduce = ZeroProcesses._reduce
 
     @property
-    @override
     def _shared_exceptions(self) -> tuple[type[BaseException], ...]:
         exceptions = self.lightning.utilities.exceptions
         return exceptions.SIGTERMException, exceptions._TunerExitException
@@ -116,32 +92,21 @@ class TrainerStrategy(TrainerCheckpoints):
     # -- setting up -------------------------------------------------------------------------------------------------
 
     @property
-    @override
-    def precision_plugin(self) -> Precision:
-        return super().precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        if precision_plugin is not None:
-            compute_dtype_of(precision_plugin, self.lightning)  # rejects unsupported ones before any process starts
-        self._precision_plugin = precision_plugin
-
-    @property
     def units(self) -> list[Unit]:
         """The module's units, the root unit first; empty outside of a run."""
         return self.engine.units if self.engine is not None else []
 
-    @override
     def setup(self, trainer: Trainer) -> None:
-        assert self.accelerator is not None and self.model is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.engine = self._kept_engine()
-        self._early_updates = EarlyUpdates(self.lightning) if fitting and self._updates_early else None
+        offload, precisions = self.config.offloads, self.lightning.plugins.precision
+        overlaps = offload is not None and offload.optimizer is not None and offload.overlap and self.config.overlap
+        self._early_updates = EarlyUpdates(self.lightning) if fitting and overlaps else None
         if self.engine is None:
             if fitting and self._layer_sync:
                 self.model = self._layer_sync.apply(self.model)
-            if isinstance(self.precision_plugin, self._converting_precisions):
+            if isinstance(self.precision_plugin, (precisions.HalfPrecision, precisions.DoublePrecision)):
                 leave_in_files(self.model)
             self.model = self.precision_plugin.convert_module(self.model)
             self.model_to_device()
@@ -151,7 +116,7 @@ class TrainerStrategy(TrainerCheckpoints):
             self.engine = Engine(
                 self.lightning_module,
                 _real(self.optimizers) if fitting else [],
-                config=self._config_of_run,
+                config=self._config_of_run(),
                 device=self.root_device,
             )
         if self.engine is not None:
@@ -161,36 +126,25 @@ class TrainerStrategy(TrainerCheckpoints):
             _sync_module_states(self.lightning_module)
         if not self._is_single and meets_between_batches(trainer):
             self._signals = Signals(trainer, self._communicator)
-            meet_between_batches(trainer, self._signals.before_training_batch)
+            meet_between_batches(trainer, partial(self._signals.agree, "the next training batch"))
         self._masters = {}
-        self._loaded = {} if self._loaded is None else self._loaded
+        self._loaded = self._loaded or {}
         self.setup_precision_plugin()
         if fitting:
             self._bookmark = Bookmark(trainer, self.root_device)
 
-    @property
-    def _updates_early(self) -> bool:
-        offload = self.config.offloads
-        return self.config.offloads_optimizer and self.config.overlap and offload is not None and offload.overlap
-
-    @property
-    def _config_of_run(self) -> EngineConfig:
-        return self._config_with(compute_dtype_of(self.precision_plugin, self.lightning))
-
     def _kept_engine(self) -> Engine | None:
         """Return the engine left by an earlier run (``after_fit="sharded"``), or None if this run cannot reuse it."""
-        assert self.lightning_module is not None
         engine = engine_of(self.lightning_module)
         if engine is None:
             return None
-        if engine.config != self._config_of_run:
+        if engine.config != self._config_of_run():
             engine.close(device=self.root_device)
             return None
         engine.sync_buffers()
         return engine
 
     @property
-    @override
     def optimizers(self) -> list[Optimizer]:
         return self._optimizers
 
@@ -205,25 +159,16 @@ class TrainerStrategy(TrainerCheckpoints):
 
     def _cuts(self, trainer: Trainer) -> bool:
         """Whether this run needs an engine: it fits, shards parameters, or some parameters are deferred."""
-        assert self.lightning_module is not None
         return trainer.state.fn == TrainerFn.FITTING or self._is_sharded or awaits_values(self.lightning_module)
 
-    @property
-    def _converting_precisions(self) -> tuple[type[Precision], ...]:
-        plugins = self.lightning.plugins.precision
-        return plugins.HalfPrecision, plugins.DoublePrecision
-
-    @override
     def model_to_device(self) -> None:
         """Move buffers. Parameters to be sharded are moved shard by shard, so no device ever holds all of them."""
-        assert self.model is not None and self.lightning_module is not None
         if not self._cuts(self.lightning_module.trainer):
             self.model.to(self.root_device)
             return
         _update_properties(self.lightning_module, device=self.root_device)
         self.model._apply(lambda t: t if isinstance(t, Parameter) or is_on_meta(t) else t.to(self.root_device))
 
-    @override
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Context in which tensors are created in ``configure_model`` and ``Trainer.init_module``."""
@@ -232,47 +177,24 @@ class TrainerStrategy(TrainerCheckpoints):
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
-    def _window(self) -> AbstractContextManager[None]:
-        return self.engine.window() if self.engine is not None else nullcontext()
+    training_step, validation_step, test_step, predict_step = map(
+        _in_window, ("training_step", "validation_step", "test_step", "predict_step")
+    )
 
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._window():
-            return super().training_step(*args, **kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._window():
-            return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._window():
-            return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._window():
-            return super().predict_step(*args, **kwargs)
-
-    @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
         if self._early_updates is not None and self.engine is not None and self.lightning_module is not None:
             trainer = self.lightning_module.trainer
             self._backward.enter_context(self._early_updates.around_backward(self.engine, trainer, closure_loss))
 
-    @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         self._backward.close()
 
-    @override
     def on_exception(self, exception: BaseException) -> None:
         self._backward.__exit__(type(exception), exception, exception.__traceback__)
         super().on_exception(exception)
 
-    @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         with self.engine.no_sync() if self.engine is not None else nullcontext():
@@ -295,32 +217,14 @@ class TrainerStrategy(TrainerCheckpoints):
 
         take_turns(self.lightning_module.trainer._active_loop, take_turn)
 
-    @override
-    def on_validation_start(self) -> None:
-        self._take_turns()
-
-    @override
-    def on_test_start(self) -> None:
-        self._take_turns()
-
-    @override
-    def on_predict_start(self) -> None:
-        self._take_turns()
+    on_validation_start = on_test_start = on_predict_start = _take_turns
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
-    @override
     def on_train_end(self) -> None:
         super().on_train_end()
         if self._signals is not None:
-            self._signals.at_end()
-
-    @override
-    def teardown(self) -> None:
-        try:
-            self._finish_saving()
-        finally:
-            self._teardown()
+            self._signals.agree("the end of training")
 
     def _teardown(self) -> None:
         signals, self._signals = self._signals, None
@@ -343,19 +247,14 @@ class TrainerStrategy(TrainerCheckpoints):
             self._teardown_but_for_engine()
 
     def _end(self, engine: Engine) -> None:
-        """Turn the module back into an ordinary one, and keep the master weights, which a later checkpoint may need.
-
-        Raises:
-            Exception: the first error; only logged if an exception has ended the run, to keep that one visible.
-        """
+        """Turn the module back into an ordinary one, and keep the master weights, which a later checkpoint may need."""
         error = None
         try:
             if engine.optimizers:
-                self._masters_after_fit, self._fitted = {}, weakref.ref(engine.module)
+                self._masters_after_fit = WeakKeyDictionary()
                 if not self._is_cut_off:
-                    self._masters_after_fit = engine.masters_by_name(
-                        leaf=self._leaf(parts=False, keeps=self.is_global_zero)
-                    )
+                    leaf = self._leaf(parts=False, keeps=self.is_global_zero)
+                    self._masters_after_fit[engine.module] = engine.masters_by_name(leaf=leaf)
         except Exception as raised:
             error = raised
         self._close([engine], error, device="cpu")
@@ -367,11 +266,10 @@ class TrainerStrategy(TrainerCheckpoints):
             # The run failed before deferred parameters had values: moving them would raise and hide that error.
             self.lightning_module._apply(lambda t: t if is_on_meta(t) else t.cpu())
             self._teardown_but_for_module()
-            return
-        super().teardown()
+        else:
+            super(ZeroProcesses, self).teardown()
 
     def _teardown_but_for_module(self) -> None:
-        assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -379,9 +277,8 @@ class TrainerStrategy(TrainerCheckpoints):
 
     def __getstate__(self) -> dict[str, Any]:
         # Users copy trainers and strategies; these attributes belong to the original alone.
-        of_one: dict[str, Any] = {"engine": None, "_bookmark": None, "_masters_after_fit": {}, "_fitted": nobody}
-        of_one |= {"_early_updates": None, "_signals": None, "_backward": ExitStack()}
-        return {**super().__getstate__(), **of_one}
+        state = {**super().__getstate__(), "_masters_after_fit": WeakKeyDictionary(), "_backward": ExitStack()}
+        return state | dict.fromkeys(("engine", "_bookmark", "_early_updates", "_signals"))
 
 
 def _real(optimizers: list[Optimizer]) -> list[Optimizer]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckpointError
 from lightning_zero.checkpoint.commit import remove
@@ -40,17 +40,15 @@ class TrainerCheckpoints(ZeroProcesses):
     _options_class = TrainerOptions
     options: TrainerOptions
 
-    def __init__(self, *base: Any, **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         self.engine: Engine | None = None
-        super().__init__(*base, **options)
+        super().__init__(**options)
         self._has_come_back = self._has_tried_to_come_back = False
         self._masters: dict[str, Tensor] = {}
         self._bookmark: Bookmark | None = None
         self._loaded: dict[str, Any] | None = None
-        # Rank 0's masters of the module that was fitted last, which may still be saved after it has become ordinary
-        # again.
-        self._masters_after_fit: dict[str, Tensor] = {}
-        self._fitted: Callable[[], Any] = nobody
+        # Rank 0's masters of the module that was fitted last, which may be saved after it has become ordinary again.
+        self._masters_after_fit: WeakKeyDictionary[Any, dict[str, Tensor]] = WeakKeyDictionary()
 
     def _can_save(self) -> bool:
         """Whether the ranks can assemble a checkpoint, also after a failure.
@@ -72,7 +70,6 @@ class TrainerCheckpoints(ZeroProcesses):
     @property
     def _has_hooks(self) -> bool:
         """Whether the project overrides ``on_save_checkpoint``, which runs on every rank."""
-        assert self.lightning_module is not None
         hooked = [self.lightning_module, *self.lightning_module.trainer.callbacks]
         return not all(
             each.on_save_checkpoint.__module__.startswith(("lightning.", "pytorch_lightning.")) for each in hooked
@@ -91,7 +88,6 @@ class TrainerCheckpoints(ZeroProcesses):
         """As ``_leaf``, of what the project's hooks read as well: it has values wherever they run."""
         return self._leaf(parts=self._state_is_in_parts, keeps=self.is_global_zero or self._has_hooks)
 
-    @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The full state dict on rank 0; on the other ranks the same names and shapes on the meta device.
 
@@ -110,13 +106,11 @@ class TrainerCheckpoints(ZeroProcesses):
     @property
     def _left_out(self) -> set[str]:
         """Names of parameters that checkpoints may lack."""
-        assert self.lightning_module is not None
         if not self.options.exclude_frozen_parameters:
             return set()
         parameters = self.lightning_module.named_parameters(remove_duplicate=False)
         return {name for name, parameter in parameters if not parameter.requires_grad}
 
-    @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if isinstance(optimizer, self.lightning.core.optimizer.LightningOptimizer):
             optimizer = optimizer._optimizer
@@ -126,7 +120,6 @@ class TrainerCheckpoints(ZeroProcesses):
             return {}
         return self.engine.full_optimizer_state_dict(optimizer, leaf=self._leaf_for_hooks)
 
-    @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if not self._can_save():
             log.warning(
@@ -139,15 +132,13 @@ class TrainerCheckpoints(ZeroProcesses):
         about = self._about_checkpoint(to_resume="optimizer_states" in checkpoint)
         checkpoint = {**checkpoint, CHECKPOINT_KEY: about}
         if self._saves_in_parts:
-            self._check_storage_options(storage_options)
-            self._alike(self._saver.finish)
             tree, names = {}, self._names_in_optimizers()
             if checkpoint.get("state_dict"):  # DCP does not store empty containers
                 tree["state_dict"] = checkpoint.pop("state_dict")
             if any(checkpoint.get("optimizer_states", ())):  # not Lightning's placeholder
                 for number, state in enumerate(checkpoint.pop("optimizer_states")):
                     tree[f"optimizer_{number}"] = by_name(state, names[number] if number < len(names) else [])
-            self._saver.save_in_parts(tree, checkpoint, filepath, self._written_by, self.global_rank, self._gather)
+            self._save_in_parts(tree, checkpoint, filepath, storage_options)
         elif not self._has_default_io or storage_options is not None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
@@ -162,31 +153,27 @@ class TrainerCheckpoints(ZeroProcesses):
         if to_resume and self._bookmark is not None:
             ranks = self._gather(self._bookmark.state())
             about |= {name: [state[name] for state in ranks] for name in ("rng", "data")}
-        if to_resume and (masters := self._masters_to_save()):
+        masters = self._masters_after_fit.get(self.lightning_module, {})
+        if self.engine is not None and to_resume:
+            leaf = self._leaf(parts=self._state_is_in_parts, keeps=self.is_global_zero)
+            masters = self.engine.masters_by_name(leaf=leaf)
+        if masters and to_resume:
             about["masters"] = masters
         if configs := configs_of_models(self.lightning_module):
             about["transformers"] = configs
         return about
 
-    def _masters_to_save(self) -> dict[str, Tensor]:
-        if self.engine is None:
-            return self._masters_after_fit if self.lightning_module is self._fitted() else {}
-        return self.engine.masters_by_name(leaf=self._leaf(parts=self._state_is_in_parts, keeps=self.is_global_zero))
-
     def _names_in_optimizers(self) -> list[list[str]]:
         """For each optimizer, the parameters' names in the order of its groups, by which its state numbers them."""
-        assert self.lightning_module is not None
         names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
         return [names_in(optimizer, names) for optimizer in self.optimizers]
 
-    @override
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint atomically, after all checkpoints saved since then have been written."""
         if self.is_global_zero:
             act = remove if self._has_default_io else self.checkpoint_io.remove_checkpoint
             self._saver.then(partial(act, filepath))
 
-    @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None, **options: Any) -> dict[str, Any]:
         """Load a checkpoint, but leave weights and optimizer state in it: each rank later reads its shards of them.
 
@@ -205,29 +192,26 @@ class TrainerCheckpoints(ZeroProcesses):
         try:
             return self._opened(checkpoint_path, weights_only).checkpoint
         except Exception as error:  # raised on every rank, though not the same on each
-            assert self.lightning_module is not None
             trainer = self.lightning_module.trainer
             if not is_last(trainer, checkpoint_path):
                 raise
             # FileNotFoundError means an empty folder here.
             is_spoilt = isinstance(error, (DamagedCheckpointError, NoCheckpointError, FileNotFoundError))
             others = others_by_age(trainer, checkpoint_path) if self.is_global_zero else []
-            told = self._gather((is_spoilt, others))
-            if not all(spoilt for spoilt, _ in told):
+            of_ranks = self._gather((is_spoilt, others))
+            if not all(spoilt for spoilt, _ in of_ranks):
                 raise
-            _, others = told[0]
+            _, others = of_ranks[0]
             for other in others:
                 with suppress(Exception):
                     checkpoint = self._opened(other, weights_only).checkpoint
-                    rank_zero_warn(f"{error} The run goes on from {other} instead, the newest one that is whole.")
+                    rank_zero_warn(f"{error} Resuming from {other} instead, the newest undamaged checkpoint.")
                     return checkpoint
             if others:
-                raise DamagedCheckpointError(f"{error} None of the others is whole: {listed(others)}.") from error
+                raise DamagedCheckpointError(f"{error} All others are damaged, too: {listed(others)}.") from error
             raise
 
-    @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
         with self._letting_frozen_be_missing():
             check_module(self.lightning_module, checkpoint["state_dict"], strict)
             with taking_values(self.lightning_module, is_on_meta) as places:
@@ -243,7 +227,6 @@ class TrainerCheckpoints(ZeroProcesses):
 
     @contextmanager
     def _letting_frozen_be_missing(self) -> Iterator[None]:
-        assert self.lightning_module is not None
         left_out = self._left_out
 
         def let_be_missing(module: Any, keys: Any) -> None:
@@ -255,7 +238,6 @@ class TrainerCheckpoints(ZeroProcesses):
         finally:
             hook.remove()
 
-    @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         check_optimizers(self.optimizers, checkpoint["optimizer_states"])
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
@@ -268,15 +250,10 @@ class TrainerCheckpoints(ZeroProcesses):
                 data[self.global_rank] if len(data) == self.world_size else None,
             )
 
-    @override
     def on_train_start(self) -> None:
         super().on_train_start()
         if self._bookmark is not None:
             self._bookmark.restore_rng()
-
-
-def nobody() -> None:
-    """Dead reference: returns None in place of a module."""
 
 
 def is_absent(optimizer: Any) -> bool:

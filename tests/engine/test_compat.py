@@ -12,7 +12,7 @@ import zipfile
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zero.engine import Engine, ShardedTensor, compat
 
@@ -182,13 +182,12 @@ def test_torchs_checkpoints_in_parts_name_what_is_nested():
     assert pickle.loads(pickle.dumps(place("file", 1, 2))).offset == 1
 
 
-def test_loaders_tell_what_reads_them():
-    class Endless(IterableDataset):
-        def __iter__(self):
-            yield torch.ones(1)
-
-    assert DataLoader(Endless())._dataset_kind == compat.DatasetKind.Iterable
-    assert type(iter(DataLoader(TensorDataset(torch.ones(2))))) is compat.SingleProcessDataLoaderIter
+def test_dataloaders_take_indices_from_a_sampler_and_count_their_batches():
+    loader = DataLoader(TensorDataset(torch.arange(4)), batch_size=2)
+    iterator = loader._get_iterator()
+    next(iterator)
+    assert iterator._index_sampler is loader._index_sampler is loader.batch_sampler and loader._auto_collation
+    assert iterator._num_yielded == 1 and loader._iterator is None
     assert compat.IncompatibleKeys([], ["w"]).unexpected_keys == ["w"]
 
 
