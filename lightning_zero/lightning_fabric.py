@@ -9,7 +9,7 @@ from lightning_fabric.strategies import STRATEGY_REGISTRY, ParallelStrategy
 from lightning_zero.strategies import fabric
 
 
-class ZeroStrategy(fabric.FabricStrategy, ParallelStrategy):  # type: ignore[misc]
+class ZeroStrategy(fabric.FabricStrategy, ParallelStrategy):
     __doc__ = fabric.FabricStrategy.__doc__
     lightning: ClassVar[ModuleType] = lightning_fabric
 

@@ -16,7 +16,7 @@ def after_import(of: str, then: str) -> None:
     """Import the module ``then`` as soon as the module ``of`` has been imported; now, if ``of`` is imported already."""
     if of in sys.modules:
         importlib.import_module(then)
-    elif ("lightning_zero", of, then) not in [getattr(finder, "waits", None) for finder in sys.meta_path]:
+    else:
         sys.meta_path.insert(0, _Finder(of, then))
 
 
@@ -24,7 +24,6 @@ class _Finder(MetaPathFinder):
     """Finder that wraps the loader of one module until that module is executed; a search alone does not trigger it."""
 
     def __init__(self, of: str, then: str) -> None:
-        self.waits = ("lightning_zero", of, then)
         self._of, self._then = of, then
         self._is_searching = False
 

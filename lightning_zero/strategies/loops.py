@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -44,7 +45,8 @@ class _AllAtOnce(Iterator[Any]):
     _batches: Iterator[Any] | None = None
 
     def __next__(self) -> Any:
-        self._batches = self._batches or self.iterator
+        if self._batches is None:
+            self._batches = self.iterator
         item = None if self.done else next(self.iterator, None)
         self.take_turn(None if item is None else item[2])
         if item is None:
@@ -63,17 +65,14 @@ def attend(trainer: Trainer, engine: Engine) -> None:
     A loop without any batch on this rank is skipped, and Lightning calls no strategy hook for a skipped loop.
     """
 
-    def attended(loop: Any) -> Callable[[Any], Any]:
-        def run(method: Any) -> Any:
-            outputs = method()
-            if loop.skip:
-                engine.take_turn(None)
-            return outputs
-
-        return run
+    def run(loop: Any, method: Any) -> Any:
+        outputs = method()
+        if loop.skip:
+            engine.take_turn(None)
+        return outputs
 
     for loop in _evaluation_loops(trainer):
-        Around.put(loop, "run", attended(loop))
+        Around.put(loop, "run", partial(run, loop))
 
 
 def meets_between_batches(trainer: Trainer) -> bool:

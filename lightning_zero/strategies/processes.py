@@ -36,13 +36,16 @@ from lightning_zero.engine.init.deferred_param import parameters_await_values
 from lightning_zero.engine.plan.placement import Placement, placements_of
 from lightning_zero.engine.tensor.sharded_tree import Leaf, in_parts, is_in_parts, on_cpu, on_meta, walk
 from lightning_zero.strategies.options import StrategyOptions, split_options
-from lightning_zero.strategies.precision import compute_dtype_of
 from lightning_zero.version import __version__
 
 log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 _SECOND_ERROR = "Another error followed the exception that ended the run: %s"
+
+# These plugins store weights as fp8 scales and copies, as quantised blocks or as another strategy's shards, none of
+# which can be split into flat shards of plain numbers.
+_REFUSED = ("TransformerEngine", "Bitsandbytes", "DeepSpeed", "FSDP", "XLA")
 
 if TYPE_CHECKING:
     ParallelStrategy: Any  # each namespace's own class: concrete strategies derive from that class as well
@@ -67,6 +70,7 @@ class ZeroProcesses(ParallelStrategy):
     _arguments_of_base: ClassVar[tuple[str, ...]]
     _options_class: ClassVar[type[StrategyOptions]] = StrategyOptions
     options: StrategyOptions
+    _checkpoint_io: Any
     _launcher: Any
 
     def __init__(self, **options: Any) -> None:
@@ -140,7 +144,7 @@ class ZeroProcesses(ParallelStrategy):
     def _config_of_run(self) -> EngineConfig:
         """The engine's options, completed by the two that follow from the precision and the timeout."""
         plugin = getattr(self, self._arguments_of_base[-1])  # `precision_plugin` of a Trainer, `precision` of Fabric
-        dtype = compute_dtype_of(plugin, self.lightning)
+        dtype = _compute_dtype_of(plugin, self.lightning)
         return replace(self.config, compute_dtype=dtype, handshake_timeout=self._handshake_timeout)
 
     # -- setting up -------------------------------------------------------------------------------------------------
@@ -370,3 +374,20 @@ class _Telling:
             if strategy is not None and not isinstance(exception, strategy._shared_exceptions):
                 strategy.on_exception(exception)
             raise
+
+
+def _compute_dtype_of(plugin: Any, lightning: ModuleType) -> torch.dtype | None:
+    """Return the dtype in which fp32 parameters that autocast casts are gathered, or None to gather in their own dtype.
+
+    In mixed precision an embedding, a norm and parameters of custom modules are gathered in fp32, as autocast uses
+    them. Otherwise parameters have the dtype in which the plugin's conversion leaves them; masters are fp32 or fp64.
+    """
+    plugins = lightning.plugins.precision
+    if isinstance(plugin, tuple(getattr(plugins, f"{name}Precision") for name in _REFUSED)):
+        raise ValueError(
+            f"{type(plugin).__name__} cannot be used with ZeroStrategy: pass precision= one of '32-true', '64-true', "
+            "'16-true', 'bf16-true', '16-mixed' and 'bf16-mixed', or a Precision plugin of your own."
+        )
+    if isinstance(plugin, plugins.MixedPrecision):
+        return torch.bfloat16 if plugin.precision == "bf16-mixed" else torch.float16
+    return None

@@ -277,8 +277,8 @@ class TrainerStrategy(TrainerCheckpoints):
 
     def __getstate__(self) -> dict[str, Any]:
         # Users copy trainers and strategies; these attributes belong to the original alone.
-        state = {**super().__getstate__(), "_masters_after_fit": WeakKeyDictionary(), "_backward": ExitStack()}
-        return state | dict.fromkeys(("engine", "_bookmark", "_early_updates", "_signals"))
+        of_one = dict.fromkeys(("engine", "_bookmark", "_masters_after_fit", "_early_updates", "_signals"))
+        return {**super().__getstate__(), **of_one, "_backward": ExitStack()}
 
 
 def _real(optimizers: list[Optimizer]) -> list[Optimizer]:

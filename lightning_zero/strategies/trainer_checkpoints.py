@@ -48,7 +48,7 @@ class TrainerCheckpoints(ZeroProcesses):
         self._bookmark: Bookmark | None = None
         self._loaded: dict[str, Any] | None = None
         # Rank 0's masters of the module that was fitted last, which may be saved after it has become ordinary again.
-        self._masters_after_fit: WeakKeyDictionary[Any, dict[str, Tensor]] = WeakKeyDictionary()
+        self._masters_after_fit: WeakKeyDictionary[Any, dict[str, Tensor]] | None = None
 
     def _can_save(self) -> bool:
         """Whether the ranks can assemble a checkpoint, also after a failure.
@@ -153,7 +153,7 @@ class TrainerCheckpoints(ZeroProcesses):
         if to_resume and self._bookmark is not None:
             ranks = self._gather(self._bookmark.state())
             about |= {name: [state[name] for state in ranks] for name in ("rng", "data")}
-        masters = self._masters_after_fit.get(self.lightning_module, {})
+        masters = (self._masters_after_fit or {}).get(self.lightning_module, {})
         if self.engine is not None and to_resume:
             leaf = self._leaf(parts=self._state_is_in_parts, keeps=self.is_global_zero)
             masters = self.engine.masters_by_name(leaf=leaf)
