@@ -45,8 +45,8 @@ class _AllAtOnce(Iterator[Any]):
     _batches: Iterator[Any] | None = None
 
     def __next__(self) -> Any:
-        if self._batches is None:
-            self._batches = self.iterator
+        if self._batches is None:  # not the iterator itself: `chain` would restart a CombinedLoader
+            self._batches = self.iterator = iter(partial(next, self.iterator), None)
         item = None if self.done else next(self.iterator, None)
         self.take_turn(None if item is None else item[2])
         if item is None:
