@@ -30,13 +30,13 @@ def walk(
     known: dict[Any, Any] = {}
 
     def step(tree: Any) -> Any:
-        if isinstance(tree, ShardedTensor) and wanted(tree):
-            key = identity(tree)
+        if wanted(tree):
+            key = identity(tree) if isinstance(tree, ShardedTensor) else None
+            if key is None:
+                return act(tree)
             if key not in known:
                 known[key] = act(tree)
             return known[key]
-        if wanted(tree):
-            return act(tree)
         if not isinstance(tree, (dict, list, tuple)):
             return tree
         items = list(tree.values() if isinstance(tree, dict) else tree)
