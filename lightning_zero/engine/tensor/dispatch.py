@@ -251,8 +251,12 @@ def _finish_norm(parts: Tensor, order: float, slot: Slot, what: str | None = Non
     if abs(order) != float("inf"):
         total = slot.reduce(parts, ReduceOp.SUM, what)
         return total if order == 0 else total ** (1.0 / order)
-    # the maximum, or minimum, with NaN reduced apart: backends differ in what a maximum with NaN is
-    sign, nan = 1 if order > 0 else -1, parts.isnan()
+    return _extreme_over_ranks(parts, slot, 1 if order > 0 else -1, what)
+
+
+def _extreme_over_ranks(parts: Tensor, slot: Slot, sign: int, what: str | None = None) -> Tensor:
+    """Maximum over ranks, or minimum for sign -1. NaN is reduced apart: backends differ in a maximum with NaN."""
+    nan = parts.isnan()
     flagged = torch.stack([(sign * parts).masked_fill(nan, -float("inf")), nan.to(parts.dtype)])
     found, nan = slot.reduce(flagged, ReduceOp.MAX, what).unbind()
     return (sign * found).masked_fill(nan > 0, float("nan"))
@@ -283,6 +287,15 @@ def _sum(func: Any, args: Any, kwargs: Any) -> Any:
     total = tensor.slot.reduce(tensor.local.sum(), ReduceOp.SUM)
     total = total / tensor.numel() if func is aten.mean.default else total
     return total.to(tensor.dtype) if tensor.is_floating_point() else total
+
+
+def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = _communicating(args[0])
+    if tensor is None or len(args) > 1 or not tensor.is_floating_point() or not tensor.numel():
+        return NotImplemented
+    sign = 1 if func is aten.max.default else -1
+    part = func(tensor.local) if tensor.local.numel() else tensor.local.new_full((), -sign * float("inf"))
+    return _extreme_over_ranks(part, tensor.slot, sign).to(tensor.dtype)
 
 
 def _alias(func: Any, args: Any, kwargs: Any) -> Any:
@@ -334,6 +347,15 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> Any:
     return None
 
 
+def _of_the_shape(func: Any, args: Any, kwargs: Any) -> Any:
+    """Operators that need a tensor's shape and dtype, but not its values."""
+    tensor = args[0]
+    if isinstance(tensor, ShardedTensor) and func in _LOCAL:
+        return _act_locally(func, args, kwargs)
+    return func(torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape), *args[1:], **kwargs)
+
+
+_NEW = "empty_like full_like ones_like zeros_like rand_like randn_like new_empty new_full new_ones new_zeros"
 _HANDLERS: dict[Any, _Handler] = {
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     aten.detach.default: _alias,
@@ -346,11 +368,11 @@ _HANDLERS: dict[Any, _Handler] = {
     aten.mean.default: _sum,
     aten.all.default: _sum,
     aten.any.default: _sum,
+    aten.max.default: _extreme,
+    aten.min.default: _extreme,
+    **{getattr(aten, name).default: _of_the_shape for name in _NEW.split()},
 }
-
-
 _REDUCTIONS_OF_LISTS = {"aten::_foreach_norm", "aten::_foreach_max", "aten::_foreach_powsum"}
-
 _OF_MEMORY = ("layout", "memory_format", "pin_memory")  # arguments without a meaning for a local range
 
 # Pointwise operators that torch does not tag as such.

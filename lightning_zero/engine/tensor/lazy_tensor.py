@@ -11,21 +11,6 @@ from torch import Tensor
 
 from lightning_zero.engine.tensor.wrapper import WrapperTensor, new_wrapper
 
-aten = torch.ops.aten
-_OF_THE_SHAPE = {
-    aten.empty_like.default,
-    aten.full_like.default,
-    aten.new_empty.default,
-    aten.new_full.default,
-    aten.new_ones.default,
-    aten.new_zeros.default,
-    aten.ones_like.default,
-    aten.rand_like.default,
-    aten.randn_like.default,
-    aten.zeros_like.default,
-}
-"""Operators that need a tensor's shape and dtype, but not its values."""
-
 
 @dataclass
 class _Held:
@@ -76,15 +61,6 @@ class StoredTensor(WrapperTensor):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func in _OF_THE_SHAPE:
-            args = (torch.empty((), dtype=args[0].dtype, device="cpu").expand(args[0].shape), *args[1:])
-            return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
     @property
     def stored_name(self) -> str:

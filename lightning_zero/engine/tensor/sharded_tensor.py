@@ -110,7 +110,7 @@ class ShardedTensor(WrapperTensor):
         return handle
 
     def __repr__(self) -> str:  # type: ignore[override]
-        start, stop = self.slot.offset, self.slot.offset + self.slot.local_numel
+        start, stop = self._range
         kind = "Parameter containing:\n" if isinstance(self, torch.nn.Parameter) else ""
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
@@ -147,18 +147,18 @@ class ShardedTensor(WrapperTensor):
     def _boxes(self) -> list[Box]:
         if not self.numel():  # DCP expects one entry for an empty tensor, too
             return [Box((0,) * self.dim(), tuple(self.shape), 0)]
-        return boxes(self.shape, self.slot.offset, self.slot.offset + self.slot.local_numel)
+        return boxes(self.shape, *self._range)
+
+    @property
+    def _range(self) -> tuple[int, int]:
+        return self.slot.offset, self.slot.offset + self.slot.local_numel
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            with torch.no_grad():
-                # a value with the same sharding, so that a copied module takes the memory of a shard
+            with torch.no_grad():  # a value with the same sharding, so that a copied module takes the memory of a shard
                 copy: Tensor = ShardedTensor(self.slot, self.local.clone(), self.dtype)
-            if isinstance(self, torch.nn.Parameter):
-                copy = torch.nn.Parameter(copy, self.requires_grad)
-            else:
-                copy.requires_grad_(self.requires_grad)
-            memo[id(self)] = copy
+            is_parameter = isinstance(self, torch.nn.Parameter)
+            memo[id(self)] = (torch.nn.Parameter if is_parameter else Tensor.requires_grad_)(copy, self.requires_grad)
         return memo[id(self)]
 
     @WrapperTensor.data.setter  # type: ignore[attr-defined]
@@ -188,8 +188,5 @@ def local_range_of(value: Tensor, slot: Slot) -> Tensor:
 
 
 def flat_range(value: Tensor, start: int, stop: int) -> Tensor:
-    """The elements ``[start, stop)`` of a flattened tensor, 1-D; of a lazy tensor only these are read.
-
-    The result is for immediate reading only.
-    """
+    """The elements ``[start, stop)`` of a flattened tensor, 1-D, for immediate reading only; others are not read."""
     return value.shown(start, stop) if isinstance(value, WrapperTensor) else value.reshape(-1)[start:stop]
