@@ -386,12 +386,12 @@ def in_backward() -> bool:
     return current_graph_task() != -1
 
 
-def weakly(method: Callable[..., None]) -> Callable[..., None]:
+def weakly(method: Any) -> Callable[..., None]:
     """A function that calls a method as long as its object lives, without keeping the object alive."""
-    reference = weakref.WeakMethod(method)
+    owner, function = weakref.ref(method.__self__), method.__func__
 
     def call(*args: Any) -> None:
-        if (found := reference()) is not None:
-            found(*args)
+        if (found := owner()) is not None:
+            function(found, *args)
 
     return call
