@@ -468,7 +468,7 @@ def test_a_tensor_comes_back_with_its_strides_and_alignment():
         memory[:65_536].view(4, 16, 32, 32).to(memory_format=torch.channels_last),
         memory[:65_536].view(256, 256).bfloat16()[:, 1:200],
     ):
-        form = _Form.of(tensor)
+        form = _Form(tensor)
         host = torch.empty(form.nbytes, dtype=torch.uint8)
         form.on_host(host).copy_(tensor)
         back = form.empty()

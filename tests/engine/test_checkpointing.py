@@ -93,7 +93,7 @@ def compare(kind, choice, blocks=None):
             torch.testing.assert_close(ours.whole() if hasattr(ours, "whole") else ours, theirs, rtol=0, atol=0)
         again = sum(block.forwards > before for block, before in zip(module.blocks, plain))
         assert again == newly, [block.forwards for block in module.blocks]
-        assert all(unit.stays or not unit.is_gathered for unit in engine.units), "something was left gathered"
+        assert all(b.is_replicated or not b.is_ready for b in engine.buckets), "something was left gathered"
         engine.close()
         for block in module.blocks:
             block.forwards = 0

@@ -167,6 +167,6 @@ def compare_with_plain_gradients(recipe: Recipe, stage: int, unit_numel: int) ->
         (sum(losses) / world_size()).backward()
         plain.step()
         plain.zero_grad()
-        assert all(unit.stays or not unit.is_gathered for unit in engine.units), "something was left gathered"
+        assert all(b.is_replicated or not b.is_ready for b in engine.buckets), "something was left gathered"
     same_tensors(engine.full_state_dict(), dict(reference.state_dict()), CLOSE)
     engine.close()

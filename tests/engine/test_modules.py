@@ -356,7 +356,7 @@ def compare_with_ddp(kind):
         losses = train(module, module, optimizer)
         torch.testing.assert_close(losses, expected, **bound, msg=lambda m: f"stage {stage}: losses: {m}")
         weights = engine.full_state_dict()
-        assert all(unit.stays or not unit.is_gathered for unit in engine.units), "something was left gathered"
+        assert all(b.is_replicated or not b.is_ready for b in engine.buckets), "something was left gathered"
         engine.close()
         for name, value in reference.state_dict().items():
             torch.testing.assert_close(weights[name], value, **bound, msg=lambda m: f"stage {stage}: {name}: {m}")

@@ -136,7 +136,7 @@ def test_scalars():
 
 def test_memory_that_it_does_not_have_is_refused():
     tensor, _ = stored(torch.ones(3))
-    with pytest.raises(RuntimeError, match=r"'x' lies elsewhere .* tensor\.clone\(\)"):
+    with pytest.raises(RuntimeError, match=r"'x' is a lazy tensor.* tensor\.clone\(\)"):
         tensor.storage()
 
 

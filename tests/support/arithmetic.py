@@ -26,9 +26,10 @@ def aligned(numel: int) -> int:
 def padded_units(units: list[Any], module: nn.Module, ranks: int) -> dict[str, int]:
     """Padded elements by unit; in these tests each unit has one bucket (one dtype, all trainable)."""
     numels = {name: p.numel() for name, p in module.named_parameters()}
-    assert sorted(name for unit in units for name in unit.parameter_names) == sorted(numels), "each is in one unit"
-    assert all(unit.numel == sum(numels[name] for name in unit.parameter_names) for unit in units)
-    return {unit.name: padded_numel([numels[name] for name in unit.parameter_names], ranks) for unit in units}
+    names = {unit: [part.name for bucket in unit.buckets for part in bucket.layout.segments] for unit in units}
+    assert sorted(name for found in names.values() for name in found) == sorted(numels), "each is in one unit"
+    assert all(unit.numel == sum(numels[name] for name in names[unit]) for unit in units)
+    return {unit.name: padded_numel([numels[name] for name in names[unit]], ranks) for unit in units}
 
 
 def difference(later: Any, earlier: Any) -> dict[str, dict[str, int]]:

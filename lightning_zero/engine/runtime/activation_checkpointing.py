@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Generator
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from lightning_zero.engine.compat import checkpoint_generator, peek_interpreter_
 from lightning_zero.engine.config import Modules
 from lightning_zero.engine.plan.units import UnitPlan, select_modules
 from lightning_zero.engine.runtime.activation_offload import ActivationStore
-from lightning_zero.engine.runtime.compile_hooks import EntryHook, OwnHook, is_compiled
+from lightning_zero.engine.runtime.compile_hooks import OwnHook, is_compiled
 from lightning_zero.engine.runtime.saved_tensors import is_watched_by_others
 
 # This function of torch can be driven by hooks, but takes all options by position; later versions have more of them.
@@ -34,11 +33,7 @@ class CheckpointedModule:
     """Hooks that checkpoint one module until they are removed.
 
     The schedule's hooks are around these: a unit is gathered before its region begins, and again within the region when
-    the module is called for recomputation.
-
-    Args:
-        module: the module to checkpoint.
-        store: offloads the module's inputs until they are needed again; None leaves them on the device.
+    the module is called for recomputation. ``store`` offloads the module's inputs until then.
     """
 
     def __init__(self, module: nn.Module, store: ActivationStore | None = None) -> None:
@@ -46,7 +41,7 @@ class CheckpointedModule:
         self._recomputing = 0  # nested recomputations under way
         self._regions: list[Generator[None, None, None]] = []
         self._handles = [
-            module.register_forward_pre_hook(EntryHook(self._before), with_kwargs=True),
+            module.register_forward_pre_hook(OwnHook(self._before), with_kwargs=True),
             module.register_forward_hook(OwnHook(self._after), prepend=True, always_call=True),
         ]
 
@@ -67,7 +62,7 @@ class CheckpointedModule:
                 # a recomputation would not be compiled, and would save other tensors
                 raise RuntimeError(
                     f"activation_checkpointing= of a {type(module).__name__} inside of compiled code: compile the "
-                    "checkpointed modules themselves (block.compile()) instead of what is around them."
+                    "checkpointed modules themselves (block.compile()) instead of the modules around them."
                 )
             region = self._region(module, args, kwargs)
             next(region)
@@ -75,12 +70,11 @@ class CheckpointedModule:
 
     def _region(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generator[None, None, None]:
         moving: AbstractContextManager[None] = nullcontext()
-        if self._store is not None and _are_inputs_kept():
-            call, tensors = self._store.take_out(args, kwargs)
-            if tensors:
-                function, args, kwargs = partial(call.run, function), (*call.args, *tensors), call.kwargs
-                moving = self._store.moving(tensors)
-        options = {**_OPTIONS, "fn": function, "context_fn": self._contexts}
+        # Within another checkpointed region inputs are recomputed; in ``torch.func`` they have no memory.
+        are_inputs_kept = torch.is_grad_enabled() and not is_watched_by_others() and peek_interpreter_stack() is None
+        if self._store is not None and are_inputs_kept:
+            function, args, kwargs, moving = self._store.take_out(function, args, kwargs)
+        options = {**_OPTIONS, "fn": function, "context_fn": lambda: (nullcontext(), self)}
         with moving:
             yield from checkpoint_generator(*options.values(), *args, **kwargs)
 
@@ -88,37 +82,17 @@ class CheckpointedModule:
         if not self._recomputing and self._regions:
             next(self._regions.pop(), None)
 
-    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _Recomputation(self)
-
-
-def _are_inputs_kept() -> bool:
-    """Whether a region that begins now saves its inputs, in memory of their own.
-
-    Within another checkpointed region inputs are recomputed; in ``torch.func`` they have no memory.
-    """
-    return torch.is_grad_enabled() and not is_watched_by_others() and peek_interpreter_stack() is None
-
-
-class _Recomputation(AbstractContextManager[None]):
-    """Context of each recomputation of a region; there is one for each backward through it."""
-
-    def __init__(self, checkpointed: CheckpointedModule) -> None:
-        self._checkpointed = checkpointed
+    # As a context: a recomputation of a region, of which there is one for each backward through it.
 
     def __enter__(self) -> None:
-        self._checkpointed._recomputing += 1
+        self._recomputing += 1
 
     def __exit__(self, *_: object) -> None:
-        self._checkpointed._recomputing -= 1
+        self._recomputing -= 1
 
 
 def modules_to_checkpoint(module: nn.Module, plans: list[UnitPlan], wanted: Modules | None) -> list[nn.Module]:
-    """The modules that the option ``activation_checkpointing`` selects.
-
-    Raises:
-        ValueError: if it selects none.
-    """
+    """The modules that the option ``activation_checkpointing`` selects."""
     if wanted is None:
         return []
     if wanted != "units":

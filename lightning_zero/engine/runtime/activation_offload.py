@@ -14,28 +14,31 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_zero.engine.compat import hooks_on_top, pop_hooks, push_hooks
+from lightning_zero.engine.comm.streams import current_stream
+from lightning_zero.engine.compat import (
+    hooks_on_top,
+    pop_hooks,
+    push_hooks,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
 from lightning_zero.engine.config import OffloadConfig
 from lightning_zero.engine.offload.scratch import Disk, HostMemory
 from lightning_zero.engine.runtime.compile_hooks import untraced
-from lightning_zero.engine.runtime.saved_tensors import Saved, changed_in_place
+from lightning_zero.engine.runtime.saved_tensors import Saved
 
 LEAST = 2**16
 """Smallest size in bytes of a tensor that is moved: below it the copy costs more than the memory is worth."""
-
-Place = str | os.PathLike[str]
-"""Where activations are kept: ``"cpu"``, or a folder on a local disk."""
 
 
 class ActivationStore:
@@ -51,31 +54,44 @@ class ActivationStore:
 
     Args:
         device: the device whose memory is relieved.
-        place: ``"cpu"``, or a folder on a local disk, which is made if it does not exist.
-
-    Raises:
-        OSError: if no file can be created in the folder.
+        folder: on a local disk; created if it does not exist. None moves tensors to the host's memory.
     """
 
-    def __init__(self, device: torch.device, place: Place) -> None:
+    def __init__(self, device: torch.device, folder: str | None) -> None:
         self.device = device
         self._copies = _Copies(device)
         is_pinned = device.type != "cpu"
-        self._place = HostMemory(is_pinned) if isinstance(place, str) else Disk(os.fspath(place), is_pinned)
+        self._place = HostMemory(is_pinned) if folder is None else Disk(folder, is_pinned)
         self._kept: weakref.WeakValueDictionary[tuple[Any, ...], Kept] = weakref.WeakValueDictionary()
         self._last: weakref.ref[_Region] | None = None
 
-    def take_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, list[Tensor]]:
-        """Split a module's arguments: a call with gaps in place of the tensors to move, and these tensors."""
-        taken: dict[int, tuple[_Gap, Tensor]] = {}
+    def take_out(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], AbstractContextManager[None]]:
+        """Prepare a module's arguments for checkpointing, which saves tensors that are positional arguments.
 
-        def leave_gap(value: Any) -> Any:
-            if not isinstance(value, Tensor) or not self._is_worth_moving(value):
-                return value
-            return taken.setdefault(id(value), (_Gap(len(taken)), value))[0]
+        Returns:
+            A function that calls the module; its arguments, with the tensors to move among the positional ones; and a
+            context in which autograd's saving of these moves them.
+        """
+        leaves, spec = tree_flatten((args, kwargs))
+        positional = len(tree_leaves(args))
+        moved = {id(leaf) for leaf in leaves if isinstance(leaf, Tensor) and self._is_worth_moving(leaf)}
+        if not moved:
+            return module, args, kwargs, nullcontext()
+        saved: dict[int, Tensor] = {}  # by ``id``: a tensor may be several arguments
+        for number, leaf in enumerate(leaves):
+            if id(leaf) in moved or number < positional and isinstance(leaf, Tensor):
+                saved[id(leaf)] = leaf
+        position_of = {key: position for position, key in enumerate(saved)}
+        places = [(position_of.get(id(leaf)), None if id(leaf) in saved else leaf) for leaf in leaves]
 
-        args, kwargs = _mapped((args, kwargs), leave_gap)
-        return Call(args, kwargs), [tensor for _, tensor in taken.values()]
+        def run(*tensors: Tensor) -> Any:
+            given = [other if position is None else tensors[position] for position, other in places]
+            args, kwargs = tree_unflatten(given, spec)
+            return module(*args, **kwargs)
+
+        return run, tuple(saved.values()), {}, self._moving(moved)
 
     def _is_worth_moving(self, tensor: Tensor) -> bool:
         return (
@@ -88,8 +104,8 @@ class ActivationStore:
         )
 
     @contextmanager
-    def moving(self, tensors: list[Tensor]) -> Iterator[None]:
-        """Context in which autograd's saving of the given tensors moves them; checkpointing saves its inputs that way.
+    def _moving(self, moved: set[int]) -> Iterator[None]:
+        """Context in which tensors that autograd saves are moved if their ``id`` is among the given ones.
 
         Autograd restores the graph of a saved tensor, so a moved input has its graph when it is unpacked.
         """
@@ -97,20 +113,15 @@ class ActivationStore:
         if before is not None:
             before.let_go()
         region = _Region(self._last)
-        moved = {id(tensor) for tensor in tensors}
-        outer = hooks_on_top()
+        outer = hooks_on_top() or (Saved.of, Saved.unpack)
 
         @untraced
         def pack(tensor: Tensor) -> Any:
-            if id(tensor) in moved:
-                return self._keep(tensor, region)
-            return Saved.of(tensor) if outer is None else outer[0](tensor)
+            return self._keep(tensor, region) if id(tensor) in moved else outer[0](tensor)
 
         @untraced
         def unpack(packed: Any) -> Tensor:
-            if type(packed) is Kept:
-                return packed.value()
-            return packed.unpack() if outer is None else outer[1](packed)
+            return packed.value() if type(packed) is Kept else outer[1](packed)
 
         push_hooks(pack, unpack)
         try:
@@ -132,100 +143,51 @@ class ActivationStore:
         return kept
 
 
-class Call(NamedTuple):
-    """Arguments of a module with gaps in place of the moved tensors, which are passed as extra positional arguments."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def run(self, module: nn.Module, *given: Any, **kwargs: Any) -> Any:
-        """Call the module, filling the gaps with the tensors that follow the positional arguments."""
-        args, tensors = given[: len(self.args)], given[len(self.args) :]
-        args, kwargs = _mapped((args, kwargs), lambda value: tensors[value.index] if type(value) is _Gap else value)
-        return module(*args, **kwargs)
-
-
-class _Gap:
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply a function to the leaves of nested lists, tuples and dicts; containers without a change are not copied."""
-    kind = type(value)
-    if kind in (dict, OrderedDict):
-        items = {key: _mapped(item, change) for key, item in value.items()}
-        return value if all(items[key] is item for key, item in value.items()) else kind(items)
-    if kind in (list, tuple) or isinstance(value, tuple) and hasattr(value, "_fields"):
-        changed = [_mapped(item, change) for item in value]
-        if all(new is old for new, old in zip(changed, value)):
-            return value
-        return kind(*changed) if hasattr(value, "_fields") else kind(changed)
-    return change(value)
-
-
 class _Region:
-    """Tensors moved in one forward of a checkpointed module. Holds weak references, and is held by the tensors.
-
-    Args:
-        previous: the region of the module that ran before, which is next in backward.
-    """
+    """Tensors moved in one forward of a checkpointed module. Holds weak references, and is held by the tensors."""
 
     def __init__(self, previous: weakref.ref[_Region] | None) -> None:
-        self.kept: list[weakref.ref[Kept]] = []
-        self.previous = previous
+        self.kept: weakref.WeakSet[Kept] = weakref.WeakSet()
+        self.previous = previous  # of the module that ran before, which is next in backward
 
     def fetch(self) -> None:
-        for kept in self._alive():
+        for kept in self.kept:
             kept.fetch()
 
     def let_go(self) -> None:
-        for kept in self._alive():
+        for kept in self.kept:
             kept.let_go()
-
-    def _alive(self) -> Iterator[Kept]:
-        return (kept for reference in self.kept if (kept := reference()) is not None)
 
 
 class Kept:
-    """One moved tensor; it lives as long as the graph that saved it.
-
-    Args:
-        tensor: its present values are kept.
-        region: the region that it belongs to.
-        copies: copies it from the device and back.
-        place: stores its values.
-    """
+    """One moved tensor; it lives as long as the graph that saved it."""
 
     _where: Any = None
     _arriving: tuple[Tensor, Future[Any]] | None = None
-    _original: Saved | None = None  # held until the copy is made; if `stay` was called, for longer
+    _original: Saved | None = None  # until `let_go`
     _copied: Any = None
 
     def __init__(self, tensor: Tensor, region: _Region, copies: _Copies, place: HostMemory | Disk) -> None:
         self.region = region
         self._copies, self._place = copies, place
-        self._form = _Form.of(tensor)
+        self._form = _Form(tensor)
         self._storage = StorageWeakRef(tensor.untyped_storage())
         self._original = Saved.of(tensor)
-        self._version = tensor._version
-        self._changed_to: int | None = None  # the original's version, if it may have changed before the copy was made
         self._stays = False
         host = place.memory(self._form.nbytes)
         self._copied = copies.out(self._original.tensor, self._form.on_host(host))
         self._where = place.put(host, self._copied)
-        region.kept.append(weakref.ref(self))
+        region.kept.add(self)
 
     def let_go(self) -> None:
         """Release the original, so that later computation may reuse its memory."""
-        if self._original is None or self._stays:
-            return
-        if self._copied is not None:
+        if self._original is not None and not self._stays:
             # In this order: the version counter has seen all writes before the wait; later writes come after the copy.
             self._copies.wait(self._copied)
-            if not self._original.is_unchanged:
-                self._changed_to = self._original.tensor._version
-        self._original = None
+            if self._copied is None or self._original.is_unchanged:
+                self._original = None
+            else:
+                self._stays = True  # the copy may have the written values, so ``value`` is autograd's error
 
     def stay(self, tensor: Tensor) -> None:
         """Keep the original on the device, because another module has the same input."""
@@ -235,7 +197,7 @@ class Kept:
 
     def fetch(self) -> None:
         """Start to copy the values back to the device, unless they are there or on their way."""
-        if self._original is not None or self._arriving is not None or self._changed_to is not None:
+        if self._original is not None or self._arriving is not None:
             return
         target = self._form.empty()
         # The previous use of this memory has ended by then, and so has the copy out, for which `let_go` has waited.
@@ -249,28 +211,16 @@ class Kept:
 
     @torch.no_grad()
     def value(self) -> Tensor:
-        """The tensor as it was, on the device and ready for the current stream. Also prefetches the next.
-
-        Raises:
-            RuntimeError: if the original was changed in place before its copy was made.
-            OSError: if the tensor cannot be written to the disk or read from it.
-        """
-        if self._stays:
-            assert self._original is not None
-            return self._original.unpack()
-        original = self._original
-        self.let_go()
-        if self._changed_to is not None:
-            raise changed_in_place(self._form.size, self._changed_to, self._version)
-        is_here = original is not None and original.is_unchanged
-        if not is_here and self._arriving is None:
+        """The tensor as it was, on the device and ready for the current stream. Also prefetches the next."""
+        if self._original is not None and not self._original.is_unchanged:
+            self.let_go()
+        if self._original is None and self._arriving is None:
             self.region.fetch()
         before = self.region.previous() if self.region.previous is not None else None
         if before is not None:
             before.fetch()
-        if is_here:
-            assert original is not None
-            return original.tensor
+        if self._original is not None:  # of the module that backward begins with, or of several modules
+            return self._original.unpack()
         assert self._arriving is not None
         (target, arrival), self._arriving = self._arriving, None
         try:
@@ -294,41 +244,23 @@ class Kept:
         self._forget()
 
 
-class _Form(NamedTuple):
-    """Memory layout of a tensor, including the alignment of its first element, which may affect kernels' order of sums.
+class _Form:
+    """Memory layout of a tensor, with the alignment of its first element, which may affect kernels' order of sums."""
 
-    Attributes:
-        size, stride, dtype, device: the tensor's own.
-        dense: strides in the same order of dimensions, without gaps between elements.
-        lead: elements between a multiple of 64 bytes and the first element.
-    """
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    dense: tuple[int, ...]
-    lead: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Form:
-        dense = torch.empty_like(tensor, device="meta").stride()
-        lead = tensor.data_ptr() % 64 // tensor.element_size()
-        return cls(tensor.size(), tensor.stride(), tensor.dtype, tensor.device, dense, lead)
-
-    @property
-    def nbytes(self) -> int:
-        return self.size.numel() * self.dtype.itemsize
+    def __init__(self, tensor: Tensor) -> None:
+        self._size, self._stride, self.nbytes = tensor.size(), tensor.stride(), tensor.nbytes
+        self._options: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
+        self._dense = torch.empty_like(tensor, device="meta").stride()  # the same order of dimensions, without gaps
+        self._lead = tensor.data_ptr() % 64 // tensor.element_size()  # elements after a multiple of 64 bytes
 
     def on_host(self, memory: Tensor) -> Tensor:
         """View bytes in host memory as the tensor's elements, without gaps."""
-        return memory[: self.nbytes].view(self.dtype).as_strided(self.size, self.dense)
+        return memory[: self.nbytes].view(self._options["dtype"]).as_strided(self._size, self._dense)
 
     def empty(self) -> Tensor:
         """New memory on the device with the same layout."""
-        span = 1 + sum((count - 1) * step for count, step in zip(self.size, self.stride))
-        memory = torch.empty(self.lead + span, dtype=self.dtype, device=self.device)
-        return memory.as_strided(self.size, self.stride, self.lead)
+        span = 1 + sum((count - 1) * step for count, step in zip(self._size, self._stride))
+        return torch.empty(self._lead + span, **self._options).as_strided(self._size, self._stride, self._lead)
 
 
 class _Copies:
@@ -338,17 +270,15 @@ class _Copies:
     where there is nothing to wait for.
     """
 
-    _leaving: torch.Stream | None = None
-    _coming: torch.Stream | None = None
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        if device.type != "cpu":
-            self._leaving, self._coming = torch.Stream(device), torch.Stream(device)
+        has_streams = device.type != "cpu"
+        self._leaving, self._coming = (torch.Stream(device) if has_streams else None for _ in range(2))
 
     def now(self) -> torch.Event | None:
         """An event after all work queued on the device so far."""
-        return None if self._leaving is None else torch.accelerator.current_stream(self._device).record_event()
+        stream = current_stream(self._device)
+        return None if stream is None else stream.record_event()
 
     def wait(self, event: torch.Event | None) -> None:
         """Make the current stream wait for an event."""
@@ -357,15 +287,14 @@ class _Copies:
 
     def out(self, source: Tensor, target: Tensor) -> torch.Event | None:
         """Copy from the device to the host."""
-        return self._copy(self._leaving, source, target, self.now())
+        return self._copy(self._leaving, target, source, self.now())
 
     def into(self, target: Tensor, source: Tensor, after: torch.Event | None) -> torch.Event | None:
         """Copy from the host to the device after an event, in any thread."""
-        return self._copy(self._coming, source, target, after)
+        return self._copy(self._coming, target, source, after)
 
-    def _copy(
-        self, stream: torch.Stream | None, source: Tensor, target: Tensor, after: torch.Event | None
-    ) -> torch.Event | None:
+    @staticmethod
+    def _copy(stream: torch.Stream | None, target: Tensor, source: Tensor, after: Any) -> torch.Event | None:
         if stream is None or after is None:
             target.copy_(source)
             return None
@@ -376,22 +305,11 @@ class _Copies:
 
 
 def activation_store(offload: OffloadConfig | None, device: torch.device) -> ActivationStore | None:
-    """The store for offloaded activations by the option ``offload``; None if they stay on the device.
-
-    Args:
-        offload: the option's value.
-        device: of the engine.
-
-    Raises:
-        ValueError: if no file can be created in the folder.
-    """
+    """The store for offloaded activations by the option ``offload``; None if they stay on the device."""
     if offload is None or offload.activations is None:
         return None
-    if offload.activations == "cpu":
-        return ActivationStore(device, "cpu")
-    assert offload.path is not None
     try:
-        return ActivationStore(device, Path(offload.path))
+        return ActivationStore(device, None if offload.activations == "cpu" else os.fspath(offload.path or ""))
     except OSError as error:
         raise ValueError(
             f"offload: path={str(offload.path)!r}: no file can be made there ({error.strerror}). Choose a folder on a "

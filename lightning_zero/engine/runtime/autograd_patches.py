@@ -56,20 +56,15 @@ def _run_backward_by_name(
         return found
     gradients: list[Tensor | None] = list(found[: len(inputs)])
     for (position, parameter), gradient in zip(own.items(), found[len(inputs) :]):
-        gradients[position] = _sum(gradients[position], gradient, parameter)
+        if gradient is not None:
+            through_modules, direct = with_hooks_of(parameter, gradient), gradients[position]
+            gradients[position] = through_modules if direct is None else direct + through_modules
     if None in gradients and not allow_unreachable:
         raise RuntimeError(
             "One of the differentiated Tensors appears to not have been used in the graph. "
             "Set allow_unused=True if this is the desired behavior."
         )
     return tuple(gradients)
-
-
-def _sum(direct: Tensor | None, through_modules: Tensor | None, parameter: ShardedTensor) -> Tensor | None:
-    if through_modules is None:
-        return direct
-    gradient = with_hooks_of(parameter, through_modules)
-    return gradient if direct is None else direct + gradient
 
 
 def with_hooks_of(parameter: Tensor, gradient: Tensor) -> Tensor:

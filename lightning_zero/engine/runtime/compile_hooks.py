@@ -10,16 +10,16 @@ from torch import nn
 from lightning_zero.engine.compat import never_traced, optimized_module_class, set_eval_frame
 
 
-def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: run a function and all that it calls as ordinary Python, with a graph break around it.
+def untraced(function: Callable[[Any], Any]) -> Any:
+    """Decorator: run a function of one argument, and all that it calls, as ordinary Python, with a graph break.
 
     Does what ``torch.compiler.disable`` does, at a fraction of its cost per call.
     """
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(argument: Any) -> Any:
         compiler = set_eval_frame(None)
         try:
-            return function(*args, **kwargs)
+            return function(argument)
         finally:
             set_eval_frame(compiler)
 
@@ -27,7 +27,11 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class OwnHook:
-    """A hook of the engine on a module. Copies and pickles of the module have a hook without effect instead."""
+    """A hook of the engine on a module. Copies and pickles of the module have a hook without effect instead.
+
+    Args:
+        function: its first argument is whether the hook is called from compiled code.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -35,38 +39,22 @@ class OwnHook:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         compiler = set_eval_frame(None)  # not by ``untraced``, to save one call at each forward of each module
         try:
-            return self._function(*args, **kwargs)
-        finally:
-            set_eval_frame(compiler)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _no_hook
-
-    def __reduce__(self) -> Any:
-        return _made_no_hook, ()
-
-
-class EntryHook(OwnHook):
-    """A hook whose function takes as its first argument whether the hook was called from compiled code."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        compiler = set_eval_frame(None)
-        try:
             return self._function(compiler is not None, *args, **kwargs)
         finally:
             set_eval_frame(compiler)
 
+    def __reduce__(self) -> Any:
+        return _NoHook, ()
 
-for _hook in (OwnHook, EntryHook):
-    never_traced(_hook.__call__)
+
+never_traced(OwnHook.__call__)
 
 
-def _no_hook(*_: Any, **__: Any) -> None:
+class _NoHook:
     """Replaces an engine's hook in a copy of the module."""
 
-
-def _made_no_hook() -> Callable[..., None]:
-    return _no_hook
+    def __call__(self, *_: Any, **__: Any) -> None:
+        pass
 
 
 def is_compiled(module: nn.Module) -> bool:

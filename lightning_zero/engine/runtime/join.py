@@ -33,9 +33,6 @@ class Join:
 
     While ranks are absent, parameters that user code reads are gathered by bucket, which absent ranks can take part in.
     Operations that absent ranks cannot know of (a write, a sum over shards of another tensor) raise an error.
-
-    Args:
-        buckets: all buckets of the engine, by number.
     """
 
     def __init__(
@@ -46,23 +43,15 @@ class Join:
         self._position = 0  # index of the dataloader of this rank's present batch
 
     def take(self, position: int | None) -> None:
-        """End this rank's turn; return when its next turn begins or all ranks are at the end. Collective.
-
-        Args:
-            position: the index of the dataloader of the next batch; None at the end.
-        """
+        """End this rank's turn; return when its next turn begins or all ranks are at the end. See ``take_turn``."""
         self._position = position or 0
         self._take(_END if position is None else 2 * position)
 
     @contextmanager
     def each_forward(self, module: nn.Module) -> Iterator[None]:
-        """Context in which ranks may run different numbers of forwards; they leave it together. Collective.
-
-        Args:
-            module: its forwards are turns, and those of its submodules if called directly.
-        """
-        needs_gathers = any(isinstance(parameter, ShardedTensor) for parameter in module.parameters())
-        if self._schedule.is_joining or not needs_gathers:  # as within ``full_parameters``
+        """Context in which ranks may run different numbers of a module's or submodules' forwards. Collective."""
+        is_sharded = any(isinstance(parameter, ShardedTensor) for parameter in module.parameters())
+        if self._schedule.is_joining or not is_sharded:  # as within ``full_parameters``
             yield
             return
         members = set(module.modules())
@@ -140,26 +129,24 @@ class JoinedMethod:
     Copies and pickles of the module have the original method.
     """
 
-    NAME = "generate"
-
     def __init__(self, join: Join, module: nn.Module) -> None:
         self._join = join
         self._module = weakref.ref(module)  # weak, since the module holds this object
-        self._function = getattr(type(module), self.NAME)
+        self._function = type(module).generate  # type: ignore[attr-defined]
         update_wrapper(self, self._function)
-        self.__signature__ = signature(getattr(module, self.NAME))  # read by transformers
-        setattr(module, self.NAME, self)
+        self.__signature__ = signature(module.generate)  # type: ignore[arg-type]  # read by transformers
+        module.generate = self  # type: ignore[assignment]
 
-    @classmethod
-    def is_method_of(cls, module: nn.Module) -> bool:
+    @staticmethod
+    def is_method_of(module: nn.Module) -> bool:
         """Whether the module has such a method from its class, not replaced by the user."""
-        method = getattr(module, cls.NAME, None)
-        return isinstance(method, MethodType) and method.__func__ is getattr(type(module), cls.NAME, None)
+        method = getattr(module, "generate", None)
+        return isinstance(method, MethodType) and method.__func__ is getattr(type(module), "generate", None)
 
     def remove(self) -> None:
         module = self._module()
-        if module is not None and vars(module).get(self.NAME) is self:
-            delattr(module, self.NAME)
+        if module is not None and vars(module).get("generate") is self:
+            del module.generate
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
@@ -168,4 +155,4 @@ class JoinedMethod:
             return self._function(module, *args, **kwargs)
 
     def __reduce__(self) -> Any:
-        return getattr, (self._module(), self.NAME)
+        return getattr, (self._module(), "generate")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from lightning_zero.engine.comm.collectives import Communicator, Pending
 from lightning_zero.engine.comm.streams import Streams, at, current_stream, wait_for
 from lightning_zero.engine.compat import current_autograd_node, queue_callback
 from lightning_zero.engine.runtime.autograd_patches import with_hooks_of
-from lightning_zero.engine.runtime.schedule import Schedule, Unit
+from lightning_zero.engine.runtime.schedule import Schedule, Unit, weakly
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.bucket_gradients import BucketGradients
 from lightning_zero.engine.state.gradient_shard import GradientShard
@@ -25,18 +26,12 @@ from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
 @dataclass
 class _Expectation:
-    """What earlier backwards over the same set of trainable parameters looked like.
+    """What earlier backwards over the same set of trainable parameters looked like."""
 
-    Attributes:
-        counts: by bucket, how many gradients each parameter gets on this rank; a bucket with all of them is complete.
-        order: buckets with gradients on any rank, in the order of reduction; the same on every rank.
-        late: buckets that got a gradient after their reduction on any rank; the same on every rank.
-    """
-
-    counts: list[list[int]]
-    order: list[int]
+    counts: list[list[int]]  # by bucket, how many gradients each parameter gets on this rank until it is complete
+    order: list[int]  # buckets with gradients on any rank, in the order of reduction; the same on every rank
     observed: bool = False
-    late: set[int] = field(default_factory=set)
+    late: set[int] = field(default_factory=set)  # got a gradient after their reduction; the same on every rank
 
 
 @dataclass
@@ -44,12 +39,10 @@ class _Backward:
     """State of a running backward pass."""
 
     expectation: _Expectation
-    order: list[Bucket]  # the order of ``expectation``, as buckets
     counts: list[list[int]]
     missing: list[int]  # by bucket: gradients still expected
     position: int = 0  # in the order of reduction
     left: set[int] = field(default_factory=set)  # buckets reduced because backward left their unit
-    launched: set[int] = field(default_factory=set)
     sent: set[tuple[int, int]] = field(default_factory=set)  # (bucket, parameter) with a gradient in a reduction
     completed: list[int] = field(default_factory=list)
     in_flight: deque[tuple[int, Pending]] = field(default_factory=deque)
@@ -87,48 +80,33 @@ class GradientReducer:
         self.backwards = 0
         self._units = [unit for unit in units for _ in unit.buckets]
         self._buckets = [bucket for unit in units for bucket in unit.buckets]
-        self._numbers_of: dict[Unit, list[int]] = {unit: [] for unit in units}
-        for number, unit in enumerate(self._units):
-            self._numbers_of[unit].append(number)
+        numbers = count()
+        self._numbers_of = {unit: [next(numbers) for _ in unit.buckets] for unit in units}
         self._gradients = [BucketGradients(bucket, reduce_dtype) for bucket in self._buckets]
-        self.synchronise = True
-        self._expectations: dict[tuple[bool, ...], _Expectation] = {}
+        self.synchronise = True  # whether a backward that begins now is synchronised, where the stage leaves a choice
+        self._synchronises = True  # whether the running backward is
+        self._expectations: dict[tuple[int, ...], _Expectation] = {}
         self._backward: _Backward | None = None
         self._deferred = False
         self._added: tuple[int, int] | None = None  # (bucket, parameter) to whose ``.grad`` autograd has just added
         self.on_reduced: Callable[[Bucket, dict[int, GradientShard], list[Bucket]], None] | None = None
         self._hooks: list[Any] = []
-        reducer = weakref.ref(self)
-        schedule.on_left_in_backward = lambda unit: _leave_unit(reducer(), unit)
-        number_of = {id(bucket): number for number, bucket in enumerate(self._buckets)}
-        for bucket in self._buckets:
+        schedule.on_left_in_backward = weakly(self.leave_unit)
+        for number, bucket in enumerate(self._buckets):
             for slot in slots_of(bucket):
-                self._hook(slot, number_of[id(bucket)])
+                if slot.view.is_floating_point() or slot.view.is_complex():
+                    self._hook(slot, number)
 
     def _hook(self, slot: BucketSlot, number: int) -> None:
-        if not slot.view.is_floating_point() and not slot.view.is_complex():
-            return
-        index = slot.index
-        reducer = weakref.ref(self)  # weak: a leaf must not keep the engine alive
-
-        def take(leaf: Tensor) -> None:
-            owner = reducer()
-            if owner is not None:
-                owner._take(leaf, number, index)
-
-        def add(gradient: Tensor) -> None:
-            owner = reducer()
-            if owner is not None:
-                owner._add(gradient, number, index)
-
-        for leaf in (slot.view, slot.bucket.parameter(index)):
+        # weakly: a leaf must not keep the engine alive
+        slot.take_gradient = partial(weakly(self._take), number, slot.index)
+        slot.add_gradient = partial(weakly(self._add), number, slot.index)
+        for leaf in (slot.view, slot.parameter):
             requires_grad = leaf.requires_grad
             leaf.requires_grad_(True)  # a frozen parameter may be unfrozen later
             # torch's own method, as a sharded parameter overrides it for hooks of users
-            self._hooks.append(Tensor.register_post_accumulate_grad_hook(leaf, take))
+            self._hooks.append(Tensor.register_post_accumulate_grad_hook(leaf, slot.take_gradient))
             leaf.requires_grad_(requires_grad)
-        slot.take_gradient = take
-        slot.add_gradient = add
 
     def remove(self) -> None:
         for hook in self._hooks:
@@ -137,13 +115,13 @@ class GradientReducer:
 
     # -- during backward --------------------------------------------------------------------------------------------
 
-    def _add(self, gradient: Tensor, number: int, index: int) -> None:
+    def _add(self, number: int, index: int, gradient: Tensor) -> None:
         """Record that autograd adds a local gradient to ``p.grad``; the hook ``_take`` is called next."""
         self._begin()
         self._gradients[number].accumulate(index, gradient.clone())
         self._added = number, index
 
-    def _take(self, leaf: Tensor, number: int, index: int) -> None:
+    def _take(self, number: int, index: int, leaf: Tensor) -> None:
         """Take the gradient of a leaf: of the ordinary parameter that a forward used, or of the sharded one itself."""
         gradients, gradient = self._gradients[number], leaf.grad
         assert gradient is not None
@@ -180,57 +158,29 @@ class GradientReducer:
                 backward.left.add(number)
         self._launch_in_order(backward)
 
-    @property
-    def synchronise(self) -> bool:
-        """Whether a backward that begins now is synchronised, where the stage leaves a choice."""
-        return self._synchronise
-
-    @synchronise.setter
-    def synchronise(self, synchronise: bool) -> None:
-        self._synchronise = synchronise
-        self._decide()
-
-    def _decide(self, leaf: Tensor | None = None, is_begun: bool = False) -> None:
-        """Decide whether the present or next backward is reduced.
-
-        Without ``synchronise`` a backward at stage 1 is not, unless some ``p.grad`` shows an earlier reduction: that is
-        sharded, and a rank's local gradient cannot be added to it.
-
-        Args:
-            leaf: its gradient comes from the present backward, and is ignored.
-        """
-        must = self._synchronise or self._reduces_every_backward or self._communicator.size == 1
-        self._synchronises = must or is_begun and self._shows_reduced(leaf)
-        for gradients in self._gradients:
-            gradients.reduces = self._synchronises
-
     def _begin(self, leaf: Tensor | None = None) -> _Backward:
-        """The running backward; the first gradient starts it.
-
-        Args:
-            leaf: its gradient comes from the present backward.
-        """
+        """The running backward; the first gradient starts it, which is the present one of ``leaf``."""
         if self._backward is None:
-            key = tuple(bucket.parameter(i).requires_grad for bucket in self._buckets for i in range(len(bucket.views)))
-            expectation = self._expectations.get(key)
-            if expectation is None:
-                wanted = iter(key)
-                counts = [[int(next(wanted)) for _ in bucket.views] for bucket in self._buckets]
-                order = [number for number in reversed(range(len(counts))) if any(counts[number])]
-                expectation = self._expectations[key] = _Expectation(counts, order)
+            counts = [
+                [int(bucket.parameter(i).requires_grad) for i in range(len(bucket.views))] for bucket in self._buckets
+            ]
+            key = tuple(chain.from_iterable(counts))
+            order = [number for number in reversed(range(len(counts))) if any(counts[number])]
+            expectation = self._expectations.setdefault(key, _Expectation(counts, order))
             self._backward = _Backward(
                 expectation,
-                order=[self._buckets[number] for number in expectation.order],
                 counts=[[0] * len(bucket.views) for bucket in self._buckets],
                 missing=[sum(count > 0 for count in counts) for counts in expectation.counts],
             )
-            if not self._synchronise:
-                self._decide(leaf, is_begun=True)
+            # Without ``synchronise`` a backward at stage 1 is not reduced, unless some ``p.grad`` shows an earlier
+            # reduction: that is sharded, and a rank's local gradient cannot be added to it.
+            must = self.synchronise or self._reduces_every_backward or self._communicator.size == 1
+            self._synchronises = must or self._shows_reduced(leaf)
             for gradients in self._gradients:
+                gradients.reduces = self._synchronises
                 gradients.resume_unsynchronised(leaf)
-            self._deferred = False
-            queue_callback(self._at_end)
-        elif self._deferred:
+            self._deferred = True
+        if self._deferred:
             self._deferred = False
             queue_callback(self._at_end)
         return self._backward
@@ -246,23 +196,20 @@ class GradientReducer:
             backward.position += 1
 
     def _launch(self, backward: _Backward, number: int) -> None:
-        with at(self._streams.home):
-            self._launch_at_home(backward, number)
-
-    def _launch_at_home(self, backward: _Backward, number: int) -> None:
         bucket, gradients = self._buckets[number], self._gradients[number]
         if bucket.has_begun:
             raise RuntimeError(
-                f"A parameter of unit {self._units[number].name or 'root'!r} got a gradient more than in any backward "
-                "before, after its update had begun: OffloadConfig(overlap=False) updates when all gradients are there."
+                f"A parameter of unit {self._units[number].name or 'root'!r} got a further gradient after its update "
+                "had begun, which earlier backwards have not shown. Set OffloadConfig(overlap=False): updates then "
+                "begin when all gradients are there."
             )
-        while backward.in_flight and len(backward.in_flight) >= max(self._in_flight, 1):
-            self._finish_oldest(backward)
-        backward.launched.add(number)
-        backward.sent.update((number, i) for i in range(len(bucket.views)) if gradients.has(i))
-        backward.in_flight.append((number, gradients.start_reduction()))
-        if self._in_flight == 0:
-            self._finish_oldest(backward)
+        with at(self._streams.home):
+            while backward.in_flight and len(backward.in_flight) >= max(self._in_flight, 1):
+                self._finish_oldest(backward)
+            backward.sent.update((number, i) for i in range(len(bucket.views)) if gradients.has(i))
+            backward.in_flight.append((number, gradients.start_reduction()))
+            if self._in_flight == 0:
+                self._finish_oldest(backward)
 
     def _finish_oldest(self, backward: _Backward) -> None:
         number, pending = backward.in_flight.popleft()
@@ -271,7 +218,8 @@ class GradientReducer:
         # If a unit ran twice, the other run's backward may need its values although all gradients are there.
         is_done = all(backward.counts[number]) and number not in backward.left and not self._units[number].ran_twice
         if self.on_reduced is not None and backward.expectation.observed and is_done:
-            self.on_reduced(self._buckets[number], shards, backward.order)
+            order = [self._buckets[number] for number in backward.expectation.order]
+            self.on_reduced(self._buckets[number], shards, order)
 
     # -- at its end -------------------------------------------------------------------------------------------------
 
@@ -308,7 +256,7 @@ class GradientReducer:
 
     def _complete(self, backward: _Backward) -> list[BucketSlot]:
         """Reduce the remaining buckets; returns the slots with a new gradient and hooks registered by users."""
-        expectation = backward.expectation
+        expectation, in_order = backward.expectation, set(backward.expectation.order)
         # Before the control message: another rank may be waiting for one of these reductions to free a buffer.
         for number in expectation.order[backward.position :]:
             self._launch(backward, number)
@@ -316,21 +264,18 @@ class GradientReducer:
             [count > 0 or (number, i) in backward.sent or gradients.has(i) for i, count in enumerate(counts)]
             for number, (gradients, counts) in enumerate(zip(self._gradients, backward.counts))
         ]
-        late = [number in backward.launched and gradients.has_any for number, gradients in enumerate(self._gradients)]
-        flags = [*(flag for flags in used for flag in flags), *late]
-        agreed = iter(self._communicator.control.any_rank(flags, "the end of backward"))
+        late = [number in in_order and gradients.has_any for number, gradients in enumerate(self._gradients)]
+        agreed = iter(self._communicator.control.any_rank([*chain.from_iterable(used), *late], "the end of backward"))
         used = [[next(agreed) for _ in flags] for flags in used]
         late = [next(agreed) for _ in late]
 
-        in_order = set(expectation.order)
-        for number, flags_of_bucket in enumerate(used):
-            if number not in in_order and any(flags_of_bucket):
+        for number, flags in enumerate(used):
+            if number not in in_order and any(flags):
                 self._launch(backward, number)
         self._collect(backward, used)
-        for number, is_late in enumerate(late):
-            if is_late:
-                expectation.late.add(number)
-                self._launch(backward, number)
+        for number in (number for number, is_late in enumerate(late) if is_late):
+            expectation.late.add(number)
+            self._launch(backward, number)
         self._collect(backward, used)
         self._learn(backward, used)
         return [
@@ -371,8 +316,3 @@ class GradientReducer:
             order = seen_order + sorted(in_use.difference(seen_order), reverse=True)
             expectation.order = self._communicator.control.numbers_of_first(order)
             expectation.observed = True
-
-
-def _leave_unit(reducer: GradientReducer | None, unit: Unit) -> None:
-    if reducer is not None:
-        reducer.leave_unit(unit)

@@ -11,14 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.engine.compat import (
-    hooks_on_top,
-    never_traced,
-    pop_hooks,
-    push_hooks,
-    set_eval_frame,
-    tree_map_only,
-)
+from lightning_zero.engine.compat import hooks_on_top, pop_hooks, push_hooks, tree_map_only
+from lightning_zero.engine.runtime.compile_hooks import untraced
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
@@ -46,28 +40,21 @@ class SavedTensors:
         bucket_of, showing = self._bucket_of, self._bucket_showing
 
         # Called for every saved tensor, often more than a thousand times a step, so its time counts.
-        @never_traced
+        @untraced
         def pack(tensor: Tensor) -> Any:
-            compiler = set_eval_frame(None)  # not by ``untraced``, to save one call
-            try:
-                if type(tensor) is Tensor and tensor.layout is torch.strided:
-                    bucket = bucket_of.get(tensor.untyped_storage()._cdata)
-                else:
-                    bucket = showing(tensor)
-                if bucket is None and outer is not None:
-                    return outer[0](tensor)
-                saved = tensor.detach(), tensor._version, bucket
-                return tuple.__new__(Saved, saved)  # in half the time of ``Saved(...)``
-            finally:
-                set_eval_frame(compiler)
+            if type(tensor) is Tensor and tensor.layout is torch.strided:
+                bucket = bucket_of.get(tensor.untyped_storage()._cdata)
+            else:
+                bucket = showing(tensor)
+            if bucket is None and outer is not None:
+                return outer[0](tensor)
+            return tuple.__new__(
+                Saved, (tensor.detach(), tensor._version, bucket)
+            )  # in half the time of ``Saved(...)``
 
-        @never_traced
+        @untraced
         def unpack(packed: Any) -> Tensor:
-            compiler = set_eval_frame(None)
-            try:
-                return packed.unpack() if type(packed) is Saved else outer[1](packed)
-            finally:
-                set_eval_frame(compiler)
+            return packed.unpack() if type(packed) is Saved else outer[1](packed)
 
         pack.outer = outer
         push_hooks(pack, unpack)
@@ -126,31 +113,21 @@ class Attributes:
     """Attributes of a module and its submodules that a forward may set to tensors."""
 
     def __init__(self, module: nn.Module) -> None:
-        # Numbers, strings and flags from the constructor are skipped, which leaves few attributes.
-        self._found = [(weakref.ref(inner), *_others(vars(inner))) for inner in module.modules()]
+        names: list[str] = []
+        self._found = [(weakref.ref(inner), 0, names) for inner in module.modules()]
 
     def that_may_hold_tensors(self) -> Iterator[tuple[dict[str, Any], str]]:
         """Attributes that may hold tensors now, directly or in lists, tuples and dictionaries."""
-        for position, (reference, names, count) in enumerate(self._found):
-            module = reference()
-            if module is None:
-                continue
-            holder = vars(module)
+        for position, (reference, count, names) in enumerate(self._found):
+            holder = vars(module) if (module := reference()) is not None else {}
             if len(holder) != count:
-                names, count = _others(holder)
-                self._found[position] = reference, names, count
+                # Numbers, strings and flags from the constructor are skipped, which leaves few attributes.
+                of_interest = (name for name, value in holder.items() if not isinstance(value, (bool, int, float, str)))
+                names = [name for name in of_interest if name not in _OF_EVERY_MODULE]
+                self._found[position] = reference, len(holder), names
             for name in names:
                 if isinstance(holder.get(name), (Tensor, list, tuple, dict)):
                     yield holder, name
-
-
-def _others(holder: dict[str, Any]) -> tuple[list[str], int]:
-    names = [
-        name
-        for name, value in holder.items()
-        if name not in _OF_EVERY_MODULE and not isinstance(value, (bool, int, float, str))
-    ]
-    return names, len(holder)
 
 
 class Saved(NamedTuple):
@@ -178,22 +155,18 @@ class Saved(NamedTuple):
         """The tensor.
 
         Raises:
-            RuntimeError: if it has been written to since it was saved.
+            RuntimeError: as autograd's own, if it has been written to since it was saved.
         """
         if self.bucket is not None:
             self.bucket.gather()
             self.bucket.wait()
-        if self.tensor._version != self.version:
-            raise changed_in_place(self.tensor.shape, self.tensor._version, self.version)
+        if not self.is_unchanged:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"tensor of shape {tuple(self.tensor.shape)} is at version {self.tensor._version}; expected version "
+                f"{self.version} instead."
+            )
         return self.tensor
-
-
-def changed_in_place(shape: torch.Size, found: int, expected: int) -> RuntimeError:
-    """The error that autograd itself raises."""
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"tensor of shape {tuple(shape)} is at version {found}; expected version {expected} instead."
-    )
 
 
 def is_watched_by_others() -> bool:

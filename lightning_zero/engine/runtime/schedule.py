@@ -5,8 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import Enum
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,8 +12,9 @@ from torch import Tensor, nn
 
 from lightning_zero.engine.compat import current_autograd_node, current_graph_task, queue_callback
 from lightning_zero.engine.plan.units import UnitPlan
-from lightning_zero.engine.runtime.compile_hooks import EntryHook, OwnHook, is_compiled
-from lightning_zero.engine.runtime.saved_tensors import Attributes, SavedTensors, tensors_in
+from lightning_zero.engine.runtime.compile_hooks import OwnHook, is_compiled
+from lightning_zero.engine.runtime.saved_tensors import SavedTensors, tensors_in
+from lightning_zero.engine.runtime.scope import Call, Scope, regions
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.slot import slots_of
 
@@ -31,9 +30,8 @@ class Unit:
     def __init__(self, plan: UnitPlan, buckets: list[Bucket]) -> None:
         self.name, self.is_root, self.buckets = plan.name, plan.is_root, buckets
         self.is_resident = plan.is_resident  # gathered from the start of a window to the end of the backward after it
-        self.parameter_names = list(plan.parameters)
         self.numel = sum(parameter.numel() for parameter in plan.parameters.values())
-        self.ran: set[_Scope] = set()  # scopes that ran with a graph since the last backward
+        self.ran: set[Scope] = set()  # scopes that ran with a graph since the last backward
         self.ran_twice = False  # whether one of its scopes ran twice since the last backward
         self.turns = 0  # times it began in forward with a graph and has not been left in backward yet
         self.stays = all(bucket.is_replicated for bucket in buckets)  # unsharded at rest
@@ -43,10 +41,6 @@ class Unit:
 
     def __repr__(self) -> str:
         return f"Unit({self.name or 'root'}: {self.numel} elements in {len(self.buckets)} bucket(s))"
-
-    @property
-    def is_gathered(self) -> bool:
-        return all(bucket.is_ready for bucket in self.buckets)
 
     def fetch(self) -> None:
         """Start to read values that are on a disk."""
@@ -74,98 +68,6 @@ class Unit:
             bucket.release()
 
 
-class _Scope:
-    """A module in whose forward some of a unit's parameters are ordinary ones, and the dicts that hold them."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = weakref.ref(module)
-        self.handles: list[Any] = []
-        self.may_take_over = False  # see ``Schedule._take_over``
-        self.entries: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
-        self.recurrent: list[weakref.ref[nn.RNNBase]] = []
-        self.calls: list[_Call] = []  # running forwards of the module
-        self.depth = 0
-
-    @cached_property
-    def attributes(self) -> Attributes:
-        """The module's attributes, for units that are released."""
-        module = self.module()
-        assert module is not None, "the module was deleted in its forward"
-        return Attributes(module)
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-    @property
-    def is_replaced(self) -> bool:
-        """Whether all its parameters are replaced, as within ``full_parameters``: nothing is gathered then."""
-        if self.depth:
-            return False
-        for holder, name, parameter, _ in self.entries:  # at each call of each module; usually the first entry decides
-            if holder.get(name) is parameter:
-                return False
-        return True
-
-    def swap_in(self) -> None:
-        self.depth += 1
-        if self.depth > 1:
-            return
-        for holder, attribute, parameter, view in self.entries:
-            if holder.get(attribute) is not parameter:
-                continue  # replaced by the user: within ``full_parameters`` or ``torch.func.functional_call``
-            if view.dtype is not parameter.dtype and not torch.is_autocast_enabled(view.device.type):
-                continue  # gathered for autocast; without autocast the module computes in the parameter's own dtype
-            if view.requires_grad is not parameter.requires_grad:
-                view.requires_grad_(parameter.requires_grad)
-            holder[attribute] = view
-        self._refresh_recurrent()
-
-    def swap_out(self) -> None:
-        self.depth -= 1
-        if self.depth == 0:
-            self._restore()
-
-    def recover(self) -> None:
-        """Reset to the state between two forwards."""
-        self.calls.clear()
-        if self.depth:
-            self.depth = 0
-            self._restore()
-
-    def _restore(self) -> None:
-        for holder, attribute, parameter, view in self.entries:
-            if holder.get(attribute) is view:
-                holder[attribute] = parameter
-        self._refresh_recurrent()
-
-    def check_in_place(self) -> None:
-        for holder, attribute, parameter, _ in self.entries:
-            found = holder.get(attribute)
-            if found is not parameter and isinstance(found, nn.Parameter):
-                name = parameter.slot.name  # type: ignore[attr-defined]
-                raise RuntimeError(
-                    f"'{name}' was replaced by another parameter while the module is sharded, and would not be "
-                    "trained. Write the values into it (with torch.no_grad(): parameter.copy_(values); load_state_dict "
-                    "without assign=True), or replace it before the strategy sets the module up, in configure_model()."
-                )
-
-    def _refresh_recurrent(self) -> None:
-        # nn.LSTM and similar modules keep a list of their own parameters
-        for reference in self.recurrent:
-            module = reference()
-            if module is not None:
-                module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]
-
-
-class _Call(Enum):
-    """How a running forward of a module treats parameters."""
-
-    REPLACED = "with the user's own parameters in the place of all"
-    WATCHED = "outside of any window, in which somebody else looks at what autograd saves"
-    ORDINARY = "as a rule"
-
-
 class Schedule:
     """Gathers each unit before its forward and its backward, and releases it when another unit begins.
 
@@ -187,13 +89,12 @@ class Schedule:
         self._expect([unit for unit in units if not unit.is_root])
         self._current: Unit | None = None  # the unit that began last, in forward or in backward
         self._is_backward = False
-        self.on_left_in_backward: Callable[[Unit], None] | None = None
+        self.on_left_in_backward: Callable[[Unit], None] = lambda unit: None
         self._saved = SavedTensors([bucket for unit in units for bucket in unit.buckets])
         self.is_joining = False  # ranks run different numbers of forwards, whose order does not predict the next step's
         self._watched = False
         self._keeping = 0  # nested transforms of ``torch.func``
-        self._scopes: list[_Scope] = []
-        self._root_scopes: list[_Scope] = []
+        self._scopes: list[Scope] = []
         self._ran: list[Unit] = []
 
     # -- hooks ------------------------------------------------------------------------------------------------------
@@ -202,39 +103,35 @@ class Schedule:
         """Register hooks on the modules. The hooks hold the units; the schedule holds no module."""
         for plan, unit in zip(plans, self.units):
             block_of = {id(inner): block for block in plan.blocks for inner in block.modules()}
-            slots = {slot.name: (bucket, slot.index) for bucket in unit.buckets for slot in slots_of(bucket)}
-            scopes: dict[int, tuple[nn.Module, _Scope]] = {}
+            slots = {slot.name: slot for bucket in unit.buckets for slot in slots_of(bucket)}
+            scopes: dict[int, Scope] = {}
             for name, owners in plan.owners.items():
-                bucket, index = slots[name]
+                parameter, view = slots[name].parameter, slots[name].view
                 for owner in owners:
                     module = block_of.get(id(owner.module), owner.module)
-                    scope = scopes.setdefault(id(module), (module, _Scope(module)))[1]
-                    view = bucket.views[index]
-                    scope.entries.append((owner.module._parameters, owner.attribute, bucket.parameter(index), view))
-                    if isinstance(owner.module, nn.RNNBase):
-                        if not any(reference() is owner.module for reference in scope.recurrent):
-                            scope.recurrent.append(weakref.ref(owner.module))
+                    scope = scopes.setdefault(id(module), Scope(module, unit.is_root))
+                    scope.entries.append((owner.module._parameters, owner.attribute, parameter, view))
+                    if isinstance(owner.module, nn.RNNBase) and weakref.ref(owner.module) not in scope.recurrent:
+                        scope.recurrent.append(weakref.ref(owner.module))
             if unit.is_root:
-                for module in _regions(root, {id(module) for module, _ in scopes.values()}):
-                    scope = scopes.setdefault(id(module), (module, _Scope(module)))[1]
-                    scope.may_take_over = True
-            for module, scope in scopes.values():
-                scope._refresh_recurrent()
-                self._hook(module, unit, scope)
-                (self._root_scopes if unit.is_root else self._scopes).append(scope)
+                for module in regions(root, set(scopes)):
+                    scopes.setdefault(id(module), Scope(module, True)).may_take_over = True
+            for scope in scopes.values():
+                scope.refresh_recurrent()
+                self._hook(unit, scope)
+            self._scopes += scopes.values()
 
     def remove(self) -> None:
         self.recover(windows=0)
-        for scope in self._all_scopes:
+        for scope in self._scopes:
             scope.remove()
 
     def recover(self, windows: int) -> None:
-        """Reset forwards that Ctrl-C or ``sys.exit`` has interrupted, for which torch calls no forward hooks.
+        """Reset forwards that Ctrl-C or ``sys.exit`` has interrupted, leaving so many windows open.
 
-        Args:
-            windows: how many of the open windows stay open.
+        Torch calls no forward hooks for these.
         """
-        for scope in self._all_scopes:
+        for scope in self._scopes:
             scope.recover()
         for unit in self.units:
             unit.depth = 0
@@ -243,8 +140,9 @@ class Schedule:
             self._watched = False
         self.windows = windows
 
-    def _hook(self, module: nn.Module, unit: Unit, scope: _Scope) -> None:
-        calls = scope.calls
+    def _hook(self, unit: Unit, scope: Scope) -> None:
+        calls, module = scope.calls, scope.module()
+        assert module is not None
 
         def begin_backward(_: Tensor) -> None:
             self.begin_backward(unit)
@@ -255,25 +153,25 @@ class Schedule:
             if not scope.entries:
                 return
             if scope.is_replaced:
-                calls.append(_Call.REPLACED)
+                calls.append(Call.REPLACED)
                 return
             self._enter(unit)
             scope.swap_in()
             is_seen = self.windows or unit.stays or unit.held or in_backward()
             if torch.is_grad_enabled() and not is_seen:
-                calls.append(_Call.WATCHED)
+                calls.append(Call.WATCHED)
                 self._saved.watch()
             else:
-                calls.append(_Call.ORDINARY)
+                calls.append(Call.ORDINARY)
 
-        def after(module: nn.Module, args: Any, output: Any) -> Any:
+        def after(from_compiled: bool, module: nn.Module, args: Any, output: Any) -> Any:
             if not calls:
                 return None  # a scope without entries, or the forward failed before our hook
             call = calls.pop()
-            if call is _Call.REPLACED:
+            if call is Call.REPLACED:
                 return None
             scope.swap_out()
-            if call is _Call.WATCHED:
+            if call is Call.WATCHED:
                 self._saved.unwatch()
             if not self._keeping and not unit.stays:
                 output = self._saved.outlive(output)
@@ -286,34 +184,33 @@ class Schedule:
             return output
 
         scope.handles = [
-            module.register_forward_pre_hook(EntryHook(before), prepend=True, with_kwargs=True),
+            module.register_forward_pre_hook(OwnHook(before), prepend=True, with_kwargs=True),
             # Recomputation in activation checkpointing raises as soon as it has all tensors, so call this always.
             module.register_forward_hook(OwnHook(after), always_call=True),
         ]
 
-    def _take_over(self, module: nn.Module, region: _Scope) -> None:
+    def _take_over(self, module: nn.Module, region: Scope) -> None:
         """Swap in the root unit's parameters where compiled code begins, as hooks within it would break the graph."""
         region.may_take_over = False
         inside = {id(inner) for inner in module.modules()}
-        for scope in list(self._root_scopes):
+        for scope in [scope for scope in self._scopes if scope.is_root]:
             if scope is not region and id(scope.module()) in inside:
                 scope.remove()
-                self._root_scopes.remove(scope)
+                self._scopes.remove(scope)
                 region.entries += scope.entries
                 region.recurrent += scope.recurrent
 
-    @property
-    def _all_scopes(self) -> list[_Scope]:
-        return self._root_scopes + self._scopes
-
     def check_in_place(self) -> None:
-        """Raise if parameters of the module have been replaced, which the engine would not train.
-
-        Raises:
-            RuntimeError: with the name of the first one, and what to do instead.
-        """
-        for scope in self._all_scopes:
-            scope.check_in_place()
+        """Raise if parameters of the module have been replaced, which the engine would not train."""
+        for holder, attribute, parameter, _ in (entry for scope in self._scopes for entry in scope.entries):
+            found = holder.get(attribute)
+            if found is not parameter and isinstance(found, nn.Parameter):
+                name = parameter.slot.name  # type: ignore[attr-defined]
+                raise RuntimeError(
+                    f"'{name}' was replaced by another parameter while the module is sharded, and would not be "
+                    "trained. Write the values into it (with torch.no_grad(): parameter.copy_(values); load_state_dict "
+                    "without assign=True), or replace it before the strategy sets the module up, in configure_model()."
+                )
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -348,7 +245,7 @@ class Schedule:
             unit.gather()
             unit.held = True
         if self._resident:
-            self._prefetch_after(-1)
+            self._prefetch(self._order[: 2 * self.prefetch])
 
     def close_window(self) -> None:
         self.windows -= 1
@@ -373,29 +270,23 @@ class Schedule:
     def _enter(self, unit: Unit) -> None:
         if self._keeping and not unit.stays and not unit.held:
             unit.gather()
-            unit.wait()
             unit.held = True
-            unit.depth += 1
-            return
-        if unit.depth or unit.is_resident and unit.held:
-            unit.wait()
-            unit.depth += 1
-            return
-        is_forward = not in_backward()  # in backward a recomputed unit's backward follows at once
-        if is_forward and self.windows:
-            if unit is not self._current and torch.is_grad_enabled():
-                unit.turns += 1
-            self._turn_to(unit)
-        unit.gather()
-        if is_forward and self.windows:
-            if not self.is_joining:
-                self._ran.append(unit)
-            if unit in self._position:
-                self._prefetch_after(self._position[unit])
+        elif not unit.depth and not (unit.is_resident and unit.held):
+            is_turn = self.windows and not in_backward()  # in backward a recomputed unit's backward follows at once
+            if is_turn:
+                if unit is not self._current and torch.is_grad_enabled():
+                    unit.turns += 1
+                self._turn_to(unit)
+            unit.gather()
+            if is_turn:
+                if not self.is_joining:
+                    self._ran.append(unit)
+                if (position := self._position.get(unit)) is not None:
+                    self._prefetch(self._order[position + 1 : position + 1 + 2 * self.prefetch])
         unit.wait()
         unit.depth += 1
 
-    def _leave(self, unit: Unit, scope: _Scope) -> None:
+    def _leave(self, unit: Unit, scope: Scope) -> None:
         unit.depth -= 1
         if torch.is_grad_enabled():
             unit.outstanding = True
@@ -412,12 +303,14 @@ class Schedule:
         if before is not None and before is not unit:
             self.release_if_idle(before)
 
-    def _prefetch_after(self, position: int) -> None:
-        next_ones = self._order[position + 1 : position + 1 + 2 * self.prefetch]
-        for unit in next_ones[: self.prefetch]:
-            unit.prefetch()
-        for unit in next_ones[self.prefetch :]:
-            unit.fetch()
+    def _prefetch(self, upcoming: list[Unit], *, only_outstanding: bool = False) -> None:
+        """Gather the next units ahead of need; start to read those behind them from the disk."""
+        for number, unit in enumerate(upcoming):
+            if unit.outstanding or not only_outstanding:
+                if number < self.prefetch:
+                    unit.prefetch()
+                else:
+                    unit.fetch()
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -432,22 +325,16 @@ class Schedule:
                 "only inside of training_step, or of 'with engine.window():' around forward and both backwards."
             )
         if not self._is_backward:
-            own = weakref.ref(self)  # weak: the callback must not keep the engine alive
-            queue_callback(lambda: _end_differentiation(own()))
+            queue_callback(weakly(self._end_of_backward))  # weakly: the callback must not keep the engine alive
         elif self._current is not None:
             self._current.turns -= 1
-            if self._current.turns <= 0 and self.on_left_in_backward is not None:
+            if self._current.turns <= 0:
                 self.on_left_in_backward(self._current)
         self._turn_to(unit, is_backward=True)
         unit.gather()
         if (position := self._position.get(unit)) is not None:
-            first = max(0, position - self.prefetch)
-            for before in self._order[first:position][::-1]:
-                if before.outstanding:
-                    before.prefetch()
-            for before in self._order[max(0, first - 1) : first] if self.prefetch else ():
-                if before.outstanding:
-                    before.fetch()
+            before = self._order[max(0, position - 2 * self.prefetch) : position]
+            self._prefetch(before[::-1], only_outstanding=True)
         unit.wait()
 
     def release_if_idle(self, unit: Unit) -> None:
@@ -472,6 +359,11 @@ class Schedule:
             finally:
                 self._keeping -= 1
 
+    def _end_of_backward(self) -> None:
+        # not at the end of a backward within another one, which continues: reentrant activation checkpointing
+        if current_autograd_node() is None:
+            self.end_differentiation()
+
     def end_differentiation(self) -> None:
         """Release what a backward or ``torch.autograd.grad`` has gathered."""
         if not self._keeping:
@@ -487,25 +379,19 @@ class Schedule:
             unit.ran.clear()
             if unit.is_resident and not self.windows:
                 unit.held = False
-            if unit.depth == 0 and not unit.held:
-                unit.release()
-
-
-def _end_differentiation(schedule: Schedule | None) -> None:
-    # not at the end of a backward within another one, which continues: reentrant activation checkpointing
-    if schedule is not None and current_autograd_node() is None:
-        schedule.end_differentiation()
-
-
-def _regions(root: nn.Module, owners: set[int]) -> Iterator[nn.Module]:
-    """Modules around the owners (given by ``id``) where compiled code may begin.
-
-    These are the root; its children, which compiled methods of the root call; and modules that are compiled already.
-    """
-    for module in dict.fromkeys([root, *root.children(), *filter(is_compiled, root.modules())]):
-        if any(id(inner) in owners for inner in module.modules() if inner is not module):
-            yield module
+            self.release_if_idle(unit)
 
 
 def in_backward() -> bool:
     return current_graph_task() != -1
+
+
+def weakly(method: Any) -> Callable[..., None]:
+    """A function that calls a method as long as its object lives, without keeping the object alive."""
+    owner, function = weakref.ref(method.__self__), method.__func__
+
+    def call(*args: Any) -> None:
+        if (found := owner()) is not None:
+            function(found, *args)
+
+    return call

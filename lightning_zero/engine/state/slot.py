@@ -112,16 +112,6 @@ class BucketSlot:
             if not bucket.is_in_buffer:
                 bucket.follow(self.local_range, local_range_of(value, self))
 
-    def may_be_written_whole(self, value: Tensor) -> bool:
-        bucket = self.bucket
-        return (
-            bucket.is_ready
-            and bucket.full.dtype == bucket.master_dtype == bucket.dtype
-            and value.device == self.device
-            and value.layout is torch.strided
-            and value.untyped_storage()._cdata != bucket.full.untyped_storage()._cdata
-        )
-
     def written_locally(self, values: Tensor) -> None:
         bucket = self.bucket
         bucket.residency.written(self.local_range, values)

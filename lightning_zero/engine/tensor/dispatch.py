@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from functools import cache
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,31 +55,28 @@ def _targets(func: Any) -> list[int | str]:
     return found
 
 
-class _Kind(NamedTuple):
-    """How an operator is handled.
-
-    Attributes:
-        act: handler to try before the operator runs on full values; None if there is none.
-        only_reads: whether full values without communication give the same result, and nothing is written to.
-    """
-
-    act: Callable[[Any, Any, Any], Any] | None
-    only_reads: bool
+_Handler = Callable[[Any, Any, Any], Any]
 
 
 @cache
-def _kind_of(func: Any) -> _Kind:
+def _kind_of(func: Any) -> tuple[_Handler | None, bool]:
+    """How an operator is handled.
+
+    Returns:
+        The handler to try before the operator runs on full values, and whether full values without communication give
+        the same result, with nothing written to.
+    """
     if func in _HANDLERS:
-        return _Kind(_HANDLERS[func], False)
+        return _HANDLERS[func], False
     if func.namespace == "c10d":
-        return _Kind(_communicate, False)
+        return None, False
     if torch.Tag.pointwise in func.tags or func in _LOCAL:
-        return _Kind(_act_locally, not _targets(func))
+        return _act_locally, not _targets(func)
     if func._schema.name.startswith("aten::_foreach_"):
-        return _Kind(_act_on_lists, False)
+        return _act_on_lists, False
     if _is_view(func):
-        return _Kind(_views, False)
-    return _Kind(None, not _targets(func))
+        return _views, False
+    return None, not _targets(func)
 
 
 def _at_hand(args: Any) -> list[Any] | None:
@@ -99,52 +96,32 @@ def _at_hand(args: Any) -> list[Any] | None:
 
 
 def _act_on_whole(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator on full values, and write those back that it may have changed."""
     written: list[tuple[WrapperTensor, Tensor]] = []
     targets = _targets(func)
+    is_collective = func.namespace == "c10d"  # whose schema names no outputs
 
-    def to_whole(target: bool) -> Callable[[Any], Any]:
-        def convert(value: Any) -> Any:
-            if not isinstance(value, WrapperTensor):
-                return value
-            whole = value.whole()
-            if target:
-                whole = whole.clone()  # so that an operator that fails leaves the original unchanged
-                written.append((value, whole))
-            return whole
+    def to_whole(value: Any, is_written: bool) -> Any:
+        if not isinstance(value, WrapperTensor):
+            return value
+        whole = value.whole()
+        if is_written:
+            whole = whole.clone()  # so that an operator that fails leaves the original unchanged
+            written.append((value, whole))
+        return whole
 
-        def convert_all(value: Any) -> Any:
-            return tree_map(convert, value) if isinstance(value, (list, tuple, dict)) else convert(value)
+    def convert(key: int | str, value: Any) -> Any:
+        return tree_map(partial(to_whole, is_written=is_collective or key in targets), value)
 
-        return convert_all
-
-    new_args = [to_whole(position in targets)(arg) for position, arg in enumerate(args)]
-    new_kwargs = {name: to_whole(name in targets)(arg) for name, arg in kwargs.items()}
-    out = func(*new_args, **new_kwargs)
+    new_args = [convert(position, arg) for position, arg in enumerate(args)]
+    out = func(*new_args, **{name: convert(name, arg) for name, arg in kwargs.items()})
+    if is_collective:
+        for work in out if isinstance(out, (list, tuple)) else [out]:
+            if isinstance(work, torch.ScriptObject):
+                wait_for(work)
     for handle, whole in written:
         handle.write_whole(whole)
-    if len(written) == 1 and out is written[0][1]:
-        return written[0][0]
     originals = {id(whole): handle for handle, whole in written}
-    return tree_map(lambda value: originals.get(id(value), value), out)
-
-
-def _communicate(func: Any, args: Any, kwargs: Any) -> Any:
-    """A collective of ``torch.distributed``, on full values; all are written back, as its schema names no outputs."""
-    given: list[tuple[WrapperTensor, Tensor]] = []
-
-    def to_whole(value: Any) -> Any:
-        if isinstance(value, WrapperTensor):
-            given.append((value, value.whole().clone()))
-            return given[-1][1]
-        return value
-
-    out = func(*tree_map(to_whole, args), **tree_map(to_whole, kwargs))
-    for value in out if isinstance(out, (list, tuple)) else [out]:
-        if isinstance(value, torch.ScriptObject):
-            wait_for(value)
-    for handle, whole in given:
-        handle.write_whole(whole)
-    originals = {id(whole): handle for handle, whole in given}
     return tree_map(lambda value: originals.get(id(value), value), out)
 
 
@@ -153,25 +130,20 @@ def _act_locally(func: Any, args: Any, kwargs: Any) -> Any:
     leaves, spec = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     sharded = [tensor for tensor in tensors if isinstance(tensor, ShardedTensor)]
-    in_place = bool(_targets(func))
     if not sharded or any(isinstance(t, RecordedView) for t in tensors):
         return NotImplemented
-    if any(tensor._slot is not sharded[0]._slot for tensor in sharded):
-        return NotImplemented
-    slot = sharded[0]._slot
-    if in_place and (args == () or args[0] is not sharded[0] or "out" in kwargs):
+    slot, targets = sharded[0].slot, _targets(func)
+    in_place = targets == [0] and args[0] is sharded[0]
+    if bool(targets) is not in_place or any(tensor.slot is not slot for tensor in sharded):
         return NotImplemented
     plain = [tensor for tensor in tensors if not isinstance(tensor, ShardedTensor)]
     # A plain tensor may differ between ranks (a loss, an incoming gradient). Then the result does, too, and cannot be
     # one sharded value. A write is assumed to be the same on all ranks, as under DDP.
-    if plain and not in_place:
+    if plain and not in_place or slot.shape != torch.broadcast_shapes(slot.shape, *(tensor.shape for tensor in plain)):
         return NotImplemented
     # Full values without communication are cheaper, and bit-equal to DDP. But a write must reach wider master weights.
-    if all(tensor.whole_at_hand() is not None for tensor in sharded) and not (
-        in_place and sharded[0].local.dtype != sharded[0].dtype
-    ):
-        return NotImplemented
-    if slot.shape != torch.broadcast_shapes(slot.shape, *(tensor.shape for tensor in plain)):
+    is_wider = in_place and sharded[0].local.dtype != sharded[0].dtype
+    if not is_wider and all(tensor.whole_at_hand() is not None for tensor in sharded):
         return NotImplemented
 
     def to_local(value: Any) -> Any:
@@ -183,12 +155,10 @@ def _act_locally(func: Any, args: Any, kwargs: Any) -> Any:
         return value
 
     local_args, local_kwargs = tree_unflatten([to_local(leaf) for leaf in leaves], spec)
-    if func is aten._to_copy.default and set(local_kwargs) - {"dtype"}:
-        target = local_kwargs.get("device")
-        if target is not None and torch.device(target) != slot.device:
-            return NotImplemented
-        local_kwargs = {name: value for name, value in local_kwargs.items() if name in ("dtype", "non_blocking")}
-    local_kwargs.pop("memory_format", None)
+    device = local_kwargs.pop("device", None)
+    if device is not None and torch.device(device) != slot.device:
+        return NotImplemented
+    local_kwargs = {name: value for name, value in local_kwargs.items() if name not in _OF_MEMORY}
     out = func(*local_args, **local_kwargs)
     if in_place:
         sharded[0].written(local_args[0])
@@ -202,30 +172,42 @@ def _beside(value: Tensor, local: Tensor) -> Tensor:
 
 
 def _act_on_lists(func: Any, args: Any, kwargs: Any) -> Any:
-    """``_foreach_*`` operators: on local ranges for sharded tensors of the first list, apart from the others."""
-    lists = [arg for arg in args if isinstance(arg, (list, tuple)) and any(isinstance(t, Tensor) for t in arg)]
-    first = args[0]
-    in_place = bool(_targets(func))
-    is_norm = func is aten._foreach_norm.Scalar
-    kinds = [_kind_in_list(tensor, is_norm) for tensor in first]
-    if len(set(kinds)) > 1:
-        return _act_apart(func, args, kwargs, kinds)
-    alike = kinds[:1] != [None] and all(
-        isinstance(t, ShardedTensor) and t._slot is other._slot for tensors in lists for t, other in zip(tensors, first)
-    )
-    plain = any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values()))
-    if alike and is_norm:
-        return _foreach_norm(args, kwargs)
-    if not alike or (plain and not in_place) or func._schema.name in _REDUCTIONS_OF_LISTS:
-        return NotImplemented
+    """``_foreach_*`` operators: on local ranges, with one call for each group of ranks and device of local ranges."""
+    first, in_place = args[0], bool(_targets(func))
+    members: dict[Any, list[int]] = {}  # positions in the first list; key None for full values
+    for position, tensor in enumerate(first):
+        sharded = _communicating(tensor)
+        # ranges may be offloaded to the host
+        key = (sharded.slot.group, sharded.local.device) if sharded is not None else None
+        members.setdefault(key, []).append(position)
+    if len(members) > 1:
+        out: list[Any] = [None] * len(first)
+        for chosen in members.values():
+            parts = [
+                [arg[i] for i in chosen] if isinstance(arg, (list, tuple)) and len(arg) == len(first) else arg
+                for arg in args
+            ]
+            for i, result in zip(chosen, func(*parts, **kwargs) or ()):
+                out[i] = result
+        return None if in_place else out
 
-    locals_of_first, *others = (_local_arguments(arg, first[0].local) for arg in args)
-    out = func(locals_of_first, *others, **kwargs)
-    if in_place:
-        for tensor, local in zip(first, locals_of_first):
-            tensor.written(local)
-        return None
-    return [ShardedTensor(tensor._slot, local) for tensor, local in zip(first, out)]
+    lists = [arg for arg in args if isinstance(arg, (list, tuple)) and any(isinstance(t, Tensor) for t in arg)]
+    if None in members or not all(
+        isinstance(t, ShardedTensor) and t.slot is other.slot for tensors in lists for t, other in zip(tensors, first)
+    ):
+        return NotImplemented
+    if func is aten._foreach_norm.Scalar:
+        return _norms_of_list(first, float(args[1] if len(args) > 1 else kwargs.get("ord", 2)))
+    is_plain = any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values()))
+    if is_plain and not in_place or func._schema.name in _REDUCTIONS_OF_LISTS:
+        return NotImplemented
+    local_ranges, *others = (_local_arguments(arg, first[0].local) for arg in args)
+    found = func(local_ranges, *others, **kwargs)
+    if not in_place:
+        return [ShardedTensor(tensor.slot, local) for tensor, local in zip(first, found)]
+    for tensor, local in zip(first, local_ranges):
+        tensor.written(local)
+    return None
 
 
 def _local_arguments(value: Any, local: Tensor) -> Any:
@@ -240,31 +222,11 @@ def _local_arguments(value: Any, local: Tensor) -> Any:
     return [_local_arguments(item, local) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _kind_in_list(tensor: Any, is_norm: bool) -> Any:
-    """A key of the tensors in a list that can be handled together: group of ranks and device; None for full values."""
-    if not isinstance(tensor, ShardedTensor) or tensor.whole_at_hand() is not None:
-        return None
-    return tensor._slot.group, None if is_norm else tensor.local.device  # some may be offloaded to the host
-
-
-def _act_apart(func: Any, args: Any, kwargs: Any, kinds: list[Any]) -> Any:
-    """Run a ``_foreach_*`` operator separately on the tensors of each kind."""
-    out: list[Any] = [None] * len(kinds)
-    for chosen in ([i for i, kind in enumerate(kinds) if kind == wanted] for wanted in dict.fromkeys(kinds)):
-        parts = [
-            [arg[i] for i in chosen] if isinstance(arg, (list, tuple)) and len(arg) == len(out) else arg for arg in args
-        ]
-        for i, result in zip(chosen, func(*parts, **kwargs) or ()):
-            out[i] = result
-    return None if _targets(func) else out
-
-
-def _foreach_norm(args: Any, kwargs: Any) -> list[Tensor]:
+def _norms_of_list(tensors: list[ShardedTensor], order: float) -> list[Tensor]:
     """Norms of many sharded tensors with one reduction, as clipping by norm needs them."""
-    tensors, order = args[0], float(args[1]) if len(args) > 1 else float(kwargs.get("ord", 2))
-    slot: Slot = tensors[0]._slot
+    slot = tensors[0].slot
     parts = [_partial_norm(tensor.local, order).to(slot.device) for tensor in tensors]
-    names = [tensor._slot.name for tensor in tensors]
+    names = [tensor.slot.name for tensor in tensors]
     # Identifies the operation in the rendezvous: norms of the same parameters in the same order.
     what = (
         f"the norms of {len(names)} tensors, '{names[0]}' to '{names[-1]}' ({zlib.crc32(' '.join(names).encode()):x})"
@@ -276,75 +238,64 @@ def _partial_norm(local: Tensor, order: float) -> Tensor:
     """This rank's part of a vector norm, to be summed over ranks (compared for infinite orders)."""
     if local.dtype in (torch.float16, torch.bfloat16):
         local = local.float()  # powers in a norm would overflow in fp16
-    if order in (float("inf"), -float("inf")):
-        neutral = 0.0 if order > 0 else float("inf")
-        if local.numel() == 0:
-            return local.new_full((), neutral, dtype=local.dtype.to_real())
-        return torch.linalg.vector_norm(local, order)
     if order == 0:
         return (local != 0).sum().to(local.dtype.to_real())
-    return torch.linalg.vector_norm(local, order) ** order
+    if abs(order) != float("inf"):
+        return torch.linalg.vector_norm(local, order) ** order
+    if local.numel() == 0:
+        return local.new_full((), 0.0 if order > 0 else float("inf"), dtype=local.dtype.to_real())
+    return torch.linalg.vector_norm(local, order)
 
 
 def _finish_norm(parts: Tensor, order: float, slot: Slot, what: str | None = None) -> Tensor:
-    if order in (float("inf"), -float("inf")):
-        return _extreme_over_ranks(parts, slot, largest=order > 0, what=what)
-    total = slot.reduce(parts, ReduceOp.SUM, what)
-    return total if order == 0 else total ** (1.0 / order)
+    if abs(order) != float("inf"):
+        total = slot.reduce(parts, ReduceOp.SUM, what)
+        return total if order == 0 else total ** (1.0 / order)
+    return _extreme_over_ranks(parts, slot, 1 if order > 0 else -1, what)
 
 
-def _extreme_over_ranks(part: Tensor, slot: Slot, *, largest: bool, what: str | None = None) -> Tensor:
-    """Maximum or minimum over ranks. NaN if any part has one, as in torch; backends differ in that."""
-    if not part.is_floating_point():
-        return slot.reduce(part, ReduceOp.MAX if largest else ReduceOp.MIN, what)
-    signed, nan = part if largest else -part, part.isnan()
-    flagged = torch.stack([signed.masked_fill(nan, -float("inf")), nan.to(part.dtype)])
+def _extreme_over_ranks(parts: Tensor, slot: Slot, sign: int, what: str | None = None) -> Tensor:
+    """Maximum over ranks, or minimum for sign -1. NaN is reduced apart: backends differ in a maximum with NaN."""
+    nan = parts.isnan()
+    flagged = torch.stack([(sign * parts).masked_fill(nan, -float("inf")), nan.to(parts.dtype)])
     found, nan = slot.reduce(flagged, ReduceOp.MAX, what).unbind()
-    return (found if largest else -found).masked_fill(nan > 0, float("nan"))
+    return (sign * found).masked_fill(nan > 0, float("nan"))
 
 
-def _own(tensor: Any) -> ShardedTensor | None:
-    """The argument of a reduction if it is sharded and its full value would need communication; otherwise None."""
+def _communicating(tensor: Any) -> ShardedTensor | None:
+    """The tensor if it is sharded and its full value would need communication; otherwise None."""
     return tensor if isinstance(tensor, ShardedTensor) and tensor.whole_at_hand() is None else None
 
 
 def _vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
-    tensor = _own(args[0])
-    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    tensor = _communicating(args[0])
     if tensor is None or len(args) > 2 or kwargs.get("dim") or kwargs.get("keepdim") or kwargs.get("dtype"):
         return NotImplemented
-    return _finish_norm(_partial_norm(tensor.local, float(order)), float(order), tensor._slot).to(
-        tensor.dtype.to_real()
-    )
+    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+    return _finish_norm(_partial_norm(tensor.local, order), order, tensor.slot).to(tensor.dtype.to_real())
 
 
 def _sum(func: Any, args: Any, kwargs: Any) -> Any:
-    tensor = _own(args[0])
+    """sum, mean; also all and any, as numbers of elements that are zero, or are not."""
+    tensor = _communicating(args[0])
     if tensor is None or len(args) > 1 or kwargs:
         return NotImplemented
-    total = tensor._slot.reduce(tensor.local.sum(), ReduceOp.SUM)
+    if func in (aten.all.default, aten.any.default):
+        is_all = func is aten.all.default
+        count = tensor.slot.reduce(((tensor.local == 0) if is_all else (tensor.local != 0)).sum(), ReduceOp.SUM)
+        return count == 0 if is_all else count != 0
+    total = tensor.slot.reduce(tensor.local.sum(), ReduceOp.SUM)
     total = total / tensor.numel() if func is aten.mean.default else total
     return total.to(tensor.dtype) if tensor.is_floating_point() else total
 
 
 def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
-    """max, min, all, any: on local ranges, then over ranks."""
-    tensor = _own(args[0])
-    if tensor is None or len(args) > 1 or kwargs or tensor.numel() == 0:
+    tensor = _communicating(args[0])
+    if tensor is None or len(args) > 1 or not tensor.is_floating_point() or not tensor.numel():
         return NotImplemented
-    largest = func in (aten.max.default, aten.any.default)
-    boolean = func in (aten.all.default, aten.any.default) or tensor.dtype is torch.bool
-    local = tensor.local.bool().to(torch.uint8) if boolean else tensor.local
-    if local.numel():
-        part = local.max() if largest else local.min()
-    elif boolean:
-        part = local.new_full((), 0 if largest else 1)
-    else:
-        limits = torch.iinfo(local.dtype) if not local.is_floating_point() else None
-        least, most = (limits.min, limits.max) if limits is not None else (-float("inf"), float("inf"))
-        part = local.new_full((), least if largest else most)
-    found = _extreme_over_ranks(part, tensor._slot, largest=largest)
-    return found.bool() if boolean else found.to(tensor.dtype)
+    sign = 1 if func is aten.max.default else -1
+    part = func(tensor.local) if tensor.local.numel() else tensor.local.new_full((), -sign * float("inf"))
+    return _extreme_over_ranks(part, tensor.slot, sign).to(tensor.dtype)
 
 
 def _alias(func: Any, args: Any, kwargs: Any) -> Any:
@@ -355,27 +306,18 @@ def _accumulate(func: Any, args: Any, kwargs: Any) -> Any:
     """``add_``; on a parameter's ``.grad`` within a backward it is autograd accumulating a local gradient."""
     target = args[0]
     if isinstance(target, ShardedTensor) and current_graph_task() != -1:
-        if target._slot.accumulate(target, args[1]):
+        if target.slot.accumulate(target, args[1]):
             return target
     return _act_locally(func, args, kwargs)
 
 
 def _copy(func: Any, args: Any, kwargs: Any) -> Any:
     """``copy_``; a parameter copied to itself (as after ``dcp.load``) is updated from its local range."""
-    own = [tensor._slot if isinstance(tensor, ShardedTensor) and tensor.is_parameter else None for tensor in args[:2]]
-    if own[0] is not None and own[0] is own[1]:
-        own[0].written_locally(own[0].local_parameter())
-        return args[0]
     target, source = args[:2]
-    if (
-        own[0] is not None
-        and not isinstance(source, WrapperTensor)
-        and source.shape == target.shape
-        and source.dtype == target.dtype
-        and own[0].may_be_written_whole(source)
-    ):
-        own[0].write_parameter(source)
-        return target
+    if isinstance(target, ShardedTensor) and isinstance(source, ShardedTensor) and target.is_parameter:
+        if source.is_parameter and source.slot is target.slot:
+            target.written(target.local)
+            return target
     return _act_locally(func, args, kwargs)
 
 
@@ -389,6 +331,7 @@ def _cast(func: Any, args: Any, kwargs: Any) -> Any:
 def _unscale(func: Any, args: Any, kwargs: Any) -> Any:
     """Unscaling by ``GradScaler``: on local ranges; then ``found_inf`` is reduced, so that ranks agree."""
     gradients, found_inf, inverse_scale = args
+    sharded = [gradient for gradient in gradients if isinstance(gradient, ShardedTensor)]
     if any(isinstance(gradient, RecordedView) for gradient in gradients):
         return NotImplemented
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -400,12 +343,20 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> Any:
         func(parts, found, _beside(inverse_scale, parts[0]))
         if found is not found_inf:
             found_inf.copy_(found)  # ``found`` started with the earlier value
-    sharded = next(gradient for gradient in gradients if isinstance(gradient, ShardedTensor))
-    sharded._slot.reduce(found_inf, ReduceOp.MAX)
+    sharded[0].slot.reduce(found_inf, ReduceOp.MAX)
     return None
 
 
-_HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
+def _of_the_shape(func: Any, args: Any, kwargs: Any) -> Any:
+    """Operators that need a tensor's shape and dtype, but not its values."""
+    tensor = args[0]
+    if isinstance(tensor, ShardedTensor) and func in _LOCAL:
+        return _act_locally(func, args, kwargs)
+    return func(torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape), *args[1:], **kwargs)
+
+
+_NEW = "empty_like full_like ones_like zeros_like rand_like randn_like new_empty new_full new_ones new_zeros"
+_HANDLERS: dict[Any, _Handler] = {
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     aten.detach.default: _alias,
     aten.alias.default: _alias,
@@ -415,14 +366,14 @@ _HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
     aten.linalg_vector_norm.default: _vector_norm,
     aten.sum.default: _sum,
     aten.mean.default: _sum,
+    aten.all.default: _sum,
+    aten.any.default: _sum,
     aten.max.default: _extreme,
     aten.min.default: _extreme,
-    aten.all.default: _extreme,
-    aten.any.default: _extreme,
+    **{getattr(aten, name).default: _of_the_shape for name in _NEW.split()},
 }
-
-
 _REDUCTIONS_OF_LISTS = {"aten::_foreach_norm", "aten::_foreach_max", "aten::_foreach_powsum"}
+_OF_MEMORY = ("layout", "memory_format", "pin_memory")  # arguments without a meaning for a local range
 
 # Pointwise operators that torch does not tag as such.
 _LOCAL = {
@@ -437,10 +388,10 @@ _LOCAL = {
 
 
 def _act(func: Any, args: Any, kwargs: Any) -> Any:
-    kind = _kind_of(func)
-    if kind.only_reads and not kwargs and (at_hand := _at_hand(args)) is not None:
+    handler, only_reads = _kind_of(func)
+    if only_reads and not kwargs and (at_hand := _at_hand(args)) is not None:
         return func(*at_hand)
-    out = kind.act(func, args, kwargs) if kind.act is not None else NotImplemented
+    out = handler(func, args, kwargs) if handler is not None else NotImplemented
     return _act_on_whole(func, args, kwargs) if out is NotImplemented else out
 
 

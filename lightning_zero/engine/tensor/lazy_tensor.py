@@ -9,37 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.tensor.wrapper import WrapperTensor, made
-
-aten = torch.ops.aten
-_OF_THE_SHAPE = {
-    aten.empty_like.default,
-    aten.full_like.default,
-    aten.new_empty.default,
-    aten.new_full.default,
-    aten.new_ones.default,
-    aten.new_zeros.default,
-    aten.ones_like.default,
-    aten.rand_like.default,
-    aten.randn_like.default,
-    aten.zeros_like.default,
-}
-"""Operators that need a tensor's shape and dtype, but not its values."""
+from lightning_zero.engine.tensor.wrapper import WrapperTensor, new_wrapper
 
 
 @dataclass
 class _Held:
-    """State shared by a lazy tensor and its aliases.
-
-    Attributes:
-        value: the values since a write; None while the stored ones are valid.
-    """
+    """State shared by a lazy tensor and its aliases."""
 
     name: str
     read: Callable[[int, int], Tensor]
     origin: Any
     write: Callable[[Tensor], None] | None
-    value: Tensor | None = None
+    value: Tensor | None = None  # the values since a write; None while the stored ones are valid
 
 
 class StoredTensor(WrapperTensor):
@@ -74,21 +55,12 @@ class StoredTensor(WrapperTensor):
 
     @classmethod
     def _over(cls, held: _Held, shape: Sequence[int], dtype: torch.dtype) -> StoredTensor:
-        self = made(cls, torch.Size(shape), dtype=dtype, device=torch.device("cpu"))
+        self = new_wrapper(cls, torch.Size(shape), dtype=dtype, device=torch.device("cpu"))
         self._held = held
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func in _OF_THE_SHAPE:
-            args = (torch.empty((), dtype=args[0].dtype, device="cpu").expand(args[0].shape), *args[1:])
-            return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
     @property
     def stored_name(self) -> str:
@@ -104,7 +76,6 @@ class StoredTensor(WrapperTensor):
         return self.shown(start, stop).clone()
 
     def shown(self, start: int, stop: int) -> Tensor:
-        """As ``range``, but possibly a view of the storage: for immediate reading only."""
         value = self._held.value
         return self._held.read(start, stop) if value is None else value.reshape(-1)[start:stop]
 
@@ -121,19 +92,10 @@ class StoredTensor(WrapperTensor):
     def alias(self) -> Tensor:
         return StoredTensor._over(self._held, self.shape, self.dtype)
 
-    @property
-    def data(self) -> Tensor:
-        return self.detach()
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        with torch.no_grad():
-            self.copy_(value)
-
     def storage(self) -> Any:
         raise RuntimeError(
-            f"'{self.stored_name}' lies elsewhere and has no memory of its own: tensor.clone() reads it into "
-            "an ordinary tensor."
+            f"'{self.stored_name}' is a lazy tensor, whose values stay in a file: it has no memory of its own. "
+            "tensor.clone() reads the values into an ordinary tensor."
         )
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -142,11 +104,9 @@ class StoredTensor(WrapperTensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
             held, value = self._held, self._held.value
-            if held.write is None:
-                own = replace(held, value=None if value is None else value.clone())
-                memo[id(self)] = StoredTensor._over(own, self.shape, self.dtype)
-            else:
-                memo[id(self)] = self.clone()
+            own = replace(held, value=None if value is None else value.clone())
+            is_shared = held.write is None  # stored values that nothing can change
+            memo[id(self)] = StoredTensor._over(own, self.shape, self.dtype) if is_shared else self.clone()
         return memo[id(self)]
 
 

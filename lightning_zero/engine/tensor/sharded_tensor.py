@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_zero.engine.comm.background_work import synchronize
 from lightning_zero.engine.plan.chunks import Box, boxes
 from lightning_zero.engine.tensor.slot import Slot
-from lightning_zero.engine.tensor.wrapper import WrapperTensor, made
+from lightning_zero.engine.tensor.wrapper import WrapperTensor, new_wrapper
 
 if TYPE_CHECKING:  # their import takes a while, and only checkpoints need them
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -34,7 +34,7 @@ class ShardedTensor(WrapperTensor):
         keep: any object that must live as long as this tensor.
     """
 
-    _slot: Slot
+    slot: Slot
     _local: Tensor | None
     keep: Any
 
@@ -49,8 +49,8 @@ class ShardedTensor(WrapperTensor):
         keep: Any = None,
     ) -> ShardedTensor:
         dtype = dtype or (local.dtype if local is not None else slot.dtype)
-        self = made(cls, slot.shape, dtype=dtype, device=slot.device, requires_grad=requires_grad)
-        self._slot, self._local, self.keep = slot, local, keep
+        self = new_wrapper(cls, slot.shape, dtype=dtype, device=slot.device, requires_grad=requires_grad)
+        self.slot, self._local, self.keep = slot, local, keep
         if keep is None:
             slot.remember(self)
         return self
@@ -60,10 +60,9 @@ class ShardedTensor(WrapperTensor):
 
     @property
     def local(self) -> Tensor:
-        """This rank's range, 1-D."""
         if self._local is None:
-            return self._slot.local_parameter()
-        synchronize(self._slot.background)  # background work may be writing to it
+            return self.slot.local_parameter()
+        synchronize(self.slot.background)  # background work may be writing to it
         return self._local
 
     def show(self, local: Tensor, keep: Any) -> None:
@@ -72,11 +71,7 @@ class ShardedTensor(WrapperTensor):
 
     def at_rest(self) -> Tensor:
         """As ``local``, but read-only; a range on a disk is a lazy tensor."""
-        return self._slot.parameter_at_rest() if self._local is None else self.local
-
-    @property
-    def slot(self) -> Slot:
-        return self._slot
+        return self.slot.parameter_at_rest() if self._local is None else self.local
 
     @property
     def is_parameter(self) -> bool:
@@ -84,44 +79,42 @@ class ShardedTensor(WrapperTensor):
         return self._local is None
 
     def whole_at_hand(self, dtype: torch.dtype | None = None) -> Tensor | None:
-        """The full value, in the tensor's or another dtype; None where that needs communication."""
-        return self._slot.whole_parameter(dtype or self.dtype) if self.is_parameter else None
+        return self.slot.whole_parameter(dtype or self.dtype) if self.is_parameter else None
 
     def whole(self) -> Tensor:
-        """The full value, in the dtype that user code sees. Collective unless ``whole_at_hand`` has it."""
         value = self.whole_at_hand()
-        return self._slot.collect(self.local).to(self.dtype) if value is None else value
+        return self.slot.collect(self.local).to(self.dtype) if value is None else value
 
     def alias(self) -> Tensor:
-        return ShardedTensor(self._slot, self._local, self.dtype, keep=self.keep)
+        return ShardedTensor(self.slot, self._local, self.dtype, keep=self.keep)
 
     def write_whole(self, value: Tensor) -> None:
         if self.is_parameter:
-            self._slot.write_parameter(value)
+            self.slot.write_parameter(value)
         else:
             local = self.local
-            local.copy_(local_range_of(value, self._slot))
+            local.copy_(local_range_of(value, self.slot))
             self.written(local)
 
     def written(self, local: Tensor) -> None:
         """Propagate a write to the tensor that ``local`` returned."""
         if self.is_parameter:
-            self._slot.written_locally(local)
+            self.slot.written_locally(local)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], Any]) -> Any:
         """As for any tensor; but the hook is called at the end of backward, when ``grad`` is the reduced gradient."""
         if not self.is_parameter:
             return super().register_post_accumulate_grad_hook(hook)
-        handle = RemovableHandle(self._slot.hooks_after_reduction)
-        self._slot.hooks_after_reduction[handle.id] = hook
+        handle = RemovableHandle(self.slot.hooks_after_reduction)
+        self.slot.hooks_after_reduction[handle.id] = hook
         return handle
 
     def __repr__(self) -> str:  # type: ignore[override]
-        start, stop = self._slot.offset, self._slot.offset + self._slot.local_numel
+        start, stop = self._range
         kind = "Parameter containing:\n" if isinstance(self, torch.nn.Parameter) else ""
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
-            f"{kind}ShardedTensor({self._slot.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"{kind}ShardedTensor({self.slot.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, "
             f"this rank holds [{start}, {stop}) of {self.numel()} elements{grad})"
         )
 
@@ -149,44 +142,38 @@ class ShardedTensor(WrapperTensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         assert index.offset is not None
         box = next(box for box in self._boxes() if box.offsets == tuple(index.offset))
-        return self.local[box.start - self._slot.offset : box.stop - self._slot.offset].view(box.sizes)
+        return self.local[box.start - self.slot.offset : box.stop - self.slot.offset].view(box.sizes)
 
     def _boxes(self) -> list[Box]:
         if not self.numel():  # DCP expects one entry for an empty tensor, too
             return [Box((0,) * self.dim(), tuple(self.shape), 0)]
-        return boxes(self.shape, self._slot.offset, self._slot.offset + self._slot.local_numel)
+        return boxes(self.shape, *self._range)
+
+    @property
+    def _range(self) -> tuple[int, int]:
+        return self.slot.offset, self.slot.offset + self.slot.local_numel
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            with torch.no_grad():
-                # A copy is not the engine's parameter: it is a separate value with the same sharding, so that a copied
-                # module (an average of weights, say) takes each rank the memory of a shard only.
-                copy: Tensor = ShardedTensor(self._slot, self.local.clone(), self.dtype)
-            if isinstance(self, torch.nn.Parameter):
-                copy = torch.nn.Parameter(copy, self.requires_grad)
-            else:
-                copy.requires_grad_(self.requires_grad)
-            memo[id(self)] = copy
+            with torch.no_grad():  # a value with the same sharding, so that a copied module takes the memory of a shard
+                copy: Tensor = ShardedTensor(self.slot, self.local.clone(), self.dtype)
+            is_parameter = isinstance(self, torch.nn.Parameter)
+            memo[id(self)] = (torch.nn.Parameter if is_parameter else Tensor.requires_grad_)(copy, self.requires_grad)
         return memo[id(self)]
 
-    @property
-    def data(self) -> Tensor:
-        return self.alias()
-
-    @data.setter
+    @WrapperTensor.data.setter  # type: ignore[attr-defined]
     def data(self, value: Tensor) -> None:
         if value.dtype != self.dtype:
             raise TypeError(
-                f"{self._slot.name}: a sharded parameter keeps its dtype, {self.dtype}; it cannot be {value.dtype}. "
+                f"{self.slot.name}: a sharded parameter keeps its dtype, {self.dtype}; it cannot be {value.dtype}. "
                 "Convert the module before the strategy sets it up, or choose Trainer(precision=...)."
             )
         if value.shape != self.shape:
             raise ValueError(
-                f"{self._slot.name}: .data of shape {tuple(self.shape)} cannot be replaced by a tensor of shape "
+                f"{self.slot.name}: .data of shape {tuple(self.shape)} cannot be replaced by a tensor of shape "
                 f"{tuple(value.shape)} while the module is sharded; change shapes before the strategy sets it up."
             )
-        with torch.no_grad():
-            self.copy_(value)
+        WrapperTensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
 
 def local_range_of(value: Tensor, slot: Slot) -> Tensor:
@@ -201,8 +188,5 @@ def local_range_of(value: Tensor, slot: Slot) -> Tensor:
 
 
 def flat_range(value: Tensor, start: int, stop: int) -> Tensor:
-    """The elements ``[start, stop)`` of a flattened tensor, 1-D; of a lazy tensor only these are read.
-
-    The result is for immediate reading only.
-    """
+    """The elements ``[start, stop)`` of a flattened tensor, 1-D, for immediate reading only; others are not read."""
     return value.shown(start, stop) if isinstance(value, WrapperTensor) else value.reshape(-1)[start:stop]

@@ -25,18 +25,18 @@ def walk(
     Args:
         tree: nested dicts, lists and tuples of any class.
         act: returns the new leaf. It is called once for all aliases of a sharded parameter, which stay one tensor.
-        wanted: which leaves ``act`` gets, by default all tensors.
+        wanted: whether ``act`` gets a leaf; by default it gets all tensors.
     """
     known: dict[Any, Any] = {}
 
     def step(tree: Any) -> Any:
-        if isinstance(tree, ShardedTensor) and wanted(tree):
+        if wanted(tree):
+            if not isinstance(tree, ShardedTensor):
+                return act(tree)
             key = identity(tree)
             if key not in known:
                 known[key] = act(tree)
             return known[key]
-        if wanted(tree):
-            return act(tree)
         if not isinstance(tree, (dict, list, tuple)):
             return tree
         items = list(tree.values() if isinstance(tree, dict) else tree)
@@ -45,7 +45,7 @@ def walk(
             return tree
         if isinstance(tree, tuple):
             return type(tree)(*changed) if hasattr(tree, "_fields") else type(tree)(changed)
-        copied = copy.copy(tree)  # of its class, and with what is noted at a state dict
+        copied = copy.copy(tree)  # of its class, and with the attributes of a state dict
         for key, item in zip(tree if isinstance(tree, dict) else range(len(changed)), changed):
             copied[key] = item
         return copied
@@ -60,22 +60,22 @@ def identity(tensor: ShardedTensor) -> Any:
 
 
 def is_in_parts(value: Any) -> bool:
-    """Whether it is a sharded tensor, or a view of one."""
+    """Whether a value is a sharded tensor, or a view of one."""
     return isinstance(value, WrapperTensor) and not isinstance(value, StoredTensor)
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """The whole value, maybe in memory that others have too. Collective."""
+    """The full value, possibly in memory that is shared. Collective."""
     return (tensor.whole() if is_in_parts(tensor) else tensor).detach()  # type: ignore[attr-defined]
 
 
 def in_parts(tensor: Tensor) -> Tensor:
-    """The tensor itself: what is sharded stays so, and is written by all ranks or put together later."""
+    """The tensor itself: sharded tensors stay sharded, and are written by all ranks or gathered later."""
     return tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole value, in memory of its own, on the device of the tensor. Collective."""
+    """The full value, in memory of its own, on the device of the tensor. Collective."""
     return gathered(tensor).clone()
 
 

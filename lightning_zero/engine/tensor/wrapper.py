@@ -23,12 +23,15 @@ class WrapperTensor(torch.Tensor):
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     def whole(self) -> Tensor:
+        """The full value. Collective unless ``whole_at_hand`` has it."""
         raise NotImplementedError
 
     def whole_at_hand(self, dtype: torch.dtype | None = None) -> Tensor | None:
+        """The full value, in the tensor's or another dtype; None where that needs communication."""
         return None
 
     def write_whole(self, value: Tensor) -> None:
+        """Set the tensor to a full value."""
         raise NotImplementedError
 
     def alias(self) -> Tensor:
@@ -36,8 +39,17 @@ class WrapperTensor(torch.Tensor):
         raise NotImplementedError
 
     def shown(self, start: int, stop: int) -> Tensor:
-        """The elements ``[start, stop)`` of the flattened value, 1-D, for reading only."""
+        """The elements ``[start, stop)`` of the flattened value, 1-D, for immediate reading only."""
         return self.whole().reshape(-1)[start:stop]
+
+    @property
+    def data(self) -> Tensor:
+        return self.alias()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        with torch.no_grad():
+            self.copy_(value)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -57,23 +69,21 @@ class WrapperTensor(torch.Tensor):
         array.flags.writeable = False  # a copy: a write to it would be lost silently
         return array
 
-    def __array__(self, dtype: Any = None) -> Any:
-        return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
-
     def __dlpack__(self, **options: Any) -> Any:
         return self.whole().detach().clone().__dlpack__(**options)
 
     def set_(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError(
-            "set_() gives a tensor other memory, and a sharded one has none of its own to replace: "
-            "write the values into it, parameter.data.copy_(values)."
+            "set_() replaces a tensor's memory, and a sharded tensor has none of its own: write the new values with "
+            "parameter.data.copy_(values)."
         )
 
     def storage(self) -> Any:
         # safetensors calls this, and so does save_pretrained() of transformers and PEFT
         raise RuntimeError(
-            f"A sharded tensor of shape {tuple(self.shape)} has no memory of its own that could be read or saved: "
-            "write 'with lightning_zero.full_parameters(module):' around it, on every rank, or do it after the run."
+            f"A sharded tensor of shape {tuple(self.shape)} has no memory of its own that could be read or saved: run "
+            "the code that needs it within 'with lightning_zero.full_parameters(module):', on every rank, or after the "
+            "run."
         )
 
     def tolist(self) -> Any:
@@ -104,10 +114,9 @@ class RecordedView(WrapperTensor):
     def __new__(cls, base: Any, steps: list[tuple[Any, Any, Any]]) -> RecordedView:
         if isinstance(base, RecordedView):
             base, steps = base._base_tensor, base._steps + steps
-        shape = torch.empty(base.shape, dtype=base.dtype, device="meta")
-        meta = _replay(shape, steps)
-        strides = meta.stride()
-        self = made(cls, meta.shape, strides=strides, storage_offset=0, dtype=meta.dtype, device=base.device)
+        meta = _replay(torch.empty(base.shape, dtype=base.dtype, device="meta"), steps)
+        options = {"strides": meta.stride(), "storage_offset": 0, "dtype": meta.dtype, "device": base.device}
+        self = new_wrapper(cls, meta.shape, **options)
         self._base_tensor, self._steps = base, steps
         return self
 
@@ -118,26 +127,24 @@ class RecordedView(WrapperTensor):
         base = self._base_tensor
         return _replay(base.whole() if isinstance(base, WrapperTensor) else base.detach(), self._steps)
 
-    def alias(self) -> Tensor:
-        return RecordedView(self, [])
-
     def whole_at_hand(self, dtype: torch.dtype | None = None) -> Tensor | None:
         base = self._base_tensor
-        if not isinstance(base, WrapperTensor):
+        # a view with another dtype reinterprets bits, which a cast would change
+        if not isinstance(base, WrapperTensor) or self.dtype != base.dtype:
             return None
-        if self.dtype != base.dtype:
-            return None  # a view with another dtype reinterprets bits, which a cast would change
         at_hand = base.whole_at_hand(dtype)
         return None if at_hand is None else _replay(at_hand, self._steps)
 
+    def alias(self) -> Tensor:
+        return RecordedView(self, [])
+
     def write_whole(self, value: Tensor) -> None:
         base = self._base_tensor
-        if not isinstance(base, WrapperTensor):  # the engine was closed since
-            _replay(base.detach(), self._steps).copy_(value)
-            return
-        whole = base.whole().clone()
+        is_sharded = isinstance(base, WrapperTensor)  # False if the engine has been closed since
+        whole = base.whole().clone() if is_sharded else base.detach()
         _replay(whole, self._steps).copy_(value)
-        base.write_whole(whole)
+        if is_sharded:
+            base.write_whole(whole)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"view of {self._base_tensor!r}, shape={tuple(self.shape)}"
@@ -146,7 +153,7 @@ class RecordedView(WrapperTensor):
         return self.whole().detach().clone()
 
 
-def made(cls: Any, shape: torch.Size, **options: Any) -> Any:
+def new_wrapper(cls: Any, shape: torch.Size, **options: Any) -> Any:
     """Make a wrapper. Under ``inference_mode`` it is an ordinary tensor, as views of ordinary tensors are."""
     if not torch.is_inference_mode_enabled():
         return make_wrapper(cls, shape, **options)

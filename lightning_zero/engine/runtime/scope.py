@@ -1,0 +1,102 @@
+"""Scopes: modules in whose forward sharded parameters are replaced by the ordinary ones of the gathered buffer."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.engine.runtime.compile_hooks import is_compiled
+from lightning_zero.engine.runtime.saved_tensors import Attributes
+
+
+class Call(Enum):
+    """How a running forward of a module treats parameters."""
+
+    REPLACED = "all are replaced by the user's"
+    WATCHED = "views, and what autograd saves is watched: outside of a window"
+    ORDINARY = "views"
+
+
+class Scope:
+    """A module in whose forward some of a unit's parameters are ordinary ones, and the dicts that hold them."""
+
+    def __init__(self, module: nn.Module, is_root: bool) -> None:
+        self.module, self.is_root = weakref.ref(module), is_root  # of the root unit
+        self.handles: list[Any] = []
+        self.may_take_over = False  # see ``Schedule._take_over``
+        self.entries: list[tuple[dict[str, Any], str, nn.Parameter, Tensor]] = []
+        self.recurrent: list[weakref.ref[nn.RNNBase]] = []
+        self.calls: list[Call] = []  # running forwards of the module
+        self.depth = 0
+
+    @cached_property
+    def attributes(self) -> Attributes:
+        """The module's attributes, for units that are released."""
+        module = self.module()
+        assert module is not None, "the module was deleted in its forward"
+        return Attributes(module)
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether all its parameters are replaced, as within ``full_parameters``: nothing is gathered then."""
+        if self.depth:
+            return False
+        for holder, name, parameter, _ in self.entries:  # at each call of each module; usually the first entry decides
+            if holder.get(name) is parameter:
+                return False
+        return True
+
+    def swap_in(self) -> None:
+        self.depth += 1
+        if self.depth > 1:
+            return
+        for holder, attribute, parameter, view in self.entries:
+            if holder.get(attribute) is not parameter:
+                continue  # replaced by the user: within ``full_parameters`` or ``torch.func.functional_call``
+            if view.dtype is not parameter.dtype and not torch.is_autocast_enabled(view.device.type):
+                continue  # gathered for autocast; without autocast the module computes in the parameter's own dtype
+            if view.requires_grad is not parameter.requires_grad:
+                view.requires_grad_(parameter.requires_grad)
+            holder[attribute] = view
+        self.refresh_recurrent()
+
+    def swap_out(self) -> None:
+        self.depth -= 1
+        if self.depth == 0:
+            for holder, attribute, parameter, view in self.entries:
+                if holder.get(attribute) is view:
+                    holder[attribute] = parameter
+            self.refresh_recurrent()
+
+    def recover(self) -> None:
+        """Reset to the state between two forwards."""
+        self.calls.clear()
+        if self.depth:
+            self.depth = 1
+            self.swap_out()
+
+    def refresh_recurrent(self) -> None:
+        # nn.LSTM and similar modules keep a list of their own parameters
+        for reference in self.recurrent:
+            if (module := reference()) is not None:
+                module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]
+
+
+def regions(root: nn.Module, owners: set[int]) -> Iterator[nn.Module]:
+    """Modules around the owners (given by ``id``) where compiled code may begin.
+
+    These are the root; its children, which compiled methods of the root call; and modules that are compiled already.
+    """
+    for module in dict.fromkeys([root, *root.children(), *filter(is_compiled, root.modules())]):
+        if any(id(inner) in owners for inner in module.modules() if inner is not module):
+            yield module
