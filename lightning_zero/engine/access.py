@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_zero.engine.optim.masters import masters_that_hold
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
+from lightning_zero.engine.tensor.sharded_tree import whole
 
 
 @contextmanager
@@ -59,7 +60,7 @@ def full_optimizer_state(parameter: Tensor) -> dict[str, Any]:
         The state by name; empty before the first step, and for a parameter that no optimizer holds.
     """
     masters = masters_that_hold(parameter)
-    return {} if masters is None else masters.states.of(parameter)
+    return {} if masters is None else masters.states.by_parameter(whole, [parameter]).get(parameter, {})
 
 
 def shard_of(tensor: Tensor) -> Tensor:

@@ -213,20 +213,16 @@ class Engine:
         """
         self._check_optimizers(optimizers, self.communicator.size)
         for optimizer in optimizers:
-            make_room(optimizer, slot_of)
-        before, known = self.masters, {masters._optimizer(): masters for masters in self.masters}
-        self.masters = [known.get(optimizer) or masters_of(optimizer, slot_of, self) for optimizer in optimizers]
+            make_room(optimizer)
+        before, known = self.masters, {masters.optimizer: masters for masters in self.masters}
+        self.masters = [known.get(optimizer) or masters_of(optimizer, self) for optimizer in optimizers]
         gone = [masters for masters in before if masters not in self.masters]
         if gone:
             synchronize(self.background)  # an update of a removed optimizer may still be running
         for masters in gone:
             masters.close(None)
-            if (former := masters._optimizer()) is not None:
+            if (former := masters.optimizer) is not None:
                 former.state = defaultdict(dict)
-        if gone and self._swap is not None:
-            wanted = [masters.states.fields_on_disk() for masters in self.masters]
-            for states in (bucket.states for bucket in self.buckets if bucket.states is not None):
-                states.drop_fields({field for fields in wanted for field in fields.get(states, ())})
 
     def _check_optimizers(self, optimizers: Sequence[Optimizer], ranks: int) -> None:
         allow_any, offloads = self.config.allow_any_optimizer, self.config.offloads_optimizer
@@ -236,7 +232,7 @@ class Engine:
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers that are still alive."""
-        return [optimizer for masters in self.masters if (optimizer := masters._optimizer()) is not None]
+        return [optimizer for masters in self.masters if (optimizer := masters.optimizer) is not None]
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -269,7 +265,7 @@ class Engine:
             RuntimeError: if a forward or another ``last_backward`` comes before ``optimizer.step``; nothing is changed.
         """
         self._check_no_step_is_due()
-        masters = next((masters for masters in self.masters if masters._optimizer() is optimizer), None)
+        masters = next((masters for masters in self.masters if masters.optimizer is optimizer), None)
         begins = self.background.overlap and any(bucket.updates is not None for bucket in self.buckets)
         self.reducer.on_reduced = masters.begin if masters is not None and begins else None
         try:
@@ -285,7 +281,7 @@ class Engine:
 
     def _check_no_step_is_due(self) -> None:
         for masters in self.masters:
-            if masters.awaits_step and (optimizer := masters._optimizer()) is not None:
+            if masters.awaits_step and (optimizer := masters.optimizer) is not None:
                 raise RuntimeError(
                     "engine.last_backward(optimizer) was left, and optimizer.step() has not been called since: "
                     f"{type(optimizer).__name__} has begun to update what is kept elsewhere, and a forward would find "
@@ -407,7 +403,7 @@ class Engine:
         Args:
             leaf: as for ``full_state_dict``.
         """
-        masters = next((masters for masters in self.masters if masters._optimizer() is optimizer), None)
+        masters = next((masters for masters in self.masters if masters.optimizer is optimizer), None)
         if masters is not None:
             return masters.states.state_dict(leaf)
         state = optimizer.state_dict()
@@ -540,7 +536,7 @@ class Engine:
         for masters in self.masters:
             if not masters.is_closed:  # by the engine of another module, whose parameters the same optimizer holds
                 state = masters.close(None if alone else device)
-                if (optimizer := masters._optimizer()) is not None:
+                if (optimizer := masters.optimizer) is not None:
                     states[optimizer] = state
         for hook in self._root_hooks:
             hook.remove()

@@ -54,9 +54,8 @@ def check_optimizer(optimizer: Optimizer, allow_any: bool, *, ranks: int, offloa
         )
 
 
-def is_torchs_elementwise(optimizer: Optimizer) -> bool:
-    """Whether it is one of torch's own classes that are known to be elementwise."""
-    cls = type(optimizer)
+def is_torchs_elementwise(cls: type) -> bool:
+    """Whether a class is one of torch's own optimizers that are known to be elementwise."""
     return cls.__name__ in ELEMENTWISE and _known_base(cls) is cls
 
 

@@ -37,8 +37,8 @@ class Small:
         is_on_device: whether each rank keeps it on its own device, with the parameter, and not in the host's memory.
     """
 
-    def __init__(self, value: Any, is_on_device: bool = False) -> None:
-        self.value = value
+    def __init__(self, value: Any, dtype: torch.dtype | None = None, is_on_device: bool = False) -> None:
+        self.value = value if dtype is None else torch.tensor(value, dtype=dtype, device="cpu")
         self.is_on_device = is_on_device or isinstance(value, Tensor) and value.device.type != "cpu"
 
     def of_parameter(self, device: torch.device) -> Any:
@@ -49,12 +49,7 @@ class Small:
     def __reduce__(self) -> Any:
         if not isinstance(self.value, Tensor):
             return Small, (self.value,)
-        # a tensor takes ten times longer
-        return _small_tensor, (self.value.tolist(), self.value.dtype, self.is_on_device)
-
-
-def _small_tensor(value: Any, dtype: torch.dtype, is_on_device: bool) -> Small:
-    return Small(torch.tensor(value, dtype=dtype, device="cpu"), is_on_device)
+        return Small, (self.value.tolist(), self.value.dtype, self.is_on_device)  # a tensor takes ten times longer
 
 
 def described(key: str, value: Any, shape: torch.Size) -> ByElement | Small:
