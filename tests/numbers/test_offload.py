@@ -587,7 +587,7 @@ def with_forwards_before_step(stage: int, offload: str | None) -> dict[str, Any]
         with engine.last_backward(optimizer):
             module(*batch(step)).backward()
         if offload is not None:
-            was_left = pytest.raises(RuntimeError, match="was left, and optimizer.step.. has not been called since")
+            was_left = pytest.raises(RuntimeError, match="optimizer.step.. has not been called since 'with")
             with was_left, torch.no_grad():
                 module(*batch(9))
             with was_left:

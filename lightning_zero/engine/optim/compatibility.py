@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from collections.abc import Iterable
 from typing import Any, TypeGuard
 
 from torch.optim import Optimizer
+
+from lightning_zero.engine.config import EngineConfig
 
 ELEMENTWISE = frozenset(
     {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"}
@@ -22,19 +25,21 @@ _WHY_NOT = {
 }
 
 
-def check_optimizer(optimizer: Optimizer, allow_any: bool, *, ranks: int, offloads: bool) -> None:
-    """Refuse an optimizer that cannot update a part of a parameter without the rest, where it would have to.
+def check_optimizers(optimizers: Iterable[Optimizer], config: EngineConfig, *, ranks: int) -> None:
+    """Refuse optimizers that cannot update a part of a parameter without the rest, where they would have to.
 
     Args:
-        allow_any: accept optimizers that are not known to be elementwise.
-        ranks: over which parameters are sharded. One rank alone has them whole.
-        offloads: whether optimizer states are offloaded, and so updated in pieces on one rank too.
+        ranks: over which parameters are sharded. One rank alone has them whole, unless it offloads their states.
 
     Raises:
-        TypeError: if it is not elementwise, or not known to be and ``allow_any`` is not set.
+        TypeError: if one is not elementwise, or not known to be and ``allow_any_optimizer`` is not set.
     """
-    if ranks == 1 and not offloads:
-        return
+    if ranks > 1 or config.offloads_optimizer:
+        for optimizer in optimizers:
+            _check_is_elementwise(optimizer, config.allow_any_optimizer, ranks)
+
+
+def _check_is_elementwise(optimizer: Optimizer, allow_any: bool, ranks: int) -> None:
     cls = type(optimizer)
     known = _known_base(cls)
     if known.__name__ in ELEMENTWISE and steps_as(optimizer, known):

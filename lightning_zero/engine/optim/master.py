@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine.state.bucket import Bucket
+from lightning_zero.engine.state.residency import LOW_PRECISION
 from lightning_zero.engine.state.slot import BucketSlot, slots_of
+from lightning_zero.engine.tensor.sharded_tensor import local_range_of
 
 
 class Master:
@@ -87,6 +89,29 @@ def runs_of(slots: list[BucketSlot]) -> list[list[BucketSlot]]:
             runs[-1].append(slot)
             ends = slot.index + 1
     return runs
+
+
+@torch.no_grad()
+def restore_digits(slot: BucketSlot, saved: Tensor) -> None:
+    """Restore a parameter's saved master weight, except for elements that were changed after it was rounded.
+
+    A parameter that is in fp32 now, but was saved in low precision, regains the precision of the master weight.
+
+    Args:
+        saved: in full.
+    """
+    bucket, is_low = slot.bucket, slot.dtype in LOW_PRECISION
+    if not is_low and slot.dtype != torch.float32:
+        return
+    bucket.promote()
+    shard = slot.local_parameter()
+    digits = local_range_of(saved, slot).to(shard)
+    for dtype in (slot.dtype,) if is_low else LOW_PRECISION:
+        rounded = shard.to(dtype).to(shard)
+        is_unchanged = digits.to(dtype).to(shard) == rounded
+        shard.copy_(torch.where(is_unchanged if is_low else is_unchanged & (rounded == shard), digits, shard))
+    if not is_low or bucket.states is not None:
+        slot.written_locally(shard)
 
 
 class SparseRows:

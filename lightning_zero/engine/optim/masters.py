@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -256,24 +257,25 @@ class Masters:
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
-    def close(self, device: torch.device | None) -> dict[Tensor, dict[str, Any]] | None:
-        """Unhook the optimizer and return its whole state by parameter, for the ordinary parameters. Collective.
+    def close(self, device: torch.device | None) -> None:
+        """Unhook the optimizer and give it its whole state by parameter, for the ordinary parameters. Collective.
 
         Args:
-            device: of the state returned; with None nothing is returned, and no other rank is needed.
+            device: of the state; with None the optimizer loses its state, and no other rank is needed.
         """
         self.states.release()
         self.recover()
-        self.is_closed, state = True, None
         for rows in self._sparse_rows.values():
             rows.remove()
         for handle in self._handles:
             handle.remove()
-        if self.optimizer is not None:
-            _masters_of.pop(self.optimizer, None)
+        if (optimizer := self.optimizer) is not None:
+            _masters_of.pop(optimizer, None)
+            states: States = {}
             if device is not None:
-                state = self.states.by_parameter(lambda tensor: gathered(tensor).to(device, copy=True))
-        return state
+                states = self.states.by_parameter(lambda tensor: gathered(tensor).to(device, copy=True))
+            optimizer.state = defaultdict(dict, states)
+        self.is_closed = True
 
 
 _masters_of: weakref.WeakKeyDictionary[Optimizer, Masters] = weakref.WeakKeyDictionary()
