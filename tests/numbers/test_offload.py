@@ -689,11 +689,11 @@ def test_what_is_unfrozen_in_mid_run_trains(run_on, dtype, offload):
     ("options", "said"),
     [
         ({"optimizer": "gpu"}, "optimizer='gpu' must be None, 'cpu' or 'nvme'"),
-        ({"optimizer": "nvme"}, "'nvme' needs path="),
+        ({"optimizer": "nvme"}, "'nvme' requires path="),
         ({"fraction": 1.5}, "fraction=1.5 must be between 0 and 1"),
         ({"sub_group": 0}, "sub_group=0 must be a number of elements"),
-        ({"optimizer": None, "parameters": "cpu"}, "needs the masters there"),
-        ({"optimizer": "cpu", "parameters": "nvme", "path": "x"}, "needs optimizer='nvme'"),
+        ({"optimizer": None, "parameters": "cpu"}, "requires optimizer='cpu'"),
+        ({"optimizer": "cpu", "parameters": "nvme", "path": "x"}, "requires optimizer='nvme'"),
     ],
 )
 def test_what_cannot_be_is_refused(options, said):
@@ -705,7 +705,7 @@ def test_what_cannot_be_is_refused(options, said):
 def refused_stage() -> None:
     module = nn.Linear(3, 3)
     before = dict(module.named_parameters())
-    with pytest.raises(ValueError, match="parameters='cpu' needs stage 3"):
+    with pytest.raises(ValueError, match="parameters='cpu' requires stage 3"):
         Engine(module, [], stage=2, offload={"parameters": "cpu"})
     assert all(parameter is before[name] for name, parameter in module.named_parameters())
 
