@@ -50,7 +50,7 @@ from lightning_zero.engine.runtime.reducer import GradientReducer
 from lightning_zero.engine.runtime.schedule import Schedule, Unit, in_backward
 from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
 from lightning_zero.engine.state.ledger import Ledger
-from lightning_zero.engine.state.slot import slot_of, slots_of
+from lightning_zero.engine.state.slot import slots_of
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.sharded_tree import Leaf, in_parts, on_cpu, walk
 
@@ -61,6 +61,11 @@ def engine_of(module: nn.Module) -> Engine | None:
     """The engine that shards a module; None if there is none, or if it has been closed."""
     reference = _engines.get(module)
     return reference() if reference is not None else None
+
+
+def engines() -> list[Engine]:
+    """All engines that have not been closed."""
+    return [engine for reference in list(_engines.values()) if (engine := reference()) is not None]
 
 
 class Engine:
@@ -151,7 +156,7 @@ class Engine:
         self.schedule.install(module, plans)
         autograd_patches.install(self.schedule)
         self._checkpointed = [CheckpointedModule(inner, activations) for inner in checkpointed]
-        self._join = Join(self.communicator, self.rendezvous, self.schedule, self.buckets)
+        self.join = Join(self.communicator, self.rendezvous, self.schedule, self.buckets)
         self.reducer = GradientReducer(
             self.units,
             self.schedule,
@@ -167,12 +172,12 @@ class Engine:
         # The module's and the optimizers' hooks keep the engine alive; the engine keeps neither of them alive.
         before = OwnHook(lambda *_: self._open_window(is_step=self._is_forward_a_step))
         after = OwnHook(lambda *_: self._close_window())
-        can_join = module.modules() if self._gathers else ()
+        can_join = module.modules() if self.gathers else ()
         self._installed: list[Any] = [
             module.register_forward_pre_hook(before, prepend=True),
             module.register_forward_hook(after, always_call=True),
             *self._checkpointed,
-            *(JoinedMethod(self._join, inner) for inner in can_join if JoinedMethod.is_method_of(inner)),
+            *(JoinedMethod(self.join, inner) for inner in can_join if JoinedMethod.is_method_of(inner)),
             self.schedule,
             self.reducer,
         ]
@@ -288,12 +293,12 @@ class Engine:
         Args:
             position: the index of the dataloader of the next batch; None at the end of the loop.
         """
-        if self._gathers:
+        if self.gathers:
             self._follow_buffers()  # here, where every rank takes part
-            self._join.take(position)
+            self.join.take(position)
 
     @property
-    def _gathers(self) -> bool:
+    def gathers(self) -> bool:
         """Whether a forward communicates with the other ranks."""
         return self.communicator.size > 1 and not all(unit.stays for unit in self.units)
 
@@ -339,25 +344,20 @@ class Engine:
         self._is_updating = True
 
     def updated(self, buckets: list[Bucket]) -> None:
-        """Gather the parameters of updated buckets again; the updates may still be running in the background.
-
-        Gathers follow the order of the plan, which is usually that of forward and is the same on every rank.
-        """
+        """Gather the parameters of updated buckets again; the updates may still be running in the background."""
         self._steps += 1
         self._updates += 1
         self._is_updating = False
         self.show(buckets)
 
     def show(self, buckets: list[Bucket]) -> None:
-        """All-gather the values of these buckets again, where they are gathered at present."""
+        """All-gather those of these buckets again that are gathered at present, in the order of the plan."""
         changed, kept = set(buckets), []
-        for unit in self.units:
-            for bucket in unit.buckets:
-                if bucket in changed:
-                    if bucket.refresh():
-                        kept.append(bucket)
-                    if not self.config.overlap:
-                        bucket.wait()
+        for bucket in (bucket for bucket in self.buckets if bucket in changed):
+            if bucket.refresh():
+                kept.append(bucket)
+            if not self.config.overlap:
+                bucket.wait()
         for bucket in kept:
             bucket.wait()
 
@@ -524,21 +524,3 @@ class Engine:
     def _clear_disk(self) -> None:
         if self._swap is not None:
             self._swap.folder.close()
-
-
-@contextmanager
-def uneven_forwards(module: nn.Module) -> Iterator[None]:
-    """Join of uneven inputs: within the context ranks may run different numbers of forwards. Collective.
-
-    At stage 3 a forward all-gathers parameters. A rank that has finished takes part in the gathers of the others, so
-    every rank must run the same units. Read parameters before or after the context only, since reading takes every
-    rank. Methods called ``generate`` are wrapped automatically. No effect at stages 1 and 2 and on unsharded modules.
-
-    Args:
-        module: the module that is called: sharded, or a submodule of a sharded one.
-    """
-    slots = filter(None, map(slot_of, module.parameters()))
-    communicators = {slot.bucket.communicator for slot in slots}
-    engines = [engine for engine in map(engine_of, list(_engines)) if engine and engine.communicator in communicators]
-    with engines[0]._join.each_forward(module) if engines and engines[0]._gathers else nullcontext():
-        yield

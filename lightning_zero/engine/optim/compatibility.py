@@ -93,20 +93,15 @@ def _only_wraps(step: Any, attributes: dict[str, Any]) -> bool:
         return False
     if any(ast.unparse(decorator) not in _HARMLESS_DECORATORS for decorator in function.decorator_list):
         return False
-    own = function.args.args[0].arg
+    own, plain = function.args.args[0].arg, (bool, int, float, str, type(None))
     allowed: set[int] = set()  # uses of the optimizer, and of ``super()``
-    for node in ast.walk(function):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == own:
-            is_plain = isinstance(attributes.get(node.attr), (bool, int, float, str, type(None)))
-            if isinstance(node.ctx, ast.Store) or (node.attr in attributes and is_plain):
-                allowed.add(id(node.value))
-        elif isinstance(node, ast.Attribute) and node.attr == "step" and _is_super(node.value):
+    for node in (node for node in ast.walk(function) if isinstance(node, ast.Attribute)):
+        if node.attr == "step" and _is_super(node.value):
             allowed |= {id(node.value), *(id(argument) for argument in node.value.args)}
-    return all(
-        id(node) in allowed
-        for node in ast.walk(function)
-        if _is_super(node) or (isinstance(node, ast.Name) and node.id in (own, *_GIVE_AWAY))
-    )
+        elif isinstance(node.ctx, ast.Store) or (node.attr in attributes and isinstance(attributes[node.attr], plain)):
+            allowed.add(id(node.value))
+    uses = (node for node in ast.walk(function) if _is_super(node) or (isinstance(node, ast.Name) and node.id == own))
+    return all(id(node) in allowed for node in uses)
 
 
 def _is_super(node: ast.AST) -> TypeGuard[ast.Call]:
@@ -114,4 +109,3 @@ def _is_super(node: ast.AST) -> TypeGuard[ast.Call]:
 
 
 _HARMLESS_DECORATORS = {"torch.no_grad()", "torch.no_grad", "override", "typing.override"}
-_GIVE_AWAY = ("locals", "vars", "eval", "exec")  # the optimizer without its name

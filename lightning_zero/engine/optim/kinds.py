@@ -4,9 +4,6 @@
 |------------|----------------------------------------------------------------|-----------------------------------|
 | by element | one number for each element of its parameter (``exp_avg``)     | sharded as the parameter is       |
 | small      | a count or an option that all ranks hold alike (``step``)      | sent with the names of entries    |
-| owned      | whole on one rank; no optimizer that the engine takes has such | a description of its own, and a   |
-|            | entries yet                                                    | branch where these two are told   |
-|            |                                                                | apart: ``described`` and its users|
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,7 +89,13 @@ class OffloadedStep:
             gradients: of each, or a function that returns it.
             shown: see ``Bucket.update_in_background``.
         """
-        update, device = _BucketUpdate(optimizer, bucket, masters, gradients, shown), bucket.full.device
+        device = bucket.full.device
+        wanted = [
+            (Update.of(optimizer, optimizer.param_groups[number], device), master, gradients[master])
+            for number, master in masters
+            if master.is_here
+        ]
+        update = _BucketUpdate(optimizer, wanted, shown)
         if bucket.states is None:
             return bucket.background.submit(beside(device, update.in_memory))
         update.in_memory(only_empty=True)  # which are in no piece
@@ -100,27 +106,16 @@ class OffloadedStep:
         return work
 
 
-class _BucketUpdate:
-    """The update of one bucket's masters, in any thread."""
+class _BucketUpdate(NamedTuple):
+    """The update of one bucket's masters, each with its gradient or a function that returns it, in any thread."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        bucket: Bucket,
-        masters: Sequence[tuple[int, Master]],
-        gradients: Mapping[Master, Any],
-        shown: Tensor | None,
-    ) -> None:
-        self._optimizer, self._shown = optimizer, shown
-        self._wanted = [
-            (Update.of(optimizer, optimizer.param_groups[number], bucket.full.device), master, gradients[master])
-            for number, master in masters
-            if master.is_here
-        ]
+    optimizer: Optimizer
+    wanted: list[tuple[Update, Master, Any]]
+    shown: Tensor | None
 
     def in_memory(self, only_empty: bool = False) -> None:
-        states = self._optimizer.state
-        for update, master, gradient in self._wanted:
+        states = self.optimizer.state
+        for update, master, gradient in self.wanted:
             if not only_empty or not master.tensor.numel():
                 values = master.values()
                 states[master.tensor] = updated(update, values, _computed(gradient), states.get(master.tensor, {}))
@@ -128,8 +123,8 @@ class _BucketUpdate:
 
     def on_disk(self, start: int, stop: int, fields: dict[str, Tensor]) -> None:
         """Update the elements ``[start, stop)`` of the bucket's shard, whose masters and states are in ``fields``."""
-        states = self._optimizer.state
-        for update, master, gradient in self._wanted:
+        states = self.optimizer.state
+        for update, master, gradient in self.wanted:
             low, high = max(start, master.range.start), min(stop, master.range.stop)
             if low >= high:
                 continue
@@ -150,8 +145,8 @@ class _BucketUpdate:
                 }
 
     def _show(self, part: slice, values: Tensor) -> None:
-        if self._shown is not None:
-            self._shown[part].copy_(values, non_blocking=True)
+        if self.shown is not None:
+            self.shown[part].copy_(values, non_blocking=True)
 
 
 def _computed(gradient: Any) -> Tensor | None:
