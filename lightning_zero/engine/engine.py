@@ -172,12 +172,12 @@ class Engine:
         # The module's and the optimizers' hooks keep the engine alive; the engine keeps neither of them alive.
         before = OwnHook(lambda *_: self._open_window(is_step=self._is_forward_a_step))
         after = OwnHook(lambda *_: self._close_window())
-        can_join = module.modules() if self.gathers else ()
+        may_join = module.modules() if self.gathers else ()
         self._installed: list[Any] = [
             module.register_forward_pre_hook(before, prepend=True),
             module.register_forward_hook(after, always_call=True),
             *self._checkpointed,
-            *(JoinedMethod(self.join, inner) for inner in can_join if JoinedMethod.is_method_of(inner)),
+            *(JoinedMethod(self.join, inner) for inner in may_join if JoinedMethod.is_method_of(inner)),
             self.schedule,
             self.reducer,
         ]
@@ -382,8 +382,7 @@ class Engine:
                 return state
             gathers = any(isinstance(v, ShardedTensor) and v.whole_at_hand() is None for v in tree_leaves(state))
             with self.rendezvous.met("the module's state dict") if gathers else nullcontext():
-                whole: dict[str, Any] = walk(state, leaf)
-                return whole
+                return walk(state, leaf)
 
     def full_optimizer_state_dict(self, optimizer: Optimizer, *, leaf: Leaf = on_cpu) -> dict[str, Any]:
         """An optimizer's state dict in torch's usual form, by default with full tensors on the CPU. Collective.
@@ -411,8 +410,7 @@ class Engine:
             for slot in slots_of(bucket)
         }
         with self.rendezvous.met("the fp32 masters") if finer and leaf is not in_parts else nullcontext():
-            found: dict[str, Tensor] = walk(masters, leaf)
-            return found
+            return walk(masters, leaf)
 
     def load_masters(self, masters: dict[str, Tensor]) -> None:
         """Restore the fp32 master weights that belong to the current parameters. No communication.
@@ -474,7 +472,14 @@ class Engine:
             Exception: of a failed update, or else the first error. All is closed as with ``communicate=False``.
         """
         device = torch.device(device) if device is not None else self.communicator.device
-        error = self._error_of_updates()
+        error = None
+        try:
+            synchronize(self.background)
+            for bucket in self.buckets:
+                if bucket.update is not None:
+                    bucket.update.work.wait()
+        except Exception as raised:
+            error = raised
         may_communicate = not self._has_failed_update and (communicate or self.communicator.size == 1)
         try:
             for alone in (False, True) if may_communicate else (True,):
@@ -491,17 +496,6 @@ class Engine:
             self._clear_disk()
         if error is not None:
             raise error
-
-    def _error_of_updates(self) -> Exception | None:
-        """Wait for all background updates; the error of a failed one that has not been raised yet."""
-        try:
-            synchronize(self.background)
-            for bucket in self.buckets:
-                if bucket.update is not None:
-                    bucket.update.work.wait()
-        except Exception as error:
-            return error
-        return None
 
     def _make_ordinary(self, device: torch.device, alone: bool) -> None:
         """Remove all hooks, and give the module and the optimizers ordinary tensors.

@@ -1,14 +1,11 @@
-"""What an entry of an optimizer's state is, by which it is split, gathered and loaded.
+"""Entries of an optimizer's state are of two kinds, by which they are split, gathered and loaded.
 
-| kind       | what it holds                                                  | between ranks                     |
-|------------|----------------------------------------------------------------|-----------------------------------|
-| by element | one number for each element of its parameter (``exp_avg``)     | sharded as the parameter is       |
-| small      | a count or an option that all ranks hold alike (``step``)      | sent with the names of entries    |
+By element: one number for each element of the parameter (``exp_avg``), sharded as the parameter is.
+Small: a count or an option that all ranks hold alike (``step``), sent between ranks with the names of entries.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,13 +15,6 @@ from lightning_zero.engine.compat import tree_map_only
 
 # Zero-dimensional entries of zero-dimensional parameters that are nevertheless not by element.
 _COUNTERS = {"step", "mu_product", "eta", "mu"}
-
-
-@dataclass(frozen=True)
-class ByElement:
-    """Describes an entry by element to ranks that own nothing of its parameter."""
-
-    dtype: torch.dtype
 
 
 class Small:
@@ -49,19 +39,8 @@ class Small:
         return Small, (self.value.tolist(), self.value.dtype, self.is_on_device)  # a tensor takes ten times longer
 
 
-def described(key: str, value: Any, shape: torch.Size) -> ByElement | Small:
-    """The description of one entry; arguments as for ``is_by_element``."""
-    return ByElement(value.dtype) if is_by_element(key, value, shape) else Small(value)
-
-
 def is_by_element(key: str, value: Any, shape: torch.Size) -> bool:
-    """Whether an entry is one number for each element.
-
-    Args:
-        key: the entry's name.
-        value: its value.
-        shape: of the parameter or master that it belongs to.
-    """
+    """Whether an entry of a parameter or master of this shape is one number for each element."""
     return isinstance(value, Tensor) and value.shape == shape and (value.dim() > 0 or key not in _COUNTERS)
 
 
@@ -77,12 +56,7 @@ def comparable(value: Any) -> Any:
 
 
 def placed(key: str, value: Any, group: dict[str, Any], device: torch.device) -> Any:
-    """A copy of a small entry where torch's own ``load_state_dict`` puts it: usually on the parameter's device.
-
-    Args:
-        group: the parameter group, whose options decide for counts of steps.
-        device: of the parameter.
-    """
+    """A copy of a small entry where torch's own ``load_state_dict`` puts it: usually on the parameter's device."""
     if key != "step":  # lists of tensors, too (LBFGS)
         return tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), value)
     if not isinstance(value, Tensor):

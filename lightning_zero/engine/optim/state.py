@@ -16,15 +16,7 @@ from torch.optim import Optimizer
 from lightning_zero.engine.comm.background_work import is_synchronized, synchronize
 from lightning_zero.engine.offload.states import DiskStates
 from lightning_zero.engine.offload.updates import Updates, fields_by_parameter
-from lightning_zero.engine.optim.kinds import (
-    ByElement,
-    Small,
-    comparable,
-    copied,
-    described,
-    is_by_element,
-    placed,
-)
+from lightning_zero.engine.optim.kinds import Small, comparable, copied, is_by_element, placed
 from lightning_zero.engine.optim.master import Master, is_whole, runs_of
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.ledger import Ledger
@@ -276,9 +268,11 @@ class MasterStates:
         for number, slot in enumerate(slots):
             master = self._master_of.get(slot)
             if master is not None and (slot.local_numel or slot.shape.numel() == 0):
-                state = self.by_master.get(master.tensor, {})
-                own[number] = {key: described(key, value, master.tensor.shape) for key, value in state.items()}
-        # other ranks know the entries and the step counts of parameters that this one owns nothing of
+                own[number] = {
+                    key: value.dtype if is_by_element(key, value, master.tensor.shape) else Small(value)
+                    for key, value in self.by_master.get(master.tensor, {}).items()
+                }
+        # other ranks know the dtypes and the small entries of parameters that this one owns nothing of
         known: dict[int, dict[str, Any]] = {}
         for found in slots[0].bucket.communicator.control.gather_objects(own):
             known = found | known
@@ -287,12 +281,12 @@ class MasterStates:
             for number, slot in enumerate(slots)
         }
 
-    def _entry(self, slot: BucketSlot, key: str, entry: ByElement | Small) -> Any:
+    def _entry(self, slot: BucketSlot, key: str, entry: torch.dtype | Small) -> Any:
         if isinstance(entry, Small):
             return entry.of_parameter(slot.device)
         master = self._master_of.get(slot)
         if master is None or not slot.local_numel:
-            part = torch.empty(0, dtype=entry.dtype, device=slot.device)
+            part = torch.empty(0, dtype=entry, device=slot.device)
         elif (on_disk := slot.bucket.states) is None:
             part = self.by_master[master.tensor][key].reshape(-1)[master.part_of(slot)]
         else:
