@@ -6,9 +6,14 @@ package. The engine alone (``lightning_zero.engine``) works without Lightning, a
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_zero.engine.access import full_grad, full_optimizer_state, full_parameters, shard_of
+from lightning_zero.engine.access import (
+    full_grad,
+    full_optimizer_state,
+    full_parameters,
+    shard_of,
+    uneven_forwards,
+)
 from lightning_zero.engine.config import OffloadConfig
-from lightning_zero.engine.engine import uneven_forwards
 from lightning_zero.strategies.after_import import after_import
 from lightning_zero.version import __version__
 

@@ -63,7 +63,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[s
                 f"and now there are {len(sizes)} of {listed(map(str, sizes))}. Make the optimizer as it was made "
                 "for the checkpoint."
             )
-        if not is_torchs_elementwise(optimizer):
+        if not is_torchs_elementwise(type(optimizer)):
             continue  # may have states with shapes of their own
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         numbers = [index for group in state["param_groups"] for index in group["params"]]

@@ -1,16 +1,19 @@
-"""Read full parameters, gradients and optimizer state of a sharded module from user code."""
+"""What user code calls for a sharded module: read its full values, run different numbers of forwards."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.engine.engine import engines
 from lightning_zero.engine.optim.masters import masters_that_hold
+from lightning_zero.engine.state.slot import slot_of
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
+from lightning_zero.engine.tensor.sharded_tree import whole
 
 
 @contextmanager
@@ -59,7 +62,7 @@ def full_optimizer_state(parameter: Tensor) -> dict[str, Any]:
         The state by name; empty before the first step, and for a parameter that no optimizer holds.
     """
     masters = masters_that_hold(parameter)
-    return {} if masters is None else masters.states.of(parameter)
+    return {} if masters is None else masters.states.by_parameter(whole, [parameter]).get(parameter, {})
 
 
 def shard_of(tensor: Tensor) -> Tensor:
@@ -68,3 +71,20 @@ def shard_of(tensor: Tensor) -> Tensor:
     A parameter's shard is a view of its (fp32) master weight: modules see writes once the unit is gathered again.
     """
     return tensor.local if isinstance(tensor, ShardedTensor) else tensor.detach().reshape(-1)
+
+
+@contextmanager
+def uneven_forwards(module: nn.Module) -> Iterator[None]:
+    """Join of uneven inputs: within the context ranks may run different numbers of forwards. Collective.
+
+    At stage 3 a forward all-gathers parameters. A rank that has finished takes part in the gathers of the others, so
+    every rank must run the same units. Read parameters before or after the context only, since reading takes every
+    rank. Methods called ``generate`` are wrapped automatically. No effect at stages 1 and 2 and on unsharded modules.
+
+    Args:
+        module: the module that is called: sharded, or a submodule of a sharded one.
+    """
+    communicators = {slot.bucket.communicator for slot in map(slot_of, module.parameters()) if slot is not None}
+    engine = next((engine for engine in engines() if engine.communicator in communicators), None)
+    with engine.join.each_forward(module) if engine is not None and engine.gathers else nullcontext():
+        yield

@@ -4,6 +4,7 @@ No other file spells ``torch._...`` or a private name of a torch module, so only
 new version of torch; ``tests/engine/test_compat.py`` has a test for each name. Checked with torch 2.13.0. Private names
 of ``torch.distributed`` are in ``comm/process_group.py``, since only that room may import it.
 """
+# ruff: noqa: F401  (imported from here)
 
 from __future__ import annotations
 
@@ -24,44 +25,6 @@ from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
-
-__all__ = [
-    "DisableTorchFunctionSubclass",
-    "FakeTensorMode",
-    "IncompatibleKeys",
-    "PyTorchFileReader",
-    "checkpoint_generator",
-    "current_autograd_node",
-    "current_graph_task",
-    "disabled_torch_function",
-    "dcp_internals",
-    "dtype_by_storage_name",
-    "foreach_copy",
-    "foreach_mul",
-    "foreach_zero",
-    "hooks_disabled",
-    "hooks_on_top",
-    "keep_version",
-    "make_wrapper",
-    "never_traced",
-    "optimized_module_class",
-    "peek_interpreter_stack",
-    "pop_hooks",
-    "push_hooks",
-    "queue_callback",
-    "replaced",
-    "run_backward",
-    "set_eval_frame",
-    "storage_use_count",
-    "swap_tensor",
-    "taken_by_foreach",
-    "temporarily_clear_interpreter_stack",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_map_only",
-    "tree_unflatten",
-]
 
 # -- autograd ----------------------------------------------------------------------------------------------------------
 

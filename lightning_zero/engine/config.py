@@ -76,9 +76,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name, least in (("prefetch", 0), ("reduction_buffers", 1), ("bucket_numel", 1), ("unit_numel", 0)):
             value = getattr(self, name)
-            if name == "unit_numel" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            is_default = name == "unit_numel" and value is None
+            if not is_default and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
         for name in ("overlap", "allow_any_optimizer"):
             if not isinstance(getattr(self, name), bool):
@@ -86,14 +85,20 @@ class EngineConfig:
         _check_modules("units", self.units, "auto")
         if self.activation_checkpointing is not None:
             _check_modules("activation_checkpointing", self.activation_checkpointing, "units")
-        for name, value in (
-            ("stage", stage_number(self.stage)),
-            ("reduce_dtype", wire_dtype_of(self.reduce_dtype)),
-            ("offload", offload_config(self.offload)),
-        ):
-            object.__setattr__(self, name, value)
-        if self.offloads is not None:
-            self._check_offload(self.offloads)
+        offload = offload_config(self.offload)
+        object.__setattr__(self, "stage", stage_number(self.stage))
+        object.__setattr__(self, "reduce_dtype", wire_dtype_of(self.reduce_dtype))
+        object.__setattr__(self, "offload", offload)
+        if offload is not None and offload.parameters is not None and self.stage != 3:
+            raise ValueError(
+                f"offload: parameters={offload.parameters!r} requires stage 3: at stage {self.stage} every rank keeps "
+                "all parameters gathered. Write stage=3, or leave parameters= out."
+            )
+        if offload is not None and offload.activations is not None and self.activation_checkpointing is None:
+            raise ValueError(
+                f"offload: activations={offload.activations!r} offloads the inputs of checkpointed modules, and no "
+                "module is checkpointed: write activation_checkpointing='units' to checkpoint all units."
+            )
 
     @property
     def offloads(self) -> OffloadConfig | None:
@@ -104,18 +109,6 @@ class EngineConfig:
     @property
     def offloads_optimizer(self) -> bool:
         return self.offloads is not None and self.offloads.optimizer is not None
-
-    def _check_offload(self, offload: OffloadConfig) -> None:
-        if offload.parameters is not None and self.stage != 3:
-            raise ValueError(
-                f"offload: parameters={offload.parameters!r} needs stage 3: at stage {self.stage} every rank computes "
-                "with all of them all the time."
-            )
-        if offload.activations is not None and self.activation_checkpointing is None:
-            raise ValueError(
-                f"offload: activations={offload.activations!r} moves the inputs of checkpointed modules, and there is "
-                "none: choose them, activation_checkpointing='units' for all units."
-            )
 
 
 _PLACES = (None, "cpu", "nvme")
@@ -160,24 +153,23 @@ class OffloadConfig:
                 raise ValueError(f"offload: {name}={getattr(self, name)!r} must be None, 'cpu' or 'nvme'.")
         if self.gradients not in (None, "cpu"):
             raise ValueError(f"offload: gradients={self.gradients!r} must be None or 'cpu'.")
-        if self.gradients is not None and self.optimizer is None:
-            raise ValueError("offload: gradients='cpu' needs optimizer='cpu' or 'nvme', which takes them from there.")
         if not 0 <= self.fraction <= 1:
             raise ValueError(f"offload: fraction={self.fraction!r} must be between 0 and 1.")
         if isinstance(self.sub_group, bool) or not isinstance(self.sub_group, int) or self.sub_group < 1:
             raise ValueError(f"offload: sub_group={self.sub_group!r} must be a number of elements, 1 or more.")
-        if self.parameters is not None and self.optimizer is None:
-            raise ValueError(
-                f"offload: parameters={self.parameters!r} needs the masters there, which they are updated from: add "
-                "optimizer='cpu' or optimizer='nvme'."
-            )
+        for name in ("gradients", "parameters"):
+            if getattr(self, name) is not None and self.optimizer is None:
+                raise ValueError(
+                    f"offload: {name}={getattr(self, name)!r} requires optimizer='cpu' or optimizer='nvme': only with "
+                    f"offloaded optimizer states are {name} offloaded."
+                )
         if self.parameters == "nvme" and self.optimizer != "nvme":
             raise ValueError(
-                "offload: parameters='nvme' needs optimizer='nvme': they are in one file with the masters; write "
-                "parameters='cpu', or both."
+                "offload: parameters='nvme' requires optimizer='nvme', since parameters and master weights share a "
+                "file. Write optimizer='nvme' as well, or parameters='cpu'."
             )
         if self.needs_disk and self.path is None:
-            raise ValueError("offload: 'nvme' needs path=, a folder on a fast local disk.")
+            raise ValueError("offload: 'nvme' requires path=, a folder on a fast local disk.")
 
     @property
     def needs_disk(self) -> bool:
@@ -202,7 +194,7 @@ def offload_config(offload: Any) -> OffloadConfig | None:
         known = [field.name for field in fields(OffloadConfig)]
         unknown = sorted(set(offload) - set(known))
         if unknown:
-            raise ValueError(f"offload: {', '.join(map(repr, unknown))} is not among {', '.join(known)}.")
+            raise ValueError(f"offload: {unknown[0]!r} is not an option. The options are {', '.join(known)}.")
         if offload.get("path") is None and "nvme" in [offload.get(name) for name in _MOVED]:
             offload = {**offload, "path": default_folder()}
         return OffloadConfig(**offload) if offload else None
@@ -218,7 +210,7 @@ def default_folder() -> str:
     folder = os.path.join(tempfile.gettempdir(), f"lightning_zero-offload-{os.getuid()}")
     if is_in_memory(folder):
         raise ValueError(
-            f"offload='nvme' would write to {folder}, which lies in memory: write "
+            f"offload='nvme' would write to {folder}, which is on a file system in memory: write "
             "offload=OffloadConfig(optimizer='nvme', path=...) with a folder on a local disk, or set TMPDIR to one."
         )
     return folder
@@ -242,7 +234,7 @@ def stage_number(stage: int | str) -> int:
 
 
 def wire_dtype_of(reduce_dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Convert ``reduce_dtype=``, the dtype of gradients in collectives; None for that in which they are accumulated.
+    """Convert ``reduce_dtype=``, the dtype of gradients in collectives; None for the dtype of accumulation.
 
     Raises:
         ValueError: if the dtype is not supported.
@@ -253,8 +245,8 @@ def wire_dtype_of(reduce_dtype: torch.dtype | str | None) -> torch.dtype | None:
         if reduce_dtype in (name, dtype):
             return dtype
     raise ValueError(
-        f"reduce_dtype={reduce_dtype!r} is not a dtype in which gradients can travel: write 'fp32', 'bf16' or 'fp16', "
-        "the torch.dtype itself, or None for the one in which they are accumulated (fp32; fp64 for fp64)."
+        f"reduce_dtype={reduce_dtype!r} must be 'fp32', 'bf16', 'fp16', one of these as a torch.dtype, or None for the "
+        "dtype in which gradients are accumulated (fp32; fp64 for fp64)."
     )
 
 
@@ -263,8 +255,8 @@ def _check_modules(option: str, wanted: Any, word: str) -> None:
     if wanted == word or callable(wanted) or (is_classes and all(isinstance(each, type) for each in wanted)):
         return
     raise TypeError(
-        f"{option}={wanted!r} is not understood: write {word!r}, a module class or a list of classes "
-        f"({option}=[Block]), or a predicate ({option}=lambda name, module: ...)."
+        f"{option}={wanted!r} must be {word!r}, a module class or a list of classes ({option}=[Block]), or a predicate "
+        f"({option}=lambda name, module: ...)."
     )
 
 

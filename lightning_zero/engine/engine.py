@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import logging
 import weakref
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -36,7 +34,8 @@ from lightning_zero.engine.init.sources import agree_on_sources
 from lightning_zero.engine.offload.states import Swap
 from lightning_zero.engine.offload.swap import SwapFolder
 from lightning_zero.engine.offload.updates import Updates
-from lightning_zero.engine.optim.compatibility import check_optimizer
+from lightning_zero.engine.optim.compatibility import check_optimizers
+from lightning_zero.engine.optim.master import restore_digits
 from lightning_zero.engine.optim.masters import Masters, masters_of
 from lightning_zero.engine.optim.state import make_room
 from lightning_zero.engine.plan.placement import Placement, placements_of
@@ -51,13 +50,9 @@ from lightning_zero.engine.runtime.reducer import GradientReducer
 from lightning_zero.engine.runtime.schedule import Schedule, Unit, in_backward
 from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
 from lightning_zero.engine.state.ledger import Ledger
-from lightning_zero.engine.state.residency import LOW_PRECISION
-from lightning_zero.engine.state.slot import slot_of, slots_of
-from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
+from lightning_zero.engine.state.slot import slots_of
+from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.sharded_tree import Leaf, in_parts, on_cpu, walk
-
-log = logging.getLogger(__name__)
-
 
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 
@@ -66,6 +61,11 @@ def engine_of(module: nn.Module) -> Engine | None:
     """The engine that shards a module; None if there is none, or if it has been closed."""
     reference = _engines.get(module)
     return reference() if reference is not None else None
+
+
+def engines() -> list[Engine]:
+    """All engines that have not been closed."""
+    return [engine for reference in list(_engines.values()) if (engine := reference()) is not None]
 
 
 class Engine:
@@ -106,7 +106,7 @@ class Engine:
         if offload is not None:
             self.background = Updates(config.overlap and offload.overlap, offload.gradients is not None)
         self._swap: Swap | None = None
-        self._check_optimizers(optimizers, world_size(group))
+        check_optimizers(optimizers, config, ranks=world_size(group))
         check_ordinary(module)
         plans = plan_units(module, config.units, config.unit_numel)
         device = torch.device(device) if device is not None else common_device(plans)
@@ -156,12 +156,7 @@ class Engine:
         self.schedule.install(module, plans)
         autograd_patches.install(self.schedule)
         self._checkpointed = [CheckpointedModule(inner, activations) for inner in checkpointed]
-        self._join = Join(self.communicator, self.rendezvous, self.schedule, self.buckets)
-        self._joined_methods = [
-            JoinedMethod(self._join, inner)
-            for inner in (module.modules() if self._gathers else ())
-            if JoinedMethod.is_method_of(inner)
-        ]
+        self.join = Join(self.communicator, self.rendezvous, self.schedule, self.buckets)
         self.reducer = GradientReducer(
             self.units,
             self.schedule,
@@ -175,15 +170,18 @@ class Engine:
         self.masters: list[Masters] = []
         self.set_optimizers(optimizers)
         # The module's and the optimizers' hooks keep the engine alive; the engine keeps neither of them alive.
-        self._root_hooks = [
-            module.register_forward_pre_hook(
-                OwnHook(lambda *_: self._open_window(is_step=self._is_forward_a_step)), prepend=True
-            ),
-            module.register_forward_hook(OwnHook(lambda *_: self._close_window()), always_call=True),
+        before = OwnHook(lambda *_: self._open_window(is_step=self._is_forward_a_step))
+        after = OwnHook(lambda *_: self._close_window())
+        may_join = module.modules() if self.gathers else ()
+        self._installed: list[Any] = [
+            module.register_forward_pre_hook(before, prepend=True),
+            module.register_forward_hook(after, always_call=True),
+            *self._checkpointed,
+            *(JoinedMethod(self.join, inner) for inner in may_join if JoinedMethod.is_method_of(inner)),
+            self.schedule,
+            self.reducer,
         ]
         _engines[module] = weakref.ref(self)
-        if self.communicator.rank == 0:
-            log.debug("ZeRO stage %d, units: %s", self.placements.stage, self.units)
 
     # -- setting up -------------------------------------------------------------------------------------------------
 
@@ -211,32 +209,21 @@ class Engine:
             TypeError: for an optimizer that cannot update a shard of a parameter; nothing has been changed.
             OSError: if a disk lacks space for an optimizer's states; nothing has been changed.
         """
-        self._check_optimizers(optimizers, self.communicator.size)
+        check_optimizers(optimizers, self.config, ranks=self.communicator.size)
         for optimizer in optimizers:
-            make_room(optimizer, slot_of)
-        before, known = self.masters, {masters._optimizer(): masters for masters in self.masters}
-        self.masters = [known.get(optimizer) or masters_of(optimizer, slot_of, self) for optimizer in optimizers]
+            make_room(optimizer)
+        before, known = self.masters, {masters.optimizer: masters for masters in self.masters}
+        self.masters = [known.get(optimizer) or masters_of(optimizer, self) for optimizer in optimizers]
         gone = [masters for masters in before if masters not in self.masters]
         if gone:
             synchronize(self.background)  # an update of a removed optimizer may still be running
         for masters in gone:
             masters.close(None)
-            if (former := masters._optimizer()) is not None:
-                former.state = defaultdict(dict)
-        if gone and self._swap is not None:
-            wanted = [masters.states.fields_on_disk() for masters in self.masters]
-            for states in (bucket.states for bucket in self.buckets if bucket.states is not None):
-                states.drop_fields({field for fields in wanted for field in fields.get(states, ())})
-
-    def _check_optimizers(self, optimizers: Sequence[Optimizer], ranks: int) -> None:
-        allow_any, offloads = self.config.allow_any_optimizer, self.config.offloads_optimizer
-        for optimizer in optimizers:
-            check_optimizer(optimizer, allow_any, ranks=ranks, offloads=offloads)
 
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers that are still alive."""
-        return [optimizer for masters in self.masters if (optimizer := masters._optimizer()) is not None]
+        return [optimizer for masters in self.masters if (optimizer := masters.optimizer) is not None]
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -269,28 +256,32 @@ class Engine:
             RuntimeError: if a forward or another ``last_backward`` comes before ``optimizer.step``; nothing is changed.
         """
         self._check_no_step_is_due()
-        masters = next((masters for masters in self.masters if masters._optimizer() is optimizer), None)
+        masters = self._masters_of(optimizer)
+        if masters is None:
+            yield
+            return
         begins = self.background.overlap and any(bucket.updates is not None for bucket in self.buckets)
-        self.reducer.on_reduced = masters.begin if masters is not None and begins else None
+        self.reducer.on_reduced = masters.begin if begins else None
         try:
             yield
-            if masters is not None:
-                masters.awaits_step = begins  # the same on every rank, whichever updates have begun there
+            masters.awaits_step = begins  # the same on every rank, whichever updates have begun there
         except BaseException:
-            if masters is not None:
-                masters.recover()  # so that no update waits for gradients that will not come
+            masters.recover()  # so that no update waits for gradients that will not come
             raise
         finally:
             self.reducer.on_reduced = None
 
+    def _masters_of(self, optimizer: Optimizer) -> Masters | None:
+        return next((masters for masters in self.masters if masters.optimizer is optimizer), None)
+
     def _check_no_step_is_due(self) -> None:
         for masters in self.masters:
-            if masters.awaits_step and (optimizer := masters._optimizer()) is not None:
+            if masters.awaits_step and masters.optimizer is not None:
                 raise RuntimeError(
-                    "engine.last_backward(optimizer) was left, and optimizer.step() has not been called since: "
-                    f"{type(optimizer).__name__} has begun to update what is kept elsewhere, and a forward would find "
-                    "old values of some parameters and new ones of others. Call optimizer.step() before the next "
-                    "forward, or write loss.backward() without engine.last_backward(optimizer) around it."
+                    "optimizer.step() has not been called since 'with engine.last_backward(optimizer)' ended: "
+                    f"{type(masters.optimizer).__name__} may have updated some offloaded parameters, and a forward "
+                    "would compute with old values of the others. Call optimizer.step() before the next forward, or "
+                    "call loss.backward() without 'with engine.last_backward(optimizer)'."
                 )
 
     def take_turn(self, position: int | None) -> None:
@@ -302,12 +293,12 @@ class Engine:
         Args:
             position: the index of the dataloader of the next batch; None at the end of the loop.
         """
-        if self._gathers:
+        if self.gathers:
             self._follow_buffers()  # here, where every rank takes part
-            self._join.take(position)
+            self.join.take(position)
 
     @property
-    def _gathers(self) -> bool:
+    def gathers(self) -> bool:
         """Whether a forward communicates with the other ranks."""
         return self.communicator.size > 1 and not all(unit.stays for unit in self.units)
 
@@ -353,25 +344,20 @@ class Engine:
         self._is_updating = True
 
     def updated(self, buckets: list[Bucket]) -> None:
-        """Gather the parameters of updated buckets again; the updates may still be running in the background.
-
-        Gathers follow the order of the plan, which is usually that of forward and is the same on every rank.
-        """
+        """Gather the parameters of updated buckets again; the updates may still be running in the background."""
         self._steps += 1
         self._updates += 1
         self._is_updating = False
         self.show(buckets)
 
     def show(self, buckets: list[Bucket]) -> None:
-        """All-gather the values of these buckets again, where they are gathered at present."""
+        """All-gather those of these buckets again that are gathered at present, in the order of the plan."""
         changed, kept = set(buckets), []
-        for unit in self.units:
-            for bucket in unit.buckets:
-                if bucket in changed:
-                    if bucket.refresh():
-                        kept.append(bucket)
-                    if not self.config.overlap:
-                        bucket.wait()
+        for bucket in (bucket for bucket in self.buckets if bucket in changed):
+            if bucket.refresh():
+                kept.append(bucket)
+            if not self.config.overlap:
+                bucket.wait()
         for bucket in kept:
             bucket.wait()
 
@@ -396,8 +382,7 @@ class Engine:
                 return state
             gathers = any(isinstance(v, ShardedTensor) and v.whole_at_hand() is None for v in tree_leaves(state))
             with self.rendezvous.met("the module's state dict") if gathers else nullcontext():
-                whole: dict[str, Any] = walk(state, leaf)
-                return whole
+                return walk(state, leaf)
 
     def full_optimizer_state_dict(self, optimizer: Optimizer, *, leaf: Leaf = on_cpu) -> dict[str, Any]:
         """An optimizer's state dict in torch's usual form, by default with full tensors on the CPU. Collective.
@@ -407,8 +392,7 @@ class Engine:
         Args:
             leaf: as for ``full_state_dict``.
         """
-        masters = next((masters for masters in self.masters if masters._optimizer() is optimizer), None)
-        if masters is not None:
+        if (masters := self._masters_of(optimizer)) is not None:
             return masters.states.state_dict(leaf)
         state = optimizer.state_dict()
         return state if leaf is in_parts else copy.deepcopy(state)
@@ -426,8 +410,7 @@ class Engine:
             for slot in slots_of(bucket)
         }
         with self.rendezvous.met("the fp32 masters") if finer and leaf is not in_parts else nullcontext():
-            found: dict[str, Tensor] = walk(masters, leaf)
-            return found
+            return walk(masters, leaf)
 
     def load_masters(self, masters: dict[str, Tensor]) -> None:
         """Restore the fp32 master weights that belong to the current parameters. No communication.
@@ -438,20 +421,8 @@ class Engine:
         Args:
             masters: full tensors by name.
         """
-        with torch.no_grad():
-            for bucket in self.buckets:
-                for slot in slots_of(bucket):
-                    if slot.name in masters and bucket.dtype in (*LOW_PRECISION, torch.float32):
-                        bucket.promote()
-                        shard = slot.local_parameter()
-                        saved = local_range_of(masters[slot.name], slot).to(shard)
-                        for dtype in (bucket.dtype,) if bucket.dtype in LOW_PRECISION else LOW_PRECISION:
-                            is_rounded = saved.to(dtype).to(shard) == shard.to(dtype).to(shard)
-                            if bucket.dtype not in LOW_PRECISION:
-                                is_rounded &= shard.to(dtype).to(shard) == shard
-                            shard.copy_(torch.where(is_rounded, saved, shard))
-                        if bucket.dtype not in LOW_PRECISION or bucket.states is not None:
-                            slot.written_locally(shard)
+        for slot in (slot for bucket in self.buckets for slot in slots_of(bucket) if slot.name in masters):
+            restore_digits(slot, masters[slot.name])
 
     def report(self) -> Report:
         """Memory in use and communication so far."""
@@ -472,8 +443,11 @@ class Engine:
     @property
     def updates(self) -> int | None:
         """Number of updates of the master weights; None during an update, and after one that failed."""
-        has_failed = any(bucket.update is not None and bucket.update.work.has_failed for bucket in self.buckets)
-        return None if self._is_updating or has_failed else self._updates
+        return None if self._is_updating or self._has_failed_update else self._updates
+
+    @property
+    def _has_failed_update(self) -> bool:
+        return any(bucket.update is not None and bucket.update.work.has_failed for bucket in self.buckets)
 
     def rejoin(self) -> None:
         """Use the new default process group after a failed run, so that the engine can be saved and closed."""
@@ -498,15 +472,19 @@ class Engine:
             Exception: of a failed update, or else the first error. All is closed as with ``communicate=False``.
         """
         device = torch.device(device) if device is not None else self.communicator.device
-        error = self._error_of_updates()
-        is_torn = any(bucket.update is not None and bucket.update.work.has_failed for bucket in self.buckets)
-        states: dict[Optimizer, Any] = {}
+        error = None
         try:
-            for alone in (False, True):
-                if not alone and (is_torn or not communicate and self.communicator.size > 1):
-                    continue
+            synchronize(self.background)
+            for bucket in self.buckets:
+                if bucket.update is not None:
+                    bucket.update.work.wait()
+        except Exception as raised:
+            error = raised
+        may_communicate = not self._has_failed_update and (communicate or self.communicator.size == 1)
+        try:
+            for alone in (False, True) if may_communicate else (True,):
                 try:
-                    self._make_ordinary(device, states, alone)
+                    self._make_ordinary(device, alone)
                     break
                 except Exception as raised:
                     error = error or raised
@@ -519,42 +497,19 @@ class Engine:
         if error is not None:
             raise error
 
-    def _error_of_updates(self) -> Exception | None:
-        """Wait for all background updates; the error of a failed one that has not been raised yet."""
-        try:
-            synchronize(self.background)
-            for bucket in self.buckets:
-                if bucket.update is not None:
-                    bucket.update.work.wait()
-        except Exception as error:
-            return error
-        return None
-
-    def _make_ordinary(self, device: torch.device, states: dict[Optimizer, Any], alone: bool) -> None:
+    def _make_ordinary(self, device: torch.device, alone: bool) -> None:
         """Remove all hooks, and give the module and the optimizers ordinary tensors.
 
         Args:
-            states: filled with the full state of each optimizer.
             alone: use no collectives, and ignore master weights that a failed update has left incomplete.
         """
         for masters in self.masters:
             if not masters.is_closed:  # by the engine of another module, whose parameters the same optimizer holds
-                state = masters.close(None if alone else device)
-                if (optimizer := masters._optimizer()) is not None:
-                    states[optimizer] = state
-        for hook in self._root_hooks:
-            hook.remove()
-        for checkpointed in self._checkpointed:
-            checkpointed.remove()
-        for method in self._joined_methods:
-            method.remove()
-        self.schedule.remove()
-        self.reducer.remove()
+                masters.close(None if alone else device)
+        for part in self._installed:
+            part.remove()
         restore_parameters(self.buckets, self.communicator, self.rendezvous, device, alone)
-        for optimizer, state in states.items():
-            optimizer.state = defaultdict(dict, state or {})
-        module = self._module()
-        if module is not None:
+        if (module := self._module()) is not None:
             _engines.pop(module, None)
             for inner in module.modules():
                 if isinstance(inner, nn.RNNBase):
@@ -563,21 +518,3 @@ class Engine:
     def _clear_disk(self) -> None:
         if self._swap is not None:
             self._swap.folder.close()
-
-
-@contextmanager
-def uneven_forwards(module: nn.Module) -> Iterator[None]:
-    """Join of uneven inputs: within the context ranks may run different numbers of forwards. Collective.
-
-    At stage 3 a forward all-gathers parameters. A rank that has finished takes part in the gathers of the others, so
-    every rank must run the same units. Read parameters before or after the context only, since reading takes every
-    rank. Methods called ``generate`` are wrapped automatically. No effect at stages 1 and 2 and on unsharded modules.
-
-    Args:
-        module: the module that is called: sharded, or a submodule of a sharded one.
-    """
-    slots = filter(None, map(slot_of, module.parameters()))
-    communicators = {slot.bucket.communicator for slot in slots}
-    engines = [engine for engine in map(engine_of, list(_engines)) if engine and engine.communicator in communicators]
-    with engines[0]._join.each_forward(module) if engines and engines[0]._gathers else nullcontext():
-        yield

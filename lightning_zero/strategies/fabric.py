@@ -24,7 +24,7 @@ from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.compat import replaced
 from lightning_zero.engine.init.consolidate import consolidate
 from lightning_zero.engine.init.deferred_param import awaits_values
-from lightning_zero.engine.optim.compatibility import check_optimizer
+from lightning_zero.engine.optim.compatibility import check_optimizers
 from lightning_zero.engine.tensor.sharded_tree import Leaf, on_cpu
 from lightning_zero.strategies.options import StrategyOptions, takes_options
 from lightning_zero.strategies.processes import ZeroProcesses
@@ -104,8 +104,7 @@ class FabricStrategy(ZeroProcesses):
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Make an optimizer update this rank's shards of all modules that it shares parameters with, now and later."""
-        any_class, offloads = self.config.allow_any_optimizer, self.config.offloads_optimizer
-        check_optimizer(optimizer, any_class, ranks=self.world_size, offloads=offloads)
+        check_optimizers([optimizer], self.config, ranks=self.world_size)
         known = self._known_optimizers()
         if not any(optimizer is each for each in known):
             self._optimizers = [weakref.ref(each) for each in (*known, optimizer)]

@@ -73,7 +73,7 @@ def test_offload_reaches_the_strategy_at_every_stage(stage: str, tmp_path: Path)
         if stage == "3":
             assert instantiate(composed(*arguments, folder=tmp_path).trainer.strategy).config.offload == meant
         else:
-            with pytest.raises(ConfigError, match=rf"stage.offload: parameters='\w+' needs stage 3: at stage {stage}"):
+            with pytest.raises(ConfigError, match=rf"parameters='\w+' requires stage 3: at stage {stage}"):
                 check(composed(*arguments, "data.max_bytes=500_000", folder=tmp_path))
 
 

@@ -898,7 +898,11 @@ def test_an_error_in_reading_names_the_folder_and_the_next_step_is_right(run_on,
 @pytest.mark.parametrize(
     ("place", "checkpointing", "message"),
     [
-        ("cpu", None, "offload: activations='cpu' moves the inputs of checkpointed modules, and there is none: choose"),
+        (
+            "cpu",
+            None,
+            "offload: activations='cpu' offloads the inputs of checkpointed modules",
+        ),
         (Path("/dev/null/x"), "units", "offload: path=.*: no file can be made there \\(Not a directory\\)"),
         (Path("/proc"), "units", "offload: path=.*: no file can be made there"),
     ],

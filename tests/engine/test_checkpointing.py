@@ -164,7 +164,7 @@ def test_two_backwards_compute_activations_again_twice(run_on, stage):
 @pytest.mark.parametrize(
     ("wanted", "error", "message"),
     [
-        ("unit", TypeError, "activation_checkpointing='unit' is not understood: write 'units', a module class"),
+        ("unit", TypeError, "activation_checkpointing='unit' must be 'units', a module class"),
         (nn.LSTM, ValueError, "activation_checkpointing: no module matches LSTM. The model is made of: Block, "),
         ("units", ValueError, r"no unit but the root.*activation_checkpointing=\[Block\]"),
     ],

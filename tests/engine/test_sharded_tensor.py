@@ -643,7 +643,7 @@ def edit_optimizer_state(stage):
             del optimizer.state[ours]
             assert ours not in optimizer.state
             continue
-        with pytest.raises(TypeError, match=r"state of '.*' is kept in parts.*optimizer\.state\.clear\(\)"):
+        with pytest.raises(TypeError, match=r"state of '.*' is sharded together.*optimizer\.state\.clear\(\)"):
             optimizer.state[ours] = {}
         with pytest.raises(TypeError, match="cannot be replaced or removed alone"):
             del optimizer.state[ours]

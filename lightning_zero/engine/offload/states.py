@@ -9,9 +9,8 @@ A piece holds all fields for an update of some elements, so that one read and on
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -162,13 +161,6 @@ class DiskStates:
         """
         if not all(field in self.fields for field in fields):
             self._lay_out({**self.fields, **fields})
-
-    def drop_fields(self, but: Collection[str]) -> None:
-        """Remove all optimizer states except the given fields, if the disk has space for both files for a moment."""
-        kept = {field: dtype for field, dtype in self.fields.items() if field in (MASTERS, PARAMETERS, *but)}
-        if len(kept) < len(self.fields):
-            with suppress(OSError):  # otherwise they stay, which is harmless
-                self._lay_out(kept)
 
     def _lay_out(self, fields: Mapping[str, torch.dtype]) -> None:
         """Move to a new file with the given fields; new fields are zeros."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from collections.abc import Iterable
 from typing import Any, TypeGuard
 
 from torch.optim import Optimizer
+
+from lightning_zero.engine.config import EngineConfig
 
 ELEMENTWISE = frozenset(
     {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"}
@@ -22,19 +25,21 @@ _WHY_NOT = {
 }
 
 
-def check_optimizer(optimizer: Optimizer, allow_any: bool, *, ranks: int, offloads: bool) -> None:
-    """Refuse an optimizer that cannot update a part of a parameter without the rest, where it would have to.
+def check_optimizers(optimizers: Iterable[Optimizer], config: EngineConfig, *, ranks: int) -> None:
+    """Refuse optimizers that cannot update a part of a parameter without the rest, where they would have to.
 
     Args:
-        allow_any: accept optimizers that are not known to be elementwise.
-        ranks: over which parameters are sharded. One rank alone has them whole.
-        offloads: whether optimizer states are offloaded, and so updated in pieces on one rank too.
+        ranks: over which parameters are sharded. One rank alone has them whole, unless it offloads their states.
 
     Raises:
-        TypeError: if it is not elementwise, or not known to be and ``allow_any`` is not set.
+        TypeError: if one is not elementwise, or not known to be and ``allow_any_optimizer`` is not set.
     """
-    if ranks == 1 and not offloads:
-        return
+    if ranks > 1 or config.offloads_optimizer:
+        for optimizer in optimizers:
+            _check_is_elementwise(optimizer, config.allow_any_optimizer, ranks)
+
+
+def _check_is_elementwise(optimizer: Optimizer, allow_any: bool, ranks: int) -> None:
     cls = type(optimizer)
     known = _known_base(cls)
     if known.__name__ in ELEMENTWISE and steps_as(optimizer, known):
@@ -54,9 +59,8 @@ def check_optimizer(optimizer: Optimizer, allow_any: bool, *, ranks: int, offloa
         )
 
 
-def is_torchs_elementwise(optimizer: Optimizer) -> bool:
-    """Whether it is one of torch's own classes that are known to be elementwise."""
-    cls = type(optimizer)
+def is_torchs_elementwise(cls: type) -> bool:
+    """Whether a class is one of torch's own optimizers that are known to be elementwise."""
     return cls.__name__ in ELEMENTWISE and _known_base(cls) is cls
 
 
@@ -89,20 +93,15 @@ def _only_wraps(step: Any, attributes: dict[str, Any]) -> bool:
         return False
     if any(ast.unparse(decorator) not in _HARMLESS_DECORATORS for decorator in function.decorator_list):
         return False
-    own = function.args.args[0].arg
+    own, plain = function.args.args[0].arg, (bool, int, float, str, type(None))
     allowed: set[int] = set()  # uses of the optimizer, and of ``super()``
-    for node in ast.walk(function):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == own:
-            is_plain = isinstance(attributes.get(node.attr), (bool, int, float, str, type(None)))
-            if isinstance(node.ctx, ast.Store) or (node.attr in attributes and is_plain):
-                allowed.add(id(node.value))
-        elif isinstance(node, ast.Attribute) and node.attr == "step" and _is_super(node.value):
+    for node in (node for node in ast.walk(function) if isinstance(node, ast.Attribute)):
+        if node.attr == "step" and _is_super(node.value):
             allowed |= {id(node.value), *(id(argument) for argument in node.value.args)}
-    return all(
-        id(node) in allowed
-        for node in ast.walk(function)
-        if _is_super(node) or (isinstance(node, ast.Name) and node.id in (own, *_GIVE_AWAY))
-    )
+        elif isinstance(node.ctx, ast.Store) or (node.attr in attributes and isinstance(attributes[node.attr], plain)):
+            allowed.add(id(node.value))
+    uses = (node for node in ast.walk(function) if _is_super(node) or (isinstance(node, ast.Name) and node.id == own))
+    return all(id(node) in allowed for node in uses)
 
 
 def _is_super(node: ast.AST) -> TypeGuard[ast.Call]:
@@ -110,4 +109,3 @@ def _is_super(node: ast.AST) -> TypeGuard[ast.Call]:
 
 
 _HARMLESS_DECORATORS = {"torch.no_grad()", "torch.no_grad", "override", "typing.override"}
-_GIVE_AWAY = ("locals", "vars", "eval", "exec")  # the optimizer without its name

@@ -1,17 +1,11 @@
-"""What an entry of an optimizer's state is, by which it is split, gathered and loaded.
+"""Entries of an optimizer's state are of two kinds, by which they are split, gathered and loaded.
 
-| kind       | what it holds                                                  | between ranks                     |
-|------------|----------------------------------------------------------------|-----------------------------------|
-| by element | one number for each element of its parameter (``exp_avg``)     | sharded as the parameter is       |
-| small      | a count or an option that all ranks hold alike (``step``)      | sent with the names of entries    |
-| owned      | whole on one rank; no optimizer that the engine takes has such | a description of its own, and a   |
-|            | entries yet                                                    | branch where these two are told   |
-|            |                                                                | apart: ``described`` and its users|
+By element: one number for each element of the parameter (``exp_avg``), sharded as the parameter is.
+Small: a count or an option that all ranks hold alike (``step``), sent between ranks with the names of entries.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,13 +17,6 @@ from lightning_zero.engine.compat import tree_map_only
 _COUNTERS = {"step", "mu_product", "eta", "mu"}
 
 
-@dataclass(frozen=True)
-class ByElement:
-    """Describes an entry by element to ranks that own nothing of its parameter."""
-
-    dtype: torch.dtype
-
-
 class Small:
     """Describes a small entry to other ranks, with its value.
 
@@ -37,8 +24,8 @@ class Small:
         is_on_device: whether each rank keeps it on its own device, with the parameter, and not in the host's memory.
     """
 
-    def __init__(self, value: Any, is_on_device: bool = False) -> None:
-        self.value = value
+    def __init__(self, value: Any, dtype: torch.dtype | None = None, is_on_device: bool = False) -> None:
+        self.value = value if dtype is None else torch.tensor(value, dtype=dtype, device="cpu")
         self.is_on_device = is_on_device or isinstance(value, Tensor) and value.device.type != "cpu"
 
     def of_parameter(self, device: torch.device) -> Any:
@@ -49,27 +36,11 @@ class Small:
     def __reduce__(self) -> Any:
         if not isinstance(self.value, Tensor):
             return Small, (self.value,)
-        # a tensor takes ten times longer
-        return _small_tensor, (self.value.tolist(), self.value.dtype, self.is_on_device)
-
-
-def _small_tensor(value: Any, dtype: torch.dtype, is_on_device: bool) -> Small:
-    return Small(torch.tensor(value, dtype=dtype, device="cpu"), is_on_device)
-
-
-def described(key: str, value: Any, shape: torch.Size) -> ByElement | Small:
-    """The description of one entry; arguments as for ``is_by_element``."""
-    return ByElement(value.dtype) if is_by_element(key, value, shape) else Small(value)
+        return Small, (self.value.tolist(), self.value.dtype, self.is_on_device)  # a tensor takes ten times longer
 
 
 def is_by_element(key: str, value: Any, shape: torch.Size) -> bool:
-    """Whether an entry is one number for each element.
-
-    Args:
-        key: the entry's name.
-        value: its value.
-        shape: of the parameter or master that it belongs to.
-    """
+    """Whether an entry of a parameter or master of this shape is one number for each element."""
     return isinstance(value, Tensor) and value.shape == shape and (value.dim() > 0 or key not in _COUNTERS)
 
 
@@ -85,12 +56,7 @@ def comparable(value: Any) -> Any:
 
 
 def placed(key: str, value: Any, group: dict[str, Any], device: torch.device) -> Any:
-    """A copy of a small entry where torch's own ``load_state_dict`` puts it: usually on the parameter's device.
-
-    Args:
-        group: the parameter group, whose options decide for counts of steps.
-        device: of the parameter.
-    """
+    """A copy of a small entry where torch's own ``load_state_dict`` puts it: usually on the parameter's device."""
     if key != "step":  # lists of tensors, too (LBFGS)
         return tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), value)
     if not isinstance(value, Tensor):

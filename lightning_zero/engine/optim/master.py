@@ -5,49 +5,47 @@ One rank that updates parameters where they are has each as a whole, and in its 
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine.state.bucket import Bucket
+from lightning_zero.engine.state.residency import LOW_PRECISION
 from lightning_zero.engine.state.slot import BucketSlot, slots_of
+from lightning_zero.engine.tensor.sharded_tensor import local_range_of
 
 
 class Master:
-    """This rank's part of a run of neighbouring segments, as one leaf over the bucket's shard: 1-D, but over one rank.
+    """This rank's part of a run of neighbouring segments, as one leaf over the bucket's shard.
 
     Attributes:
         first, last: the segments, inclusive.
-        tensor: what the optimizer updates; empty where the rank owns nothing of them.
+        range: within the shard.
+        tensor: what the optimizer updates, 1-D over several ranks; empty where the rank owns nothing of the segments.
+        device: where it is updated.
     """
 
-    def __init__(self, bucket: Bucket, first: int, last: int) -> None:
-        self.bucket, self.first, self.last = bucket, first, last
-        bucket.promote()
-        start, stop = bucket.layout.owned_range(first, last, bucket.communicator.rank)
-        low, _ = bucket.layout.shard_range(bucket.communicator.rank)
-        self.range = slice(start - low, stop - low) if stop > start else slice(0, 0)
-        part = bucket.residency.leaf(self.range)
-        self.tensor = nn.Parameter(part.view(self.slots[0].shape) if self._has_shape else part)
-        bucket.has_master(self)
+    def __init__(self, run: list[BucketSlot]) -> None:
+        self.bucket, self.first, self.last = run[0].bucket, run[0].index, run[-1].index
+        self.bucket.promote()
+        owned = [slot.local_range for slot in run if slot.local_numel]
+        self.range = slice(owned[0].start, owned[-1].stop) if owned else slice(0, 0)
+        part = self.bucket.residency.leaf(self.range)
+        # A scalar stays 1-D, by which its state is told from a count of steps.
+        has_shape = is_whole(self.bucket) and run[0].shape != ()
+        self.tensor = nn.Parameter(part.view(run[0].shape) if has_shape else part)
+        self.device = self.bucket.residency.device
+        self.bucket.has_master(self)
 
     @property
     def slots(self) -> list[BucketSlot]:
         return slots_of(self.bucket, self.first, self.last)
 
     @property
-    def _has_shape(self) -> bool:
-        # A scalar stays 1-D, by which its state is told from a count of steps.
-        return is_whole(self.bucket) and self.slots[0].shape != ()
-
-    @property
     def is_here(self) -> bool:
         """Whether this rank updates it: it owns some of it, or there is nothing to own, as DDP's optimizer does."""
         return self.tensor.numel() > 0 or all(slot.shape.numel() == 0 for slot in self.slots)
-
-    @property
-    def device(self) -> torch.device:
-        """Where it is updated."""
-        return self.bucket.residency.device
 
     def values(self) -> Tensor:
         """What is updated, where it is in memory."""
@@ -73,27 +71,77 @@ def is_whole(bucket: Bucket) -> bool:
 
 
 def runs_of(slots: list[BucketSlot]) -> list[list[BucketSlot]]:
-    """Maximal runs of adjoining segments, in the order of each bucket."""
+    """Maximal runs of adjoining segments, in the order of each bucket.
+
+    Over a gap a run would end in the middle of what a kernel treats as the end of a parameter (see ``ALIGNMENT``). Over
+    one rank gradients are not laid out as a bucket, so that each parameter is a run of its own.
+    """
     by_bucket: dict[Bucket, list[BucketSlot]] = {}
     for slot in slots:
         by_bucket.setdefault(slot.bucket, []).append(slot)
     runs: list[list[BucketSlot]] = []
-    for members in by_bucket.values():
-        members.sort(key=lambda slot: slot.index)
-        for position, slot in enumerate(members):
-            before = members[position - 1] if position else None
-            if before is None or not _are_neighbours(before, slot):
+    for bucket, members in by_bucket.items():
+        ends, segments = -1, bucket.layout.segments  # index of the segment that would adjoin
+        for slot in sorted(members, key=lambda slot: slot.index):
+            start = segments[slot.index].start
+            if slot.index != ends or segments[ends - 1].stop != start or bucket.layout.world_size == 1:
                 runs.append([])
             runs[-1].append(slot)
+            ends = slot.index + 1
     return runs
 
 
-def _are_neighbours(before: BucketSlot, slot: BucketSlot) -> bool:
-    """Whether one follows the other without a gap.
+@torch.no_grad()
+def restore_digits(slot: BucketSlot, saved: Tensor) -> None:
+    """Restore a parameter's saved master weight, except for elements that were changed after it was rounded.
 
-    Over a gap a run would end in the middle of what a kernel treats as the end of a parameter (see ``ALIGNMENT``). And
-    over one rank gradients are not laid out as a bucket, so that each parameter is a run of its own.
+    A parameter that is in fp32 now, but was saved in low precision, regains the precision of the master weight.
+
+    Args:
+        saved: in full.
     """
-    segments = slot.bucket.layout.segments
-    adjoining = slot.index == before.index + 1 and segments[before.index].stop == segments[slot.index].start
-    return adjoining and slot.bucket.layout.world_size > 1
+    bucket, is_low = slot.bucket, slot.dtype in LOW_PRECISION
+    if not is_low and slot.dtype != torch.float32:
+        return
+    bucket.promote()
+    shard = slot.local_parameter()
+    digits = local_range_of(saved, slot).to(shard)
+    for dtype in (slot.dtype,) if is_low else LOW_PRECISION:
+        rounded = shard.to(dtype).to(shard)
+        is_unchanged = digits.to(dtype).to(shard) == rounded
+        shard.copy_(torch.where(is_unchanged if is_low else is_unchanged & (rounded == shard), digits, shard))
+    if not is_low or bucket.states is not None:
+        slot.written_locally(shard)
+
+
+class SparseRows:
+    """The rows of one parameter that backward has given a sparse gradient since ``p.grad`` was reset. Over one rank.
+
+    For an optimizer that takes sparse gradients: gradients are kept dense, which does not tell a row of zeros from one
+    that was not used.
+    """
+
+    def __init__(self, slot: BucketSlot) -> None:
+        self._slot = weakref.ref(slot)
+        self._rows: Tensor | None = None
+        self.remove = slot.view.register_hook(self._note).remove
+
+    def _note(self, gradient: Tensor) -> Tensor | None:
+        slot = self._slot()
+        if slot is None or gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
+            self._rows = None
+            return None
+        gradient = gradient.coalesce()  # which adds the parts of a row in the order in which the optimizer would
+        (rows,) = gradient.detach().indices()
+        if self._rows is not None and slot.parameter.grad is not None:
+            rows = torch.cat([self._rows, rows]).unique()
+        self._rows = rows
+        return gradient
+
+    def of(self, gradient: Tensor) -> Tensor:
+        """The gradient with these rows alone; as it is, if it did not come as a sparse one."""
+        if self._rows is None:
+            return gradient
+        return torch.sparse_coo_tensor(
+            self._rows[None], gradient[self._rows], gradient.shape, is_coalesced=True, check_invariants=False
+        )

@@ -10,36 +10,24 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer, SparseAdam
 
-from lightning_zero.engine.optim.chunked_update import ChunkedMaster
-from lightning_zero.engine.optim.master import Master, is_whole
-from lightning_zero.engine.optim.offloaded_step import OffloadedStep
-from lightning_zero.engine.optim.sparse_rows import SparseRows
+from lightning_zero.engine.offload.updates import Update
+from lightning_zero.engine.optim.master import Master, SparseRows, is_whole
 from lightning_zero.engine.optim.state import MasterStates, Owner, States, make_room
+from lightning_zero.engine.optim.updating import OffloadedStep, gains_by_chunks, updated
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.gradient_shard import GradientShard, shard_of_all
-from lightning_zero.engine.state.slot import BucketSlot, slots_of
-from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
+from lightning_zero.engine.state.slot import slot_of, slots_of
+from lightning_zero.engine.tensor.sharded_tensor import local_range_of
 from lightning_zero.engine.tensor.sharded_tree import gathered, in_parts
-
-
-class _Update(NamedTuple):
-    """An update in progress.
-
-    Attributes:
-        parameters: the module's, of each group, which its masters stand in for.
-        chunked: masters that are updated in pieces.
-    """
-
-    parameters: list[list[Any]]
-    chunked: list[ChunkedMaster]
 
 
 class Masters:
@@ -47,7 +35,6 @@ class Masters:
 
     Args:
         optimizer: the user's; the user alone keeps it alive.
-        slot_of: finds the slot of one of the module's parameters, or None for a foreign one.
         owner: the engine, notified before and after each update, and where a closure is called within one.
 
     Attributes:
@@ -56,12 +43,11 @@ class Masters:
         awaits_step: after a backward in which updates may have begun, until the optimizer's step.
     """
 
-    def __init__(self, optimizer: Optimizer, slot_of: Callable[[Tensor], BucketSlot | None], owner: Owner) -> None:
-        self._optimizer = weakref.ref(optimizer)
+    def __init__(self, optimizer: Optimizer, owner: Owner) -> None:
         _masters_of[optimizer] = self
-        self.slot_of, self.states = slot_of, MasterStates(optimizer, slot_of, owner)
+        self.states = MasterStates(optimizer, owner)
         self.is_closed = self.awaits_step = False
-        self._update: _Update | None = None
+        self._replaced: list[list[Any]] | None = None  # during a step, the module's parameters by group
         self._active: list[Master] = []
         self._signature: Any = None
         self._arranged: list[list[Master | Tensor]] = []  # by group: masters, and what is not the engine's
@@ -90,8 +76,8 @@ class Masters:
         """Update the parameters of one more engine as well: the optimizer holds some of its module's. Collective."""
         self.states.join(owner)
         self._signature = None
-        state: dict[Any, dict[str, Any]] = self.optimizer.state
-        before = {key: dict.pop(state, key) for key in list(state) if self.slot_of(key) is not None}
+        state: dict[Any, dict[str, Any]] = self.states.by_master
+        before = {key: dict.pop(state, key) for key in list(state) if slot_of(key) is not None}
         if before:
             self._adopt({**self.states.by_parameter(in_parts), **before})
 
@@ -100,8 +86,9 @@ class Masters:
         self.states.adopt(states)
 
     @property
-    def optimizer(self) -> Optimizer:
-        return self.states.optimizer
+    def optimizer(self) -> Optimizer | None:
+        """None after the user has deleted it."""
+        return self.states.reference()
 
     # -- the step ---------------------------------------------------------------------------------------------------
 
@@ -115,7 +102,10 @@ class Masters:
 
         # By a closure in any case, so that the users' step hooks, which come before it, see the module's parameters.
         def closure_then_swap() -> Any:
-            self._show_update()
+            if self._replaced is not None:  # LBFGS calls the closure again, on what it has written so far
+                self._put_back()
+                for owner in self.states.owners:
+                    owner.show(self._buckets)
             result = closure() if closure is not None else None
             self._swap_in()
             return result
@@ -124,54 +114,43 @@ class Masters:
             return (optimizer, closure_then_swap, *args[2:]), kwargs
         return args, {**kwargs, "closure": closure_then_swap}
 
-    def _show_update(self) -> None:
-        """Show the module what the optimizer has written so far, if it calls the closure once more (LBFGS)."""
-        if self._update is not None:
-            self._put_back()
-            for owner in self.states.owners:
-                owner.show(self._buckets)
-
     def _swap_in(self) -> None:
-        if self._update is not None:
+        if self._replaced is not None:
             return  # the ``step`` of a subclass has called that of its base class
         self._begin_update()
         for owner in self.states.owners:
             for bucket in owner.buckets:
                 if bucket not in self._begun:
                     bucket.before_update()
-        groups = self.optimizer.param_groups
+        groups = self.states.optimizer.param_groups
         self._arrange(groups)
-        self._update = _Update([list(group["params"]) for group in groups], [])
+        self._replaced = [list(group["params"]) for group in groups]
         gradients = {master: self._gradient(master) for master in self._active if master.bucket not in self._begun}
         buckets = list(dict.fromkeys(master.bucket for master in gradients if master.bucket.updates is not None))
         self._offloaded.read_ahead(buckets)
         for bucket in buckets:
             self._update_offloaded(bucket, gradients)
         self._offloaded.drop()
-        if not all(bucket.updates.overlap for bucket in buckets if bucket.updates is not None):
+        if not all(bucket.background.overlap for bucket in buckets):
             self.states.synchronize()
         for group, arranged in zip(groups, self._arranged):
-            updated: list[Tensor] = []
+            left: list[Tensor] = []
             for each in arranged:
                 if not isinstance(each, Master):
-                    updated.append(each)
-                elif each.bucket.updates is None:
-                    gradient = gradients[each]
-                    each.tensor.grad = gradient.to(each.tensor.dtype) if gradient is not None else None
-                    updated += self._updated(group, each.tensor, self._update) if each.is_here else ()
-            group["params"][:] = updated  # the list itself, which an optimizer may keep (LBFGS)
+                    left.append(each)
+                elif each.bucket.updates is None and each.is_here:
+                    left += self._updated_by_optimizer(each.tensor, gradients[each], group)
+            group["params"][:] = left  # the list itself, which an optimizer may keep (LBFGS)
 
-    def _updated(self, group: dict[str, Any], master: Tensor, update: _Update) -> list[Tensor]:
-        """The tensors that the optimizer gets for a master: itself, or pieces of it."""
-        if master.grad is None or not ChunkedMaster.is_of_use(self.optimizer, group, master):
-            return [master]
-        state: dict[Any, Any] = self.optimizer.state
-        cut = ChunkedMaster(master, dict.pop(state, master, {}))
-        update.chunked.append(cut)
-        for piece, part in zip(cut.pieces, cut.states):
-            if part:
-                state[piece] = part
-        return list(cut.pieces)
+    def _updated_by_optimizer(self, master: Tensor, gradient: Tensor | None, group: dict[str, Any]) -> list[Tensor]:
+        """The master with its gradient, for the optimizer's ``step``; nothing if it has been updated in chunks."""
+        optimizer, states = self.states.optimizer, self.states.by_master
+        if gradient is not None and gains_by_chunks(type(optimizer), group, master):
+            update = Update.of(optimizer, group, master.device)
+            states[master] = updated(update, master.detach(), gradient, dict.get(states, master, {}))
+            return []
+        master.grad = gradient.to(master.dtype) if gradient is not None else None
+        return [master]
 
     def _begin_update(self) -> None:
         """Masters are about to change, unless some have begun to: nothing may still be reading them."""
@@ -206,22 +185,15 @@ class Masters:
 
     def _update_offloaded(self, bucket: Bucket, gradients: Mapping[Master, Any]) -> None:
         awaits_step = bucket in self._begun
-        self._offloaded.update(
-            self.optimizer,
-            bucket,
-            self._arranged_in[bucket],
-            gradients,
-            is_early=awaits_step or self.awaits_step,
-            awaits_step=awaits_step,
-        )
+        begin = partial(self._offloaded.update, self.states.optimizer, bucket, self._arranged_in[bucket], gradients)
+        bucket.update_in_background(begin, is_early=awaits_step or self.awaits_step, awaits_step=awaits_step)
 
     def _after_step(self) -> None:
-        if self._update is None:
-            return
-        self.recover()
-        self.states.measure()
-        for owner in self.states.owners:
-            owner.updated(self._buckets)
+        if self._replaced is not None:
+            self.recover()
+            self.states.measure()
+            for owner in self.states.owners:
+                owner.updated(self._buckets)
 
     @property
     def _buckets(self) -> list[Bucket]:
@@ -237,17 +209,12 @@ class Masters:
         self._offloaded.drop()
 
     def _put_back(self) -> None:
-        if self._update is None:
+        if self._replaced is None:
             return
-        update, self._update = self._update, None
-        for group, parameters in zip(self.optimizer.param_groups, update.parameters):
-            group["params"][:] = parameters
-        state: dict[Any, Any] = self.optimizer.state
-        while update.chunked:
-            cut = update.chunked.pop()
-            joined = cut.joined([dict.pop(state, piece, {}) for piece in cut.pieces])
-            if joined:
-                state[cut.master] = joined
+        if self.optimizer is not None:
+            for group, parameters in zip(self.optimizer.param_groups, self._replaced):
+                group["params"][:] = parameters
+        self._replaced = None
         for master in self._active:
             if master.bucket.updates is None:
                 master.tensor.grad = None
@@ -259,7 +226,7 @@ class Masters:
             return
         self._signature, self._active, self._arranged, self._arranged_in = None, [], [], {}
         for number, group in enumerate(groups):
-            slots = {p: slot for p in group["params"] if (slot := self.slot_of(p)) is not None}
+            slots = {p: slot for p in group["params"] if (slot := slot_of(p)) is not None}
             # Where the optimizer is given whole parameters, it finds those without a gradient in their places, too.
             kept = [p for p in group["params"] if p.grad is not None or p not in slots or is_whole(slots[p].bucket)]
             trained = [p for p in kept if p in slots and (p.grad is not None or p.requires_grad)]
@@ -270,72 +237,62 @@ class Masters:
             self._arranged.append(list(dict.fromkeys(order)))
             for master in masters:
                 self._arranged_in.setdefault(master.bucket, []).append((number, master))
-        make_room(self.optimizer, self.slot_of)
+        make_room(self.states.optimizer)
         self._signature = signature
 
     def _gradient(self, master: Master) -> Tensor | None:
-        pieces = [slot.parameter.grad for slot in master.slots]
-        if not master.is_here:
-            for slot, gradient in zip(master.slots, pieces):
-                if isinstance(gradient, ShardedTensor) and gradient.slot is not slot:
-                    gradient.whole()  # user code put it here from another parameter: ranks that need it gather it
+        gradients = [gradient for slot in master.slots if (gradient := slot.parameter.grad) is not None]
+        if not gradients:
             return None
-        if len(pieces) == 1 and pieces[0] is None:
-            return None
-        if len(pieces) == 1 and isinstance(pieces[0], ShardedTensor):
-            own = local_range_of(pieces[0], master.slots[0]).view(master.tensor.shape)
-            rows = self._sparse_rows.get(master.slots[0]) if self._sparse_rows else None
-            return rows.of(own) if rows is not None else own
         if (shard := shard_of_all(master.slots)) is not None:
-            return shard.range_of(master.range)
-        # user code has put its own gradients in p.grad
-        values = torch.zeros_like(master.tensor, device=master.device)
-        for slot, gradient in zip(master.slots, pieces):
-            assert gradient is not None
-            values.view(-1)[master.part_of(slot)] = local_range_of(gradient, slot)
-        return values
+            values = shard.range_of(master.range)
+        else:
+            # User code has put its own gradients in p.grad. Ranks that own nothing of the master do the same: one from
+            # another parameter is gathered.
+            values = torch.zeros(master.tensor.numel(), dtype=master.tensor.dtype, device=master.device)
+            for slot, gradient in zip(master.slots, gradients):
+                values[master.part_of(slot)] = local_range_of(gradient, slot)
+        values = values.view(master.tensor.shape)
+        return self._sparse_rows[master.slots[0]].of(values) if master.slots[0] in self._sparse_rows else values
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
-    def close(self, device: torch.device | None) -> dict[Tensor, dict[str, Any]] | None:
-        """Unhook the optimizer and return its whole state by parameter, for the ordinary parameters. Collective.
+    def close(self, device: torch.device | None) -> None:
+        """Unhook the optimizer and give it its whole state by parameter, for the ordinary parameters. Collective.
 
         Args:
-            device: of the state returned; with None nothing is returned, and no other rank is needed.
+            device: of the state; with None the optimizer loses its state, and no other rank is needed.
         """
-        optimizer = self._optimizer()
         self.states.release()
-        state = None
-        if optimizer is None:
-            self._update = None
         self.recover()
         for rows in self._sparse_rows.values():
-            rows.close()
-        if optimizer is not None:
-            for handle in self._handles:
-                handle.remove()
+            rows.remove()
+        for handle in self._handles:
+            handle.remove()
+        if (optimizer := self.optimizer) is not None:
             _masters_of.pop(optimizer, None)
+            states: States = {}
             if device is not None:
-                state = self.states.by_parameter(lambda tensor: gathered(tensor).to(device, copy=True))
+                states = self.states.by_parameter(lambda tensor: gathered(tensor).to(device, copy=True))
+            optimizer.state = defaultdict(dict, states)
         self.is_closed = True
-        return state
 
 
 _masters_of: weakref.WeakKeyDictionary[Optimizer, Masters] = weakref.WeakKeyDictionary()
 
 
-def masters_of(optimizer: Optimizer, slot_of: Callable[[Tensor], BucketSlot | None], owner: Owner) -> Masters:
+def masters_of(optimizer: Optimizer, owner: Owner) -> Masters:
     """The masters of an optimizer for one more engine: new ones, if it has none. Collective."""
     masters = _masters_of.get(optimizer)
     if masters is None:
-        return Masters(optimizer, slot_of, owner)
+        return Masters(optimizer, owner)
     masters.join(owner)
     return masters
 
 
 def masters_that_hold(parameter: Tensor) -> Masters | None:
     """The masters of the optimizer in whose groups a parameter is, if an engine keeps any."""
-    for masters in _masters_of.values():
-        if any(held is parameter for group in masters.optimizer.param_groups for held in group["params"]):
+    for optimizer, masters in _masters_of.items():
+        if any(held is parameter for group in optimizer.param_groups for held in group["params"]):
             return masters
     return None

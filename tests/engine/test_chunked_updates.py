@@ -36,81 +36,73 @@ def module() -> nn.Module:
     return nn.Sequential(nn.Linear(67, 31), nn.Linear(31, 129, bias=False), nn.Linear(129, 5))
 
 
-def train(optimizer_class: Any, options: dict[str, Any], piece_numel: int) -> tuple[Any, Any, int]:
+def train(optimizer_class: Any, options: dict[str, Any], chunk_numel: int) -> tuple[Any, Any, int]:
     from lightning_zero.engine import Engine
-    from lightning_zero.engine.optim import chunked_update, masters
+    from lightning_zero.engine.offload.updates import Update
+    from lightning_zero.engine.optim import updating
 
-    class Counted(chunked_update.ChunkedMaster):
-        made = 0
+    act, chunks = Update.act, 0
 
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            Counted.made += 1
+    def counted(*args: Any) -> Any:
+        nonlocal chunks
+        chunks += 1
+        return act(*args)
 
-    before, chunked_update.PIECE_NUMEL = chunked_update.PIECE_NUMEL, piece_numel
-    uncounted, masters.ChunkedMaster = masters.ChunkedMaster, Counted
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(updating, "CHUNK_NUMEL", chunk_numel)
+        patch.setattr(Update, "act", counted)
         model = module()
         optimizer = optimizer_class(model.parameters(), **options)
         engine = Engine(model, [optimizer], stage=2, unit_numel=2**20)
         generator = torch.Generator().manual_seed(rank())
         for step in range(5):
-            if step == 3:  # half of them have none, and masters are cut anew
+            if step == 3:  # half of the parameters have no gradient, so that masters are split
                 model[1].requires_grad_(False)
             loss = model(torch.randn(4, 67, generator=generator)).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            assert len(optimizer.state) < 10, "pieces are left in the state"
             if step == 1:  # what is loaded has other tensors
                 optimizer.load_state_dict(optimizer.state_dict())
         state = engine.full_optimizer_state_dict(optimizer)
         weights = engine.full_state_dict()
         engine.close()
-    finally:
-        chunked_update.PIECE_NUMEL, masters.ChunkedMaster = before, uncounted
-    return weights, state, Counted.made
+    return weights, state, chunks
 
 
 def compare(optimizer_class: Any, options: dict[str, Any]) -> None:
-    weights, state, cut = train(optimizer_class, options, piece_numel=32)
-    expected_weights, expected_state, never = train(optimizer_class, options, piece_numel=2**30)
-    assert never == 0 and (cut == 0) == ("fused" in options or "foreach" in options)
+    weights, state, chunks = train(optimizer_class, options, chunk_numel=32)
+    expected_weights, expected_state, never = train(optimizer_class, options, chunk_numel=2**30)
+    assert never == 0 and (chunks == 0) == ("fused" in options or "foreach" in options)
     same_values(weights, expected_weights, "weights")
     same_values(state, expected_state, "state")
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("optimizer_class, options", CLASSES, ids=lambda value: getattr(value, "__name__", str(value)))
-def test_updates_in_pieces_are_bit_equal_to_those_of_whole_masters(run_on, size, optimizer_class, options):
+def test_chunked_updates_are_bit_equal_to_undivided_ones(run_on, size, optimizer_class, options):
     run_on(size, compare, optimizer_class=optimizer_class, options=options)
 
 
-def count_pieces(options: dict[str, Any], numel: int) -> int:
-    from lightning_zero.engine.optim.chunked_update import ChunkedMaster
+def is_chunked(options: dict[str, Any], numel: int) -> bool:
+    from lightning_zero.engine.optim.updating import gains_by_chunks
 
-    master = nn.Parameter(torch.zeros(numel))
-    optimizer = AdamW([master], **options)
-    master.grad = torch.ones(numel)
-    if not ChunkedMaster.is_of_use(optimizer, optimizer.param_groups[0], master):
-        return 1
-    return len(ChunkedMaster(master, {}).pieces)
+    return gains_by_chunks(AdamW, options, torch.empty(numel))
 
 
-def test_only_what_is_larger_than_the_cache_is_cut_and_only_where_kernels_go_over_it_again():
-    assert count_pieces({}, 2**19 - 1) == 1
-    assert count_pieces({}, 2**19) == 2
-    assert count_pieces({}, 2**20 + 1) == 5
-    assert count_pieces({"fused": True}, 2**20) == 1
-    assert count_pieces({"foreach": True}, 2**20) == 1
+def test_only_masters_of_32_mib_and_more_are_updated_in_chunks_and_only_where_kernels_are_not_fused():
+    assert not is_chunked({}, 2**23 - 1)
+    assert is_chunked({}, 2**23) and is_chunked({"fused": None, "foreach": False}, 2**23 + 1)
+    assert not is_chunked({"fused": True}, 2**23)
+    assert not is_chunked({"foreach": True}, 2**23)
 
 
 def fail_in_a_step() -> None:
     from lightning_zero.engine import Engine
-    from lightning_zero.engine.optim import chunked_update
+    from lightning_zero.engine.optim import updating
 
-    before, chunked_update.PIECE_NUMEL = chunked_update.PIECE_NUMEL, 32
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(updating, "CHUNK_NUMEL", 32)
         for steps_before in (0, 1):
             model = module()
             optimizer = AdamW(model.parameters())
@@ -130,9 +122,7 @@ def fail_in_a_step() -> None:
                 optimizer.zero_grad()
             assert set(engine.full_optimizer_state_dict(optimizer)["state"]) == {0, 1, 2, 3, 4}
             engine.close()
-    finally:
-        chunked_update.PIECE_NUMEL = before
 
 
-def test_a_step_that_fails_leaves_nothing_in_pieces(run_on):
+def test_a_step_that_fails_in_a_chunk_can_be_repeated(run_on):
     run_on(2, fail_in_a_step)

@@ -1,0 +1,153 @@
+"""Updates outside of the optimizer's own step: of large masters in chunks, and of offloaded ones in the background."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_zero.engine.comm.background_work import BackgroundWork
+from lightning_zero.engine.offload.states import MASTERS, PARAMETERS
+from lightning_zero.engine.offload.updates import DiskUpdate, Update, beside
+from lightning_zero.engine.optim.compatibility import is_torchs_elementwise
+from lightning_zero.engine.optim.kinds import copied, is_by_element
+from lightning_zero.engine.optim.master import Master
+from lightning_zero.engine.state.bucket import Bucket
+
+CHUNK_NUMEL = 2**20
+"""Elements of a chunk. A multiple of ``ALIGNMENT``."""
+
+
+def gains_by_chunks(kind: type, group: dict[str, Any], values: Tensor) -> bool:
+    """Whether an update in chunks is faster, by an optimizer of this class with these options.
+
+    Unless it is fused, an optimizer of torch allocates temporary tensors of the parameter's size, and glibc maps and
+    unmaps blocks of 32 MiB and more each time: ``AdamW`` takes twice as long. With smaller ones nothing is gained.
+    """
+    is_large = values.numel() >= 8 * CHUNK_NUMEL and values.device.type == "cpu"
+    return is_large and is_torchs_elementwise(kind) and not group.get("fused") and not group.get("foreach")
+
+
+def updated(update: Update, values: Tensor, gradient: Tensor | None, state: dict[str, Any]) -> dict[str, Any]:
+    """Update a tensor as ``update.act`` does, in chunks if that is faster. Every bit of the result is the same."""
+    if gradient is None or not gains_by_chunks(update.kind, update.group, values):
+        return update.act(values, gradient, state)
+    fields = {key: value for key, value in state.items() if is_by_element(key, value, values.shape)}
+    after: dict[str, Any] = {}
+    for start in range(0, values.numel(), CHUNK_NUMEL):
+        chunk = slice(start, start + CHUNK_NUMEL)
+        part = values.view(-1)[chunk]
+        before = {key: fields[key].view(-1)[chunk] if key in fields else copied(state[key]) for key in state}
+        after = update.act(part, gradient.view(-1)[chunk], before)
+        for key, value in after.items():
+            if is_by_element(key, value, part.shape) and value is not before.get(key):
+                if key not in fields:
+                    fields[key] = torch.empty_like(values, dtype=value.dtype)
+                fields[key].view(-1)[chunk] = value
+    return {key: fields.get(key, value) for key, value in after.items()}
+
+
+class OffloadedStep:
+    """Passes the buckets of one optimizer to the thread that updates them, and reads ahead from the disk."""
+
+    def __init__(self) -> None:
+        self._streams: dict[Bucket, DiskUpdate] = {}
+
+    def read_ahead(self, buckets: Iterable[Bucket]) -> None:
+        """Begin to read states of these buckets that are on a disk."""
+        on_disk = {
+            bucket: bucket.states
+            for bucket in buckets
+            if bucket.states is not None
+            and (bucket not in self._streams or bucket.states not in self._streams[bucket].waiting)  # it was cut short
+        }
+        if on_disk:
+            stream = next(iter(on_disk)).background.stream(list(on_disk.values()))
+            self._streams |= dict.fromkeys(on_disk, stream)
+
+    def drop(self) -> None:
+        """Read nothing more for which no update was given."""
+        for stream in self._streams.values():
+            stream.drop()
+        self._streams = {}
+
+    def update(
+        self,
+        optimizer: Optimizer,
+        bucket: Bucket,
+        masters: Sequence[tuple[int, Master]],
+        gradients: Mapping[Master, Any],
+        shown: Tensor | None,
+    ) -> BackgroundWork:
+        """Let the masters of a bucket be updated in a thread, with the options that their groups have now.
+
+        Args:
+            masters: those of the bucket, each with the number of its group.
+            gradients: of each, or a function that returns it.
+            shown: see ``Bucket.update_in_background``.
+        """
+        device = bucket.full.device
+        wanted = [
+            (Update.of(optimizer, optimizer.param_groups[number], device), master, gradients[master])
+            for number, master in masters
+            if master.is_here
+        ]
+        update = _BucketUpdate(optimizer, wanted, shown)
+        if bucket.states is None:
+            return bucket.background.submit(beside(device, update.in_memory))
+        update.in_memory(only_empty=True)  # which are in no piece
+        on_disk = beside(device, update.on_disk)
+        # without another place for the new values a gather will read them from the disk
+        while (work := self._streams[bucket].give(bucket.states, on_disk, until_written=shown is None)) is None:
+            self.read_ahead([bucket])
+        return work
+
+
+class _BucketUpdate(NamedTuple):
+    """The update of one bucket's masters, each with its gradient or a function that returns it, in any thread."""
+
+    optimizer: Optimizer
+    wanted: list[tuple[Update, Master, Any]]
+    shown: Tensor | None
+
+    def in_memory(self, only_empty: bool = False) -> None:
+        states = self.optimizer.state
+        for update, master, gradient in self.wanted:
+            if not only_empty or not master.tensor.numel():
+                values = master.values()
+                states[master.tensor] = updated(update, values, _computed(gradient), states.get(master.tensor, {}))
+                self._show(master.range, values)
+
+    def on_disk(self, start: int, stop: int, fields: dict[str, Tensor]) -> None:
+        """Update the elements ``[start, stop)`` of the bucket's shard, whose masters and states are in ``fields``."""
+        states = self.optimizer.state
+        for update, master, gradient in self.wanted:
+            low, high = max(start, master.range.start), min(stop, master.range.stop)
+            if low >= high:
+                continue
+            inside, first = slice(low - start, high - start), master.range.start
+            values = fields[MASTERS][inside]
+            before = states.get(master.tensor, {})
+            known = {key: fields[key][inside] if key in fields else copied(value) for key, value in before.items()}
+            whole = _computed(gradient)
+            after = updated(update, values, whole[low - first : high - first] if whole is not None else None, known)
+            for key in (key for key in after if key in fields and after[key] is not known.get(key)):
+                fields[key][inside] = after[key]
+            self._show(slice(low, high), values)
+            if PARAMETERS in fields:
+                fields[PARAMETERS][inside] = values
+            if high == master.range.stop:  # only now, as all pieces have the same count of steps before
+                states[master.tensor] = {
+                    key: master.stored(key) if key in fields else value for key, value in after.items()
+                }
+
+    def _show(self, part: slice, values: Tensor) -> None:
+        if self.shown is not None:
+            self.shown[part].copy_(values, non_blocking=True)
+
+
+def _computed(gradient: Any) -> Tensor | None:
+    return gradient() if callable(gradient) else gradient
