@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +61,14 @@ def timed(act: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def write_all(pieces: list[Piece], ring: Ring) -> None:
-    """Out of the ring's buffers, as the pipeline writes."""
-    writes = [ring.write(index, piece) for index, piece in enumerate(pieces[:BUFFERS])]
+def move_all(pieces: list[Piece], move: Callable[[int, Piece], list[Future[None]]]) -> None:
+    """Read into, or write from, the buffers of a ring, as the pipeline does."""
+    begun = [move(index, piece) for index, piece in enumerate(pieces[:BUFFERS])]
     for index in range(len(pieces)):
-        for write in writes[index]:
-            write.result()
+        for part in begun[index]:
+            part.result()
         if index + BUFFERS < len(pieces):
-            writes.append(ring.write(index + BUFFERS, pieces[index + BUFFERS]))
+            begun.append(move(index + BUFFERS, pieces[index + BUFFERS]))
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
@@ -79,8 +80,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     ring = Ring(nbytes, arguments.threads)
     for index in range(BUFFERS):
         ring.buffer(index, nbytes)[:] = os.urandom(nbytes)
-    write_all(pieces, ring)
-    if not file.is_direct:
+    move_all(pieces, ring.write)
+    if not file.direct.is_direct:
         raise SystemExit(
             f"{arguments.disk}: this file system refuses to be written past its cache, which dd is asked to"
         )
@@ -94,8 +95,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
 
     def own_seconds() -> dict[str, float]:
         return {
-            "read": timed(lambda: stream(pieces, lambda *_: None, ring, write_back=False)),
-            "write": timed(lambda: write_all(pieces, ring)),
+            "read": timed(lambda: move_all(pieces, ring.read)),
+            "write": timed(lambda: move_all(pieces, ring.write)),
             "both": timed(lambda: stream(pieces, lambda *_: None, ring)),
         }
 

@@ -22,7 +22,7 @@ from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.streams import Streams
 from lightning_zero.engine.compat import tree_leaves
 from lightning_zero.engine.config import EngineConfig, check_names, names_of_options, wire_dtype_of
-from lightning_zero.engine.init.bucketing import Bucketing, reserve_disk
+from lightning_zero.engine.init.bucketing import assign_to_buckets, reserve_disk
 from lightning_zero.engine.init.host_room import check_room
 from lightning_zero.engine.init.materialise import Materialiser, check_can_be_initialised
 from lightning_zero.engine.init.preparation import (
@@ -129,7 +129,7 @@ class Engine:
         if offload is not None and offload.optimizer == "nvme":
             assert offload.path is not None
             self._swap = Swap(SwapFolder(offload.path), offload.sub_group)
-        bucketing = Bucketing(
+        uncut = assign_to_buckets(
             config,
             self.placements,
             plans,
@@ -138,13 +138,12 @@ class Engine:
             optimizers,
             SharedByBuckets(self.communicator, self.rendezvous, self.streams, self.ledger, self.background),
         )
-        uncut = [bucketing.of_unit(plan) for plan in plans]
         try:
             if offload is not None:
                 all_uncut = [bucket for of_unit in uncut for bucket in of_unit]
-                check_room(offload, sources, all_uncut, optimizers, self.communicator)
+                check_room(offload, sources, all_uncut, self.communicator, bool(optimizers))
                 if self._swap is not None:
-                    reserve_disk(self._swap, all_uncut, optimizers, self.communicator)
+                    reserve_disk(self._swap, all_uncut, self.communicator)
             buckets = Materialiser(module, plans, uncut, sources, self.communicator, self.rendezvous).run()
         except BaseException:
             self._clear_disk()

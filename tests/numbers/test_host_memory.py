@@ -102,7 +102,7 @@ def measure(case: str) -> dict[str, int]:
     The peak is looked for where most is held: when a rank has its shard of a unit, and the unit's buffer still.
     """
     from lightning_zero.engine import Engine
-    from lightning_zero.engine.init.uncut_bucket import UncutBucket
+    from lightning_zero.engine.init.bucketing import UncutBucket
     from lightning_zero.engine.state.ledger import Ledger
 
     before = peak = anonymous()

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.rendezvous import Rendezvous
+from lightning_zero.engine.init.bucketing import UncutBucket
 from lightning_zero.engine.init.deferred_param import is_on_meta
-from lightning_zero.engine.init.sources import listed
-from lightning_zero.engine.init.uncut_bucket import UncutBucket
-from lightning_zero.engine.plan.source import Source
+from lightning_zero.engine.init.sources import Source, listed
 from lightning_zero.engine.plan.units import UnitPlan
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.slot import slot_of
@@ -38,10 +37,10 @@ def check_can_be_initialised(module: nn.Module, sources: dict[str, Source]) -> N
     lacking = dict(_lacking(module, "", sources, [], False))
     if lacking:
         raise ValueError(
-            f"{listed(lacking)}: on the meta device, and nothing gives them values, as "
+            f"{listed(lacking)}: on the meta device without values, and "
             f"{listed(dict.fromkeys(lacking.values()))} has no reset_parameters(). Define that method, which "
             "initialises the module's own parameters and buffers in place and takes no argument; or load the values in "
-            "configure_model (lightning_zero.load_weights); or make the module outside of torch.device('meta')."
+            "configure_model (lightning_zero.load_weights); or construct the module outside of torch.device('meta')."
         )
 
 
@@ -237,9 +236,9 @@ class Materialiser:
         found = list(dict.fromkeys(name for names in everywhere for name in names))
         if found:
             raise RuntimeError(
-                f"{listed(found)}: still without values after every module was initialised. A module made on the meta "
-                "device gets what reset_parameters() writes, not what __init__ does: write all of the module's own "
-                "parameters and buffers there, or make the module outside of torch.device('meta')."
+                f"{listed(found)}: without values after every module was initialised. On the meta device "
+                "reset_parameters() initialises a module, not __init__: initialise all of the module's own parameters "
+                "and buffers there, or construct the module outside of torch.device('meta')."
             )
 
 

@@ -22,11 +22,11 @@ def check_ordinary(module: nn.Module) -> None:
     tensors = sys.modules.get("torch.distributed.tensor")  # not imported here, which would take half a second
     for name, parameter in module.named_parameters():
         if isinstance(parameter, ShardedTensor):
-            raise ValueError(f"{name} is sharded already: one module belongs to one engine at a time.")
+            raise ValueError(f"{name} is sharded already: a module belongs to one engine at a time.")
         if tensors is not None and isinstance(parameter, tensors.DTensor):
             raise ValueError(
-                f"{name} is a DTensor, cut by another: take fully_shard(...) or distribute_tensor(...) out of the "
-                "module, whose parameters must be ordinary tensors."
+                f"{name} is a DTensor, but parameters must be ordinary tensors: remove fully_shard(...) or "
+                "distribute_tensor(...)."
             )
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"{name} is not initialised yet: run a batch through the lazy module first.")

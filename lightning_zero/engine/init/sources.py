@@ -1,4 +1,4 @@
-"""Determine where the values of a module come from, in agreement between ranks, before anything is changed."""
+"""Where the values of a module come from, in agreement between ranks, before anything is changed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,24 @@ from torch import Tensor, nn
 
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.init.deferred_param import promise, values_of
-from lightning_zero.engine.plan.source import Source
 from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
 
 _MEMORY, _NOWHERE = "memory", "nowhere"
 _PAGES_AT_ONCE = 2**16
+
+
+class Source(NamedTuple):
+    """Source of the values of one parameter or buffer.
+
+    Attributes:
+        values: this rank's values; None if it has none.
+        everywhere: whether every rank has the same values, and takes its part of them; otherwise rank 0 broadcasts.
+        is_new: whether no rank has values, so that the module has to initialise them.
+    """
+
+    values: Tensor | None
+    everywhere: bool = False
+    is_new: bool = False
 
 
 class FileRange(NamedTuple):
@@ -86,7 +99,7 @@ def _is_written(start: int, stop: int) -> bool:
 
 
 def leave_in_files(module: nn.Module) -> None:
-    """Allow parameters that are mapped from files to be converted to another dtype without being read."""
+    """Defer parameters that are mapped from files, so that converting them to another dtype does not read them."""
     mapped = MappedFiles()
     for parameter in module.parameters():
         if _place_of(parameter, mapped) is not None:
@@ -108,29 +121,23 @@ def agree_on_sources(module: nn.Module, communicator: Communicator) -> dict[str,
         ValueError: on every rank, if the modules differ, or if rank 0 lacks values that other ranks have.
     """
     mapped = MappedFiles()
-    held: dict[str, Tensor | None] = {}
-    mine: dict[str, tuple[Any, Any]] = {}
-    for name, tensor in _named_tensors(module):
-        values = held[name] = values_of(tensor)
+    values = {}
+    mine: dict[str, tuple[Any, Any]] = {}  # by name, what ranks have to agree on, and where the values are
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        found = values[name] = values_of(tensor)
         is_parameter = isinstance(tensor, nn.Parameter)
-        kind = (tuple(tensor.shape), str(tensor.dtype), is_parameter and tensor.requires_grad)
-        origin: Any = _NOWHERE
-        if values is not None:
-            origin = (is_parameter and _place_of(values, mapped)) or _MEMORY
-        mine[name] = (kind, origin)
+        origin = _NOWHERE if found is None else (is_parameter and _place_of(found, mapped)) or _MEMORY
+        mine[name] = (tuple(tensor.shape), str(tensor.dtype), is_parameter and tensor.requires_grad), origin
     # Usually all ranks agree, and then nothing has to be sent or compared rank by rank.
     everywhere = [mine] if communicator.control.is_alike(repr(mine)) else communicator.control.gather_objects(mine)
     _check_alike(everywhere)
-    sources = {}
-    missing: dict[str, list[int]] = {}
-    for name, values in held.items():
+    sources, missing = {}, {}
+    for name, found in values.items():
         origins = [theirs[name][1] for theirs in everywhere]
-        if origins[0] == _NOWHERE and set(origins) != {_NOWHERE}:
+        first, is_alike = origins[0], len(set(origins)) == 1
+        if first == _NOWHERE and not is_alike:
             missing[name] = [rank for rank, origin in enumerate(origins) if origin != _NOWHERE]
-        alike = len(set(origins)) == 1
-        sources[name] = Source(
-            values, alike and origins[0] not in (_MEMORY, _NOWHERE), alike and origins[0] == _NOWHERE
-        )
+        sources[name] = Source(found, is_alike and first not in (_MEMORY, _NOWHERE), is_alike and first == _NOWHERE)
     if missing:
         raise ValueError(
             f"{listed(missing)}: on the meta device on rank 0, but with values on rank(s) "
@@ -146,30 +153,22 @@ def listed(names: Any, most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*module.named_parameters(), *module.named_buffers()]
-
-
 def _check_alike(everywhere: list[dict[str, tuple[Any, Any]]]) -> None:
-    first = everywhere[0]
+    first = {name: kind for name, (kind, _) in everywhere[0].items()}
     for rank, theirs in enumerate(everywhere):
-        if [(name, kind) for name, (kind, _) in theirs.items()] == [(name, kind) for name, (kind, _) in first.items()]:
-            continue
-        for name in dict.fromkeys([*first, *theirs]):
-            on_first, on_other = (found.get(name, (None, None))[0] for found in (first, theirs))
-            if on_first != on_other:
+        other = {name: kind for name, (kind, _) in theirs.items()}
+        for name in (*first, *other):
+            if first.get(name) != other.get(name):
                 raise ValueError(
-                    f"The ranks hold different modules: {name} is {_in_words(on_first)} on rank 0, "
-                    f"{_in_words(on_other)} on rank {rank}. Every rank must make the same module."
+                    f"The module differs between ranks: {name} is {_in_words(first.get(name))} on rank 0 and "
+                    f"{_in_words(other.get(name))} on rank {rank}. Construct the same module on every rank."
                 )
-        raise ValueError(
-            f"The ranks hold different modules: rank {rank} has the parameters of rank 0 in another order. Every rank "
-            "must make the same module."
-        )
+        if list(first) != list(other):
+            raise ValueError(
+                f"The module differs between ranks: rank {rank} has rank 0's parameters in another order. Construct "
+                "the same module on every rank."
+            )
 
 
 def _in_words(kind: tuple[tuple[int, ...], str, bool] | None) -> str:
-    if kind is None:
-        return "missing"
-    shape, dtype, trains = kind
-    return f"{shape} in {dtype}{', which trains,' if trains else ''}"
+    return "missing" if kind is None else f"{kind[0]} in {kind[1]}, {'trained' if kind[2] else 'not trained'},"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import weakref
-from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -70,7 +69,9 @@ class Disk:
         weakref.finalize(self, self._file.close)
         self._thread = ThreadPoolExecutor(1, "lightning_zero-disk")
         self._writes: deque[Future[Any]] = deque()
-        self._ranges = _Ranges()
+        # Starts of freed ranges, by size. A range may be freed in any thread, since it is when its graph is.
+        self._free: dict[int, deque[int]] = {}
+        self._end = 0
 
     def memory(self, nbytes: int) -> Tensor:
         """A buffer of bytes to fill and pass to ``put``. Waits if too many writes are pending."""
@@ -80,7 +81,7 @@ class Disk:
 
     def put(self, memory: Tensor, filled: torch.Event | None) -> _Stored:
         """Store the bytes of a buffer, which is filled once the event has occurred. Returns a key for ``get``."""
-        start = self._ranges.claim(len(memory))
+        start = self._claim(len(memory))
         written = self._thread.submit(self._write, memory, start, filled)
         self._writes.append(written)
         return _Stored(start, len(memory), written)
@@ -95,7 +96,17 @@ class Disk:
 
     def free(self, where: _Stored) -> None:
         """Free the bytes: later writes may reuse their space."""
-        self._ranges.give_back(where.start, where.nbytes)
+        self._free[where.nbytes].append(where.start)
+
+    def _claim(self, nbytes: int) -> int:
+        """Reserve a free range of the same size, or a new one at the end of the file; returns its start."""
+        free = self._free.setdefault(nbytes, deque())
+        if free:
+            return free.pop()
+        if sum(size * len(starts) for size, starts in self._free.items()) == self._end:  # nothing is stored
+            self._free, self._end = {nbytes: free}, 0
+        self._end += nbytes
+        return self._end - nbytes
 
     def _aligned(self, nbytes: int) -> Tensor:
         nbytes = aligned(nbytes)
@@ -126,8 +137,8 @@ class Disk:
     def _error(self, what: str, where: _Stored, number: int | None, reason: str | None) -> OSError:
         return OSError(
             number,
-            f"{where.nbytes:,} bytes could not be {what} the disk for offload ({reason}): make room there, choose a "
-            "folder on another disk, or offload to the CPU's memory",
+            f"{where.nbytes:,} bytes could not be {what} the disk for offload ({reason}): free space there, write the "
+            "path of a folder on another disk, or offload activations to the CPU",
             self.folder,
         )
 
@@ -136,39 +147,3 @@ class _Stored(NamedTuple):
     start: int
     nbytes: int
     written: Future[tuple[int | None, str | None] | None]
-
-
-class _Ranges:
-    """The free ranges of a file; the file grows where none is large enough."""
-
-    def __init__(self) -> None:
-        self._free: list[tuple[int, int]] = []  # of (start, stop), in order, not adjacent
-        self._end = 0
-        # Bytes are freed when their graph is, which may be in any thread, also during ``claim``.
-        self._given_back: deque[tuple[int, int]] = deque()
-
-    def claim(self, nbytes: int) -> int:
-        """Reserve a range of so many bytes in the first gap that is large enough; returns its start."""
-        while self._given_back:
-            self._join(*self._given_back.popleft())
-        for index, (start, stop) in enumerate(self._free):
-            if stop - start >= nbytes:
-                self._free[index : index + 1] = [(start + nbytes, stop)] if stop - start > nbytes else []
-                return start
-        self._end += nbytes
-        return self._end - nbytes
-
-    def give_back(self, start: int, nbytes: int) -> None:
-        self._given_back.append((start, start + nbytes))
-
-    def _join(self, start: int, stop: int) -> None:
-        insort(self._free, (start, stop))
-        joined = [self._free[0]]
-        for start, stop in self._free[1:]:
-            if start == joined[-1][1]:
-                joined[-1] = (joined[-1][0], stop)
-            else:
-                joined.append((start, stop))
-        if joined[-1][1] == self._end:
-            self._end = joined.pop()[0]
-        self._free = joined

@@ -12,11 +12,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import accumulate, count
 from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,8 +40,12 @@ class Swap:
     def __init__(self, folder: SwapFolder, sub_group: int) -> None:
         self.folder = folder
         self.sub_group = aligned(sub_group)  # so that a field of any dtype is aligned
-        self._ring = Ring(0)
+        self._ring, self._numbers = Ring(0), count()
         self.reader = ThreadPoolExecutor(2, "lightning_zero-fetch")
+
+    def open(self, name: str, nbytes: int) -> SwapFile:
+        """Create a file of zeros for a bucket; OSError if the disk lacks space."""
+        return self.folder.open(f"{name.replace('/', '_')}.{next(self._numbers)}", nbytes)
 
     def ring(self, nbytes: int) -> Ring:
         """The ring of buffers, for pieces of up to so many bytes."""
@@ -51,72 +53,6 @@ class Swap:
             self._ring = Ring(0)  # first free the old one
             self._ring = Ring(nbytes)
         return self._ring
-
-
-class _Extent(NamedTuple):
-    """The elements ``[start, stop)`` of a field within one piece, and the aligned bytes that contain them."""
-
-    start: int
-    stop: int
-    position: int
-    nbytes: int
-    offset: int
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """Positions of pieces and fields in a file.
-
-    Attributes:
-        numel: elements of each field.
-        sub_group: elements of a piece.
-        fields: dtypes by name.
-    """
-
-    numel: int
-    sub_group: int
-    fields: Mapping[str, torch.dtype]
-
-    @property
-    def count(self) -> int:
-        return -(-self.numel // self.sub_group)
-
-    def range_of(self, index: int) -> tuple[int, int]:
-        """The elements ``[start, stop)`` of a piece."""
-        return index * self.sub_group, min((index + 1) * self.sub_group, self.numel)
-
-    def position(self, index: int) -> int:
-        """Where a piece begins in the file; with ``index`` equal to ``count``, the end of the file."""
-        whole = index * self._nbytes(self.sub_group)
-        return whole if index < self.count else self.position(index - 1) + self.nbytes(index - 1) if index else 0
-
-    def nbytes(self, index: int) -> int:
-        """Bytes of a piece."""
-        start, stop = self.range_of(index)
-        return self._nbytes(stop - start)
-
-    def _nbytes(self, numel: int) -> int:
-        return sum(aligned(numel * dtype.itemsize) for dtype in self.fields.values())
-
-    def offsets(self, index: int) -> dict[str, int]:
-        """Where each field begins in a piece."""
-        start, stop = self.range_of(index)
-        found, offset = {}, 0
-        for field, dtype in self.fields.items():
-            found[field] = offset
-            offset += aligned((stop - start) * dtype.itemsize)
-        return found
-
-    def extents(self, field: str, start: int, stop: int) -> Iterator[_Extent]:
-        """The parts of a range of a field, piece by piece."""
-        size = self.fields[field].itemsize
-        for index in range(start // self.sub_group, -(-stop // self.sub_group)):
-            first, last = self.range_of(index)
-            low, high = max(start, first), min(stop, last)
-            begin = (low - first) * size // ALIGNMENT * ALIGNMENT
-            end = aligned((high - first) * size)
-            position = self.position(index) + self.offsets(index)[field] + begin
-            yield _Extent(low, high, position, end - begin, (low - first) * size - begin)
 
 
 class DiskStates:
@@ -129,6 +65,9 @@ class DiskStates:
         dtype: of the master weights, which are the first field.
         fields: dtypes of the other fields by name.
 
+    Attributes:
+        fields: dtypes of all fields by name.
+
     Raises:
         OSError: if the disk lacks space for all of them.
     """
@@ -136,23 +75,11 @@ class DiskStates:
     def __init__(
         self, swap: Swap, name: str, numel: int, dtype: torch.dtype, fields: Mapping[str, torch.dtype] = _NONE
     ) -> None:
-        self.swap, self._name, self._versions = swap, name, count()
-        self.numel, self.dtype = numel, dtype
-        self._layout = _Layout(numel, swap.sub_group, {MASTERS: dtype, **fields})
-        self._file = self._new_file(self._layout)
-
-    def _new_file(self, layout: _Layout) -> SwapFile:
-        name = self._name.replace("/", "_") or "root"
-        return self.swap.folder.open(f"{name}.{next(self._versions)}", layout.position(layout.count))
-
-    @property
-    def fields(self) -> Mapping[str, torch.dtype]:
-        return self._layout.fields
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the file."""
-        return self._file.nbytes
+        self.swap, self.name, self.numel, self.dtype = swap, name, numel, dtype
+        self.fields: Mapping[str, torch.dtype] = {MASTERS: dtype, **fields}
+        self._count = -(-numel // swap.sub_group)  # of pieces
+        nbytes = self._nbytes(self._count - 1) if self._count else 0
+        self._file = swap.open(name, max(self._count - 1, 0) * self._nbytes(0) + nbytes)
 
     def add_fields(self, fields: Mapping[str, torch.dtype]) -> None:
         """Add fields that are missing, filled with zeros.
@@ -172,19 +99,16 @@ class DiskStates:
 
     def _lay_out(self, fields: Mapping[str, torch.dtype]) -> None:
         """Move to a new file with the given fields; new fields are zeros."""
-        before, file = self._layout, self._file
-        layout = _Layout(self.numel, self.swap.sub_group, fields)
-        new = self._new_file(layout)
+        new = DiskStates(self.swap, self.name, self.numel, self.dtype, fields)
         try:
-            for index in range(layout.count):
-                for field in before.fields.keys() & fields.keys():
-                    values = _read(before, file, field, *before.range_of(index))
-                    _write(layout, new, field, layout.range_of(index)[0], values)
+            for start, stop in map(self.range_of, range(self._count)):
+                for field in self.fields.keys() & fields.keys():
+                    new.write(field, start, self.read(field, start, stop))
         except BaseException:
             new.close()
             raise
-        self._layout, self._file = layout, new
-        file.close()
+        former, self._file, self.fields = self._file, new._file, new.fields
+        former.close()
 
     def close(self) -> None:
         """Remove the file."""
@@ -194,17 +118,27 @@ class DiskStates:
 
     def pieces(self) -> list[Piece]:
         """All pieces, in order."""
-        layout = self._layout
-        return [Piece(self._file, layout.position(index), layout.nbytes(index)) for index in range(layout.count)]
+        return [Piece(self._file, index * self._nbytes(0), self._nbytes(index)) for index in range(self._count)]
 
     def range_of(self, index: int) -> tuple[int, int]:
         """The elements ``[start, stop)`` of a piece."""
-        return self._layout.range_of(index)
+        return index * self.swap.sub_group, min((index + 1) * self.swap.sub_group, self.numel)
+
+    def _nbytes(self, index: int) -> int:
+        """Bytes of a piece; all but the last have those of the first."""
+        start, stop = self.range_of(index)
+        return sum(aligned((stop - start) * dtype.itemsize) for dtype in self.fields.values())
+
+    def _offsets(self, index: int) -> dict[str, int]:
+        """Where each field begins in a piece."""
+        start, stop = self.range_of(index)
+        ends = accumulate((aligned((stop - start) * dtype.itemsize) for dtype in self.fields.values()), initial=0)
+        return dict(zip(self.fields, ends))
 
     def views(self, index: int, memory: memoryview) -> dict[str, Tensor]:
         """The fields of a piece as 1-D tensors over the memory that the piece was read into."""
         start, stop = self.range_of(index)
-        offsets = self._layout.offsets(index)
+        offsets = self._offsets(index)
         return {
             field: torch.frombuffer(memory, dtype=dtype, count=stop - start, offset=offsets[field])
             for field, dtype in self.fields.items()
@@ -214,11 +148,32 @@ class DiskStates:
 
     def read(self, field: str, start: int, stop: int) -> Tensor:
         """Read the elements ``[start, stop)`` of a field into new memory."""
-        return _read(self._layout, self._file, field, start, stop)
+        out = torch.empty(stop - start, dtype=self.fields[field], device="cpu")
+        for part, position, memory, elements in self._extents(field, start, stop):
+            self._file.read(memory, position)
+            out[part] = elements
+        return out
 
     def write(self, field: str, start: int, values: Tensor) -> None:
         """Write the elements of a field from ``start`` on."""
-        _write(self._layout, self._file, field, start, values)
+        for part, position, memory, elements in self._extents(field, start, start + values.numel()):
+            if elements.nbytes < len(memory):
+                self._file.read(memory, position)  # bytes around the elements
+            elements.copy_(values[part])
+            self._file.write(memory, position)
+
+    def _extents(self, field: str, start: int, stop: int) -> Iterator[tuple[slice, int, memoryview, Tensor]]:
+        """By piece a part of ``[start, stop)``, the aligned position of its bytes, memory for them and its view."""
+        dtype, sub_group = self.fields[field], self.swap.sub_group
+        for index in range(start // sub_group, -(-stop // sub_group)):
+            first, last = self.range_of(index)
+            low, high = max(start, first), min(stop, last)
+            begin = (low - first) * dtype.itemsize // ALIGNMENT * ALIGNMENT
+            memory = aligned_memory(aligned((high - first) * dtype.itemsize) - begin)
+            offset = (low - first) * dtype.itemsize - begin
+            elements = torch.frombuffer(memory, dtype=dtype, count=high - low, offset=offset)
+            position = index * self._nbytes(0) + self._offsets(index)[field] + begin
+            yield slice(low - start, high - start), position, memory, elements
 
     def tensor(self, field: str, start: int, stop: int) -> StoredTensor:
         """A range of a field as a lazy tensor: read at each use of its values, written at once."""
@@ -227,27 +182,4 @@ class DiskStates:
             return self.read(field, start + low, start + high)
 
         write = partial(self.write, field, start)
-        return StoredTensor(f"{field} of {self._name}", (stop - start,), self.fields[field], read, write=write)
-
-
-def _read(layout: _Layout, file: SwapFile, field: str, start: int, stop: int) -> Tensor:
-    out = torch.empty(stop - start, dtype=layout.fields[field], device="cpu")
-    for extent in layout.extents(field, start, stop):
-        memory = aligned_memory(extent.nbytes)
-        file.read(memory, extent.position)
-        out[extent.start - start : extent.stop - start] = _elements(extent, memory, out.dtype)
-    return out
-
-
-def _write(layout: _Layout, file: SwapFile, field: str, start: int, values: Tensor) -> None:
-    dtype = layout.fields[field]
-    for extent in layout.extents(field, start, start + values.numel()):
-        memory = aligned_memory(extent.nbytes)
-        if (extent.stop - extent.start) * dtype.itemsize < extent.nbytes:
-            file.read(memory, extent.position)  # bytes around the elements
-        _elements(extent, memory, dtype).copy_(values[extent.start - start : extent.stop - start])
-        file.write(memory, extent.position)
-
-
-def _elements(extent: _Extent, memory: memoryview, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(memory, dtype=dtype, count=extent.stop - extent.start, offset=extent.offset)
+        return StoredTensor(f"{field} of {self.name}", (stop - start,), self.fields[field], read, write=write)

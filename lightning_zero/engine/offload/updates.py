@@ -13,7 +13,6 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import cache
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any, NamedTuple, ParamSpec
@@ -64,8 +63,7 @@ class Updates:
                 target.copy_(source, non_blocking=True)
 
         self._copier = self._copier or Updates()
-        arrival = self._copier.submit(beside(device, copy))
-        return targets, arrival
+        return targets, self._copier.submit(on_own_stream(device, copy))
 
     def stream(self, states: Sequence[DiskStates]) -> DiskUpdate:
         """Start to read states from a disk for an update in this order."""
@@ -200,7 +198,7 @@ def _leave_a_core_to_training() -> None:
             os.sched_setaffinity(0, cores[1:])  # affects this thread and those that its kernels start
 
 
-def beside(device: torch.device, act: Callable[P, None]) -> Callable[P, None]:
+def on_own_stream(device: torch.device, act: Callable[P, None]) -> Callable[P, None]:
     """Wrap a function to run on a stream of its own, after all work queued on the device at the time of this call.
 
     Its copies to and from the host then overlap with computation.
@@ -223,7 +221,7 @@ class Update(NamedTuple):
     """An optimizer's update of one parameter group, with its present options: schedulers may change them later.
 
     Attributes:
-        kind: the optimizer's class, or one derived from it.
+        kind: the optimizer's class.
         attributes: of the optimizer.
         group: the options of the group.
         dtype: of step counts.
@@ -255,7 +253,7 @@ class Update(NamedTuple):
             "_optimizer_step_post_hooks": OrderedDict(),
         }
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-        return cls(_without_hooks(type(optimizer)), attributes, options, dtype)
+        return cls(type(optimizer), attributes, options, dtype)
 
     def act(self, values: Tensor, gradient: Tensor | None, state: dict[str, Any]) -> dict[str, Any]:
         """Update one tensor as the optimizer's ``step`` does. May be called in any thread.
@@ -270,7 +268,7 @@ class Update(NamedTuple):
         """
         is_new = not state
         parameter = nn.Parameter(values)
-        parameter.grad = _beside_it(gradient, values) if gradient is not None else None
+        parameter.grad = _on_device_of(gradient, values) if gradient is not None else None
         alone = object.__new__(self.kind)
         alone.__dict__ = {
             **self.attributes,
@@ -321,21 +319,7 @@ def _unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def _without_hooks(kind: Any) -> type[Optimizer]:
-    """An optimizer's class; if its ``step`` calls a base class's, a derived class with unwrapped base classes."""
-    if _unhooked(kind.step).__module__.startswith("torch.optim"):
-        return kind  # which calls no other
-    return _deriving(kind, tuple(base for base in kind.__mro__[1:] if hasattr(vars(base).get("step"), "hooked")))
-
-
-@cache
-def _deriving(kind: Any, hooked: tuple[Any, ...]) -> Any:
-    # in the method resolution order each unwrapped ``step`` comes before the class that it is taken from
-    between = [type(base.__name__, (base,), {"step": _unhooked(base.step)}) for base in hooked]
-    return type(kind.__name__, (kind, *between), {}) if between else kind
-
-
-def _beside_it(gradient: Tensor, values: Tensor) -> Tensor:
+def _on_device_of(gradient: Tensor, values: Tensor) -> Tensor:
     if gradient.device == values.device:
         return gradient.to(values.dtype)
     # torch reuses freed pinned memory

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine.comm.background_work import BackgroundWork
 from lightning_zero.engine.offload.states import MASTERS, PARAMETERS
-from lightning_zero.engine.offload.updates import DiskUpdate, Update, beside
+from lightning_zero.engine.offload.updates import DiskUpdate, Update, on_own_stream
 from lightning_zero.engine.optim.kinds import copied
 from lightning_zero.engine.state.bucket import Bucket
 
@@ -65,9 +65,9 @@ class OffloadedStep:
             act, device = _BucketUpdate(optimizer, bucket, masters, gradients, shown), bucket.full.device
             assert bucket.updates is not None
             if bucket.states is None:
-                return bucket.updates.submit(beside(device, act.in_memory))
+                return bucket.updates.submit(on_own_stream(device, act.in_memory))
             act.on_what_is_empty()  # and in no piece
-            on_disk = beside(device, act.on_disk)
+            on_disk = on_own_stream(device, act.on_disk)
             # without another place for the new values a gather will read them from the disk
             while (work := self._streams[bucket].give(bucket.states, on_disk, until_written=shown is None)) is None:
                 self.read_ahead([bucket])

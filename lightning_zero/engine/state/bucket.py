@@ -120,8 +120,7 @@ class Bucket:
         self.communicator, self.rendezvous, self.streams, self.ledger, updates = shared
         self.parameters = [weakref.ref(parameter) for parameter in parameters]
         self.dtype = parameters[0].dtype
-        is_offloaded = residency.plan.masters in (Medium.HOST, Medium.DISK)
-        self.background, self.updates = updates, updates if is_offloaded else None
+        self.background, self.updates = updates, updates if residency.plan.is_offloaded else None
         self.update: BackgroundUpdate | None = None
         self.is_replicated = residency.plan.is_replicated
         self.state = BucketState.GATHERED if self.is_replicated else BucketState.SHARDED
@@ -131,8 +130,7 @@ class Bucket:
         weakref.finalize(self, _let_go, self._pending).atexit = False
         self._left: torch.Event | None = None  # recorded after the last copy from host to device
 
-        has_nan = full.dtype.is_floating_point or full.dtype.is_complex
-        nan = torch.full((), float("nan") if has_nan else 0, device=full.device).to(full.dtype)
+        nan = torch.full((), float("nan"), device=full.device).to(full.dtype)
         self._placeholders = [nan.expand(segment.shape) for segment in self.layout.segments]
         shown = self._buffer.segments if self.is_replicated else self._placeholders
         self.views = [View(tensor, parameters[0].requires_grad) for tensor in shown]
@@ -181,7 +179,7 @@ class Bucket:
         """Keep master weights in fp32 from now on: parameters that were frozen in low precision start to train."""
         if self.master_dtype in LOW_PRECISION:
             self.wait()
-            self.residency = self.residency.in_fp32()
+            self.residency.promote()
             self._buffer.masters.clear()
             self._buffer.forget_holders()
 
@@ -203,8 +201,8 @@ class Bucket:
     def _gather(self) -> None:
         if self.has_begun:
             raise RuntimeError(
-                f"Unit {self.unit_name or 'root'!r} is needed again in a backward in which its update has begun: "
-                "OffloadConfig(overlap=False) updates when all gradients are there."
+                f"Unit {self.unit_name!r} is used again in a backward in which its update has begun. Write "
+                "OffloadConfig(overlap=False), with which updates begin after backward."
             )
         self._finish_gather()
         update = self.update
@@ -368,8 +366,7 @@ class Bucket:
             may_read: whether host memory has space for the file. If not, or if the disk fails, the copy that gathers
                 start from or the gathered values replace the master weights; without these the result is NaN.
         """
-        gathered = self.full[self._low : self._high].clone() if self.states is not None and self.is_ready else None
-        self.residency = self.residency.in_memory(gathered, may_read)
+        self.residency.leave_disk(self.full[self._low : self._high].clone() if self.is_ready else None, may_read)
 
 
 def _let_go(pending: list[Pending]) -> None:
