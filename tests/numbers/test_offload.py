@@ -299,7 +299,7 @@ def replaced(offload: str | None) -> dict[str, Any]:
                 assert not former.state
     for states in (bucket.states for bucket in engine.buckets if bucket.states is not None):
         assert set(states.fields) - {PARAMETERS} == {MASTERS, "momentum_buffer"}, "what the other had is gone"
-        assert states.nbytes == sum(aligned(size * states.numel) for size in [4] * len(states.fields))
+        assert states._file.nbytes == sum(aligned(size * states.numel) for size in [4] * len(states.fields))
     weights, states = dict(engine.full_state_dict()), engine.full_optimizer_state_dict(optimizer)
     engine.close()
     return {"weights": weights, "states": states}
@@ -889,7 +889,7 @@ def memory_of_an_update(sub_group: int) -> tuple[int, int]:
     assert report.at_rest.get("host", 0) == 0 == report.at_rest.get("optimizer", 0)
     swap = engine._swap
     assert swap is not None
-    buffers, states = 3 * swap.ring(0).nbytes, sum(bucket.states.nbytes for bucket in engine.buckets)
+    buffers, states = 3 * swap.ring(0).nbytes, sum(bucket.states._file.nbytes for bucket in engine.buckets)
     engine.close()
     return buffers, states
 

@@ -14,11 +14,7 @@ from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 
 
 def check_ordinary(module: nn.Module) -> None:
-    """Check that the parameters are ordinary tensors, not sharded by another tool.
-
-    Raises:
-        ValueError: if a parameter is not an ordinary tensor.
-    """
+    """Raise a ValueError if a parameter is not an ordinary tensor."""
     tensors = sys.modules.get("torch.distributed.tensor")  # not imported here, which would take half a second
     for name, parameter in module.named_parameters():
         if isinstance(parameter, ShardedTensor):
@@ -33,21 +29,15 @@ def check_ordinary(module: nn.Module) -> None:
 
 
 def common_device(plans: list[UnitPlan]) -> torch.device:
-    """The device of all parameter values; the CPU if there are none yet.
-
-    Raises:
-        ValueError: if they are on several devices.
-    """
+    """The device of all parameter values, the CPU if there are none yet; a ValueError if they are on several."""
     found = None
-    for plan in plans:
-        for name, parameter in plan.parameters.items():
-            values = values_of(parameter)
-            if values is not None:
-                found = found or values.device
-                if values.device != found:
-                    raise ValueError(
-                        f"{name} is on {values.device}, other parameters on {found}: move the module to one device."
-                    )
+    for name, parameter in (named for plan in plans for named in plan.parameters.items()):
+        if (values := values_of(parameter)) is not None:
+            found = found or values.device
+            if values.device != found:
+                raise ValueError(
+                    f"{name} is on {values.device}, other parameters on {found}: move the module to one device."
+                )
     return found or torch.device("cpu")
 
 

@@ -44,7 +44,7 @@ def restore_parameters(
             if not alone:
                 make_ordinary(bucket, device)
             elif bucket.is_whole_here:
-                make_ordinary(bucket, device, as_gathered=True)
+                make_ordinary(bucket, device)
             else:
                 _restore_alone(bucket, communicator, device)
         for slot, tensors in derived.items():

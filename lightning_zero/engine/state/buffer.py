@@ -25,13 +25,7 @@ class GatheredBuffer:
     """The full parameters of a bucket, one after another.
 
     Device memory is allocated and freed on one stream, which waits for all streams that used it before the free.
-
-    Args:
-        tensor: 1-D; with memory if the buffer stays gathered, otherwise without.
-        stays: whether the buffer is filled at rest.
-
-    Attributes:
-        masters: master weight tensors over the buffer.
+    ``masters`` are the master weight tensors over the buffer.
     """
 
     def __init__(self, tensor: Tensor, layout: BucketLayout, ledger: Ledger, stays: bool) -> None:

@@ -41,20 +41,14 @@ _MEDIA = {None: None, "cpu": Medium.HOST, "nvme": Medium.DISK}
 class ResidencyPlan:
     """Where one rank's master weights of a bucket are at rest. Arithmetic only.
 
-    Attributes:
-        layout: of the bucket.
-        device: the device that computes.
-        master_dtype, compute_dtype: of the master weights, and of the gathered buffer.
-        is_replicated: whether the gathered buffer keeps all values at rest.
-        masters: where the master weights are.
-        copy: where the copy in ``compute_dtype`` is; None where gathers start from the master weights.
+    ``copy`` is where the copy in the compute dtype is; None where gathers start from the master weights.
     """
 
     layout: BucketLayout
-    device: torch.device
+    device: torch.device  # that computes
     master_dtype: torch.dtype
-    compute_dtype: torch.dtype
-    is_replicated: bool
+    compute_dtype: torch.dtype  # of the gathered buffer
+    is_replicated: bool  # the gathered buffer keeps all values at rest
     masters: Medium
     copy: Medium | None
 
@@ -125,13 +119,9 @@ class Residency:
     """This rank's master weights of one bucket, and their copy in the compute dtype if one is in memory.
 
     Args:
-        plan: where they are.
         own: this rank's values in the dtype of the parameters; a slice of the gathered buffer if the plan keeps the
             master weights there, so that updates change modules' values directly.
-        states: the file with reserved space, if the plan puts master weights on a disk.
-
-    Attributes:
-        states: optimizer states and master weights on a disk; None if the master weights are in memory.
+        states: the file for master weights and optimizer states; None if the master weights are in memory.
     """
 
     def __init__(self, plan: ResidencyPlan, own: Tensor, states: DiskStates | None, ledger: Ledger) -> None:
@@ -209,11 +199,7 @@ class Residency:
         return self._values if fetched is None else fetched.result()
 
     def fetch(self, update: BackgroundWork | None) -> None:
-        """Start to read the values that a gather starts from, if they are on a disk.
-
-        Args:
-            update: the update to wait for first.
-        """
+        """Start to read the values that a gather starts from, if they are on a disk, after the given update."""
         states, is_pinned = self.states, self.plan.device.type != "cpu"
         if states is None or self.copy is not None or self._fetched is not None:
             return
@@ -248,10 +234,8 @@ class Residency:
     def leave_disk(self, gathered: Tensor | None, may_read: bool) -> None:
         """Move the master weights to memory, before their file is removed.
 
-        Args:
-            gathered: this rank's gathered values, if there are any. They, or the copy, replace master weights that
-                cannot be read; without them the result is NaN.
-            may_read: whether host memory has space for the file's contents.
+        The copy, or this rank's gathered values, replace master weights that cannot be read or that host memory has no
+        space for (``may_read``); without either the result is NaN.
         """
         if self.states is None:
             return
