@@ -24,15 +24,9 @@ from lightning_zero.engine.compat import tree_leaves
 from lightning_zero.engine.config import EngineConfig, check_names, names_of_options, wire_dtype_of
 from lightning_zero.engine.init.bucketing import assign_to_buckets, reserve_disk
 from lightning_zero.engine.init.host_room import check_room
-from lightning_zero.engine.init.materialise import Materialiser, check_can_be_initialised
-from lightning_zero.engine.init.preparation import (
-    check_ordinary,
-    common_device,
-    detach_kept_graphs,
-    let_freed_memory_stay,
-)
+from lightning_zero.engine.init.materialise import Materialiser, check_can_be_initialised, detach_kept_graphs
 from lightning_zero.engine.init.restore import restore_parameters
-from lightning_zero.engine.init.sources import agree_on_sources
+from lightning_zero.engine.init.sources import agree_on_sources, check_ordinary, common_device
 from lightning_zero.engine.offload.states import Swap
 from lightning_zero.engine.offload.swap import SwapFolder
 from lightning_zero.engine.offload.updates import Updates
@@ -50,6 +44,7 @@ from lightning_zero.engine.runtime.join import Join, JoinedMethod
 from lightning_zero.engine.runtime.reducer import GradientReducer
 from lightning_zero.engine.runtime.schedule import Schedule, Unit, in_backward
 from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
+from lightning_zero.engine.state.buffer import let_freed_memory_stay
 from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.residency import LOW_PRECISION
 from lightning_zero.engine.state.slot import slot_of, slots_of

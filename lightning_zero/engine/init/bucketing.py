@@ -15,24 +15,30 @@ from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.init.sources import Source
 from lightning_zero.engine.offload.states import DiskStates, Swap
 from lightning_zero.engine.offload.updates import fields_by_parameter
-from lightning_zero.engine.plan.autocast import is_cast_by_autocast
 from lightning_zero.engine.plan.layout import BucketLayout
 from lightning_zero.engine.plan.placement import Placements
-from lightning_zero.engine.plan.units import UnitPlan
+from lightning_zero.engine.plan.units import Owner, UnitPlan
 from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
 from lightning_zero.engine.state.buffer import without_memory
 from lightning_zero.engine.state.residency import Medium, Residency, ResidencyPlan
 from lightning_zero.engine.state.slot import make_sharded
 from lightning_zero.engine.tensor.sharded_tensor import flat_range
 
+# Layers that use their weights only in operators that autocast computes in low precision.
+_CAST_LAYERS = (
+    *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.MultiheadAttention),
+)
+_CAST_FORWARDS = frozenset(layer.forward for layer in _CAST_LAYERS)
+_CAST_ATTRIBUTES = frozenset(
+    {"weight", "bias", "in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"}
+)
+
 
 class UncutBucket:
-    """A bucket before its parameters are sharded: memory for their full values, and the sharding.
+    """A bucket before its parameters, in the order of the layout, are sharded: memory for their full values.
 
-    Args:
-        parameters: the module's own, in the order of the layout; unchanged until ``cut``.
-        plan: where this rank's shard will be.
-        fields: dtypes of the optimizer states by name; empty for frozen parameters and while no optimizer is known.
+    ``fields`` are the dtypes of offloaded optimizer states by name; empty while no optimizer is known.
     """
 
     def __init__(
@@ -53,11 +59,7 @@ class UncutBucket:
         self._full = without_memory(self.layout.padded_numel, plan.compute_dtype, plan.device)
 
     def reserve(self, swap: Swap) -> None:
-        """Reserve disk space for the master weights and their optimizer states, if the plan puts them on a disk.
-
-        Raises:
-            OSError: if the disk lacks space.
-        """
+        """Reserve disk space for the master weights and their optimizer states, if the plan puts them on a disk."""
         if self.plan.masters is Medium.DISK:
             self._states = self.plan.reserve(swap, f"{self._unit_name} {self._number}", self.fields)
 
@@ -82,8 +84,7 @@ class UncutBucket:
     def cut(self, sources: list[Source]) -> Bucket:
         """Shard the parameters: each becomes a sharded tensor. Collective. To be called once.
 
-        Args:
-            sources: of the parameters' values; where rank 0 has none, the values were written to ``room``.
+        Where a source has no values on rank 0, they were written to ``room``.
         """
         flat, communicator, plan = self._opened(), self._shared.communicator, self.plan
         low, high = self.layout.shard_range(communicator.rank)
@@ -125,11 +126,7 @@ def assign_to_buckets(
 ) -> list[list[UncutBucket]]:
     """The buckets of each unit, each with parameters of one (compute dtype, dtype, requires_grad).
 
-    Args:
-        placements: of the stage.
-        bucket_numel: elements above which a unit is split into several buckets.
-        optimizers: over the parameters.
-        shared: what the buckets of an engine have in common.
+    A unit of more than ``bucket_numel`` elements is split into several buckets of one kind.
     """
     number = numel_that_stay = 0
     if config.offloads is not None:
@@ -173,8 +170,20 @@ def assign_to_buckets(
 
 
 def _compute_dtype_of(parameter: nn.Parameter, plan: UnitPlan, name: str, wanted: torch.dtype | None) -> torch.dtype:
-    is_cast = parameter.dtype == torch.float32 and all(map(is_cast_by_autocast, plan.owners[name]))
+    is_cast = parameter.dtype == torch.float32 and all(map(_is_cast_by_autocast, plan.owners[name]))
     return wanted if wanted is not None and is_cast else parameter.dtype
+
+
+def _is_cast_by_autocast(owner: Owner) -> bool:
+    """Whether autocast casts a parameter at each use, so that gathering it in that dtype gives the same numbers.
+
+    Of other layers this is unknown, or casting ahead is wrong: an embedding would sum up the gradients of a row in low
+    precision, kernels of normalisation and of ``nn.Bilinear`` would refuse their weights, and sums overflow in fp16.
+    """
+    forward = getattr(owner.module.forward, "__func__", None)
+    if type(owner.module).__name__ == "Conv1D" and type(owner.module).__module__ == "transformers.pytorch_utils":
+        return True
+    return forward in _CAST_FORWARDS and owner.attribute in _CAST_ATTRIBUTES
 
 
 def _split(members: list[tuple[str, nn.Parameter]], bucket_numel: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
@@ -191,11 +200,7 @@ def _split(members: list[tuple[str, nn.Parameter]], bucket_numel: int) -> Iterat
 
 
 def reserve_disk(swap: Swap, buckets: Sequence[UncutBucket], communicator: Communicator) -> None:
-    """Reserve disk space for all offloaded states. Collective.
-
-    Raises:
-        OSError: on every rank, if one rank's disk lacks space.
-    """
+    """Reserve disk space for all offloaded states; an OSError on every rank if one rank's disk lacks it. Collective."""
     error = None
     try:
         for bucket in buckets:

@@ -60,15 +60,12 @@ def check_room(
     communicator: Communicator,
     has_optimizers: bool,
 ) -> None:
-    """Check that host memory has space for all offloaded states, before anything is allocated. Collective.
+    """Raise a ValueError on every rank if a machine lacks host memory for the states of its ranks. Collective.
 
     Args:
         sources: of the parameters' values; those in host memory free it when they move to another device.
         buckets: of all units.
         has_optimizers: whether the optimizers are known; otherwise two states are assumed, as for Adam.
-
-    Raises:
-        ValueError: on every rank, if a machine lacks memory for all of its ranks.
     """
     shards = []
     for bucket in buckets:
@@ -114,9 +111,6 @@ def available_memory(root: Path = Path("/")) -> int | None:
     """Bytes of host memory still available within the limits of the system and of the container; None if unknown.
 
     Pinned memory counts like any other: CUDA's is not subject to ``RLIMIT_MEMLOCK``.
-
-    Args:
-        root: of the file system with ``/proc`` and ``/sys``.
     """
     found = []
     for line in _lines(root / "proc/meminfo"):

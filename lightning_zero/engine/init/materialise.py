@@ -53,6 +53,14 @@ def _lacking(
         yield from _lacking(child, f"{prefix}{name}.", sources, [*ancestors, module], has_initialiser)
 
 
+def detach_kept_graphs(module: nn.Module) -> None:
+    """Detach tensors that modules keep of a forward, as old ``weight_norm`` does: their graphs hold parameters."""
+    for inner in module.modules():
+        for attribute, value in vars(inner).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                setattr(inner, attribute, value.detach())
+
+
 class Materialiser:
     """Materialises and shards the units of one module: the unsharded buckets of each, with values from sources."""
 
@@ -77,7 +85,6 @@ class Materialiser:
             for index, parameter in enumerate(bucket.parameters)
             if sources[bucket.layout.segments[index].name].is_new
         }
-        self._new_replicas: list[Bucket] = []  # replicated buckets with new parameters, once they are filled
         self._buffers_before = list(module.buffers())  # keeps them alive, as their ids are keys
         by_id = {id(buffer): sources[name] for name, buffer in module.named_buffers()}
         self._source_of_buffer = {
@@ -115,10 +122,7 @@ class Materialiser:
             number = self._unit_of[id(module)]
             for uncut in self._uncut[number]:
                 sources = [self._sources[segment.name] for segment in uncut.layout.segments]
-                bucket = uncut.cut(sources)
-                self._buckets[number].append(bucket)
-                if bucket.is_replicated and any(source.is_new for source in sources):
-                    self._new_replicas.append(bucket)
+                self._buckets[number].append(uncut.cut(sources))
         return is_new
 
     def _place_buffers(self, module: nn.Module) -> bool:
@@ -142,14 +146,9 @@ class Materialiser:
         calls = _initialisers(module, ancestors)
         if not calls:
             return
-        versions = [bucket.full._version for bucket in self._new_replicas]
         with self._only_new_in_reach(module):
             for call in calls:
                 call()
-        for bucket, version in zip(self._new_replicas, versions):
-            if bucket.full._version != version:
-                bucket.gather(refresh=True)  # so that replicas are equal even if ranks drew different numbers
-                bucket.wait()
         self._initialised.update(id(p) for p in module._parameters.values() if id(p) in self._new_parameters)
         for name, buffer in module._buffers.items():
             if buffer is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from bisect import bisect_right
 from mmap import PAGESIZE
 from typing import Any, NamedTuple
@@ -12,34 +13,19 @@ from torch import Tensor, nn
 
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.init.deferred_param import promise, values_of
+from lightning_zero.engine.plan.units import UnitPlan
 from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
+from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 
 _MEMORY, _NOWHERE = "memory", "nowhere"
-_PAGES_AT_ONCE = 2**16
 
 
 class Source(NamedTuple):
-    """Source of the values of one parameter or buffer.
+    """Source of the values of one parameter or buffer."""
 
-    Attributes:
-        values: this rank's values; None if it has none.
-        everywhere: whether every rank has the same values, and takes its part of them; otherwise rank 0 broadcasts.
-        is_new: whether no rank has values, so that the module has to initialise them.
-    """
-
-    values: Tensor | None
-    everywhere: bool = False
-    is_new: bool = False
-
-
-class FileRange(NamedTuple):
-    """A range of a file, in a form that ranks, possibly on several machines, can compare."""
-
-    name: str
-    size: int
-    offset: int
-    dtype: str
-    first: tuple[float, ...]
+    values: Tensor | None  # this rank's
+    everywhere: bool  # every rank has the same values, and takes its part of them; otherwise rank 0 broadcasts
+    is_new: bool  # no rank has values: the module has to initialise them
 
 
 class MappedFiles:
@@ -61,8 +47,8 @@ class MappedFiles:
                 start, stop = (int(address, 16) for address in line[0].split("-"))
                 self._mappings.append((start, stop, int(line[2], 16), path))
 
-    def range_of(self, tensor: Tensor) -> FileRange | None:
-        """The range of a file that is a tensor's memory; None if there is none or it was written to since."""
+    def range_of(self, tensor: Tensor) -> tuple[Any, ...] | None:
+        """The range of a file that is a tensor's memory, for ranks to compare; None also if it was written to since."""
         if tensor.device.type != "cpu" or not tensor.numel() or not tensor.is_contiguous():
             return None
         address = tensor.data_ptr()
@@ -79,7 +65,7 @@ class MappedFiles:
         name = os.path.basename(path.removesuffix(" (deleted)"))
         # A file of this name and size on another machine may still have other values there: compare the first ones.
         first = tuple(tensor.detach().view(-1)[:4].double().tolist()) if not tensor.is_complex() else ()
-        return FileRange(name, size, offset + address - start, str(tensor.dtype), first)
+        return name, size, offset + address - start, str(tensor.dtype), first
 
 
 def _is_written(start: int, stop: int) -> bool:
@@ -87,15 +73,40 @@ def _is_written(start: int, stop: int) -> bool:
     first, last = start // PAGESIZE, -(-stop // PAGESIZE)
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as file:
-            for page in range(first, last, _PAGES_AT_ONCE):
-                file.seek(8 * page)
-                entries = bytearray(file.read(8 * min(_PAGES_AT_ONCE, last - page)))
-                flags = torch.frombuffer(entries, dtype=torch.int64) >> 61  # 1: of a file, 2: swapped out, 4: present
-                if ((flags & 6 != 0) & (flags & 1 == 0)).any():
-                    return True
+            file.seek(8 * first)
+            entries = bytearray(file.read(8 * (last - first)))
+            flags = torch.frombuffer(entries, dtype=torch.int64) >> 61  # 1: of a file, 2: swapped out, 4: present
+            return bool(((flags & 6 != 0) & (flags & 1 == 0)).any())
     except (OSError, ValueError):
         return True  # unknown
-    return False
+
+
+def check_ordinary(module: nn.Module) -> None:
+    """Raise a ValueError if a parameter is not an ordinary tensor."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # not imported here, which would take half a second
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, ShardedTensor):
+            raise ValueError(f"{name} is sharded already: a module belongs to one engine at a time.")
+        if tensors is not None and isinstance(parameter, tensors.DTensor):
+            raise ValueError(
+                f"{name} is a DTensor, but parameters must be ordinary tensors: remove fully_shard(...) or "
+                "distribute_tensor(...)."
+            )
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(f"{name} is not initialised yet: run a batch through the lazy module first.")
+
+
+def common_device(plans: list[UnitPlan]) -> torch.device:
+    """The device of all parameter values, the CPU if there are none yet; a ValueError if they are on several."""
+    found = None
+    for name, parameter in (named for plan in plans for named in plan.parameters.items()):
+        if (values := values_of(parameter)) is not None:
+            found = found or values.device
+            if values.device != found:
+                raise ValueError(
+                    f"{name} is on {values.device}, other parameters on {found}: move the module to one device."
+                )
+    return found or torch.device("cpu")
 
 
 def leave_in_files(module: nn.Module) -> None:
@@ -115,10 +126,7 @@ def agree_on_sources(module: nn.Module, communicator: Communicator) -> dict[str,
     """Sources of the values of all parameters and buffers by name, the same on every rank. Collective.
 
     Values in memory are rank 0's. A file that every rank has mapped is read by each rank. Tensors that are on the meta
-    device on every rank are new.
-
-    Raises:
-        ValueError: on every rank, if the modules differ, or if rank 0 lacks values that other ranks have.
+    device on every rank are new. Raises a ValueError on every rank if the modules differ, or if rank 0 lacks values.
     """
     mapped = MappedFiles()
     values = {}

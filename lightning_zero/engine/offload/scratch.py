@@ -20,11 +20,7 @@ WRITES = 2
 
 
 class HostMemory:
-    """Scratch storage in host memory.
-
-    Args:
-        is_pinned: page-locked, so that a GPU copies to and from it in the background.
-    """
+    """Scratch storage in host memory, which may be pinned, so that a GPU copies to and from it in the background."""
 
     def __init__(self, is_pinned: bool) -> None:
         self._is_pinned = is_pinned
@@ -53,12 +49,7 @@ class Disk:
     One thread does all writes and reads in the order of the calls, so a read comes after the write of its bytes, and a
     write to reused space comes after the reads of the former bytes.
 
-    Args:
-        folder: on a local disk; if it does not exist, it is created for this user alone.
-        is_pinned: use pinned buffers, as in ``HostMemory``.
-
-    Raises:
-        OSError: if no file can be created there.
+    The folder is on a local disk; if it does not exist, it is created for this user alone.
     """
 
     def __init__(self, folder: str, is_pinned: bool) -> None:
@@ -87,11 +78,7 @@ class Disk:
         return _Stored(start, len(memory), written)
 
     def get(self, where: _Stored, deliver: Callable[[Tensor], Any]) -> Future[Any]:
-        """Read the bytes and pass them to a function, in the background; returns a future.
-
-        Raises in the future:
-            OSError: with the folder and the reason.
-        """
+        """Read the bytes and pass them to a function, in the background; returns a future."""
         return self._thread.submit(self._read, where, deliver)
 
     def free(self, where: _Stored) -> None:

@@ -30,12 +30,7 @@ _NONE: Mapping[str, torch.dtype] = MappingProxyType({})
 
 
 class Swap:
-    """The folder of all files of an engine's buckets, and the buffers for their updates.
-
-    Args:
-        folder: on the disk.
-        sub_group: elements of a piece.
-    """
+    """The folder of all files of an engine's buckets, and the buffers for their updates by ``sub_group`` elements."""
 
     def __init__(self, folder: SwapFolder, sub_group: int) -> None:
         self.folder = folder
@@ -56,20 +51,13 @@ class Swap:
 
 
 class DiskStates:
-    """Tensors of one length, called fields, in a file that is divided into pieces.
+    """Tensors of one length, called fields, in a file that is divided into pieces; an OSError if the disk lacks space.
 
     Args:
-        swap: the folder for the file.
         name: of the bucket, for the file's name and for errors.
         numel: elements of each field.
         dtype: of the master weights, which are the first field.
-        fields: dtypes of the other fields by name.
-
-    Attributes:
-        fields: dtypes of all fields by name.
-
-    Raises:
-        OSError: if the disk lacks space for all of them.
+        fields: dtypes of the other fields by name. The attribute has those of all fields.
     """
 
     def __init__(
@@ -77,16 +65,11 @@ class DiskStates:
     ) -> None:
         self.swap, self.name, self.numel, self.dtype = swap, name, numel, dtype
         self.fields: Mapping[str, torch.dtype] = {MASTERS: dtype, **fields}
-        self._count = -(-numel // swap.sub_group)  # of pieces
-        nbytes = self._nbytes(self._count - 1) if self._count else 0
-        self._file = swap.open(name, max(self._count - 1, 0) * self._nbytes(0) + nbytes)
+        self.count = -(-numel // swap.sub_group)  # of pieces
+        self._file = swap.open(name, sum(map(self._nbytes, range(self.count))))
 
     def add_fields(self, fields: Mapping[str, torch.dtype]) -> None:
-        """Add fields that are missing, filled with zeros.
-
-        Raises:
-            OSError: if the disk lacks space; nothing has been changed then.
-        """
+        """Add fields that are missing, filled with zeros. After an OSError nothing has been changed."""
         if not all(field in self.fields for field in fields):
             self._lay_out({**self.fields, **fields})
 
@@ -101,7 +84,7 @@ class DiskStates:
         """Move to a new file with the given fields; new fields are zeros."""
         new = DiskStates(self.swap, self.name, self.numel, self.dtype, fields)
         try:
-            for start, stop in map(self.range_of, range(self._count)):
+            for start, stop in map(self.range_of, range(self.count)):
                 for field in self.fields.keys() & fields.keys():
                     new.write(field, start, self.read(field, start, stop))
         except BaseException:
@@ -118,7 +101,7 @@ class DiskStates:
 
     def pieces(self) -> list[Piece]:
         """All pieces, in order."""
-        return [Piece(self._file, index * self._nbytes(0), self._nbytes(index)) for index in range(self._count)]
+        return [Piece(self._file, index * self._nbytes(0), self._nbytes(index)) for index in range(self.count)]
 
     def range_of(self, index: int) -> tuple[int, int]:
         """The elements ``[start, stop)`` of a piece."""

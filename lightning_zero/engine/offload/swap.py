@@ -47,12 +47,7 @@ class SwapFolder:
 
     Args:
         path: the parent folder, on a local disk; if it does not exist, it is created for this user alone, and stays.
-
-    Attributes:
-        path: of the folder itself.
-
-    Raises:
-        OSError: if no folder can be created there; the same subclass as the system's error, with an explanation.
+            The attribute is that of the folder itself.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -74,11 +69,7 @@ class SwapFolder:
         self._finalizer = Finalize(self, _remove, args=(self.path, self._files), exitpriority=0)
 
     def open(self, name: str, nbytes: int) -> SwapFile:
-        """Create a file of zeros, with a fixed size for which disk space is reserved.
-
-        Raises:
-            OSError: if the disk lacks space or the file cannot be created; no file is left then.
-        """
+        """Create a file of zeros, with a fixed size for which disk space is reserved; after an error none is left."""
         path = os.path.join(self.path, name)
         assert not os.path.exists(path), f"{path} is open"
         file = DirectFile(path, readable=True)
@@ -112,13 +103,7 @@ def _remove(path: str, files: list[DirectFile]) -> None:
 
 
 class SwapFile:
-    """A file in a ``SwapFolder``. Several threads may use it at once, at different positions.
-
-    Attributes:
-        path: of the file, for messages.
-        nbytes: the file's size.
-        direct: the open file.
-    """
+    """A file in a ``SwapFolder``. Several threads may use it at once, at different positions."""
 
     def __init__(self, folder: SwapFolder, file: DirectFile, nbytes: int) -> None:
         self.path, self.nbytes = file.path, nbytes
@@ -176,12 +161,11 @@ class Ring:
         return self._buffers[index % BUFFERS][:nbytes]
 
     def read(self, index: int, piece: Piece, after: Sequence[Future[None]] = ()) -> list[Future[None]]:
-        """Start to read a piece into its buffer, after the given writes; skipped if one of them fails."""
+        """Start to read a piece into its buffer, after the given writes."""
 
         def read(memory: memoryview, position: int) -> None:
             wait(after)
-            if all(write.exception() is None for write in after):
-                piece.file.read(memory, position)
+            piece.file.read(memory, position)
 
         return self._in_slices(self._readers, read, index, piece)
 
@@ -208,7 +192,7 @@ def stream(
 ) -> None:
     """Read pieces, change each in place, and write them back, with all three overlapping.
 
-    After an error, running reads and writes finish and no new ones start.
+    After an error of ``act`` or of the disk, running reads and writes finish and no new ones start.
 
     Args:
         pieces: must not overlap; none may be larger than a buffer of the ring.
@@ -216,10 +200,6 @@ def stream(
         ring: not in use by another ``stream``.
         on_written: called with a piece's number after it was written: in other threads, one call at a time, for the
             last piece perhaps shortly after this function has returned.
-
-    Raises:
-        OSError: if a read or a write fails, with the file and the position.
-        Exception: any error of ``act``.
     """
     notifying = Lock()
     reads: deque[list[Future[None]]] = deque()  # of the next piece, and of those after it

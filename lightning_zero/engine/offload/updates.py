@@ -7,9 +7,8 @@ training waits for all of it; here both are done bucket by bucket.)
 from __future__ import annotations
 
 import atexit
-import os
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -101,7 +100,6 @@ def _close_all() -> None:
 
 
 def _work(queue: SimpleQueue[Callable[[], None] | None]) -> None:
-    _leave_a_core_to_training()
     while (run := queue.get()) is not None:
         run()
         del run  # and the gradients that it holds
@@ -154,7 +152,7 @@ class DiskUpdate:
     def run(self) -> None:
         """Run the update, in the thread of ``Updates``."""
         try:
-            places = [(states, index) for states in self._states for index in range(len(states.pieces()))]
+            places = [(states, index) for states in self._states for index in range(states.count)]
             pieces = [piece for states in self._states for piece in states.pieces()]
 
             def on_piece(number: int, memory: memoryview) -> None:
@@ -162,11 +160,11 @@ class DiskUpdate:
                 act = self._acts[states].result()
                 if act is not None:
                     act(*states.range_of(index), states.views(index, memory))
-                if places[number + 1 : number + 2] != [(states, index + 1)]:
+                if index + 1 == states.count:
                     self._shown[states].end()
                     self._acts[states] = _GIVEN  # the function holds gradients
 
-            left = Counter(states for states, _ in places)
+            left = {states: states.count for states in self._states}
 
             def on_written(number: int) -> None:
                 states, _ = places[number]
@@ -182,14 +180,6 @@ class DiskUpdate:
             error = raised
         for work in (*self._shown.values(), *self._written.values(), self._all):
             work.end(error)
-
-
-def _leave_a_core_to_training() -> None:
-    """Leave the first core that this process may use to the thread that launches the device's kernels."""
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        if len(cores) > 2:
-            os.sched_setaffinity(0, cores[1:])  # affects this thread and those that its kernels start
 
 
 def on_own_stream(device: torch.device, act: Callable[P, None]) -> Callable[P, None]:
@@ -225,11 +215,12 @@ class Update(NamedTuple):
     @classmethod
     def of(cls, optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> Update:
         """Make an update that runs on the CPU; if the module computes there, too, the optimizer chooses its kernel."""
+        kind: Any = type(optimizer)
         options = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
         if device.type != "cpu" and options.get("fused", False) is None and not options.get("foreach"):
-            options["fused"] = type(optimizer).__name__ in _FUSED
+            options["fused"] = kind.__name__ in _FUSED
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-        return cls(_without_hooks(type(optimizer)), dict(optimizer.__dict__), options, dtype)
+        return cls(_without_hooks(kind), dict(optimizer.__dict__), options, dtype)
 
     def act(self, values: Tensor, gradient: Tensor | None, state: dict[str, Any]) -> dict[str, Any]:
         """Update one tensor and its state in place, as the optimizer's ``step`` does; returns the state.

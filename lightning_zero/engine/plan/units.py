@@ -35,22 +35,20 @@ class Owner:
 
 @dataclass
 class UnitPlan:
-    """A unit before it is sharded: its blocks, its parameters, and their owners.
+    """A unit before it is sharded.
 
     Attributes:
         name: qualified name of the block, or of the first and the last; the root's is ``""``.
         blocks: modules whose forward gathers the unit. The root unit is gathered by the step; it has blocks only where
             the whole module is small.
-        parameters: by qualified name, each once, in the order of ``root.named_parameters()``.
-        owners: of each parameter, by the same name.
-        is_resident: whether the unit stays gathered from the start of forward to the end of backward.
+        parameters, owners: by qualified name, each once, in the order of ``root.named_parameters()``.
     """
 
     name: str
     blocks: list[nn.Module]
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     owners: dict[str, list[Owner]] = field(default_factory=dict)
-    is_resident: bool = False
+    is_resident: bool = False  # stays gathered from the start of forward to the end of backward
 
     @property
     def is_root(self) -> bool:
@@ -72,9 +70,6 @@ def plan_units(root: nn.Module, units: Modules = "auto", unit_numel: int | None 
         unit_numel: parameters up to which neighbours in a list or sequence are merged into one unit, and up to which a
             whole module is one unit. None for no merging if units are not automatic; otherwise for ``UNIT_NUMEL``, or
             less if merging would leave fewer than ``LEAST_UNITS`` without the root unit.
-
-    Raises:
-        ValueError: if a set of classes or a predicate matches no module.
     """
     is_automatic = unit_numel is None and units == "auto" and UNIT_NUMEL > 0
     if unit_numel is None:
@@ -145,15 +140,11 @@ def _follow_one_another(root: nn.Module, name: str, other: str) -> bool:
 
 
 def select_modules(root: nn.Module, wanted: Modules, *, option: str) -> list[tuple[str, nn.Module]]:
-    """The outermost modules, with their qualified names, that a user's option selects.
+    """The outermost modules, with their qualified names, that a user's option selects; a ValueError if it selects none.
 
     Args:
-        root: the whole module.
         wanted: a module class or several; or a predicate of (qualified name, module).
         option: the option's name, for errors.
-
-    Raises:
-        ValueError: if the option selects no module with parameters.
     """
     if callable(wanted) and not isinstance(wanted, type):
         matches = list(_outermost("", root, wanted))
@@ -182,8 +173,7 @@ def _outermost(
 
 
 def _automatic(prefix: str, module: nn.Module, large: int) -> Iterator[tuple[str, nn.Module]]:
-    repeated = _is_repeated_blocks(module)
-    in_sequence = isinstance(module, nn.Sequential)
+    repeated, in_sequence = _is_repeated_blocks(module), isinstance(module, nn.Sequential)
     in_stages = (repeated or in_sequence) and _are_stages(module)
     for name, child in module.named_children():
         path = f"{prefix}.{name}" if prefix else name

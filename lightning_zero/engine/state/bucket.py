@@ -340,7 +340,9 @@ class Bucket:
 
     def leave_disk(self, may_read: bool) -> None:
         """Move the master weights to memory, before their file is removed."""
-        self.residency.leave_disk(self.full[self._low : self._high].clone() if self.is_ready else None, may_read)
+        if self.states is not None:
+            gathered = self.full[self._low : self._high].clone() if self.is_ready else None
+            self.residency.leave_disk(gathered, may_read)
 
 
 def _let_go(pending: list[Pending]) -> None:

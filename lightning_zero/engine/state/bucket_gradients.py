@@ -113,7 +113,7 @@ class BucketGradients:
         return any(self._filled)
 
     def show_unsynchronised(self) -> list[BucketSlot]:
-        """Make ``p.grad`` the local gradient at stage 1 under ``no_sync``, as DDP does; returns the slots with hooks."""
+        """Make ``p.grad`` the local gradient, as DDP does under ``no_sync``; returns the slots with hooks of users."""
         shown = [slot for slot, filled in zip(slots_of(self.bucket), self._filled) if filled]
         for slot in shown:
             gradient, flat = slot.parameter.grad, self._flat_view(slot.index)
@@ -268,7 +268,7 @@ class BucketGradients:
             arrival = None
             if self.bucket.updates is not None and self.bucket.updates.gradients:
                 totals, arrival = self.bucket.updates.to_host(totals)
-            shards = {}
+            shards: dict[int, GradientShard] = {}
             for total, (members, pieces, start) in zip(totals, reduced):
                 shard = shard_of_all(members)
                 if shard is not None:  # as in every micro-batch except the first

@@ -237,8 +237,7 @@ class Residency:
         The copy, or this rank's gathered values, replace master weights that cannot be read or that host memory has no
         space for (``may_read``); without either the result is NaN.
         """
-        if self.states is None:
-            return
+        assert self.states is not None
         dtype, at_hand, values = self.plan.master_dtype, gathered if self.copy is None else self.copy, None
         if may_read and (at_hand is None or at_hand.dtype != dtype):
             with suppress(OSError):

@@ -81,7 +81,7 @@ class BucketSlot:
     def _synchronize(self) -> None:
         synchronize(self.background)  # readers may write to the shard
         self.bucket.wait()  # the shard may be a slice of the buffer, which a gather may be filling
-        if self.view.may_be_written:
+        if self.bucket.views[self.index].may_be_written:
             self.bucket.take_over_writes()
 
     @property
