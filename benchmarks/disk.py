@@ -22,7 +22,7 @@ from typing import Any
 
 from common import REPOSITORY, describe, in_turn, markdown_table, write_results
 
-from lightning_zero.engine.offload.swap import BUFFERS, Piece, Ring, SwapFolder, stream
+from lightning_zero.engine.offload.swap import BUFFERS, Piece, Ring, SwapFile, stream
 
 MIB = 2**20
 
@@ -73,8 +73,7 @@ def move_all(pieces: list[Piece], move: Callable[[int, Piece], list[Future[None]
 
 def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     """Seconds of each round, of both systems for each of reading, writing and both."""
-    folder = SwapFolder(arguments.disk)
-    file = folder.open("states", arguments.size * MIB)
+    file = SwapFile(arguments.disk, arguments.size * MIB)
     nbytes = arguments.piece * MIB
     pieces = [Piece(file, start, nbytes) for start in range(0, file.nbytes, nbytes)]
     ring = Ring(nbytes, arguments.threads)
@@ -88,9 +87,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
 
     block = [f"bs={arguments.piece}M", f"count={len(pieces)}"]
 
+    path = f"/proc/{os.getpid()}/fd/{file.direct._cached}"  # the file has no name
+
     def dd_seconds() -> dict[str, float]:
-        read = dd(f"if={file.path}", "of=/dev/null", "iflag=direct", *block)
-        write = dd("if=/dev/zero", f"of={file.path}", "oflag=direct", "conv=notrunc", *block)
+        read = dd(f"if={path}", "of=/dev/null", "iflag=direct", *block)
+        write = dd("if=/dev/zero", f"of={path}", "oflag=direct", "conv=notrunc", *block)
         return {"read": read, "write": write, "both": read + write}
 
     def own_seconds() -> dict[str, float]:
@@ -110,7 +111,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
                 seconds[what][name].append(taken)
         last = {what: {name: of[-1] for name, of in pair.items()} for what, pair in seconds.items()}
         print(f"round {number + 1}: {last}", flush=True)
-    folder.close()
+    file.close()
     return seconds
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import weakref
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
@@ -28,7 +29,6 @@ from lightning_zero.engine.init.materialise import Materialiser, check_can_be_in
 from lightning_zero.engine.init.restore import restore_parameters
 from lightning_zero.engine.init.sources import agree_on_sources, check_ordinary, common_device
 from lightning_zero.engine.offload.states import Swap
-from lightning_zero.engine.offload.swap import SwapFolder
 from lightning_zero.engine.offload.updates import Updates
 from lightning_zero.engine.optim.compatibility import check_optimizer
 from lightning_zero.engine.optim.masters import Masters, masters_of
@@ -123,7 +123,7 @@ class Engine:
         detach_kept_graphs(module)
         if offload is not None and offload.optimizer == "nvme":
             assert offload.path is not None
-            self._swap = Swap(SwapFolder(offload.path), offload.sub_group)
+            self._swap = Swap(os.path.abspath(offload.path), offload.sub_group)
         uncut = assign_to_buckets(
             config,
             self.placements,
@@ -556,7 +556,7 @@ class Engine:
 
     def _clear_disk(self) -> None:
         if self._swap is not None:
-            self._swap.folder.close()
+            self._swap.close()
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -12,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_zero.io.disk import DirectFile, aligned, aligned_memory, make_private_folder
-from lightning_zero.io.labels import new_label
+from lightning_zero.engine.offload.swap import unnamed_file
+from lightning_zero.io.disk import aligned, aligned_memory
 
 WRITES = 2
 """Writes that may be pending at once. Their buffers are all the host memory that a disk needs."""
@@ -44,19 +43,14 @@ class HostMemory:
 
 
 class Disk:
-    """Scratch storage in a file that is unnamed from its creation, so that it vanishes however the process ends.
+    """Scratch storage in an unnamed file.
 
     One thread does all writes and reads in the order of the calls, so a read comes after the write of its bytes, and a
     write to reused space comes after the reads of the former bytes.
-
-    The folder is on a local disk; if it does not exist, it is created for this user alone.
     """
 
     def __init__(self, folder: str, is_pinned: bool) -> None:
-        make_private_folder(folder)
-        self.folder, self._is_pinned = folder, is_pinned
-        self._file = DirectFile(os.path.join(folder, f".lightning_zero-{new_label()}"), readable=True)
-        os.unlink(self._file.path)
+        self.folder, self._is_pinned, self._file = folder, is_pinned, unnamed_file(folder)
         weakref.finalize(self, self._file.close)
         self._thread = ThreadPoolExecutor(1, "lightning_zero-disk")
         self._writes: deque[Future[Any]] = deque()

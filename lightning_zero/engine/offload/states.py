@@ -9,17 +9,18 @@ A piece holds all fields for an update of some elements, so that one read and on
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from itertools import accumulate, count
+from itertools import accumulate
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.offload.swap import Piece, Ring, SwapFile, SwapFolder
+from lightning_zero.engine.offload.swap import Piece, Ring, SwapFile
 from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
 from lightning_zero.io.disk import ALIGNMENT, aligned, aligned_memory
 
@@ -30,17 +31,24 @@ _NONE: Mapping[str, torch.dtype] = MappingProxyType({})
 
 
 class Swap:
-    """The folder of all files of an engine's buckets, and the buffers for their updates by ``sub_group`` elements."""
+    """The files of an engine's buckets in a folder, and the buffers for their updates by ``sub_group`` elements."""
 
-    def __init__(self, folder: SwapFolder, sub_group: int) -> None:
-        self.folder = folder
+    def __init__(self, folder: str, sub_group: int) -> None:
+        self._folder, self._files = folder, weakref.WeakSet[SwapFile]()
         self.sub_group = aligned(sub_group)  # so that a field of any dtype is aligned
-        self._ring, self._numbers = Ring(0), count()
+        self._ring = Ring(0)
         self.reader = ThreadPoolExecutor(2, "lightning_zero-fetch")
 
-    def open(self, name: str, nbytes: int) -> SwapFile:
-        """Create a file of zeros for a bucket; OSError if the disk lacks space."""
-        return self.folder.open(f"{name.replace('/', '_')}.{next(self._numbers)}", nbytes)
+    def open(self, nbytes: int) -> SwapFile:
+        """Create a file; an OSError if the disk lacks space."""
+        file = SwapFile(self._folder, nbytes)
+        self._files.add(file)
+        return file
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in list(self._files):
+            file.close()
 
     def ring(self, nbytes: int) -> Ring:
         """The ring of buffers, for pieces of up to so many bytes."""
@@ -54,7 +62,7 @@ class DiskStates:
     """Tensors of one length, called fields, in a file that is divided into pieces; an OSError if the disk lacks space.
 
     Args:
-        name: of the bucket, for the file's name and for errors.
+        name: of the bucket, for errors.
         numel: elements of each field.
         dtype: of the master weights, which are the first field.
         fields: dtypes of the other fields by name. The attribute has those of all fields.
@@ -66,7 +74,7 @@ class DiskStates:
         self.swap, self.name, self.numel, self.dtype = swap, name, numel, dtype
         self.fields: Mapping[str, torch.dtype] = {MASTERS: dtype, **fields}
         self.count = -(-numel // swap.sub_group)  # of pieces
-        self._file = swap.open(name, sum(map(self._nbytes, range(self.count))))
+        self._file = swap.open(sum(map(self._nbytes, range(self.count))))
 
     def add_fields(self, fields: Mapping[str, torch.dtype]) -> None:
         """Add fields that are missing, filled with zeros. After an OSError nothing has been changed."""

@@ -1,9 +1,7 @@
-"""Files for states on a disk, in a folder per process, and a pipeline that reads, changes and writes them.
+"""Files for states on a disk, and a pipeline that reads, changes and writes them.
 
-    folder = SwapFolder("/local/disk")
-    file = folder.open("bucket0", 3 * 2**30)
-    ring = Ring(2**28)
-    stream([Piece(file, start, 2**28) for start in range(0, 3 * 2**30, 2**28)], act, ring)
+    file = SwapFile("/local/disk", 3 * 2**30)
+    stream([Piece(file, start, 2**28) for start in range(0, 3 * 2**30, 2**28)], act, Ring(2**28))
 
 While ``act`` changes one piece in the calling thread, threads write the ones before and read those after:
 
@@ -15,20 +13,18 @@ While ``act`` changes one piece in the calling thread, threads write the ones be
 from __future__ import annotations
 
 import os
-import re
-import shutil
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from itertools import chain
-from multiprocessing.util import Finalize
 from threading import Lock
 from typing import NamedTuple
 
 from lightning_zero.io.disk import DirectFile, aligned, huge_memory, make_private_folder
-from lightning_zero.io.labels import LABEL, is_left_over, new_label
+from lightning_zero.io.labels import new_label
 
 BUFFERS = 3
 """Buffers of a ring: one is being read into, one changed, one written."""
@@ -36,84 +32,49 @@ BUFFERS = 3
 SLICE = 2**20
 """Smallest part of a piece, in bytes, that is worth a thread of its own."""
 
-_NAME = re.compile(rf"lightning_zero\.swap-{LABEL}")
 
+def unnamed_file(folder: str) -> DirectFile:
+    """Create a file without a name, so that it vanishes however the process ends, and processes that it forked.
 
-class SwapFolder:
-    """A folder for this process alone, removed when it is closed or deleted, and when Python ends.
-
-    Folders of processes that could not remove theirs (killed, or a machine that lost power) are removed when the next
-    folder with the same parent is made: those of this machine at once, those of others after a day without a write.
-
-    Args:
-        path: the parent folder, on a local disk; if it does not exist, it is created for this user alone, and stays.
-            The attribute is that of the folder itself.
+    The folder is on a local disk; if it does not exist, it is created for this user alone.
     """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        parent = os.path.abspath(path)
-        self.path = os.path.join(parent, f"lightning_zero.swap-{new_label()}")
-        try:
-            make_private_folder(parent)
-            _remove_leftovers(parent)
-            os.mkdir(self.path, 0o700)  # as private as the process's memory
-        except OSError as error:
-            raise type(error)(
-                error.errno,
-                f"no folder for offload can be created there ({error.strerror}): write the path of a folder on a local "
-                "disk in which this user may create files",
-                parent,
-            ) from error
-        self._files: list[DirectFile] = []
-        # ``Finalize`` does not run in a forked process, and does run at the end of a process of multiprocessing.
-        self._finalizer = Finalize(self, _remove, args=(self.path, self._files), exitpriority=0)
-
-    def open(self, name: str, nbytes: int) -> SwapFile:
-        """Create a file of zeros, with a fixed size for which disk space is reserved; after an error none is left."""
-        path = os.path.join(self.path, name)
-        assert not os.path.exists(path), f"{path} is open"
-        file = DirectFile(path, readable=True)
-        try:
-            file.reserve(nbytes)
-        except OSError as error:
-            file.close()
-            os.remove(path)
-            error.filename = path  # missing in errors of calls on open files
-            raise
-        self._files.append(file)
-        return SwapFile(self, file, nbytes)
-
-    def close(self) -> None:
-        """Remove the folder with its files."""
-        self._finalizer()
-
-
-def _remove_leftovers(parent: str) -> None:
-    for name in os.listdir(parent):
-        path = os.path.join(parent, name)
-        with suppress(OSError):  # perhaps another user's, or another rank is removing it
-            if (found := _NAME.fullmatch(name)) and is_left_over(found["label"], path):
-                shutil.rmtree(path, ignore_errors=True)
-
-
-def _remove(path: str, files: list[DirectFile]) -> None:
-    for file in files:
-        file.close()
-    shutil.rmtree(path, ignore_errors=True)
+    make_private_folder(folder)
+    file = DirectFile(os.path.join(folder, f".lightning_zero-{new_label()}"), readable=True)
+    os.unlink(file.path)
+    return file
 
 
 class SwapFile:
-    """A file in a ``SwapFolder``. Several threads may use it at once, at different positions."""
+    """An unnamed file of zeros with reserved disk space. Several threads may use it at once, at different positions.
 
-    def __init__(self, folder: SwapFolder, file: DirectFile, nbytes: int) -> None:
-        self.path, self.nbytes = file.path, nbytes
-        self._folder = folder  # a reference, since the folder is removed when it is deleted
-        self.direct = file
+    Raises:
+        OSError: if the disk lacks space or no file can be created in the folder; no space is taken then.
+    """
+
+    def __init__(self, folder: str, nbytes: int) -> None:
+        self.folder, self.nbytes = folder, nbytes
+        try:
+            self.direct = unnamed_file(folder)
+        except OSError as error:
+            raise type(error)(
+                error.errno,
+                f"no file for offload can be created there ({error.strerror}): write the path of a folder on a local "
+                "disk in which this user may create files",
+                folder,
+            ) from error
+        weakref.finalize(self, self.direct.close)
+        try:
+            self.direct.reserve(nbytes)
+        except OSError as error:
+            self.direct.close()
+            error.filename = folder  # that of the file is gone, or missing in errors of calls on open files
+            raise
 
     def close(self) -> None:
-        """Remove the file."""
+        """Free the disk space, also where forked processes have the file open."""
+        with suppress(OSError):  # closed before
+            self.direct.reserve(0)
         self.direct.close()
-        os.remove(self.path)
 
     def read(self, into: memoryview, position: int) -> None:
         """Fill memory with the bytes at a position; an OSError names the file and the position."""
@@ -129,7 +90,7 @@ class SwapFile:
             call(memory, position)
         except OSError as error:
             message = f"{len(memory)} bytes cannot be {done} at byte {position} ({error.strerror})"
-            raise OSError(error.errno, message, self.path) from error
+            raise OSError(error.errno, message, self.folder) from error
 
 
 class Piece(NamedTuple):
