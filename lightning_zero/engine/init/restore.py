@@ -66,11 +66,11 @@ def _derived(
         for slot, tensors in derived.items()
         if slot.remembered
     }
-    everywhere = communicator.control.gather_objects(kept) if communicate else []
+    everywhere = communicator.control.gather_objects(kept) if communicate else [{}]
 
     def is_everywhere(slot: BucketSlot, key: tuple[str, int]) -> bool:
         found = [names.get(slot.name, (0, set())) for names in everywhere]
-        return communicate and all(made == slot.remembered and key in keys for made, keys in found)
+        return all(made == slot.remembered and key in keys for made, keys in found)
 
     return {
         slot: [t for key, t in sorted(tensors.items()) if t.is_parameter or is_everywhere(slot, key)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from bisect import bisect_right
+from contextlib import suppress
 from mmap import PAGESIZE
 from typing import Any, NamedTuple
 
@@ -36,16 +37,12 @@ class MappedFiles:
 
     def __init__(self) -> None:
         self._mappings: list[tuple[int, int, int, str]] = []
-        try:
-            with open("/proc/self/maps") as file:
-                lines = [line.split(maxsplit=5) for line in file]
-        except OSError:
-            return
-        for line in lines:
-            path = line[5].strip() if len(line) > 5 else ""
-            if path.startswith("/") and not path.startswith(("/dev/", "/memfd:", "/SYSV")):
-                start, stop = (int(address, 16) for address in line[0].split("-"))
-                self._mappings.append((start, stop, int(line[2], 16), path))
+        with suppress(OSError), open("/proc/self/maps") as file:
+            for line in (line.split(maxsplit=5) for line in file):
+                path = line[5].strip() if len(line) > 5 else ""
+                if path.startswith("/") and not path.startswith(("/dev/", "/memfd:", "/SYSV")):
+                    start, stop = (int(address, 16) for address in line[0].split("-"))
+                    self._mappings.append((start, stop, int(line[2], 16), path))
 
     def range_of(self, tensor: Tensor) -> tuple[Any, ...] | None:
         """The range of a file that is a tensor's memory, for ranks to compare; None also if it was written to since."""

@@ -94,7 +94,7 @@ class SwapFile:
 
 
 class Piece(NamedTuple):
-    """``nbytes`` of a file from ``position`` on, processed at once; ideally a multiple of ``disk.ALIGNMENT``."""
+    """A range of a file that is processed at once; its bytes ideally are a multiple of ``disk.ALIGNMENT``."""
 
     file: SwapFile
     position: int
@@ -102,11 +102,9 @@ class Piece(NamedTuple):
 
 
 class Ring:
-    """Three buffers that pieces use in turn, and the threads that read and write them.
+    """Three buffers for the largest piece, which pieces use in turn, and the threads that read and write them.
 
-    Args:
-        nbytes: of a buffer: the size of the largest piece.
-        threads: parallel reads, and parallel writes; disks are faster with several requests at once.
+    Several threads read a piece, and several write it: disks are faster with several requests at once.
     """
 
     def __init__(self, nbytes: int, threads: int = 4) -> None:

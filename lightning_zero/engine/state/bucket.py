@@ -140,7 +140,7 @@ class Bucket:
 
     @property
     def is_whole_here(self) -> bool:
-        """Whether ``full`` has all values of the master weights at rest, and no gather is running."""
+        """Whether ``full`` has all values of the parameters at rest, and no gather is running."""
         return self.is_replicated and self.full.dtype == self.dtype and self.state is BucketState.GATHERED
 
     def parameter(self, index: int) -> nn.Parameter:

@@ -204,7 +204,7 @@ class BucketGradients:
                 Piece(numel, apart[index][offset : offset + numel] if index in apart else None)
                 for numel, index, offset in of_rank
             ]
-            for of_rank in self._pieces_of_ranks
+            for of_rank in self._pieces_of
         ]
         self._reducing_nbytes = sum(gradient.nbytes for gradient in apart.values())
         self._reducing_nbytes += self.bucket.layout.shard_numel * self._dtype.itemsize
@@ -213,9 +213,12 @@ class BucketGradients:
         return communicator.reduce_pieces(pieces, self._dtype, factor, what)
 
     @cached_property
-    def _pieces_of_ranks(self) -> list[list[tuple[int, int | None, int]]]:
-        layout = self.bucket.layout
-        return [layout.pieces_of(rank) for rank in range(layout.world_size)]
+    def _own_pieces(self) -> list[tuple[int, int | None, int]]:
+        return self.bucket.layout.pieces_of(self.bucket.communicator.rank)
+
+    @cached_property
+    def _pieces_of(self) -> list[list[tuple[int, int | None, int]]]:
+        return [self.bucket.layout.pieces_of(rank) for rank in range(self.bucket.layout.world_size)]
 
     def _take_apart(self) -> dict[int, Tensor]:
         """Hand over the gradients that were kept separately; the bucket forgets them."""
@@ -264,7 +267,7 @@ class BucketGradients:
             else:
                 if not self._can_take_mean_first:
                     total.mul_(self._mean)
-                totals, reduced = [total], [(slots, self._pieces_of_ranks[self.bucket.communicator.rank], 0)]
+                totals, reduced = [total], [(slots, self._own_pieces, 0)]
             arrival = None
             if self.bucket.updates is not None and self.bucket.updates.gradients:
                 totals, arrival = self.bucket.updates.to_host(totals)
