@@ -16,12 +16,13 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from common import REPOSITORY, describe, in_turn, markdown_table, write_results
 
-from lightning_zero.engine.offload.swap import BUFFERS, Piece, Ring, SwapFolder, stream
+from lightning_zero.engine.offload.swap import BUFFERS, Piece, Ring, SwapFile, stream
 
 MIB = 2**20
 
@@ -60,42 +61,43 @@ def timed(act: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def write_all(pieces: list[Piece], ring: Ring) -> None:
-    """Out of the ring's buffers, as the pipeline writes."""
-    writes = [ring.write(index, piece) for index, piece in enumerate(pieces[:BUFFERS])]
+def move_all(pieces: list[Piece], move: Callable[[int, Piece], list[Future[None]]]) -> None:
+    """Read into, or write from, the buffers of a ring, as the pipeline does."""
+    begun = [move(index, piece) for index, piece in enumerate(pieces[:BUFFERS])]
     for index in range(len(pieces)):
-        for write in writes[index]:
-            write.result()
+        for part in begun[index]:
+            part.result()
         if index + BUFFERS < len(pieces):
-            writes.append(ring.write(index + BUFFERS, pieces[index + BUFFERS]))
+            begun.append(move(index + BUFFERS, pieces[index + BUFFERS]))
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     """Seconds of each round, of both systems for each of reading, writing and both."""
-    folder = SwapFolder(arguments.disk)
-    file = folder.open("states", arguments.size * MIB)
+    file = SwapFile(arguments.disk, arguments.size * MIB)
     nbytes = arguments.piece * MIB
     pieces = [Piece(file, start, nbytes) for start in range(0, file.nbytes, nbytes)]
     ring = Ring(nbytes, arguments.threads)
     for index in range(BUFFERS):
         ring.buffer(index, nbytes)[:] = os.urandom(nbytes)
-    write_all(pieces, ring)
-    if not file.is_direct:
+    move_all(pieces, ring.write)
+    if not file.direct.is_direct:
         raise SystemExit(
             f"{arguments.disk}: this file system refuses to be written past its cache, which dd is asked to"
         )
 
     block = [f"bs={arguments.piece}M", f"count={len(pieces)}"]
 
+    path = f"/proc/{os.getpid()}/fd/{file.direct._cached}"  # the file has no name
+
     def dd_seconds() -> dict[str, float]:
-        read = dd(f"if={file.path}", "of=/dev/null", "iflag=direct", *block)
-        write = dd("if=/dev/zero", f"of={file.path}", "oflag=direct", "conv=notrunc", *block)
+        read = dd(f"if={path}", "of=/dev/null", "iflag=direct", *block)
+        write = dd("if=/dev/zero", f"of={path}", "oflag=direct", "conv=notrunc", *block)
         return {"read": read, "write": write, "both": read + write}
 
     def own_seconds() -> dict[str, float]:
         return {
-            "read": timed(lambda: stream(pieces, lambda *_: None, ring, write_back=False)),
-            "write": timed(lambda: write_all(pieces, ring)),
+            "read": timed(lambda: move_all(pieces, ring.read)),
+            "write": timed(lambda: move_all(pieces, ring.write)),
             "both": timed(lambda: stream(pieces, lambda *_: None, ring)),
         }
 
@@ -109,7 +111,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
                 seconds[what][name].append(taken)
         last = {what: {name: of[-1] for name, of in pair.items()} for what, pair in seconds.items()}
         print(f"round {number + 1}: {last}", flush=True)
-    folder.close()
+    file.close()
     return seconds
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,19 +21,12 @@ from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.streams import Streams
 from lightning_zero.engine.compat import tree_leaves
 from lightning_zero.engine.config import EngineConfig, check_names, names_of_options, wire_dtype_of
-from lightning_zero.engine.init.bucketing import Bucketing, reserve_disk
+from lightning_zero.engine.init.bucketing import assign_to_buckets, reserve_disk
 from lightning_zero.engine.init.host_room import check_room
-from lightning_zero.engine.init.materialise import Materialiser, check_can_be_initialised
-from lightning_zero.engine.init.preparation import (
-    check_ordinary,
-    common_device,
-    detach_kept_graphs,
-    let_freed_memory_stay,
-)
+from lightning_zero.engine.init.materialise import Materialiser, check_can_be_initialised, detach_kept_graphs
 from lightning_zero.engine.init.restore import restore_parameters
-from lightning_zero.engine.init.sources import agree_on_sources
+from lightning_zero.engine.init.sources import agree_on_sources, check_ordinary, common_device
 from lightning_zero.engine.offload.states import Swap
-from lightning_zero.engine.offload.swap import SwapFolder
 from lightning_zero.engine.offload.updates import Updates
 from lightning_zero.engine.optim.compatibility import check_optimizers
 from lightning_zero.engine.optim.master import restore_digits
@@ -49,6 +43,7 @@ from lightning_zero.engine.runtime.join import Join, JoinedMethod
 from lightning_zero.engine.runtime.reducer import GradientReducer
 from lightning_zero.engine.runtime.schedule import Schedule, Unit, in_backward
 from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
+from lightning_zero.engine.state.buffer import let_freed_memory_stay
 from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.slot import slots_of
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
@@ -128,8 +123,8 @@ class Engine:
         detach_kept_graphs(module)
         if offload is not None and offload.optimizer == "nvme":
             assert offload.path is not None
-            self._swap = Swap(SwapFolder(offload.path), offload.sub_group)
-        bucketing = Bucketing(
+            self._swap = Swap(os.path.abspath(offload.path), offload.sub_group)
+        uncut = assign_to_buckets(
             config,
             self.placements,
             plans,
@@ -138,13 +133,12 @@ class Engine:
             optimizers,
             SharedByBuckets(self.communicator, self.rendezvous, self.streams, self.ledger, self.background),
         )
-        uncut = [bucketing.of_unit(plan) for plan in plans]
         try:
             if offload is not None:
                 all_uncut = [bucket for of_unit in uncut for bucket in of_unit]
-                check_room(offload, sources, all_uncut, optimizers, self.communicator)
+                check_room(offload, sources, all_uncut, self.communicator, bool(optimizers))
                 if self._swap is not None:
-                    reserve_disk(self._swap, all_uncut, optimizers, self.communicator)
+                    reserve_disk(self._swap, all_uncut, self.communicator)
             buckets = Materialiser(module, plans, uncut, sources, self.communicator, self.rendezvous).run()
         except BaseException:
             self._clear_disk()
@@ -517,4 +511,4 @@ class Engine:
 
     def _clear_disk(self) -> None:
         if self._swap is not None:
-            self._swap.folder.close()
+            self._swap.close()

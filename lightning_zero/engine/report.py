@@ -70,11 +70,12 @@ def report_of(
     formula = replicated = 0
     for bucket in buckets:
         trains = bucket.views[0].requires_grad
-        formula += (placements.model_state_bytes if trains else placements.parameter_bytes)(
+        formula += placements.model_state_bytes(
             bucket.layout.numel,
-            communicator.size,
+            bucket.layout.world_size,
             parameter_bytes=bucket.full.element_size(),
             master_bytes=bucket.master_dtype.itemsize,
+            trains=trains,
         )
         replicated += replicated_bytes(bucket.layout.numel, bucket.dtype.itemsize, trains=trains)
     return Report(

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.engine import Engine
-from lightning_zero.engine.offload.scratch import _Ranges
+from lightning_zero.engine.offload.scratch import Disk
 from lightning_zero.engine.runtime.activation_offload import LEAST, _Form
 from lightning_zero.zoo.gpt import GPT
 from tests.checkpoint import faults
@@ -828,21 +828,22 @@ def test_nothing_is_left_on_the_disk_and_its_space_is_used_again(run_on, tmp_pat
     run_on(1, space, folder=tmp_path)
 
 
-def test_ranges_never_overlap_and_what_is_given_back_is_used_again():
-    ranges, taken = _Ranges(), {}
+def test_ranges_never_overlap_and_freed_space_is_used_again(tmp_path):
+    disk, taken = Disk(str(tmp_path), is_pinned=False), {}
     choose = random.Random(0)
-    for _ in range(2000):
+    for _ in range(200):
         if taken and choose.random() < 0.5:
-            start = choose.choice(list(taken))
-            ranges.give_back(start, taken.pop(start))
+            disk.free(taken.pop(choose.choice(list(taken))))
         else:
-            nbytes = choose.randint(1, 50)
-            start = ranges.claim(nbytes)
-            assert all(start + nbytes <= other or other + size <= start for other, size in taken.items())
-            taken[start] = nbytes
-    for start, nbytes in taken.items():
-        ranges.give_back(start, nbytes)
-    assert ranges.claim(1) == 0 and ranges._free == [] and ranges._end == 1, "all of it was free"
+            stored = disk.put(disk.memory(choose.randint(1, 8) * 4096), None)
+            assert all(
+                stored.start + stored.nbytes <= other.start or other.start + other.nbytes <= stored.start
+                for other in taken.values()
+            )
+            taken[stored.start] = stored
+    for stored in taken.values():
+        disk.free(stored)
+    assert disk.put(disk.memory(9 * 4096), None).start == 0, "all of it was free"
 
 
 def no_room(folder):

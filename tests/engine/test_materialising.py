@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_zero.engine import Engine, ShardedTensor
-from lightning_zero.engine.init.uncut_bucket import UncutBucket
+from lightning_zero.engine.init.bucketing import UncutBucket
 from lightning_zero.zoo.gpt import GPT
 from tests.support import rank
 from tests.support.training import same_tensors
@@ -231,12 +231,12 @@ def refused():
     assert not any(isinstance(parameter, ShardedTensor) for parameter in half.parameters())
 
     different = nn.Linear(3, 2 + rank())
-    with pytest.raises(ValueError, match=r"hold different modules: weight is \(2, 3\) in .* \(3, 3\) in .* on rank 1"):
+    with pytest.raises(ValueError, match=r"differs between ranks: weight is \(2, 3\) in .* \(3, 3\) in .* on rank 1"):
         Engine(different)
 
     with torch.device("meta"):
         forgetful = nn.Sequential(nn.Linear(2, 2), Forgetful(2, 2))
-    with pytest.raises(RuntimeError, match=r"^1.bias: still without values after every module was initialised"):
+    with pytest.raises(RuntimeError, match=r"^1.bias: without values after every module was initialised"):
         Engine(forgetful)
 
 

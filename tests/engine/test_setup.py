@@ -40,10 +40,13 @@ def sharded(module):
 
 
 REFUSED = {
-    "meta": (on_meta, r"^2\.factor, 2\.offset: on the meta device, and nothing gives them values, as Scale has no "),
+    "meta": (on_meta, r"^2\.factor, 2\.offset: on the meta device without values, and Scale has no "),
     "lazy": (lazy, r"1\.weight is not initialised yet: run a batch through the lazy module first"),
-    "sharded": (sharded, r"1\.weight is sharded already: one module belongs to one engine at a time"),
-    "distributed": (with_distributed_weight, r"1\.weight is a DTensor, cut by another: take fully_shard\(\.\.\.\)"),
+    "sharded": (sharded, r"1\.weight is sharded already: a module belongs to one engine at a time"),
+    "distributed": (
+        with_distributed_weight,
+        r"1\.weight is a DTensor, but parameters must be ordinary tensors: remove fully_shard\(\.\.\.\)",
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""States offloaded to a disk: reads return the last write, whatever fails, and no files are left behind."""
+"""States offloaded to a disk: reads return the last write, and no files are left behind."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import errno
 import gc
 import os
 import random
-import re
-import signal
 import subprocess
 import textwrap
 import threading
 import time
+import weakref
 from mmap import PAGESIZE
 from pathlib import Path
 
@@ -19,9 +18,8 @@ import pytest
 
 from lightning_zero.engine.offload import swap
 from lightning_zero.engine.offload.scratch import Disk
-from lightning_zero.engine.offload.swap import BUFFERS, Piece, Ring, SwapFolder, stream
-from lightning_zero.io.disk import ALIGNMENT, DirectFile
-from lightning_zero.io.labels import new_label
+from lightning_zero.engine.offload.swap import BUFFERS, Piece, Ring, SwapFile, stream
+from lightning_zero.io.disk import ALIGNMENT, DirectFile, free_bytes
 from tests.checkpoint import faults
 from tests.examples.running import REPOSITORY
 from tests.support.warm import warm_python
@@ -96,8 +94,8 @@ def test_after_many_passes_the_bytes_are_those_of_the_same_passes_in_memory(
 ):
     if is_refused:
         refuse_direct(monkeypatch)
-    folder = SwapFolder(folder_for(in_memory, tmp_path))
-    files = [folder.open("one", 10 * ALIGNMENT + 123), folder.open("other", 7 * ALIGNMENT)]
+    folder = folder_for(in_memory, tmp_path)
+    files = [SwapFile(str(folder), 10 * ALIGNMENT + 123), SwapFile(str(folder), 7 * ALIGNMENT)]
     expected = [filled(file, os.urandom(file.nbytes)) for file in files]
     ring, pieces = Ring(size), [*pieces_of(files[0], size), *pieces_of(files[1], size)]
     seen: list[int] = []
@@ -111,56 +109,22 @@ def test_after_many_passes_the_bytes_are_those_of_the_same_passes_in_memory(
     assert seen == [*range(len(pieces))] * 5
     step = bytes((byte + 5) % 256 for byte in range(256))
     assert [contents(file) for file in files] == [data.translate(step) for data in expected]
-    folder.close()
 
 
 def test_on_a_disk_all_that_is_aligned_goes_past_the_cache(tmp_path):
-    folder = SwapFolder(tmp_path)
-    file = folder.open("file", 2**23)
+    file = SwapFile(str(tmp_path), 2**23)
     stream(pieces_of(file, 2**21), plus_one, Ring(2**21))
-    assert file.is_direct
+    assert file.direct.is_direct
     assert contents(file) == b"\1" * 2**23
 
 
-def test_a_look_at_the_pieces_changes_nothing_on_the_disk(tmp_path, small_slices):
-    file = SwapFolder(tmp_path).open("file", 10 * ALIGNMENT + 5)
-    data = filled(file, os.urandom(file.nbytes))
-    found = []
-
-    def act(index, memory):
-        found.append(bytes(memory))
-        memory[:] = bytes(len(memory))
-
-    stream(pieces_of(file, 2 * ALIGNMENT), act, Ring(2 * ALIGNMENT), write_back=False)
-    assert b"".join(found) == data == contents(file)
-
-
 def test_none_one_and_two_pieces_are_pieces_too(tmp_path):
-    file = SwapFolder(tmp_path).open("file", 2 * ALIGNMENT)
+    file = SwapFile(str(tmp_path), 2 * ALIGNMENT)
     for count in (0, 1, 2):
         stream(pieces_of(file, ALIGNMENT)[:count], plus_one, Ring(ALIGNMENT))
     assert contents(file) == b"\2" * ALIGNMENT + b"\1" * ALIGNMENT
-    empty = SwapFolder(tmp_path).open("empty", 0)
+    empty = SwapFile(str(tmp_path), 0)
     stream([Piece(empty, 0, 0)], plus_one, Ring(0))
-
-
-def test_what_would_be_read_before_it_is_changed_is_refused(tmp_path):
-    folder = SwapFolder(tmp_path)
-    file = folder.open("file", 4 * ALIGNMENT)
-    ring = Ring(2 * ALIGNMENT)
-    with pytest.raises(AssertionError, match="before another has changed it"):
-        stream([Piece(file, 0, 2 * ALIGNMENT), Piece(file, ALIGNMENT, ALIGNMENT)], plus_one, ring)
-    with pytest.raises(AssertionError, match="larger than the ring"):
-        stream([Piece(file, 0, 3 * ALIGNMENT)], plus_one, ring)
-    with pytest.raises(AssertionError, match="in use"):
-        stream(pieces_of(file, ALIGNMENT), lambda index, memory: stream([], plus_one, ring), ring)
-    with pytest.raises(AssertionError, match="is open"):
-        folder.open("file", 1)
-    for call in (file.read, file.write):
-        with pytest.raises(AssertionError):
-            call(memoryview(bytearray(2)), file.nbytes - 1)
-    assert contents(file) == bytes(file.nbytes)
-    stream(pieces_of(file, ALIGNMENT), plus_one, ring)  # it can be used again
 
 
 # ----------------------------------------------------------------------------------------------------- at the same time
@@ -194,7 +158,7 @@ def test_the_next_is_read_and_the_last_is_written_while_one_is_changed(tmp_path,
         together(index, "act")
         plus_one(index, memory)
 
-    file = SwapFolder(tmp_path).open("file", count * ALIGNMENT)
+    file = SwapFile(str(tmp_path), count * ALIGNMENT)
     watched("read", -1)
     watched("write", +1)
     stream(pieces_of(file, ALIGNMENT), act, Ring(ALIGNMENT))
@@ -206,7 +170,7 @@ def test_a_piece_is_read_and_written_by_several_threads_at_once(tmp_path, monkey
     together = {kind: threading.Barrier(4, timeout=SECONDS) for kind in ("read", "write")}
     for kind, barrier in together.items():
         before(monkeypatch, kind, barrier.wait)
-    file = SwapFolder(tmp_path).open("file", 24 * ALIGNMENT)
+    file = SwapFile(str(tmp_path), 24 * ALIGNMENT)
     stream(pieces_of(file, 8 * ALIGNMENT), plus_one, Ring(8 * ALIGNMENT, threads=4))
     monkeypatch.undo()
     assert contents(file) == b"\1" * file.nbytes
@@ -214,7 +178,7 @@ def test_a_piece_is_read_and_written_by_several_threads_at_once(tmp_path, monkey
 
 def test_each_piece_is_told_of_once_it_can_be_read_as_it_was_changed(tmp_path, small_slices):
     count = 9
-    file = SwapFolder(tmp_path).open("file", count * 3 * ALIGNMENT)
+    file = SwapFile(str(tmp_path), count * 3 * ALIGNMENT)
     found: dict[int, bytes] = {}
     last_is_changed = threading.Event()
     others_are_told, all_are_told = threading.Event(), threading.Event()
@@ -241,7 +205,7 @@ def test_each_piece_is_told_of_once_it_can_be_read_as_it_was_changed(tmp_path, s
 
 
 def test_a_piece_that_is_not_written_is_not_told_of(tmp_path, monkeypatch, small_slices):
-    file = SwapFolder(tmp_path).open("file", 4 * ALIGNMENT)
+    file = SwapFile(str(tmp_path), 4 * ALIGNMENT)
     told: list[int] = []
     Failing(monkeypatch, "write", 3 * ALIGNMENT, 4 * ALIGNMENT)
     with pytest.raises(OSError, match="cannot be written"):
@@ -254,7 +218,7 @@ def test_a_buffer_is_not_read_into_before_it_is_written(tmp_path, monkeypatch, s
     delays = random.Random(0)
     for kind in ("read", "write"):
         before(monkeypatch, kind, lambda: time.sleep(delays.random() * 0.004))
-    file = SwapFolder(tmp_path).open("file", 80 * ALIGNMENT)
+    file = SwapFile(str(tmp_path), 80 * ALIGNMENT)
     for _ in range(3):
         stream(pieces_of(file, 4 * ALIGNMENT), plus_one, Ring(4 * ALIGNMENT, threads=3))
     monkeypatch.undo()
@@ -279,9 +243,8 @@ def memory_in_the_pipeline(folder, nbytes, count):
             memory[start : start + 1] = plus
         most = max(most, resident())
 
-    warm = SwapFolder(folder)
-    stream(pieces_of(warm.open("file", 4 * ALIGNMENT), ALIGNMENT), act=lambda *_: None, ring=Ring(ALIGNMENT))
-    file = warm.open("large", count * nbytes)
+    stream(pieces_of(SwapFile(str(folder), 4 * ALIGNMENT), ALIGNMENT), act=lambda *_: None, ring=Ring(ALIGNMENT))
+    file = SwapFile(str(folder), count * nbytes)
     before = resident()
     ring = Ring(nbytes)
     for _ in range(2):
@@ -302,7 +265,7 @@ def test_memory_is_three_buffers_however_many_pieces_there_are(run_on, tmp_path)
 
 
 def test_a_read_error_names_the_place_and_leaves_the_rest_as_it_is(tmp_path, monkeypatch, small_slices):
-    file = SwapFolder(tmp_path).open("file", 20 * ALIGNMENT)
+    file = SwapFile(str(tmp_path), 20 * ALIGNMENT)
     ring, acted = Ring(2 * ALIGNMENT), []
     failing = Failing(monkeypatch, "read", 11 * ALIGNMENT, 12 * ALIGNMENT)
 
@@ -312,7 +275,7 @@ def test_a_read_error_names_the_place_and_leaves_the_rest_as_it_is(tmp_path, mon
 
     with pytest.raises(OSError, match=f"cannot be read at byte {11 * ALIGNMENT} .Input/output error") as raised:
         stream(pieces_of(file, 2 * ALIGNMENT), act, ring)
-    assert raised.value.errno == errno.EIO and raised.value.filename == file.path
+    assert raised.value.errno == errno.EIO and raised.value.filename == str(tmp_path)
     assert acted == [0, 1, 2, 3, 4], "the piece could not be read, and those after it were not to be begun"
     failing.on = False
     assert contents(file) == b"\1" * 10 * ALIGNMENT + bytes(10 * ALIGNMENT)
@@ -322,8 +285,8 @@ def test_a_read_error_names_the_place_and_leaves_the_rest_as_it_is(tmp_path, mon
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("at", [0, 5, 9])
-def test_what_the_disk_does_not_take_is_kept_until_it_does(tmp_path, monkeypatch, small_slices, at, code):
-    file = SwapFolder(tmp_path).open("file", 20 * ALIGNMENT)
+def test_a_write_error_names_the_place_and_ends_the_pass(tmp_path, monkeypatch, small_slices, at, code):
+    file = SwapFile(str(tmp_path), 20 * ALIGNMENT)
     ring, acted = Ring(2 * ALIGNMENT), []
     pieces = pieces_of(file, 2 * ALIGNMENT)
     failing = Failing(monkeypatch, "write", 2 * at * ALIGNMENT, (2 * at + 1) * ALIGNMENT, code)
@@ -336,61 +299,13 @@ def test_what_the_disk_does_not_take_is_kept_until_it_does(tmp_path, monkeypatch
 
     with pytest.raises(OSError, match=f"cannot be written at byte {2 * at * ALIGNMENT} ") as raised:
         stream(pieces, act, ring)
-    assert raised.value.errno == code and raised.value.filename == file.path
+    assert raised.value.errno == code and raised.value.filename == str(tmp_path)
     done = len(acted)
     assert acted == [*range(done)] and at < done <= at + BUFFERS, "the next buffers at most were changed meanwhile"
 
-    now = b"\1" * 2 * done * ALIGNMENT + bytes((20 - 2 * done) * ALIGNMENT)
-    assert contents(file) == now, "the disk still does not take it"
-    assert Path(file.path).read_bytes() != now and failing.calls > 1
-    odd = bytearray(ALIGNMENT + 10)
-    file.read(memoryview(odd), 2 * at * ALIGNMENT + 5)
-    assert odd == now[2 * at * ALIGNMENT + 5 :][: len(odd)]
-
-    failing.on = False
-    assert contents(file) == now and not file._kept
-    assert Path(file.path).read_bytes() == now
-    stream(pieces[done:], plus_one, ring)
-    assert contents(file) == b"\1" * file.nbytes
-
-
-def test_what_is_written_over_bytes_that_are_kept_counts(tmp_path, monkeypatch):
-    """Any sequence of writes and reads, on a disk where some writes fail, returns what memory would have returned."""
-    file = SwapFolder(tmp_path).open("file", 8 * ALIGNMENT)
-    expected = bytearray(file.nbytes)
-    failing = Failing(monkeypatch, "write", 2 * ALIGNMENT, 5 * ALIGNMENT)
-    choice, refused = random.Random(0), 0
-    for number in range(600):
-        failing.on = number % 30 < 20
-        start = choice.randrange(file.nbytes)
-        stop = start + choice.randrange(file.nbytes - start + 1)
-        data = choice.randbytes(stop - start)
-        expected[start:stop] = data
-        try:
-            file.write(memoryview(data), start)
-        except OSError:
-            refused += 1
-        found = bytearray(stop - start)
-        file.read(memoryview(found), start)
-        assert found == data
-        assert contents(file) == expected
-        assert failing.on or not file._kept
-    assert refused > 50
-    assert Path(file.path).read_bytes() == expected
-
-
-def test_bytes_that_are_kept_are_read_though_the_place_cannot_be(tmp_path, monkeypatch):
-    """As from a disk with a bad block."""
-    file = SwapFolder(tmp_path).open("file", 4 * ALIGNMENT)
-    Failing(monkeypatch, "write", ALIGNMENT, 2 * ALIGNMENT)
-    Failing(monkeypatch, "read", ALIGNMENT, 2 * ALIGNMENT)
-    with pytest.raises(OSError):
-        file.write(memoryview(b"x" * ALIGNMENT), ALIGNMENT)
-    assert contents(file) == bytes(ALIGNMENT) + b"x" * ALIGNMENT + bytes(2 * ALIGNMENT)
-
 
 def test_a_piece_whose_change_failed_is_as_it_was_and_the_others_are_written(tmp_path, small_slices):
-    file = SwapFolder(tmp_path).open("file", 20 * ALIGNMENT)
+    file = SwapFile(str(tmp_path), 20 * ALIGNMENT)
 
     def act(index, memory):
         plus_one(index, memory)
@@ -407,8 +322,8 @@ def test_a_piece_whose_change_failed_is_as_it_was_and_the_others_are_written(tmp
 
 @pytest.mark.parametrize("method", ["read", "write"])
 def test_after_an_error_nothing_is_left_to_the_garbage_collector(tmp_path, monkeypatch, method):
-    folder = SwapFolder(tmp_path)
-    file = folder.open("file", 8 * ALIGNMENT)
+    file = SwapFile(str(tmp_path), 8 * ALIGNMENT)
+    is_closed = weakref.ref(file)
     Failing(monkeypatch, method, 2 * ALIGNMENT, 3 * ALIGNMENT)
     gc.disable()
     try:
@@ -416,11 +331,11 @@ def test_after_an_error_nothing_is_left_to_the_garbage_collector(tmp_path, monke
             stream(pieces_of(file, ALIGNMENT), plus_one, Ring(ALIGNMENT))
         except OSError:
             pass
-        del folder, file
+        del file
         deadline = time.monotonic() + SECONDS  # the threads, which end with the ring, had a part in it
-        while os.listdir(tmp_path) and time.monotonic() < deadline:
+        while is_closed() is not None and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert os.listdir(tmp_path) == []
+        assert is_closed() is None
     finally:
         gc.enable()
 
@@ -429,20 +344,21 @@ def reserved_before(folder):
     """A disk of 1 MiB: too small for a file, then large enough for it, and then full."""
 
     def on_the_disk():
-        swapped = SwapFolder(folder)
-        room = swapped.free_bytes
+        room = free_bytes(folder)
         assert 2**19 < room <= 2**20
         with pytest.raises(OSError, match=f"{2**20 + 1} bytes are wanted, and {room} are free") as raised:
-            swapped.open("file", 2**20 + 1)
-        assert raised.value.errno == errno.ENOSPC
-        assert os.listdir(swapped.path) == [] and swapped.free_bytes == room
-        file = swapped.open("file", 2**19)
+            SwapFile(str(folder), 2**20 + 1)
+        assert raised.value.errno == errno.ENOSPC and raised.value.filename == str(folder)
+        assert os.listdir(folder) == [] and free_bytes(folder) == room
+        file = SwapFile(str(folder), 2**19)
         with pytest.raises(OSError) as raised:
             (folder / "of others").write_bytes(bytes(2**20))
-        assert raised.value.errno == errno.ENOSPC and swapped.free_bytes == 0
+        assert raised.value.errno == errno.ENOSPC and free_bytes(folder) == 0
         for _ in range(2):
             stream(pieces_of(file, 2**17), plus_one, Ring(2**17))
         assert contents(file) == b"\2" * 2**19
+        file.close()
+        assert free_bytes(folder) >= 2**19
 
     assert faults.on_a_small_disk(folder, 2**20, on_the_disk) == 0
 
@@ -453,7 +369,7 @@ def test_a_disk_that_is_too_small_is_told_at_once_and_never_later(run_on, tmp_pa
 
 def refused(path, kind):
     with pytest.raises(kind, match="write the path of a folder on a local disk") as raised:
-        SwapFolder(path)
+        SwapFile(str(path), 1)
     assert raised.value.filename == str(path) and str(path) in str(raised.value)
 
 
@@ -508,11 +424,15 @@ def prepared(path, how, monkeypatch):
     return "every user may change"
 
 
-def of_a_disk(path):
+def of_states(path):
+    return SwapFile(str(path), 1)
+
+
+def of_activations(path):
     return Disk(str(path), is_pinned=False)
 
 
-@pytest.mark.parametrize("make", [SwapFolder, of_a_disk])
+@pytest.mark.parametrize("make", [of_states, of_activations])
 @pytest.mark.parametrize("how", ["a link", "another user's", "open to all"])
 def test_what_another_user_may_have_prepared_is_refused(tmp_path, monkeypatch, how, make):
     path = anybodys_folder(tmp_path) / "offload"
@@ -523,7 +443,7 @@ def test_what_another_user_may_have_prepared_is_refused(tmp_path, monkeypatch, h
     assert list(path.iterdir()) == [] and not list((tmp_path).glob("target/*"))
 
 
-@pytest.mark.parametrize("make", [SwapFolder, of_a_disk])
+@pytest.mark.parametrize("make", [of_states, of_activations])
 def test_a_folder_beside_those_of_others_is_made_for_this_user_alone_and_taken_again(tmp_path, make):
     path = anybodys_folder(tmp_path) / "offload"
     for _ in range(2):
@@ -538,136 +458,48 @@ def test_a_folder_beside_those_of_others_is_made_for_this_user_alone_and_taken_a
 # ----------------------------------------------------------------------------------------------------------- at the end
 
 
-def test_a_folder_is_made_where_none_was_and_removed_when_it_is_closed_or_forgotten(tmp_path):
+def test_a_folder_is_made_where_none_was_and_files_have_no_name_and_are_closed(tmp_path):
     descriptors = set(os.listdir("/proc/self/fd"))
-    folder = SwapFolder(tmp_path / "a" / "b")
-    assert os.stat(folder.path).st_mode & 0o777 == 0o700, "no other user may look into it"
-    file = folder.open("file", 100)
-    assert os.path.getsize(file.path) == 100
-    folder.close()
-    folder.close()
-    assert os.listdir(tmp_path / "a" / "b") == []
+    folder = tmp_path / "a" / "b"
+    file = SwapFile(str(folder), 100)
+    assert folder.stat().st_mode & 0o777 == 0o700, "no other user may look into it"
+    assert os.listdir(folder) == [] and contents(file) == bytes(100)
+    file.close()
+    file.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         file.read(memoryview(bytearray(100)), 0)
-
-    folder = SwapFolder(tmp_path)
-    file = folder.open("file", 100)
-    del folder
-    assert contents(file) == bytes(100), "somebody has a file of it still"
-    del file
-    assert os.listdir(tmp_path) == ["a"]
+    other = SwapFile(str(folder), 100)
+    del other
     assert set(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_a_forked_process_does_not_remove_its_parents(tmp_path):
-    folder = SwapFolder(tmp_path)
-    file = folder.open("file", 100)
+def test_a_forked_process_leaves_its_parents_files_alone(tmp_path):
+    file = SwapFile(str(tmp_path), 100)
 
     def act(rank, gather):
-        nonlocal folder, file
-        folder.close()
-        del folder, file
+        nonlocal file
+        del file
 
     assert faults.run_ranks(act, 1) == [0]
-    assert contents(file) == bytes(100) and os.path.exists(file.path)
+    assert contents(file) == bytes(100)
 
 
-def python(script, *arguments):
-    head = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})\nfrom lightning_zero.engine.offload.swap import *\n"
-    return subprocess.Popen(
-        [warm_python(), "-c", head + textwrap.dedent(script), *map(str, arguments)],
+def test_nothing_is_left_by_a_process_that_is_killed(tmp_path):
+    script = f"""
+        import sys
+        sys.path.insert(0, {str(REPOSITORY)!r})
+        from lightning_zero.engine.offload.swap import SwapFile
+        file = SwapFile(sys.argv[1], 2**20)
+        print("made", flush=True)
+        sys.stdin.readline()
+    """
+    process = subprocess.Popen(
+        [warm_python(), "-c", textwrap.dedent(script), str(tmp_path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
         text=True,
     )
-
-
-ENDINGS = {
-    "the end of a script": ("pass", 0),
-    "an exception": ("raise ValueError('of the user')", 1),
-    "sys.exit": ("sys.exit(3)", 3),
-    "sys.exit in a thread that changes a piece": ("stream(pieces, lambda *_: sys.exit(4), ring)", 4),
-    "a process of multiprocessing's, forked": ("in_another('fork')", 0),
-    "a process of multiprocessing's, spawned": ("in_another('spawn')", 0),
-}
-
-
-@pytest.mark.parametrize("how", ENDINGS)
-def test_nothing_stays_behind(tmp_path, how):
-    (tmp_path / "ending.py").write_text(
-        textwrap.dedent("""
-            import multiprocessing, os, sys
-            from lightning_zero.engine.offload.swap import *
-
-            def use():
-                global folder, ring, pieces
-                folder = SwapFolder(sys.argv[1] if __name__ == "__main__" else os.environ["SWAP"])
-                file = folder.open("file", 2**23)
-                ring, pieces = Ring(2**21), [Piece(file, start, 2**21) for start in range(0, 2**23, 2**21)]
-                stream(pieces, lambda *_: None, ring)
-                assert os.listdir(folder.path) == ["file"]
-                print("used", flush=True)
-
-            def in_another(how):
-                process = multiprocessing.get_context(how).Process(target=use)
-                process.start()
-                process.join()
-                assert process.exitcode == 0
-        """)
-        + "\nif __name__ == '__main__':\n"
-        + ("" if "in_another" in ENDINGS[how][0] else "    use()\n")
-        + f"    {ENDINGS[how][0]}\n"
-    )
-    place = tmp_path / "disk"
-    process = subprocess.run(
-        [warm_python(), str(tmp_path / "ending.py"), str(place)],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "SWAP": str(place)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert process.returncode == ENDINGS[how][1] and "used" in process.stdout, process.stderr
-    assert os.listdir(place) == []
-
-
-def test_what_a_killed_process_left_is_removed_at_the_next_start_and_a_living_ones_is_not(tmp_path):
-    script = """
-        folder = SwapFolder(sys.argv[1])
-        file = folder.open("file", 2**20)
-        print(folder.path, flush=True)
-        sys.stdin.readline()
-        ring = Ring(2**18)
-        stream([Piece(file, 0, 2**18)], lambda index, memory: print(bytes(memory[:1]), flush=True), ring)
-    """
-    living, killed = python(script, tmp_path), python(script, tmp_path)
-    folders = [process.stdout.readline().strip() for process in (living, killed)]
-    other = tmp_path / f"something.else-{new_label()}"
-    other.mkdir()
-    elsewhere = tmp_path / "lightning_zero.swap-elsewhere.1-4242-18a0123456789abc"
-    elsewhere.mkdir()
-    assert all(map(os.path.isdir, folders)), living.stderr.read() + killed.stderr.read()
-    pid = int(re.fullmatch(r".*-(\d+)-[0-9a-f]+", folders[1])[1])
-    os.kill(pid, signal.SIGKILL)
-    killed.communicate(timeout=SECONDS)
-    assert os.path.isdir(folders[1]), "it had no time to remove it"
-
-    own = SwapFolder(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == sorted(
-        [os.path.basename(folders[0]), os.path.basename(own.path), other.name, elsewhere.name]
-    )
-    output, errors = living.communicate("go on\n", timeout=SECONDS)
-    assert living.returncode == 0 and output == "b'\\x00'\n", errors
-    assert not os.path.exists(folders[0])
-
-
-def test_what_another_machine_left_is_removed_when_it_is_a_day_old(tmp_path, monkeypatch):
-    left = tmp_path / "lightning_zero.swap-elsewhere.1-4242-18a0123456789abc"
-    left.mkdir()
-    (left / "file").write_bytes(b"some")
-    SwapFolder(tmp_path).close()
-    assert left.exists()
-    now = time.time
-    monkeypatch.setattr(time, "time", lambda: now() + 25 * 3600)
-    SwapFolder(tmp_path).close()
+    assert process.stdout.readline() == "made\n"
+    process.kill()
+    process.communicate(timeout=SECONDS)
     assert os.listdir(tmp_path) == []

@@ -102,7 +102,7 @@ def measure(case: str) -> dict[str, int]:
     The peak is looked for where most is held: when a rank has its shard of a unit, and the unit's buffer still.
     """
     from lightning_zero.engine import Engine
-    from lightning_zero.engine.init.uncut_bucket import UncutBucket
+    from lightning_zero.engine.init.bucketing import UncutBucket
     from lightning_zero.engine.state.ledger import Ledger
 
     before = peak = anonymous()
@@ -209,7 +209,7 @@ def measure_on_disk(rank: int) -> dict[str, int]:
         saver.finish()
 
     peaks = {"updating": peak_at(Update, "act", train), "saving": peak_at(Stream, "write", save)}
-    on_disk = sum(bucket.states.nbytes for bucket in engine.buckets if bucket.states is not None)
+    on_disk = sum(bucket.states._file.nbytes for bucket in engine.buckets if bucket.states is not None)
     engine.close(communicate=False)
     return {"at rest": at_rest - before, **{name: peak - before for name, peak in peaks.items()}, "on disk": on_disk}
 

@@ -886,7 +886,7 @@ def memory_of_an_update(sub_group: int) -> tuple[int, int]:
     assert report.at_rest.get("host", 0) == 0 == report.at_rest.get("optimizer", 0)
     swap = engine._swap
     assert swap is not None
-    buffers, states = 3 * swap.ring(0).nbytes, sum(bucket.states.nbytes for bucket in engine.buckets)
+    buffers, states = 3 * swap.ring(0).nbytes, sum(bucket.states._file.nbytes for bucket in engine.buckets)
     engine.close()
     return buffers, states
 

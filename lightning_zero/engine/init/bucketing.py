@@ -1,99 +1,192 @@
-"""Assign the parameters of units to buckets, before anything is sharded."""
+"""Assign the parameters of units to buckets, and shard each bucket once its values are there."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.config import EngineConfig
-from lightning_zero.engine.init.uncut_bucket import UncutBucket
-from lightning_zero.engine.offload.states import Swap
+from lightning_zero.engine.init.sources import Source
+from lightning_zero.engine.offload.states import DiskStates, Swap
 from lightning_zero.engine.offload.updates import fields_by_parameter
-from lightning_zero.engine.plan.autocast import is_cast_by_autocast
 from lightning_zero.engine.plan.layout import BucketLayout
 from lightning_zero.engine.plan.placement import Placements
-from lightning_zero.engine.plan.units import UnitPlan
-from lightning_zero.engine.state.bucket import SharedByBuckets
-from lightning_zero.engine.state.residency import ResidencyPlan
+from lightning_zero.engine.plan.units import Owner, UnitPlan
+from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
+from lightning_zero.engine.state.buffer import without_memory
+from lightning_zero.engine.state.residency import Medium, Residency, ResidencyPlan
+from lightning_zero.engine.state.slot import make_sharded
+from lightning_zero.engine.tensor.sharded_tensor import flat_range
+
+# Layers that use their weights only in operators that autocast computes in low precision.
+_CAST_LAYERS = (
+    *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.MultiheadAttention),
+)
+_CAST_FORWARDS = frozenset(layer.forward for layer in _CAST_LAYERS)
+_CAST_ATTRIBUTES = frozenset(
+    {"weight", "bias", "in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"}
+)
 
 
-class Bucketing:
-    """Assigns the parameters of units to buckets, in the order of the plan.
+class UncutBucket:
+    """A bucket before its parameters, in the order of the layout, are sharded: memory for their full values.
 
-    Args:
-        config: the engine's options.
-        placements: of the stage.
-        plans: of all units.
-        bucket_numel: elements above which a unit is split into several buckets.
-        optimizers: over the parameters.
-        shared: what the buckets of an engine have in common.
+    ``fields`` are the dtypes of offloaded optimizer states by name; empty while no optimizer is known.
     """
 
     def __init__(
         self,
-        config: EngineConfig,
-        placements: Placements,
-        plans: Sequence[UnitPlan],
-        bucket_numel: int,
-        optimizers: Sequence[Optimizer],
+        parameters: list[nn.Parameter],
+        plan: ResidencyPlan,
+        fields: dict[str, torch.dtype],
+        *,
+        number: int,
+        unit_name: str,
         shared: SharedByBuckets,
     ) -> None:
-        self._config, self._placements, self._bucket_numel = config, placements, bucket_numel
-        self._communicator, self._shared = shared.communicator, shared
-        self._number = self._numel_that_stay = 0
-        if config.offloads is not None:
-            trained = [p.numel() for plan in plans for p in plan.parameters.values() if p.requires_grad]
-            self._numel_that_stay = round((1 - config.offloads.fraction) * sum(trained))
-        groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
-        self._rank_in_groups = {id(parameter): number for number, group in enumerate(groups) for parameter in group}
+        self.parameters, self.plan, self.layout, self.fields = parameters, plan, plan.layout, fields
+        self._number, self._unit_name, self._shared = number, unit_name, shared
+        self._states: DiskStates | None = None
+        self._flat: Tensor | None = None  # full values, allocated at the first use
+        # Created early, when the module has no other buffers yet: a new tensor has memory for a moment.
+        self._full = without_memory(self.layout.padded_numel, plan.compute_dtype, plan.device)
 
-    def of_unit(self, plan: UnitPlan) -> list[UncutBucket]:
-        """The buckets of a unit, each with parameters of one (compute dtype, dtype, requires_grad)."""
+    def reserve(self, swap: Swap) -> None:
+        """Reserve disk space for the master weights and their optimizer states, if the plan puts them on a disk."""
+        if self.plan.masters is Medium.DISK:
+            self._states = self.plan.reserve(swap, f"{self._unit_name} {self._number}", self.fields)
+
+    @property
+    def is_opened(self) -> bool:
+        """Whether memory for the full values is allocated."""
+        return self._flat is not None
+
+    def room(self, index: int) -> Tensor:
+        """Memory for the full values of a parameter, in its shape, to be filled before ``cut``."""
+        segment = self.layout.segments[index]
+        return self._opened()[segment.start : segment.stop].view(segment.shape)
+
+    def _opened(self) -> Tensor:
+        if self._flat is None:
+            dtype = self.parameters[0].dtype
+            self._flat = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.plan.device)
+            for gap in self._flat.split_with_sizes(self.layout.sizes())[1::2]:
+                gap.zero_()
+        return self._flat
+
+    def cut(self, sources: list[Source]) -> Bucket:
+        """Shard the parameters: each becomes a sharded tensor. Collective. To be called once.
+
+        Where a source has no values on rank 0, they were written to ``room``.
+        """
+        flat, communicator, plan = self._opened(), self._shared.communicator, self.plan
+        low, high = self.layout.shard_range(communicator.rank)
+        first, last = (0, len(flat)) if plan.is_replicated else (low, high)
+        for everywhere, group in groupby(zip(self.layout.segments, sources), lambda member: member[1].everywhere):
+            run = list(group)
+            for segment, source in run:
+                begin, end = segment.start, segment.stop
+                if everywhere:  # what this rank keeps is enough
+                    begin = min(max(begin, first), end)
+                    end = max(min(end, last), begin)
+                if source.values is not None and (everywhere or communicator.rank == 0):
+                    values = flat_range(source.values.detach(), begin - segment.start, end - segment.start)
+                    flat[begin:end].copy_(values)
+            if not everywhere:
+                communicator.broadcast(flat[run[0][0].start : run[-1][0].stop])
+        residency = Residency(plan, flat[low:high], self._states, self._shared.ledger)
+        full = self._full
+        if plan.masters is Medium.BUFFER:
+            full = flat
+        elif plan.is_replicated:
+            full.untyped_storage().resize_(full.numel() * full.element_size())
+            full.copy_(flat)
+        self._flat = None
+        bucket = Bucket(
+            self.parameters, residency, full, number=self._number, unit_name=self._unit_name, shared=self._shared
+        )
+        make_sharded(bucket, self.parameters)
+        return bucket
+
+
+def assign_to_buckets(
+    config: EngineConfig,
+    placements: Placements,
+    plans: Sequence[UnitPlan],
+    bucket_numel: int,
+    optimizers: Sequence[Optimizer],
+    shared: SharedByBuckets,
+) -> list[list[UncutBucket]]:
+    """The buckets of each unit, each with parameters of one (compute dtype, dtype, requires_grad).
+
+    A unit of more than ``bucket_numel`` elements is split into several buckets of one kind.
+    """
+    number = numel_that_stay = 0
+    if config.offloads is not None:
+        trained = sum(p.numel() for plan in plans for p in plan.parameters.values() if p.requires_grad)
+        numel_that_stay = round((1 - config.offloads.fraction) * trained)
+    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+    group_of = {id(parameter): number for number, group in enumerate(groups) for parameter in group}
+    fields_of = fields_by_parameter(optimizers)
+    units: list[list[UncutBucket]] = []
+    for plan in plans:
         kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in plan.parameters.items():
-            compute = self._compute_dtype_of(parameter, plan, name)
+            compute = _compute_dtype_of(parameter, plan, name, config.compute_dtype)
             kinds.setdefault((compute, parameter.dtype, parameter.requires_grad), []).append((name, parameter))
-        buckets: list[UncutBucket] = []
+        units.append([])
         for (compute, dtype, trains), members in kinds.items():
             # Parameters of one optimizer group are adjacent, so that a bucket has one master tensor for them.
-            members.sort(key=lambda member: self._rank_in_groups.get(id(member[1]), -1))
-            for part in _cut(members, self._bucket_numel):
-                layout = BucketLayout.of([(name, p.shape) for name, p in part], self._communicator.size)
-                stays = trains and self._numel_that_stay >= layout.numel
-                self._numel_that_stay -= layout.numel if stays else 0
+            members.sort(key=lambda member: group_of.get(id(member[1]), -1))
+            for part in _split(members, bucket_numel):
+                layout = BucketLayout.of([(name, p.shape) for name, p in part], shared.communicator.size)
+                stays = trains and numel_that_stay >= layout.numel
+                numel_that_stay -= layout.numel if stays else 0
                 residency = ResidencyPlan.of(
                     layout,
-                    self._placements,
-                    None if stays else self._config.offloads,
-                    device=self._communicator.device,
+                    placements,
+                    None if stays else config.offloads,
+                    device=shared.communicator.device,
                     dtype=dtype,
                     compute_dtype=compute,
                     trains=trains,
                 )
-                buckets.append(
+                parameters = [p for _, p in part]
+                fields = fields_of(parameters, residency.master_dtype) if trains and residency.is_offloaded else {}
+                units[-1].append(
                     UncutBucket(
-                        [p for _, p in part],
-                        residency,
-                        number=self._number,
-                        unit_name=plan.name or "root",
-                        shared=self._shared,
+                        parameters, residency, fields, number=number, unit_name=plan.name or "root", shared=shared
                     )
                 )
-                self._number += 1
-        return buckets
-
-    def _compute_dtype_of(self, parameter: nn.Parameter, plan: UnitPlan, name: str) -> torch.dtype:
-        if self._config.compute_dtype is None or parameter.dtype != torch.float32:
-            return parameter.dtype
-        return self._config.compute_dtype if all(map(is_cast_by_autocast, plan.owners[name])) else parameter.dtype
+                number += 1
+    return units
 
 
-def _cut(members: list[tuple[str, nn.Parameter]], bucket_numel: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
+def _compute_dtype_of(parameter: nn.Parameter, plan: UnitPlan, name: str, wanted: torch.dtype | None) -> torch.dtype:
+    is_cast = parameter.dtype == torch.float32 and all(map(_is_cast_by_autocast, plan.owners[name]))
+    return wanted if wanted is not None and is_cast else parameter.dtype
+
+
+def _is_cast_by_autocast(owner: Owner) -> bool:
+    """Whether autocast casts a parameter at each use, so that gathering it in that dtype gives the same numbers.
+
+    Of other layers this is unknown, or casting ahead is wrong: an embedding would sum up the gradients of a row in low
+    precision, kernels of normalisation and of ``nn.Bilinear`` would refuse their weights, and sums overflow in fp16.
+    """
+    forward = getattr(owner.module.forward, "__func__", None)
+    if type(owner.module).__name__ == "Conv1D" and type(owner.module).__module__ == "transformers.pytorch_utils":
+        return True
+    return forward in _CAST_FORWARDS and owner.attribute in _CAST_ATTRIBUTES
+
+
+def _split(members: list[tuple[str, nn.Parameter]], bucket_numel: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
     """Split a list of parameters wherever a bucket would exceed ``bucket_numel`` elements."""
     part: list[tuple[str, nn.Parameter]] = []
     numel = 0
@@ -106,23 +199,18 @@ def _cut(members: list[tuple[str, nn.Parameter]], bucket_numel: int) -> Iterator
     yield part
 
 
-def reserve_disk(
-    swap: Swap, buckets: list[UncutBucket], optimizers: Sequence[Optimizer], communicator: Communicator
-) -> None:
-    """Reserve disk space for all offloaded states. Collective.
-
-    Raises:
-        OSError: on every rank, if one rank's disk lacks space.
-    """
-    fields_of, error = fields_by_parameter(optimizers), None
+def reserve_disk(swap: Swap, buckets: Sequence[UncutBucket], communicator: Communicator) -> None:
+    """Reserve disk space for all offloaded states; an OSError on every rank if one rank's disk lacks it. Collective."""
+    error = None
     try:
         for bucket in buckets:
-            members, dtype = bucket.parameters, bucket.plan.master_dtype
-            bucket.reserve(swap, fields_of(members, dtype) if members[0].requires_grad else {})
+            bucket.reserve(swap)
     except OSError as raised:
         error = raised
-    told = communicator.control.gather_objects(error and (error.errno, error.strerror, error.filename))
+    errors = communicator.control.gather_objects(error and (error.errno, error.strerror, error.filename))
     if error is not None:
         raise error
-    for rank, (number, reason, path) in ((rank, said) for rank, said in enumerate(told) if said is not None):
-        raise OSError(number, f"on rank {rank}: {reason}", path)
+    for rank, found in enumerate(errors):
+        if found is not None:
+            number, reason, path = found
+            raise OSError(number, f"on rank {rank}: {reason}", path)

@@ -48,7 +48,6 @@ class Promised(nn.Parameter):
             return function(*args, **kwargs)
 
     def copy_(self, values: Tensor, non_blocking: bool = False) -> Promised:
-        """Take a copy of the values now, as ``load_state_dict`` expects."""
         self._become(values.detach().to(self.dtype).expand(self.shape).clone())
         return self
 
@@ -112,10 +111,7 @@ def awaits_values(module: nn.Module) -> bool:
 
 @contextmanager
 def parameters_await_values() -> Iterator[None]:
-    """Context in which modules create their parameters on the meta device; ``load_state_dict`` still fills them.
-
-    Buffers and other tensors are created as usual.
-    """
+    """Context in which modules create parameters, and nothing else, on the meta device until values are loaded."""
 
     def await_values(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if type(parameter) is nn.Parameter:
@@ -167,24 +163,19 @@ class Place:
 
 @contextmanager
 def taking_values(module: nn.Module, of: Callable[[Tensor], bool]) -> Iterator[list[Place]]:
-    """Context in which ``load_state_dict`` leaves some tensors unchanged and records their new values instead.
+    """Context in which ``load_state_dict`` leaves the chosen tensors unchanged and records their new values instead.
 
     The state dict is still read by torch, with the module's own hooks, and can be rejected with nothing changed.
-
-    Args:
-        module: with parameters of any kind: on the meta device, ordinary or sharded.
-        of: chooses the tensors.
     """
     stand_ins: dict[int, _StandIn] = {}
     places = []
-    for inner in module.modules():
-        for holder in (inner._parameters, inner._buffers):
-            for attribute, tensor in holder.items():
-                if tensor is not None and of(tensor):
-                    if id(tensor) not in stand_ins:
-                        shape_and_dtype = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-                        stand_ins[id(tensor)] = _StandIn(shape_and_dtype, requires_grad=False)
-                    places.append(Place(holder, attribute, tensor, stand_ins[id(tensor)]))
+    for holder in (holder for inner in module.modules() for holder in (inner._parameters, inner._buffers)):
+        for attribute, tensor in holder.items():
+            if tensor is not None and of(tensor):
+                if id(tensor) not in stand_ins:
+                    shape_and_dtype = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                    stand_ins[id(tensor)] = _StandIn(shape_and_dtype, requires_grad=False)
+                places.append(Place(holder, attribute, tensor, stand_ins[id(tensor)]))
     for place in places:
         place.holder[place.attribute] = place.stand_in
     try:
@@ -199,10 +190,8 @@ def taking_values(module: nn.Module, of: Callable[[Tensor], bool]) -> Iterator[l
 def give_values(places: list[Place], *, wait: bool) -> None:
     """Give tensors the values that ``taking_values`` recorded. No communication, not even for sharded tensors.
 
-    Args:
-        places: from ``taking_values``; tensors without a recorded value keep theirs.
-        wait: parameters on the meta device stay there until the module is sharded, as ``Promised`` parameters always
-            do; otherwise they take the memory of the values, or a copy where the dtype differs.
+    With ``wait`` parameters on the meta device stay there until the module is sharded, as ``Promised`` ones always do;
+    otherwise they take the memory of the values, or a copy where the dtype differs.
     """
     with torch.no_grad():
         for place in places:

@@ -11,17 +11,16 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.rendezvous import Rendezvous
+from lightning_zero.engine.init.bucketing import UncutBucket
 from lightning_zero.engine.init.deferred_param import is_on_meta
-from lightning_zero.engine.init.sources import listed
-from lightning_zero.engine.init.uncut_bucket import UncutBucket
-from lightning_zero.engine.plan.source import Source
+from lightning_zero.engine.init.sources import Source, listed
 from lightning_zero.engine.plan.units import UnitPlan
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.slot import slot_of
@@ -30,18 +29,14 @@ from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 
 
 def check_can_be_initialised(module: nn.Module, sources: dict[str, Source]) -> None:
-    """Raise for parameters and buffers on the meta device that no module would initialise.
-
-    Raises:
-        ValueError: with all their names.
-    """
+    """Raise a ValueError that names the parameters and buffers on the meta device that no module would initialise."""
     lacking = dict(_lacking(module, "", sources, [], False))
     if lacking:
         raise ValueError(
-            f"{listed(lacking)}: on the meta device, and nothing gives them values, as "
+            f"{listed(lacking)}: on the meta device without values, and "
             f"{listed(dict.fromkeys(lacking.values()))} has no reset_parameters(). Define that method, which "
             "initialises the module's own parameters and buffers in place and takes no argument; or load the values in "
-            "configure_model (lightning_zero.load_weights); or make the module outside of torch.device('meta')."
+            "configure_model (lightning_zero.load_weights); or construct the module outside of torch.device('meta')."
         )
 
 
@@ -58,15 +53,16 @@ def _lacking(
         yield from _lacking(child, f"{prefix}{name}.", sources, [*ancestors, module], has_initialiser)
 
 
-class Materialiser:
-    """Materialises and shards the units of one module.
+def detach_kept_graphs(module: nn.Module) -> None:
+    """Detach tensors that modules keep of a forward, as old ``weight_norm`` does: their graphs hold parameters."""
+    for inner in module.modules():
+        for attribute, value in vars(inner).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                setattr(inner, attribute, value.detach())
 
-    Args:
-        module: the root module.
-        plans: of the units.
-        uncut: the unsharded buckets of each unit.
-        sources: of values, by the name of the parameter or buffer.
-    """
+
+class Materialiser:
+    """Materialises and shards the units of one module: the unsharded buckets of each, with values from sources."""
 
     def __init__(
         self,
@@ -77,11 +73,10 @@ class Materialiser:
         communicator: Communicator,
         rendezvous: Rendezvous,
     ) -> None:
+        self._module, self._uncut, self._sources = module, uncut, sources
         self._communicator, self._rendezvous = communicator, rendezvous
-        self._sources = sources
         # Numbers of units, by the module whose completion completes the unit.
         self._unit_of = {id(module if plan.is_root else plan.blocks[-1]): number for number, plan in enumerate(plans)}
-        self._uncut = uncut
         self._buckets: list[list[Bucket]] = [[] for _ in uncut]
         self._new_parameters = {
             id(parameter): (bucket, index)
@@ -90,7 +85,6 @@ class Materialiser:
             for index, parameter in enumerate(bucket.parameters)
             if sources[bucket.layout.segments[index].name].is_new
         }
-        self._new_replicas: list[Bucket] = []  # replicated buckets with new parameters, once they are filled
         self._buffers_before = list(module.buffers())  # keeps them alive, as their ids are keys
         by_id = {id(buffer): sources[name] for name, buffer in module.named_buffers()}
         self._source_of_buffer = {
@@ -101,19 +95,10 @@ class Materialiser:
         }
         self._placed: dict[int, Tensor] = {}
         self._initialised: set[int] = set()
-        self._written: set[int] = set()
         self._seen: set[int] = set()
-        self._module = module
 
     def run(self) -> list[list[Bucket]]:
-        """Materialise and shard all units. Collective.
-
-        Returns:
-            The buckets of each unit.
-
-        Raises:
-            RuntimeError: on every rank, if a new parameter or buffer is still without values at the end.
-        """
+        """Materialise and shard all units; returns the buckets of each. Collective."""
         is_new = any(source.is_new for source in self._sources.values())
         meeting = self._rendezvous.met("the module's initial values") if is_new else nullcontext()
         drawing = _drawing_as_rank_0(self._communicator) if is_new else nullcontext()
@@ -137,10 +122,7 @@ class Materialiser:
             number = self._unit_of[id(module)]
             for uncut in self._uncut[number]:
                 sources = [self._sources[segment.name] for segment in uncut.layout.segments]
-                bucket = uncut.cut(sources)
-                self._buckets[number].append(bucket)
-                if bucket.is_replicated and any(source.is_new for source in sources):
-                    self._new_replicas.append(bucket)
+                self._buckets[number].append(uncut.cut(sources))
         return is_new
 
     def _place_buffers(self, module: nn.Module) -> bool:
@@ -164,14 +146,9 @@ class Materialiser:
         calls = _initialisers(module, ancestors)
         if not calls:
             return
-        versions = [bucket.full._version for bucket in self._new_replicas]
         with self._only_new_in_reach(module):
             for call in calls:
                 call()
-        for bucket, version in zip(self._new_replicas, versions):
-            if bucket.full._version != version:
-                bucket.gather(refresh=True)  # so that replicas are equal even if ranks drew different numbers
-                bucket.wait()
         self._initialised.update(id(p) for p in module._parameters.values() if id(p) in self._new_parameters)
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -216,11 +193,10 @@ class Materialiser:
         if isinstance(parameter, ShardedTensor):
             return parameter
         bucket, index = self._new_parameters[id(parameter)]
-        room = bucket.room(index)
-        if id(parameter) not in self._written:
-            self._written.add(id(parameter))
-            _unset(room)
-        return nn.Parameter(room, parameter.requires_grad)
+        if not bucket.is_opened:
+            for number in range(len(bucket.parameters)):
+                _unset(bucket.room(number))
+        return nn.Parameter(bucket.room(index), parameter.requires_grad)
 
     def _check_all_have_values(self) -> None:
         unset = [
@@ -237,9 +213,9 @@ class Materialiser:
         found = list(dict.fromkeys(name for names in everywhere for name in names))
         if found:
             raise RuntimeError(
-                f"{listed(found)}: still without values after every module was initialised. A module made on the meta "
-                "device gets what reset_parameters() writes, not what __init__ does: write all of the module's own "
-                "parameters and buffers there, or make the module outside of torch.device('meta')."
+                f"{listed(found)}: without values after every module was initialised. On the meta device "
+                "reset_parameters() initialises a module, not __init__: initialise all of the module's own parameters "
+                "and buffers there, or construct the module outside of torch.device('meta')."
             )
 
 
@@ -250,17 +226,10 @@ def _initialisers(module: nn.Module, ancestors: list[nn.Module]) -> list[Callabl
     then what a model around it applies to each of its modules (``self.apply(self._init_weights)``: transformers, timm,
     minGPT); then what PEFT calls on its adapters.
     """
-    calls: list[Callable[[], Any]] = []
-    for name in ("reset_parameters", "_reset_parameters"):
-        method = getattr(module, name, None)
-        if callable(method) and _required_arguments(method) == 0:
-            calls.append(method)
-            break
-    for model in (module, *reversed(ancestors)):
-        method = getattr(model, "_init_weights", None)
-        if callable(method) and _required_arguments(method) == 1:
-            calls.append(partial(method, module))
-            break
+    own = [getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters")]
+    applied = [getattr(model, "_init_weights", None) for model in (module, *reversed(ancestors))]
+    calls: list[Callable[[], Any]] = [method for method in own if _takes(method, 0)][:1]
+    calls += [partial(method, module) for method in applied if _takes(method, 1)][:1]
     reset_adapter: Any = getattr(module, "reset_lora_parameters", None)
     if callable(reset_adapter):
         configs: Any = next((m.peft_config for m in reversed(ancestors) if hasattr(m, "peft_config")), {})
@@ -270,12 +239,16 @@ def _initialisers(module: nn.Module, ancestors: list[nn.Module]) -> list[Callabl
     return calls
 
 
-def _required_arguments(method: Callable[..., Any]) -> int:
+def _takes(method: Any, count: int) -> TypeGuard[Callable[..., Any]]:
+    """Whether a method requires so many arguments."""
+    if not callable(method):
+        return False
     try:
         parameters = inspect.signature(method).parameters.values()
     except (TypeError, ValueError):
-        return 0
-    return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+        return count == 0
+    by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return sum(p.default is p.empty for p in by_position) == count
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
@@ -285,35 +258,39 @@ def _on_meta(tensor: Tensor) -> Tensor:
     return nn.Parameter(instead, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else instead
 
 
+def _mark_of(dtype: torch.dtype) -> float:
+    """A value that marks elements as not written to."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return 0 if dtype is torch.bool else torch.iinfo(dtype).min
+
+
 def _unset(tensor: Tensor) -> Tensor:
-    """Fill a tensor with a value that marks it as not written to."""
-    if tensor.is_floating_point() or tensor.is_complex():
-        return tensor.fill_(float("nan"))
-    return tensor.fill_(False if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).min)
+    return tensor.fill_(_mark_of(tensor.dtype))
 
 
 def _is_unset(tensor: Tensor) -> bool:
-    if tensor.is_floating_point() or tensor.is_complex():
+    mark = _mark_of(tensor.dtype)
+    if mark != mark:
         return bool(tensor.isnan().any())
-    least = 0 if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).min
-    return least < 0 and tensor.numel() > 0 and bool((tensor == least).all())
+    return mark < 0 and tensor.numel() > 0 and bool((tensor == mark).all())
 
 
 @contextmanager
 def _drawing_as_rank_0(communicator: Communicator) -> Iterator[None]:
     """Context in which all ranks draw rank 0's random numbers; afterwards each rank has its own random state again."""
-    states = []
-    devices = [torch.device("cpu"), *([communicator.device] if communicator.device.type != "cpu" else [])]
-    for device in devices:
-        generators: Any = torch.random if device.type == "cpu" else torch.get_device_module(device)
-        where = () if device.type == "cpu" else (device,)
-        own = generators.get_rng_state(*where)
+    device, states = communicator.device, []
+    generators: list[tuple[Any, tuple[Any, ...]]] = [(torch.random, ())]
+    if device.type != "cpu":
+        generators.append((torch.get_device_module(device), (device,)))
+    for module, where in generators:
+        own = module.get_rng_state(*where)
         first = communicator.broadcast(own.clone())
-        generators.set_rng_state(first, *where)
+        module.set_rng_state(first, *where)
         if not torch.equal(own, first):
-            states.append((generators, own, where))
+            states.append((module, own, where))
     try:
         yield
     finally:
-        for generators, own, where in states:
-            generators.set_rng_state(own, *where)
+        for module, own, where in states:
+            module.set_rng_state(own, *where)

@@ -22,12 +22,7 @@ def restore_parameters(
 ) -> None:
     """Turn the parameters of buckets into ordinary full tensors on a device. Collective, unless ``alone``.
 
-    Args:
-        buckets: those that are restored already are skipped.
-        communicator, rendezvous: of the ranks that share them.
-        device: for the full parameters.
-        alone: use no collectives, and ignore master weights that a failed update has left incomplete: parameters that
-            this rank does not hold in full stay sharded.
+    With ``alone``, parameters that this rank does not hold in full stay sharded.
     """
     with torch.no_grad(), nullcontext() if alone else rendezvous.met("the module's parameters"):
         derived = _derived(buckets, communicator, not alone)
@@ -41,12 +36,14 @@ def restore_parameters(
         for bucket in buckets:
             if not bucket.parameters:
                 continue  # restored before other ranks failed
-            if not alone:
-                make_ordinary(bucket, device)
-            elif bucket.is_whole_here:
-                make_ordinary(bucket, device, as_gathered=True)
-            else:
-                _restore_alone(bucket, communicator, device)
+            if alone and not bucket.is_whole_here:
+                bucket.update, memory = None, available_memory()  # the update has ended, its error has been reported
+                shard = bucket.layout.shard_numel * bucket.master_dtype.itemsize
+                bucket.leave_disk(may_read=memory is None or memory > 2 * shard)
+                if communicator.size > 1:
+                    bucket.abandon()
+                    continue
+            make_ordinary(bucket, device)
         for slot, tensors in derived.items():
             if isinstance(parameters[slot], ShardedTensor):
                 continue
@@ -56,23 +53,12 @@ def restore_parameters(
                 become(tensor, nn.Parameter(value, tensor.requires_grad) if is_parameter else value)
 
 
-def _restore_alone(bucket: Bucket, communicator: Communicator, device: torch.device) -> None:
-    """Restore parameters from this rank's master weights if there is one rank; otherwise leave them sharded."""
-    bucket.update, room = None, available_memory()  # the update has ended, its error has been reported
-    bucket.leave_disk(room is None or room > 2 * bucket.layout.shard_numel * bucket.master_dtype.itemsize)
-    if communicator.size == 1:
-        make_ordinary(bucket, device)
-    else:
-        bucket.abandon()
-
-
 def _derived(
     buckets: Sequence[Bucket], communicator: Communicator, communicate: bool
 ) -> dict[BucketSlot, list[ShardedTensor]]:
     """Tensors that user code derived from parameters and still holds: all aliases, and others that every rank holds.
 
-    Derived tensors are matched between ranks by the order of their creation. If ranks have created different numbers
-    of them, none is matched.
+    They are matched by the order of their creation; if ranks have created different numbers, none is matched.
     """
     derived = {slot: slot.derived for bucket in buckets if bucket.parameters for slot in slots_of(bucket)}
     kept = {
@@ -80,11 +66,11 @@ def _derived(
         for slot, tensors in derived.items()
         if slot.remembered
     }
-    everywhere = communicator.control.gather_objects(kept) if communicate else []
+    everywhere = communicator.control.gather_objects(kept) if communicate else [{}]
 
     def is_everywhere(slot: BucketSlot, key: tuple[str, int]) -> bool:
         found = [names.get(slot.name, (0, set())) for names in everywhere]
-        return communicate and all(made == slot.remembered and key in keys for made, keys in found)
+        return all(made == slot.remembered and key in keys for made, keys in found)
 
     return {
         slot: [t for key, t in sorted(tensors.items()) if t.is_parameter or is_everywhere(slot, key)]

@@ -1,9 +1,11 @@
-"""Determine where the values of a module come from, in agreement between ranks, before anything is changed."""
+"""Where the values of a module come from, in agreement between ranks, before anything is changed."""
 
 from __future__ import annotations
 
 import os
+import sys
 from bisect import bisect_right
+from contextlib import suppress
 from mmap import PAGESIZE
 from typing import Any, NamedTuple
 
@@ -12,21 +14,19 @@ from torch import Tensor, nn
 
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.init.deferred_param import promise, values_of
-from lightning_zero.engine.plan.source import Source
+from lightning_zero.engine.plan.units import UnitPlan
 from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
+from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 
 _MEMORY, _NOWHERE = "memory", "nowhere"
-_PAGES_AT_ONCE = 2**16
 
 
-class FileRange(NamedTuple):
-    """A range of a file, in a form that ranks, possibly on several machines, can compare."""
+class Source(NamedTuple):
+    """Source of the values of one parameter or buffer."""
 
-    name: str
-    size: int
-    offset: int
-    dtype: str
-    first: tuple[float, ...]
+    values: Tensor | None  # this rank's
+    everywhere: bool  # every rank has the same values, and takes its part of them; otherwise rank 0 broadcasts
+    is_new: bool  # no rank has values: the module has to initialise them
 
 
 class MappedFiles:
@@ -37,19 +37,15 @@ class MappedFiles:
 
     def __init__(self) -> None:
         self._mappings: list[tuple[int, int, int, str]] = []
-        try:
-            with open("/proc/self/maps") as file:
-                lines = [line.split(maxsplit=5) for line in file]
-        except OSError:
-            return
-        for line in lines:
-            path = line[5].strip() if len(line) > 5 else ""
-            if path.startswith("/") and not path.startswith(("/dev/", "/memfd:", "/SYSV")):
-                start, stop = (int(address, 16) for address in line[0].split("-"))
-                self._mappings.append((start, stop, int(line[2], 16), path))
+        with suppress(OSError), open("/proc/self/maps") as file:
+            for line in (line.split(maxsplit=5) for line in file):
+                path = line[5].strip() if len(line) > 5 else ""
+                if path.startswith("/") and not path.startswith(("/dev/", "/memfd:", "/SYSV")):
+                    start, stop = (int(address, 16) for address in line[0].split("-"))
+                    self._mappings.append((start, stop, int(line[2], 16), path))
 
-    def range_of(self, tensor: Tensor) -> FileRange | None:
-        """The range of a file that is a tensor's memory; None if there is none or it was written to since."""
+    def range_of(self, tensor: Tensor) -> tuple[Any, ...] | None:
+        """The range of a file that is a tensor's memory, for ranks to compare; None also if it was written to since."""
         if tensor.device.type != "cpu" or not tensor.numel() or not tensor.is_contiguous():
             return None
         address = tensor.data_ptr()
@@ -66,7 +62,7 @@ class MappedFiles:
         name = os.path.basename(path.removesuffix(" (deleted)"))
         # A file of this name and size on another machine may still have other values there: compare the first ones.
         first = tuple(tensor.detach().view(-1)[:4].double().tolist()) if not tensor.is_complex() else ()
-        return FileRange(name, size, offset + address - start, str(tensor.dtype), first)
+        return name, size, offset + address - start, str(tensor.dtype), first
 
 
 def _is_written(start: int, stop: int) -> bool:
@@ -74,19 +70,44 @@ def _is_written(start: int, stop: int) -> bool:
     first, last = start // PAGESIZE, -(-stop // PAGESIZE)
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as file:
-            for page in range(first, last, _PAGES_AT_ONCE):
-                file.seek(8 * page)
-                entries = bytearray(file.read(8 * min(_PAGES_AT_ONCE, last - page)))
-                flags = torch.frombuffer(entries, dtype=torch.int64) >> 61  # 1: of a file, 2: swapped out, 4: present
-                if ((flags & 6 != 0) & (flags & 1 == 0)).any():
-                    return True
+            file.seek(8 * first)
+            entries = bytearray(file.read(8 * (last - first)))
+            flags = torch.frombuffer(entries, dtype=torch.int64) >> 61  # 1: of a file, 2: swapped out, 4: present
+            return bool(((flags & 6 != 0) & (flags & 1 == 0)).any())
     except (OSError, ValueError):
         return True  # unknown
-    return False
+
+
+def check_ordinary(module: nn.Module) -> None:
+    """Raise a ValueError if a parameter is not an ordinary tensor."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # not imported here, which would take half a second
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, ShardedTensor):
+            raise ValueError(f"{name} is sharded already: a module belongs to one engine at a time.")
+        if tensors is not None and isinstance(parameter, tensors.DTensor):
+            raise ValueError(
+                f"{name} is a DTensor, but parameters must be ordinary tensors: remove fully_shard(...) or "
+                "distribute_tensor(...)."
+            )
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(f"{name} is not initialised yet: run a batch through the lazy module first.")
+
+
+def common_device(plans: list[UnitPlan]) -> torch.device:
+    """The device of all parameter values, the CPU if there are none yet; a ValueError if they are on several."""
+    found = None
+    for name, parameter in (named for plan in plans for named in plan.parameters.items()):
+        if (values := values_of(parameter)) is not None:
+            found = found or values.device
+            if values.device != found:
+                raise ValueError(
+                    f"{name} is on {values.device}, other parameters on {found}: move the module to one device."
+                )
+    return found or torch.device("cpu")
 
 
 def leave_in_files(module: nn.Module) -> None:
-    """Allow parameters that are mapped from files to be converted to another dtype without being read."""
+    """Defer parameters that are mapped from files, so that converting them to another dtype does not read them."""
     mapped = MappedFiles()
     for parameter in module.parameters():
         if _place_of(parameter, mapped) is not None:
@@ -102,35 +123,26 @@ def agree_on_sources(module: nn.Module, communicator: Communicator) -> dict[str,
     """Sources of the values of all parameters and buffers by name, the same on every rank. Collective.
 
     Values in memory are rank 0's. A file that every rank has mapped is read by each rank. Tensors that are on the meta
-    device on every rank are new.
-
-    Raises:
-        ValueError: on every rank, if the modules differ, or if rank 0 lacks values that other ranks have.
+    device on every rank are new. Raises a ValueError on every rank if the modules differ, or if rank 0 lacks values.
     """
     mapped = MappedFiles()
-    held: dict[str, Tensor | None] = {}
-    mine: dict[str, tuple[Any, Any]] = {}
-    for name, tensor in _named_tensors(module):
-        values = held[name] = values_of(tensor)
+    values = {}
+    mine: dict[str, tuple[Any, Any]] = {}  # by name, what ranks have to agree on, and where the values are
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        found = values[name] = values_of(tensor)
         is_parameter = isinstance(tensor, nn.Parameter)
-        kind = (tuple(tensor.shape), str(tensor.dtype), is_parameter and tensor.requires_grad)
-        origin: Any = _NOWHERE
-        if values is not None:
-            origin = (is_parameter and _place_of(values, mapped)) or _MEMORY
-        mine[name] = (kind, origin)
+        origin = _NOWHERE if found is None else (is_parameter and _place_of(found, mapped)) or _MEMORY
+        mine[name] = (tuple(tensor.shape), str(tensor.dtype), is_parameter and tensor.requires_grad), origin
     # Usually all ranks agree, and then nothing has to be sent or compared rank by rank.
     everywhere = [mine] if communicator.control.is_alike(repr(mine)) else communicator.control.gather_objects(mine)
     _check_alike(everywhere)
-    sources = {}
-    missing: dict[str, list[int]] = {}
-    for name, values in held.items():
+    sources, missing = {}, {}
+    for name, found in values.items():
         origins = [theirs[name][1] for theirs in everywhere]
-        if origins[0] == _NOWHERE and set(origins) != {_NOWHERE}:
+        first, is_alike = origins[0], len(set(origins)) == 1
+        if first == _NOWHERE and not is_alike:
             missing[name] = [rank for rank, origin in enumerate(origins) if origin != _NOWHERE]
-        alike = len(set(origins)) == 1
-        sources[name] = Source(
-            values, alike and origins[0] not in (_MEMORY, _NOWHERE), alike and origins[0] == _NOWHERE
-        )
+        sources[name] = Source(found, is_alike and first not in (_MEMORY, _NOWHERE), is_alike and first == _NOWHERE)
     if missing:
         raise ValueError(
             f"{listed(missing)}: on the meta device on rank 0, but with values on rank(s) "
@@ -146,30 +158,22 @@ def listed(names: Any, most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*module.named_parameters(), *module.named_buffers()]
-
-
 def _check_alike(everywhere: list[dict[str, tuple[Any, Any]]]) -> None:
-    first = everywhere[0]
+    first = {name: kind for name, (kind, _) in everywhere[0].items()}
     for rank, theirs in enumerate(everywhere):
-        if [(name, kind) for name, (kind, _) in theirs.items()] == [(name, kind) for name, (kind, _) in first.items()]:
-            continue
-        for name in dict.fromkeys([*first, *theirs]):
-            on_first, on_other = (found.get(name, (None, None))[0] for found in (first, theirs))
-            if on_first != on_other:
+        other = {name: kind for name, (kind, _) in theirs.items()}
+        for name in (*first, *other):
+            if first.get(name) != other.get(name):
                 raise ValueError(
-                    f"The ranks hold different modules: {name} is {_in_words(on_first)} on rank 0, "
-                    f"{_in_words(on_other)} on rank {rank}. Every rank must make the same module."
+                    f"The module differs between ranks: {name} is {_in_words(first.get(name))} on rank 0 and "
+                    f"{_in_words(other.get(name))} on rank {rank}. Construct the same module on every rank."
                 )
-        raise ValueError(
-            f"The ranks hold different modules: rank {rank} has the parameters of rank 0 in another order. Every rank "
-            "must make the same module."
-        )
+        if list(first) != list(other):
+            raise ValueError(
+                f"The module differs between ranks: rank {rank} has rank 0's parameters in another order. Construct "
+                "the same module on every rank."
+            )
 
 
 def _in_words(kind: tuple[tuple[int, ...], str, bool] | None) -> str:
-    if kind is None:
-        return "missing"
-    shape, dtype, trains = kind
-    return f"{shape} in {dtype}{', which trains,' if trains else ''}"
+    return "missing" if kind is None else f"{kind[0]} in {kind[1]}, {'trained' if kind[2] else 'not trained'},"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import weakref
-from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -13,19 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_zero.io.disk import DirectFile, aligned, aligned_memory, make_private_folder
-from lightning_zero.io.labels import new_label
+from lightning_zero.engine.offload.swap import unnamed_file
+from lightning_zero.io.disk import aligned, aligned_memory
 
 WRITES = 2
 """Writes that may be pending at once. Their buffers are all the host memory that a disk needs."""
 
 
 class HostMemory:
-    """Scratch storage in host memory.
-
-    Args:
-        is_pinned: page-locked, so that a GPU copies to and from it in the background.
-    """
+    """Scratch storage in host memory, which may be pinned, so that a GPU copies to and from it in the background."""
 
     def __init__(self, is_pinned: bool) -> None:
         self._is_pinned = is_pinned
@@ -49,28 +43,20 @@ class HostMemory:
 
 
 class Disk:
-    """Scratch storage in a file that is unnamed from its creation, so that it vanishes however the process ends.
+    """Scratch storage in an unnamed file.
 
     One thread does all writes and reads in the order of the calls, so a read comes after the write of its bytes, and a
     write to reused space comes after the reads of the former bytes.
-
-    Args:
-        folder: on a local disk; if it does not exist, it is created for this user alone.
-        is_pinned: use pinned buffers, as in ``HostMemory``.
-
-    Raises:
-        OSError: if no file can be created there.
     """
 
     def __init__(self, folder: str, is_pinned: bool) -> None:
-        make_private_folder(folder)
-        self.folder, self._is_pinned = folder, is_pinned
-        self._file = DirectFile(os.path.join(folder, f".lightning_zero-{new_label()}"), readable=True)
-        os.unlink(self._file.path)
+        self.folder, self._is_pinned, self._file = folder, is_pinned, unnamed_file(folder)
         weakref.finalize(self, self._file.close)
         self._thread = ThreadPoolExecutor(1, "lightning_zero-disk")
         self._writes: deque[Future[Any]] = deque()
-        self._ranges = _Ranges()
+        # Starts of freed ranges, by size. A range may be freed in any thread, since it is when its graph is.
+        self._free: dict[int, deque[int]] = {}
+        self._end = 0
 
     def memory(self, nbytes: int) -> Tensor:
         """A buffer of bytes to fill and pass to ``put``. Waits if too many writes are pending."""
@@ -80,22 +66,28 @@ class Disk:
 
     def put(self, memory: Tensor, filled: torch.Event | None) -> _Stored:
         """Store the bytes of a buffer, which is filled once the event has occurred. Returns a key for ``get``."""
-        start = self._ranges.claim(len(memory))
+        start = self._claim(len(memory))
         written = self._thread.submit(self._write, memory, start, filled)
         self._writes.append(written)
         return _Stored(start, len(memory), written)
 
     def get(self, where: _Stored, deliver: Callable[[Tensor], Any]) -> Future[Any]:
-        """Read the bytes and pass them to a function, in the background; returns a future.
-
-        Raises in the future:
-            OSError: with the folder and the reason.
-        """
+        """Read the bytes and pass them to a function, in the background; returns a future."""
         return self._thread.submit(self._read, where, deliver)
 
     def free(self, where: _Stored) -> None:
         """Free the bytes: later writes may reuse their space."""
-        self._ranges.give_back(where.start, where.nbytes)
+        self._free[where.nbytes].append(where.start)
+
+    def _claim(self, nbytes: int) -> int:
+        """Reserve a free range of the same size, or a new one at the end of the file; returns its start."""
+        free = self._free.setdefault(nbytes, deque())
+        if free:
+            return free.pop()
+        if sum(size * len(starts) for size, starts in self._free.items()) == self._end:  # nothing is stored
+            self._free, self._end = {nbytes: free}, 0
+        self._end += nbytes
+        return self._end - nbytes
 
     def _aligned(self, nbytes: int) -> Tensor:
         nbytes = aligned(nbytes)
@@ -126,8 +118,8 @@ class Disk:
     def _error(self, what: str, where: _Stored, number: int | None, reason: str | None) -> OSError:
         return OSError(
             number,
-            f"{where.nbytes:,} bytes could not be {what} the disk for offload ({reason}): make room there, choose a "
-            "folder on another disk, or offload to the CPU's memory",
+            f"{where.nbytes:,} bytes could not be {what} the disk for offload ({reason}): free space there, write the "
+            "path of a folder on another disk, or offload activations to the CPU",
             self.folder,
         )
 
@@ -136,39 +128,3 @@ class _Stored(NamedTuple):
     start: int
     nbytes: int
     written: Future[tuple[int | None, str | None] | None]
-
-
-class _Ranges:
-    """The free ranges of a file; the file grows where none is large enough."""
-
-    def __init__(self) -> None:
-        self._free: list[tuple[int, int]] = []  # of (start, stop), in order, not adjacent
-        self._end = 0
-        # Bytes are freed when their graph is, which may be in any thread, also during ``claim``.
-        self._given_back: deque[tuple[int, int]] = deque()
-
-    def claim(self, nbytes: int) -> int:
-        """Reserve a range of so many bytes in the first gap that is large enough; returns its start."""
-        while self._given_back:
-            self._join(*self._given_back.popleft())
-        for index, (start, stop) in enumerate(self._free):
-            if stop - start >= nbytes:
-                self._free[index : index + 1] = [(start + nbytes, stop)] if stop - start > nbytes else []
-                return start
-        self._end += nbytes
-        return self._end - nbytes
-
-    def give_back(self, start: int, nbytes: int) -> None:
-        self._given_back.append((start, start + nbytes))
-
-    def _join(self, start: int, stop: int) -> None:
-        insort(self._free, (start, stop))
-        joined = [self._free[0]]
-        for start, stop in self._free[1:]:
-            if start == joined[-1][1]:
-                joined[-1] = (joined[-1][0], stop)
-            else:
-                joined.append((start, stop))
-        if joined[-1][1] == self._end:
-            self._end = joined.pop()[0]
-        self._free = joined

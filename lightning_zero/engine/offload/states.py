@@ -9,18 +9,17 @@ A piece holds all fields for an update of some elements, so that one read and on
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import accumulate
 from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.offload.swap import Piece, Ring, SwapFile, SwapFolder
+from lightning_zero.engine.offload.swap import Piece, Ring, SwapFile
 from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
 from lightning_zero.io.disk import ALIGNMENT, aligned, aligned_memory
 
@@ -31,18 +30,24 @@ _NONE: Mapping[str, torch.dtype] = MappingProxyType({})
 
 
 class Swap:
-    """The folder of all files of an engine's buckets, and the buffers for their updates.
+    """The files of an engine's buckets in a folder, and the buffers for their updates by ``sub_group`` elements."""
 
-    Args:
-        folder: on the disk.
-        sub_group: elements of a piece.
-    """
-
-    def __init__(self, folder: SwapFolder, sub_group: int) -> None:
-        self.folder = folder
+    def __init__(self, folder: str, sub_group: int) -> None:
+        self._folder, self._files = folder, weakref.WeakSet[SwapFile]()
         self.sub_group = aligned(sub_group)  # so that a field of any dtype is aligned
         self._ring = Ring(0)
         self.reader = ThreadPoolExecutor(2, "lightning_zero-fetch")
+
+    def open(self, nbytes: int) -> SwapFile:
+        """Create a file; an OSError if the disk lacks space."""
+        file = SwapFile(self._folder, nbytes)
+        self._files.add(file)
+        return file
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in list(self._files):
+            file.close()
 
     def ring(self, nbytes: int) -> Ring:
         """The ring of buffers, for pieces of up to so many bytes."""
@@ -52,131 +57,41 @@ class Swap:
         return self._ring
 
 
-class _Extent(NamedTuple):
-    """The elements ``[start, stop)`` of a field within one piece, and the aligned bytes that contain them."""
-
-    start: int
-    stop: int
-    position: int
-    nbytes: int
-    offset: int
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """Positions of pieces and fields in a file.
-
-    Attributes:
-        numel: elements of each field.
-        sub_group: elements of a piece.
-        fields: dtypes by name.
-    """
-
-    numel: int
-    sub_group: int
-    fields: Mapping[str, torch.dtype]
-
-    @property
-    def count(self) -> int:
-        return -(-self.numel // self.sub_group)
-
-    def range_of(self, index: int) -> tuple[int, int]:
-        """The elements ``[start, stop)`` of a piece."""
-        return index * self.sub_group, min((index + 1) * self.sub_group, self.numel)
-
-    def position(self, index: int) -> int:
-        """Where a piece begins in the file; with ``index`` equal to ``count``, the end of the file."""
-        whole = index * self._nbytes(self.sub_group)
-        return whole if index < self.count else self.position(index - 1) + self.nbytes(index - 1) if index else 0
-
-    def nbytes(self, index: int) -> int:
-        """Bytes of a piece."""
-        start, stop = self.range_of(index)
-        return self._nbytes(stop - start)
-
-    def _nbytes(self, numel: int) -> int:
-        return sum(aligned(numel * dtype.itemsize) for dtype in self.fields.values())
-
-    def offsets(self, index: int) -> dict[str, int]:
-        """Where each field begins in a piece."""
-        start, stop = self.range_of(index)
-        found, offset = {}, 0
-        for field, dtype in self.fields.items():
-            found[field] = offset
-            offset += aligned((stop - start) * dtype.itemsize)
-        return found
-
-    def extents(self, field: str, start: int, stop: int) -> Iterator[_Extent]:
-        """The parts of a range of a field, piece by piece."""
-        size = self.fields[field].itemsize
-        for index in range(start // self.sub_group, -(-stop // self.sub_group)):
-            first, last = self.range_of(index)
-            low, high = max(start, first), min(stop, last)
-            begin = (low - first) * size // ALIGNMENT * ALIGNMENT
-            end = aligned((high - first) * size)
-            position = self.position(index) + self.offsets(index)[field] + begin
-            yield _Extent(low, high, position, end - begin, (low - first) * size - begin)
-
-
 class DiskStates:
-    """Tensors of one length, called fields, in a file that is divided into pieces.
+    """Tensors of one length, called fields, in a file that is divided into pieces; an OSError if the disk lacks space.
 
     Args:
-        swap: the folder for the file.
-        name: of the bucket, for the file's name and for errors.
+        name: of the bucket, for errors.
         numel: elements of each field.
         dtype: of the master weights, which are the first field.
-        fields: dtypes of the other fields by name.
-
-    Raises:
-        OSError: if the disk lacks space for all of them.
+        fields: dtypes of the other fields by name. The attribute has those of all fields.
     """
 
     def __init__(
         self, swap: Swap, name: str, numel: int, dtype: torch.dtype, fields: Mapping[str, torch.dtype] = _NONE
     ) -> None:
-        self.swap, self._name, self._versions = swap, name, count()
-        self.numel, self.dtype = numel, dtype
-        self._layout = _Layout(numel, swap.sub_group, {MASTERS: dtype, **fields})
-        self._file = self._new_file(self._layout)
-
-    def _new_file(self, layout: _Layout) -> SwapFile:
-        name = self._name.replace("/", "_") or "root"
-        return self.swap.folder.open(f"{name}.{next(self._versions)}", layout.position(layout.count))
-
-    @property
-    def fields(self) -> Mapping[str, torch.dtype]:
-        return self._layout.fields
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the file."""
-        return self._file.nbytes
+        self.swap, self.name, self.numel, self.dtype = swap, name, numel, dtype
+        self.fields: Mapping[str, torch.dtype] = {MASTERS: dtype, **fields}
+        self.count = -(-numel // swap.sub_group)  # of pieces
+        self._file = swap.open(sum(map(self._nbytes, range(self.count))))
 
     def add_fields(self, fields: Mapping[str, torch.dtype]) -> None:
-        """Add fields that are missing, filled with zeros.
-
-        Raises:
-            OSError: if the disk lacks space; nothing has been changed then.
-        """
+        """Add fields that are missing, filled with zeros. After an OSError nothing has been changed."""
         if not all(field in self.fields for field in fields):
             self._lay_out({**self.fields, **fields})
 
     def _lay_out(self, fields: Mapping[str, torch.dtype]) -> None:
         """Move to a new file with the given fields; new fields are zeros."""
-        before, file = self._layout, self._file
-        layout = _Layout(self.numel, self.swap.sub_group, fields)
-        new = self._new_file(layout)
+        new = DiskStates(self.swap, self.name, self.numel, self.dtype, fields)
         try:
-            for index in range(layout.count):
-                for field in before.fields.keys() & fields.keys():
-                    values = _read(before, file, field, *before.range_of(index))
-                    _write(layout, new, field, layout.range_of(index)[0], values)
+            for start, stop in map(self.range_of, range(self.count)):
+                for field in self.fields.keys() & fields.keys():
+                    new.write(field, start, self.read(field, start, stop))
         except BaseException:
             new.close()
             raise
-        self._layout, self._file = layout, new
-        file.close()
+        former, self._file, self.fields = self._file, new._file, new.fields
+        former.close()
 
     def close(self) -> None:
         """Remove the file."""
@@ -186,17 +101,27 @@ class DiskStates:
 
     def pieces(self) -> list[Piece]:
         """All pieces, in order."""
-        layout = self._layout
-        return [Piece(self._file, layout.position(index), layout.nbytes(index)) for index in range(layout.count)]
+        return [Piece(self._file, index * self._nbytes(0), self._nbytes(index)) for index in range(self.count)]
 
     def range_of(self, index: int) -> tuple[int, int]:
         """The elements ``[start, stop)`` of a piece."""
-        return self._layout.range_of(index)
+        return index * self.swap.sub_group, min((index + 1) * self.swap.sub_group, self.numel)
+
+    def _nbytes(self, index: int) -> int:
+        """Bytes of a piece; all but the last have those of the first."""
+        start, stop = self.range_of(index)
+        return sum(aligned((stop - start) * dtype.itemsize) for dtype in self.fields.values())
+
+    def _offsets(self, index: int) -> dict[str, int]:
+        """Where each field begins in a piece."""
+        start, stop = self.range_of(index)
+        ends = accumulate((aligned((stop - start) * dtype.itemsize) for dtype in self.fields.values()), initial=0)
+        return dict(zip(self.fields, ends))
 
     def views(self, index: int, memory: memoryview) -> dict[str, Tensor]:
         """The fields of a piece as 1-D tensors over the memory that the piece was read into."""
         start, stop = self.range_of(index)
-        offsets = self._layout.offsets(index)
+        offsets = self._offsets(index)
         return {
             field: torch.frombuffer(memory, dtype=dtype, count=stop - start, offset=offsets[field])
             for field, dtype in self.fields.items()
@@ -206,11 +131,32 @@ class DiskStates:
 
     def read(self, field: str, start: int, stop: int) -> Tensor:
         """Read the elements ``[start, stop)`` of a field into new memory."""
-        return _read(self._layout, self._file, field, start, stop)
+        out = torch.empty(stop - start, dtype=self.fields[field], device="cpu")
+        for part, position, memory, elements in self._extents(field, start, stop):
+            self._file.read(memory, position)
+            out[part] = elements
+        return out
 
     def write(self, field: str, start: int, values: Tensor) -> None:
         """Write the elements of a field from ``start`` on."""
-        _write(self._layout, self._file, field, start, values)
+        for part, position, memory, elements in self._extents(field, start, start + values.numel()):
+            if elements.nbytes < len(memory):
+                self._file.read(memory, position)  # bytes around the elements
+            elements.copy_(values[part])
+            self._file.write(memory, position)
+
+    def _extents(self, field: str, start: int, stop: int) -> Iterator[tuple[slice, int, memoryview, Tensor]]:
+        """By piece a part of ``[start, stop)``, the aligned position of its bytes, memory for them and its view."""
+        dtype, sub_group = self.fields[field], self.swap.sub_group
+        for index in range(start // sub_group, -(-stop // sub_group)):
+            first, last = self.range_of(index)
+            low, high = max(start, first), min(stop, last)
+            begin = (low - first) * dtype.itemsize // ALIGNMENT * ALIGNMENT
+            memory = aligned_memory(aligned((high - first) * dtype.itemsize) - begin)
+            offset = (low - first) * dtype.itemsize - begin
+            elements = torch.frombuffer(memory, dtype=dtype, count=high - low, offset=offset)
+            position = index * self._nbytes(0) + self._offsets(index)[field] + begin
+            yield slice(low - start, high - start), position, memory, elements
 
     def tensor(self, field: str, start: int, stop: int) -> StoredTensor:
         """A range of a field as a lazy tensor: read at each use of its values, written at once."""
@@ -219,27 +165,4 @@ class DiskStates:
             return self.read(field, start + low, start + high)
 
         write = partial(self.write, field, start)
-        return StoredTensor(f"{field} of {self._name}", (stop - start,), self.fields[field], read, write=write)
-
-
-def _read(layout: _Layout, file: SwapFile, field: str, start: int, stop: int) -> Tensor:
-    out = torch.empty(stop - start, dtype=layout.fields[field], device="cpu")
-    for extent in layout.extents(field, start, stop):
-        memory = aligned_memory(extent.nbytes)
-        file.read(memory, extent.position)
-        out[extent.start - start : extent.stop - start] = _elements(extent, memory, out.dtype)
-    return out
-
-
-def _write(layout: _Layout, file: SwapFile, field: str, start: int, values: Tensor) -> None:
-    dtype = layout.fields[field]
-    for extent in layout.extents(field, start, start + values.numel()):
-        memory = aligned_memory(extent.nbytes)
-        if (extent.stop - extent.start) * dtype.itemsize < extent.nbytes:
-            file.read(memory, extent.position)  # bytes around the elements
-        _elements(extent, memory, dtype).copy_(values[extent.start - start : extent.stop - start])
-        file.write(memory, extent.position)
-
-
-def _elements(extent: _Extent, memory: memoryview, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(memory, dtype=dtype, count=extent.stop - extent.start, offset=extent.offset)
+        return StoredTensor(f"{field} of {self.name}", (stop - start,), self.fields[field], read, write=write)

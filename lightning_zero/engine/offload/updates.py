@@ -7,9 +7,8 @@ training waits for all of it; here both are done bucket by bucket.)
 from __future__ import annotations
 
 import atexit
-import os
 import weakref
-from collections import Counter, OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -29,15 +28,11 @@ from lightning_zero.engine.offload.swap import stream
 
 
 class Updates:
-    """A thread that updates master weights, in the order in which updates are submitted.
-
-    Args:
-        overlap: False makes ``optimizer.step`` wait until all updates are done.
-        gradients: whether gradients are kept in host memory.
-    """
+    """A thread that updates master weights, in the order in which updates are submitted."""
 
     def __init__(self, overlap: bool = True, gradients: bool = False) -> None:
-        self.overlap, self.gradients = overlap, gradients
+        self.overlap = overlap  # otherwise ``optimizer.step`` waits until all updates are done
+        self.gradients = gradients  # are kept in host memory
         self._copier: Updates | None = None  # another thread, since this one may be waiting for its copies
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: Thread | None = None
@@ -64,8 +59,7 @@ class Updates:
                 target.copy_(source, non_blocking=True)
 
         self._copier = self._copier or Updates()
-        arrival = self._copier.submit(beside(device, copy))
-        return targets, arrival
+        return targets, self._copier.submit(on_own_stream(device, copy))
 
     def stream(self, states: Sequence[DiskStates]) -> DiskUpdate:
         """Start to read states from a disk for an update in this order."""
@@ -106,7 +100,6 @@ def _close_all() -> None:
 
 
 def _work(queue: SimpleQueue[Callable[[], None] | None]) -> None:
-    _leave_a_core_to_training()
     while (run := queue.get()) is not None:
         run()
         del run  # and the gradients that it holds
@@ -123,9 +116,7 @@ OnPiece = Callable[[int, int, dict[str, Tensor]], None]
 class DiskUpdate:
     """An update of states on a disk: streams pieces through memory, each when its bucket's gradient is there.
 
-    Args:
-        states: in the order in which their gradients come.
-        owner: is notified of a failure.
+    The states are in the order in which their gradients come; ``owner`` gets the error of a failure.
     """
 
     def __init__(self, states: Sequence[DiskStates], owner: Updates) -> None:
@@ -138,10 +129,9 @@ class DiskUpdate:
     def give(self, states: DiskStates, act: OnPiece | None, *, until_written: bool = False) -> BackgroundWork | None:
         """Set the function for the pieces of one bucket; None to do nothing. To be called for each bucket.
 
-        Returns:
-            Work that ends when the function is done, or with ``until_written`` when the result is on the disk;
-            everything is done when ``synchronize`` returns. None if another thread has dropped the bucket meanwhile in
-            ``synchronize``: then another ``DiskUpdate`` has to update it.
+        The work returned ends when the function is done, or with ``until_written`` when the result is on the disk. It
+        is None if another thread has dropped the bucket in ``synchronize``: then another ``DiskUpdate`` has to update
+        it.
         """
         with self._lock:
             if self._acts[states].done():
@@ -162,7 +152,7 @@ class DiskUpdate:
     def run(self) -> None:
         """Run the update, in the thread of ``Updates``."""
         try:
-            places = [(states, index) for states in self._states for index in range(len(states.pieces()))]
+            places = [(states, index) for states in self._states for index in range(states.count)]
             pieces = [piece for states in self._states for piece in states.pieces()]
 
             def on_piece(number: int, memory: memoryview) -> None:
@@ -170,11 +160,11 @@ class DiskUpdate:
                 act = self._acts[states].result()
                 if act is not None:
                     act(*states.range_of(index), states.views(index, memory))
-                if places[number + 1 : number + 2] != [(states, index + 1)]:
+                if index + 1 == states.count:
                     self._shown[states].end()
                     self._acts[states] = _GIVEN  # the function holds gradients
 
-            left = Counter(states for states, _ in places)
+            left = {states: states.count for states in self._states}
 
             def on_written(number: int) -> None:
                 states, _ = places[number]
@@ -192,16 +182,8 @@ class DiskUpdate:
             work.end(error)
 
 
-def _leave_a_core_to_training() -> None:
-    """Leave the first core that this process may use to the thread that launches the device's kernels."""
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        if len(cores) > 2:
-            os.sched_setaffinity(0, cores[1:])  # affects this thread and those that its kernels start
-
-
-def beside(device: torch.device, act: Callable[P, None]) -> Callable[P, None]:
-    """Wrap a function to run on a stream of its own, after all work queued on the device at the time of this call.
+def on_own_stream(device: torch.device, act: Callable[P, None]) -> Callable[P, None]:
+    """Make a function run on a stream of its own, after the work that is queued on the device now.
 
     Its copies to and from the host then overlap with computation.
     """
@@ -222,62 +204,39 @@ def beside(device: torch.device, act: Callable[P, None]) -> Callable[P, None]:
 class Update(NamedTuple):
     """An optimizer's update of one parameter group, with its present options: schedulers may change them later.
 
-    Attributes:
-        kind: the optimizer's class, or one derived from it.
-        attributes: of the optimizer.
-        group: the options of the group.
-        dtype: of step counts.
+    Hooks of users are called once for the optimizer's step, not for each update.
     """
 
     kind: type[Optimizer]
-    attributes: dict[str, Any]
+    attributes: dict[str, Any]  # of the optimizer
     group: dict[str, Any]
-    dtype: torch.dtype
+    dtype: torch.dtype  # of step counts
 
     @classmethod
     def of(cls, optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> Update:
-        """Make an update that runs on the CPU.
-
-        Args:
-            device: where the module computes. If that is the CPU, the optimizer's own choice of kernel stays.
-        """
-        options = {
-            key: value.clone() if isinstance(value, Tensor) else value
-            for key, value in group.items()
-            if key != "params"
-        }
+        """Make an update that runs on the CPU; if the module computes there, too, the optimizer chooses its kernel."""
+        kind: Any = type(optimizer)
+        options = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
         if device.type != "cpu" and options.get("fused", False) is None and not options.get("foreach"):
-            options["fused"] = type(optimizer).__name__ in _FUSED
-        attributes = {
-            **optimizer.__dict__,
-            # hooks of users run once for the step, not for each update
-            "_optimizer_step_pre_hooks": OrderedDict(),
-            "_optimizer_step_post_hooks": OrderedDict(),
-        }
+            options["fused"] = kind.__name__ in _FUSED
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-        return cls(_without_hooks(type(optimizer)), attributes, options, dtype)
+        return cls(_without_hooks(kind), dict(optimizer.__dict__), options, dtype)
 
     def act(self, values: Tensor, gradient: Tensor | None, state: dict[str, Any]) -> dict[str, Any]:
-        """Update one tensor as the optimizer's ``step`` does. May be called in any thread.
+        """Update one tensor and its state in place, as the optimizer's ``step`` does; returns the state.
 
-        Args:
-            values: changed in place.
-            gradient: None if there is none.
-            state: the optimizer state of the tensor, changed in place.
-
-        Returns:
-            The state: the given one, or a new one from the optimizer.
+        May be called in any thread.
         """
         is_new = not state
         parameter = nn.Parameter(values)
-        parameter.grad = _beside_it(gradient, values) if gradient is not None else None
+        parameter.grad = _on_device_of(gradient, values) if gradient is not None else None
         alone = object.__new__(self.kind)
         alone.__dict__ = {
             **self.attributes,
             "param_groups": [{**self.group, "params": [parameter]}],
             "state": defaultdict(dict, {parameter: state} if state else {}),
         }
-        _unhooked(self.kind.step)(alone)
+        self.kind.step(alone)  # not that of the instance, which schedulers replace
         after = alone.state[parameter]
         if is_new:  # step counts have the default dtype, which another thread may have set for its forward
             counts = {key: value for key, value in after.items() if isinstance(value, Tensor) and value.dim() == 0}
@@ -314,28 +273,21 @@ def fields_by_parameter(
     return fields_of
 
 
-def _unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
-    """An optimizer's ``step`` without the wrapper that torch adds at construction, which calls all step hooks."""
-    while getattr(step, "hooked", False):
-        step = step.__wrapped__  # type: ignore[attr-defined]
-    return step
-
-
-def _without_hooks(kind: Any) -> type[Optimizer]:
-    """An optimizer's class; if its ``step`` calls a base class's, a derived class with unwrapped base classes."""
-    if _unhooked(kind.step).__module__.startswith("torch.optim"):
-        return kind  # which calls no other
-    return _deriving(kind, tuple(base for base in kind.__mro__[1:] if hasattr(vars(base).get("step"), "hooked")))
-
-
 @cache
-def _deriving(kind: Any, hooked: tuple[Any, ...]) -> Any:
+def _without_hooks(kind: Any) -> type[Optimizer]:
+    """A class derived from an optimizer's, without the wrapper that torch adds to ``step``, which calls all hooks."""
+
+    def unhooked(base: Any) -> Callable[..., Any]:
+        step = vars(base)["step"]
+        return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+    bases = [base for base in kind.__mro__[:-1] if "step" in vars(base)]
     # in the method resolution order each unwrapped ``step`` comes before the class that it is taken from
-    between = [type(base.__name__, (base,), {"step": _unhooked(base.step)}) for base in hooked]
-    return type(kind.__name__, (kind, *between), {}) if between else kind
+    between = [type(base.__name__, (base,), {"step": unhooked(base)}) for base in bases if base is not kind]
+    return type(kind.__name__, (kind, *between), {"step": unhooked(bases[0])})
 
 
-def _beside_it(gradient: Tensor, values: Tensor) -> Tensor:
+def _on_device_of(gradient: Tensor, values: Tensor) -> Tensor:
     if gradient.device == values.device:
         return gradient.to(values.dtype)
     # torch reuses freed pinned memory

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine.comm.background_work import BackgroundWork
 from lightning_zero.engine.offload.states import MASTERS, PARAMETERS
-from lightning_zero.engine.offload.updates import DiskUpdate, Update, beside
+from lightning_zero.engine.offload.updates import DiskUpdate, Update, on_own_stream
 from lightning_zero.engine.optim.compatibility import is_torchs_elementwise
 from lightning_zero.engine.optim.kinds import copied, is_by_element
 from lightning_zero.engine.optim.master import Master
@@ -97,9 +97,9 @@ class OffloadedStep:
         ]
         update = _BucketUpdate(optimizer, wanted, shown)
         if bucket.states is None:
-            return bucket.background.submit(beside(device, update.in_memory))
+            return bucket.background.submit(on_own_stream(device, update.in_memory))
         update.in_memory(only_empty=True)  # which are in no piece
-        on_disk = beside(device, update.on_disk)
+        on_disk = on_own_stream(device, update.on_disk)
         # without another place for the new values a gather will read them from the disk
         while (work := self._streams[bucket].give(bucket.states, on_disk, until_written=shown is None)) is None:
             self.read_ahead([bucket])

@@ -8,16 +8,11 @@ from typing import NamedTuple
 
 
 class Box(NamedTuple):
-    """A rectangle of a tensor whose elements are contiguous in the flattened tensor.
-
-    Attributes:
-        offsets, sizes: one number per dimension.
-        start: index of its first element in the flattened tensor.
-    """
+    """A rectangle of a tensor whose elements are contiguous in the flattened tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    start: int
+    start: int  # of its first element in the flattened tensor
 
     @property
     def stop(self) -> int:
@@ -27,10 +22,7 @@ class Box(NamedTuple):
 def boxes(shape: Sequence[int], start: int, stop: int, most: int | None = None) -> list[Box]:
     """Tile the elements ``[start, stop)`` of a flattened tensor, in order: at most ``2 * len(shape) - 1`` rectangles.
 
-    Args:
-        shape: of the full tensor.
-        start, stop: range of the flattened tensor; an empty range has no rectangle.
-        most: elements above which a rectangle is split, along its first dimension of size above 1.
+    A rectangle of more than ``most`` elements is split along its first dimension of size above 1.
     """
     found = _tiles(tuple(shape), start, stop, 0) if stop > start else iter(())
     return [part for box in found for part in (_cut(box, most) if most is not None else [box])]

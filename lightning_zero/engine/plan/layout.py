@@ -46,12 +46,6 @@ class BucketLayout:
     segments: tuple[Segment, ...]
     world_size: int
 
-    def __post_init__(self) -> None:
-        position = 0
-        for segment in self.segments:
-            assert segment.start >= position and segment.start % ALIGNMENT == 0, f"{segment} overlaps or is misaligned"
-            position = segment.stop
-
     @classmethod
     def of(cls, named_shapes: list[tuple[str, torch.Size]], world_size: int) -> BucketLayout:
         """Place the parameters one after another, in the given order."""
@@ -81,11 +75,7 @@ class BucketLayout:
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def owned_range(self, first: int, last: int, rank: int) -> tuple[int, int]:
-        """The range of segments ``first`` to ``last`` (inclusive) that ``rank`` owns: ``[start, stop)`` in the bucket.
-
-        Returns:
-            An empty range (start == stop) if the rank owns none of their elements.
-        """
+        """The range ``[start, stop)`` of segments ``first`` to ``last`` (inclusive) that a rank owns; may be empty."""
         low, high = self.shard_range(rank)
         start = max(self.segments[first].start, low)
         return start, max(start, min(self.segments[last].stop, high))

@@ -17,57 +17,36 @@ class Placement(Enum):
 
 @dataclass(frozen=True)
 class Placements:
-    """The placements that define a stage (Rajbhandari et al., SC20, section 5, figure 1).
-
-    Args:
-        stage: 1, 2 or 3.
-        parameters: REPLICATED at stages 1 and 2; SHARDED at stage 3.
-        gradients: REPLICATED at stage 1 (while micro-batches are accumulated without synchronisation); SHARDED above.
-        optimizer: SHARDED at every stage of ZeRO.
-    """
+    """The placements that define a stage (Rajbhandari et al., SC20, section 5, figure 1)."""
 
     stage: int
     parameters: Placement
-    gradients: Placement
+    gradients: Placement  # replicated while micro-batches are accumulated without synchronisation
     optimizer: Placement
 
     def model_state_bytes(
-        self,
-        numel: int,
-        world_size: int,
-        *,
-        parameter_bytes: int,
-        master_bytes: int = 4,
-        state_bytes: int | None = None,
+        self, numel: int, world_size: int, *, parameter_bytes: int, master_bytes: int = 4, trains: bool = True
     ) -> int:
-        """Bytes of model states per rank, by the paper's formula with the dtypes of this engine.
+        """Bytes of model states per rank, by the paper's formula with Adam and the dtypes of this engine.
+
+        A master weight as wide as its parameter *is* the rank's own slice of the parameter, and at stage 3 a
+        low-precision copy exists only while it is gathered, so neither is counted twice.
 
         Args:
             numel: Psi, the number of parameter elements.
             world_size: N, the number of ranks.
             parameter_bytes: width of a parameter in computation: 4 for fp32, 2 for bf16 and fp16, 8 for fp64.
-            master_bytes: width of a master weight, and of a gradient: 4, but 8 for fp64.
-            state_bytes: bytes of optimizer state per element; by default Adam's two moments in the width of masters.
-
-        Returns:
-            Bytes of parameters, master weights, gradients and optimizer state.
+            master_bytes: width of a master weight, of a gradient and of each of Adam's moments: 4, but 8 for fp64.
+            trains: whether there are gradients and moments.
         """
         local = -(-numel // world_size)
-        gradients = local if self.gradients is Placement.SHARDED else numel
-        parameters = self.parameter_bytes(numel, world_size, parameter_bytes=parameter_bytes, master_bytes=master_bytes)
-        state_bytes = 2 * master_bytes if state_bytes is None else state_bytes
-        return parameters + master_bytes * gradients + state_bytes * local
-
-    def parameter_bytes(self, numel: int, world_size: int, *, parameter_bytes: int, master_bytes: int) -> int:
-        """Bytes of parameters and master weights per rank, which is all that frozen parameters need.
-
-        A master weight as wide as its parameter *is* the rank's own slice of the parameter, and at stage 3 a
-        low-precision copy exists only while it is gathered, so neither is counted twice.
-        """
-        local = -(-numel // world_size)
-        if self.parameters is Placement.SHARDED:
-            return master_bytes * local
-        return parameter_bytes * numel + (master_bytes * local if parameter_bytes != master_bytes else 0)
+        total = master_bytes * local
+        if self.parameters is Placement.REPLICATED:
+            total = parameter_bytes * numel + (master_bytes * local if parameter_bytes != master_bytes else 0)
+        if trains:
+            gradients = local if self.gradients is Placement.SHARDED else numel
+            total += master_bytes * (gradients + 2 * local)
+        return total
 
 
 def replicated_bytes(numel: int, parameter_bytes: int, *, trains: bool) -> int:
@@ -85,9 +64,5 @@ _STAGES = {
 
 
 def placements_of(stage: int | str) -> Placements:
-    """The placements of a stage, given by number or by a name from the literature.
-
-    Raises:
-        ValueError: if ``stage`` is not a stage.
-    """
+    """The placements of a stage, given by number or by a name from the literature; a ValueError if there is none."""
     return _STAGES[stage_number(stage)]

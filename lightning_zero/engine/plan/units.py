@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from os.path import commonprefix
 
 from torch import nn
 
@@ -34,22 +35,20 @@ class Owner:
 
 @dataclass
 class UnitPlan:
-    """A unit before it is sharded: its blocks, its parameters, and their owners.
+    """A unit before it is sharded.
 
     Attributes:
         name: qualified name of the block, or of the first and the last; the root's is ``""``.
         blocks: modules whose forward gathers the unit. The root unit is gathered by the step; it has blocks only where
             the whole module is small.
-        parameters: by qualified name, each once, in the order of ``root.named_parameters()``.
-        owners: of each parameter, by the same name.
-        is_resident: whether the unit stays gathered from the start of forward to the end of backward.
+        parameters, owners: by qualified name, each once, in the order of ``root.named_parameters()``.
     """
 
     name: str
     blocks: list[nn.Module]
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     owners: dict[str, list[Owner]] = field(default_factory=dict)
-    is_resident: bool = False
+    is_resident: bool = False  # stays gathered from the start of forward to the end of backward
 
     @property
     def is_root(self) -> bool:
@@ -71,38 +70,37 @@ def plan_units(root: nn.Module, units: Modules = "auto", unit_numel: int | None 
         unit_numel: parameters up to which neighbours in a list or sequence are merged into one unit, and up to which a
             whole module is one unit. None for no merging if units are not automatic; otherwise for ``UNIT_NUMEL``, or
             less if merging would leave fewer than ``LEAST_UNITS`` without the root unit.
-
-    Raises:
-        ValueError: if a set of classes or a predicate matches no module.
     """
     is_automatic = unit_numel is None and units == "auto" and UNIT_NUMEL > 0
     if unit_numel is None:
         unit_numel = UNIT_NUMEL if is_automatic else 0
     first_names: dict[nn.Module, str] = {}
-    for name, block in _chosen(root, units, min(LARGE_LAYER, share_of(root)) if is_automatic else LARGE_LAYER):
+    if units == "auto":
+        chosen = _automatic("", root, min(LARGE_LAYER, share_of(root)) if is_automatic else LARGE_LAYER)
+    else:
+        chosen = iter(select_modules(root, units, option="units"))
+    for name, block in chosen:
         first_names.setdefault(block, name)
     blocks = [(name, block) for block, name in first_names.items()]
     if not is_automatic and _numel(root) <= unit_numel:
         plans = [UnitPlan("", [block for _, block in blocks])]
     else:
-        merged = _merged_into_several if is_automatic else _merged
-        plans = [UnitPlan("", []), *merged(root, blocks, unit_numel)]
+        merged = _merged(root, blocks, unit_numel, LEAST_UNITS if is_automatic else 1)
+        plans = [UnitPlan("", []), *merged]
     for plan in plans:
         plan.is_resident = plan.is_root or (is_automatic and _numel(root) <= TINY)
     plan_of_module = {id(inner): plans[0] for inner in root.modules()}
     plan_of_module |= {id(inner): plan for plan in plans for block in plan.blocks for inner in block.modules()}
-    holders: dict[int, list[tuple[str, Owner]]] = {}
-    for prefix, module in root.named_modules():
+    owners: dict[nn.Parameter, list[Owner]] = {}
+    for module in root.modules():
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
-                name = f"{prefix}.{attribute}" if prefix else attribute
-                holders.setdefault(id(parameter), []).append((name, Owner(module, attribute)))
+                owners.setdefault(parameter, []).append(Owner(module, attribute))
     for name, parameter in root.named_parameters():
-        owners = [owner for _, owner in holders[id(parameter)]]
-        covering = {id(plan_of_module[id(owner.module)]): plan_of_module[id(owner.module)] for owner in owners}
-        plan = next(iter(covering.values())) if len(covering) == 1 else plans[0]
+        covering = {plan_of_module[id(owner.module)].name for owner in owners[parameter]}
+        plan = plan_of_module[id(owners[parameter][0].module)] if len(covering) == 1 else plans[0]
         plan.parameters[name] = parameter
-        plan.owners[name] = owners
+        plan.owners[name] = owners[parameter]
     return [plan for plan in plans if plan.parameters]
 
 
@@ -111,73 +109,51 @@ def share_of(root: nn.Module) -> int:
     return max(_numel(root) // LEAST_UNITS, TINY)
 
 
-def _merged_into_several(root: nn.Module, blocks: list[tuple[str, nn.Module]], unit_numel: int) -> list[UnitPlan]:
-    """As ``_merged``, with ``unit_numel`` so reduced that ``LEAST_UNITS`` are left, if there are as many blocks."""
-    unit_numel = min(unit_numel, -(-sum(_numel(block) for _, block in blocks) // LEAST_UNITS))
-    plans = list(_merged(root, blocks, unit_numel))
-    while unit_numel and len(plans) < min(LEAST_UNITS, len(blocks)):  # one block has most of the elements
-        unit_numel //= 2
-        plans = list(_merged(root, blocks, unit_numel))
-    return plans
+def _merged(root: nn.Module, blocks: list[tuple[str, nn.Module]], unit_numel: int, least: int) -> list[UnitPlan]:
+    """Make a unit of each block, or of several consecutive blocks that have up to ``unit_numel`` elements together.
 
-
-def _merged(root: nn.Module, blocks: list[tuple[str, nn.Module]], unit_numel: int) -> Iterator[UnitPlan]:
-    """Make a unit of each block, or of several consecutive blocks that are small together."""
-    group: list[tuple[str, nn.Module]] = []
+    Merging stops earlier if it would leave fewer than ``least`` units and there are as many blocks.
+    """
+    if least > 1:
+        unit_numel = min(unit_numel, -(-sum(_numel(block) for _, block in blocks) // least))
+    groups: list[list[tuple[str, nn.Module]]] = []
     numel = 0
     for name, block in blocks:
-        if group and (numel + _numel(block) > unit_numel or not _follow_one_another(root, group[-1][0], name)):
-            yield _unit_of(group)
-            group, numel = [], 0
-        group.append((name, block))
         numel += _numel(block)
-    if group:
-        yield _unit_of(group)
-
-
-def _unit_of(group: list[tuple[str, nn.Module]]) -> UnitPlan:
-    first, last = group[0][0], group[-1][0]
-    return UnitPlan(first if first == last else f"{first} to {last}", [block for _, block in group])
+        if not groups or numel > unit_numel or not _follow_one_another(root, groups[-1][-1][0], name):
+            groups.append([])
+            numel = _numel(block)
+        groups[-1].append((name, block))
+    if unit_numel and len(groups) < min(least, len(blocks)):  # one block has most of the elements
+        return _merged(root, blocks, unit_numel // 2, least)
+    names = [(group[0][0], group[-1][0]) for group in groups]
+    return [
+        UnitPlan(first if first == last else f"{first} to {last}", [block for _, block in group])
+        for (first, last), group in zip(names, groups)
+    ]
 
 
 def _follow_one_another(root: nn.Module, name: str, other: str) -> bool:
     """Whether the innermost module that contains both runs its children in order."""
-    common = []
-    for part, other_part in zip(name.split("."), other.split(".")):
-        if part != other_part:
-            break
-        common.append(part)
+    common = commonprefix([name.split("."), other.split(".")])
     return isinstance(root.get_submodule(".".join(common)), (nn.Sequential, nn.ModuleList))
 
 
-def _chosen(root: nn.Module, units: Modules, large: int) -> Iterator[tuple[str, nn.Module]]:
-    if units == "auto":
-        yield from _automatic("", root, large)
-    else:
-        yield from select_modules(root, units, option="units")
-
-
 def select_modules(root: nn.Module, wanted: Modules, *, option: str) -> list[tuple[str, nn.Module]]:
-    """The outermost modules, with their qualified names, that a user's option selects.
+    """The outermost modules, with their qualified names, that a user's option selects; a ValueError if it selects none.
 
     Args:
-        root: the whole module.
         wanted: a module class or several; or a predicate of (qualified name, module).
         option: the option's name, for errors.
-
-    Raises:
-        ValueError: if the option selects no module with parameters.
     """
-    if isinstance(wanted, type):
-        wanted = (wanted,)
-    if isinstance(wanted, Iterable) and not isinstance(wanted, str):
-        classes = tuple(wanted)
-        matches = list(_outermost("", root, lambda _, module: isinstance(module, classes)))
-        what = ", ".join(sorted(cls.__name__ for cls in classes))
-    else:
-        assert callable(wanted)
+    if callable(wanted) and not isinstance(wanted, type):
         matches = list(_outermost("", root, wanted))
         what = f"the predicate {getattr(wanted, '__name__', wanted)!r}"
+    else:
+        assert not isinstance(wanted, str)
+        classes = (wanted,) if isinstance(wanted, type) else tuple(wanted)
+        matches = list(_outermost("", root, lambda _, module: isinstance(module, classes)))
+        what = ", ".join(sorted(cls.__name__ for cls in classes))
     if not matches:
         present = ", ".join(sorted({type(module).__name__ for module in root.modules()}))
         raise ValueError(f"{option}: no module matches {what}. The model is made of: {present}.")
@@ -197,8 +173,7 @@ def _outermost(
 
 
 def _automatic(prefix: str, module: nn.Module, large: int) -> Iterator[tuple[str, nn.Module]]:
-    repeated = _is_repeated_blocks(module)
-    in_sequence = isinstance(module, nn.Sequential)
+    repeated, in_sequence = _is_repeated_blocks(module), isinstance(module, nn.Sequential)
     in_stages = (repeated or in_sequence) and _are_stages(module)
     for name, child in module.named_children():
         path = f"{prefix}.{name}" if prefix else name
@@ -210,7 +185,7 @@ def _automatic(prefix: str, module: nn.Module, large: int) -> Iterator[tuple[str
             yield path, child
         elif isinstance(child, (nn.ModuleList, nn.ModuleDict)) and not _is_repeated_blocks(child):
             continue  # heads or experts, chosen by data: part of the module that chooses
-        elif not _is_composite(child) and _own_numel(child) >= large:
+        elif not _is_composite(child) and _numel(child, recurse=False) >= large:
             yield path, child
         else:
             yield from _automatic(path, child, large)
@@ -221,11 +196,7 @@ def _is_repeated_blocks(module: nn.Module) -> bool:
     if not isinstance(module, nn.ModuleList):
         return False
     children = [child for child in module if _has_parameters(child)]
-    return (
-        all(map(_is_composite, children))
-        and len(children) >= 2
-        and len({type(child) for child in children}) < len(children)
-    )
+    return all(map(_is_composite, children)) and len({type(child) for child in children}) < len(children)
 
 
 def _are_stages(module: nn.Module) -> bool:
@@ -251,9 +222,5 @@ def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
-def _numel(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _own_numel(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters(recurse=False))
+def _numel(module: nn.Module, recurse: bool = True) -> int:
+    return sum(parameter.numel() for parameter in module.parameters(recurse))

@@ -54,32 +54,17 @@ class BucketState(Enum):
 
 @dataclass
 class BackgroundUpdate:
-    """The last update of the master weights in the background, until ``full`` shows its result.
-
-    Attributes:
-        work: ends when the master weights are updated.
-        is_early: whether the update may begin in backward. The same on every rank.
-        awaits_step: whether it began in backward and the optimizer's step has not been called yet.
-        writes_to_buffer: whether it also writes this rank's shard of ``full``.
-        was_kept: whether user code had a tensor over ``full`` when it began.
-    """
+    """The last update of the master weights in the background, until ``full`` shows its result."""
 
     work: BackgroundWork
-    is_early: bool
-    awaits_step: bool
-    writes_to_buffer: bool
-    was_kept: bool
+    is_early: bool  # it may begin in backward; the same on every rank
+    awaits_step: bool  # it began in backward, and the optimizer's step has not been called yet
+    writes_to_buffer: bool  # as well as to the master weights
+    was_kept: bool  # user code had a tensor over ``full`` when it began
 
 
 class SharedByBuckets(NamedTuple):
-    """What all buckets of an engine work with.
-
-    Attributes:
-        communicator, rendezvous: of the ranks that share the buckets.
-        streams: of the engine.
-        ledger: counts the bytes that buckets hold.
-        updates: runs updates of offloaded master weights.
-    """
+    """What all buckets of an engine have in common; ``updates`` runs updates of offloaded master weights."""
 
     communicator: Communicator
     rendezvous: Rendezvous
@@ -93,13 +78,10 @@ class Bucket:
 
     Args:
         parameters: the module's own, in the order of the layout.
-        residency: holds this rank's master weights.
         full: the flat buffer, 1-D, in the compute dtype; with memory only where all values stay gathered.
         number: of the bucket among all buckets, the same on every rank.
-        shared: what the buckets of an engine have in common.
 
     Attributes:
-        state: of ``full``.
         update: the last background update, if ``full`` does not show its result yet.
         views: views of ``full``: the ordinary parameters that modules compute with.
         parameters: weak references; empty once the parameters are ordinary again.
@@ -120,8 +102,7 @@ class Bucket:
         self.communicator, self.rendezvous, self.streams, self.ledger, updates = shared
         self.parameters = [weakref.ref(parameter) for parameter in parameters]
         self.dtype = parameters[0].dtype
-        is_offloaded = residency.plan.masters in (Medium.HOST, Medium.DISK)
-        self.background, self.updates = updates, updates if is_offloaded else None
+        self.background, self.updates = updates, updates if residency.plan.is_offloaded else None
         self.update: BackgroundUpdate | None = None
         self.is_replicated = residency.plan.is_replicated
         self.state = BucketState.GATHERED if self.is_replicated else BucketState.SHARDED
@@ -131,8 +112,7 @@ class Bucket:
         weakref.finalize(self, _let_go, self._pending).atexit = False
         self._left: torch.Event | None = None  # recorded after the last copy from host to device
 
-        has_nan = full.dtype.is_floating_point or full.dtype.is_complex
-        nan = torch.full((), float("nan") if has_nan else 0, device=full.device).to(full.dtype)
+        nan = torch.full((), float("nan"), device=full.device).to(full.dtype)
         self._placeholders = [nan.expand(segment.shape) for segment in self.layout.segments]
         shown = self._buffer.segments if self.is_replicated else self._placeholders
         self.views = [View(tensor, parameters[0].requires_grad) for tensor in shown]
@@ -160,7 +140,7 @@ class Bucket:
 
     @property
     def is_whole_here(self) -> bool:
-        """Whether ``full`` has all values of the master weights at rest, and no gather is running."""
+        """Whether ``full`` has all values of the parameters at rest, and no gather is running."""
         return self.is_replicated and self.full.dtype == self.dtype and self.state is BucketState.GATHERED
 
     def parameter(self, index: int) -> nn.Parameter:
@@ -169,7 +149,7 @@ class Bucket:
         return parameter
 
     def segment_view(self, index: int) -> Tensor:
-        """A parameter's range of ``full``, in the parameter's shape."""
+        """A parameter's range of ``full``."""
         return self._buffer.segments[index]
 
     def has_master(self, master: Any) -> None:
@@ -181,7 +161,7 @@ class Bucket:
         """Keep master weights in fp32 from now on: parameters that were frozen in low precision start to train."""
         if self.master_dtype in LOW_PRECISION:
             self.wait()
-            self.residency = self.residency.in_fp32()
+            self.residency.promote()
             self._buffer.masters.clear()
             self._buffer.forget_holders()
 
@@ -203,8 +183,8 @@ class Bucket:
     def _gather(self) -> None:
         if self.has_begun:
             raise RuntimeError(
-                f"Unit {self.unit_name or 'root'!r} is needed again in a backward in which its update has begun: "
-                "OffloadConfig(overlap=False) updates when all gradients are there."
+                f"Unit {self.unit_name!r} is used again in a backward in which its update has begun. Write "
+                "OffloadConfig(overlap=False), with which updates begin after backward."
             )
         self._finish_gather()
         update = self.update
@@ -317,10 +297,8 @@ class Bucket:
     ) -> None:
         """Start to update the master weights in another thread.
 
-        Args:
-            begin: starts the update. Its argument is a second tensor for this rank's new values, in the compute dtype;
-                None where gathers start from the master weights.
-            is_early, awaits_step: see ``BackgroundUpdate``.
+        ``begin`` receives a second tensor for this rank's new values, in the compute dtype; None where gathers start
+        from the master weights.
         """
         # backward still needs ``full``
         writes_to_buffer = self.residency.plan.updates_write_to_buffer and not awaits_step
@@ -334,9 +312,8 @@ class Bucket:
 
         With one rank the next wait does so: no other rank is involved, and the update may still be running.
 
-        Returns:
-            Whether the gather has begun and the caller has to wait for it, because user code holds a tensor over
-            ``full`` (a module that has stored a row of its weight) and may read it at any time.
+        True if the caller has to wait for the gather, because user code holds a tensor over ``full`` (a module that
+        has stored a row of its weight) and may read it at any time.
         """
         if not self.is_ready:
             return False
@@ -362,14 +339,10 @@ class Bucket:
         self.communicator, self.rendezvous = communicator, rendezvous
 
     def leave_disk(self, may_read: bool) -> None:
-        """Move the master weights to memory, before their file is removed.
-
-        Args:
-            may_read: whether host memory has space for the file. If not, or if the disk fails, the copy that gathers
-                start from or the gathered values replace the master weights; without these the result is NaN.
-        """
-        gathered = self.full[self._low : self._high].clone() if self.states is not None and self.is_ready else None
-        self.residency = self.residency.in_memory(gathered, may_read)
+        """Move the master weights to memory, before their file is removed."""
+        if self.states is not None:
+            gathered = self.full[self._low : self._high].clone() if self.is_ready else None
+            self.residency.leave_disk(gathered, may_read)
 
 
 def _let_go(pending: list[Pending]) -> None:

@@ -8,7 +8,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.comm.background_work import BackgroundWork
 from lightning_zero.engine.comm.codec import Cast
 from lightning_zero.engine.comm.collectives import Pending
 from lightning_zero.engine.comm.streams import at, current_stream, wait_for
@@ -53,7 +52,7 @@ class BucketGradients:
         self._reduces_in_pieces = communicator.takes_pieces and self._wire_dtype == self._dtype and not are_small
         copied_together = are_small and layout.numel <= _SMALL_BUCKET
         self._may_all_stay_apart = self._reduces_in_pieces or communicator.size == 1 or copied_together
-        self._sizes, self._mean = layout.sizes(), 1.0 / communicator.size
+        self._sizes, self._mean = layout.sizes(), 1.0 / layout.world_size
         self.flat: Tensor | None = None
         self._apart: dict[int, Tensor] = {}  # gradients by parameter's index, kept separately
         self._filled = [False] * len(layout.segments)
@@ -62,10 +61,7 @@ class BucketGradients:
         self._reducing_nbytes = 0
 
     def accumulate(self, index: int, gradient: Tensor) -> None:
-        """Add a local gradient of one parameter, in its full shape.
-
-        Takes ownership of the tensor: the caller must not use it afterwards.
-        """
+        """Add a local gradient of one parameter, in its full shape; the caller must not use the tensor afterwards."""
         self._turn_to_current_stream()
         if isinstance(gradient, ShardedTensor):
             gradient = gradient.whole()
@@ -117,11 +113,7 @@ class BucketGradients:
         return any(self._filled)
 
     def show_unsynchronised(self) -> list[BucketSlot]:
-        """Make ``p.grad`` the local gradient accumulated so far: at stage 1 under ``no_sync``, as DDP does.
-
-        Returns:
-            The slots of parameters with hooks registered by users.
-        """
+        """Make ``p.grad`` the local gradient, as DDP does under ``no_sync``; returns the slots with hooks of users."""
         shown = [slot for slot, filled in zip(slots_of(self.bucket), self._filled) if filled]
         for slot in shown:
             gradient, flat = slot.parameter.grad, self._flat_view(slot.index)
@@ -134,8 +126,7 @@ class BucketGradients:
     def resume_unsynchronised(self, leaf: Tensor | None) -> None:
         """Continue with the local gradients of ``show_unsynchronised``, as ``p.grad`` holds them now.
 
-        Args:
-            leaf: already has a gradient of this backward, which autograd has added to the earlier one.
+        ``leaf`` already has a gradient of this backward, which autograd has added to the earlier one.
         """
         for index, (shown, version) in self._unsynchronised.items():
             parameter = self.bucket.parameter(index)
@@ -195,37 +186,31 @@ class BucketGradients:
         """Start to sum the gradients over ranks, with zeros for parameters without a gradient."""
         self._turn_to_current_stream()
         self._take_local()
-        if self.bucket.communicator.size == 1:
-            alone = {index: gradient.view(-1) for index, gradient in self._take_apart().items()}
-            self._streams.clear()
-            self._filled = [False] * len(self._filled)
-            return Pending("", Started([], [], lambda: alone))
-        what = f"the gradient reduction of unit {self.bucket.unit_name!r}"
-        with torch.no_grad():
-            if self._reduces_in_pieces and self.flat is None:
-                return self._start_in_pieces(what)
-            flat, self.flat = self._complete_flat(), None
-            codec = Cast(self._wire_dtype)
-            self._reducing_nbytes = self.bucket.communicator.reduction_bytes(flat, codec)
-            self.bucket.ledger.add("reduction", self._reducing_nbytes - flat.untyped_storage().nbytes())
-            self._filled = [False] * len(self._filled)
-            return self.bucket.communicator.reduce_scatter(flat, codec, what)
-
-    def _start_in_pieces(self, what: str) -> Pending:
+        communicator, what = self.bucket.communicator, f"the gradient reduction of unit {self.bucket.unit_name!r}"
+        if communicator.size > 1 and not (self._reduces_in_pieces and self.flat is None):
+            with torch.no_grad():
+                flat, self.flat = self._complete_flat(), None
+                codec = Cast(self._wire_dtype)
+                self._reducing_nbytes = communicator.reduction_bytes(flat, codec)
+                self.bucket.ledger.add("reduction", self._reducing_nbytes - flat.untyped_storage().nbytes())
+                return communicator.reduce_scatter(flat, codec, what)
         apart = {index: gradient.view(-1) for index, gradient in self._take_apart().items()}
         self._filled = [False] * len(self._filled)
+        self._streams.clear()
+        if communicator.size == 1:
+            return Pending(what, Started([], [], lambda: apart))
         pieces = [
             [
                 Piece(numel, apart[index][offset : offset + numel] if index in apart else None)
-                for numel, index, offset in self._pieces_of[rank]
+                for numel, index, offset in of_rank
             ]
-            for rank in range(self.bucket.communicator.size)
+            for of_rank in self._pieces_of
         ]
         self._reducing_nbytes = sum(gradient.nbytes for gradient in apart.values())
         self._reducing_nbytes += self.bucket.layout.shard_numel * self._dtype.itemsize
         self.bucket.ledger.add("reduction", self._reducing_nbytes)
         factor = self._mean if self._can_take_mean_first else 1.0
-        return self.bucket.communicator.reduce_pieces(pieces, self._dtype, factor, what)
+        return communicator.reduce_pieces(pieces, self._dtype, factor, what)
 
     @cached_property
     def _own_pieces(self) -> list[tuple[int, int | None, int]]:
@@ -233,7 +218,7 @@ class BucketGradients:
 
     @cached_property
     def _pieces_of(self) -> list[list[tuple[int, int | None, int]]]:
-        return [self.bucket.layout.pieces_of(rank) for rank in range(self.bucket.communicator.size)]
+        return [self.bucket.layout.pieces_of(rank) for rank in range(self.bucket.layout.world_size)]
 
     def _take_apart(self) -> dict[int, Tensor]:
         """Hand over the gradients that were kept separately; the bucket forgets them."""
@@ -243,40 +228,34 @@ class BucketGradients:
         return apart
 
     def _complete_flat(self) -> Tensor:
-        """The flat buffer, with gradients that were kept separately, and zeros for parameters without a gradient."""
+        """Take the flat buffer, with gradients that were kept separately, and zeros for missing gradients."""
         flat = self._make_flat() if self.flat is None else self.flat
-        apart = self._take_apart()
-        if len(apart) == len(self._filled):  # the fastest way
+        apart, filled = self._take_apart(), self._filled
+        self._filled = [False] * len(filled)
+        if len(apart) == len(filled):  # the fastest way
             gaps = flat.new_zeros(max(self._sizes[1::2]))
             cut = [gaps[:n] if i % 2 else apart[i // 2].view(-1) for i, n in enumerate(self._sizes) if n]
             torch.cat(cut, out=flat)
-            self._hand_back()
-            return flat.mul_(self._mean) if self._can_take_mean_first else flat
-        parts = flat.split_with_sizes(self._sizes)
-        if apart:
-            small = [parts[2 * index] for index in apart]
-            foreach_copy(small, [gradient.view(-1) for gradient in apart.values()])
             if self._can_take_mean_first:
-                foreach_mul(small, self._mean)
-        blank = [part for part, filled in zip(parts[::2], self._filled) if not filled]
-        blank += [part for part in parts[1::2] if part.numel()]
-        if blank:
-            foreach_zero(blank)
-        self._hand_back()
-        return flat
-
-    def _hand_back(self) -> None:
-        """Make the streams of gradients wait for the last one, before the memory of the gradients is freed."""
-        for stream in self._streams:
+                flat.mul_(self._mean)
+        else:
+            parts = flat.split_with_sizes(self._sizes)
+            if apart:
+                small = [parts[2 * index] for index in apart]
+                foreach_copy(small, [gradient.view(-1) for gradient in apart.values()])
+                if self._can_take_mean_first:
+                    foreach_mul(small, self._mean)
+            blank = [part for part, is_filled in zip(parts[::2], filled) if not is_filled]
+            blank += [part for part in parts[1::2] if part.numel()]
+            if blank:
+                foreach_zero(blank)
+        for stream in self._streams:  # before the memory of the gradients is freed
             wait_for(self._streams[-1:], stream)
         self._streams.clear()
+        return flat
 
     def finish_reduction(self, pending: Pending) -> dict[int, GradientShard]:
-        """Wait for a reduction and add the mean over ranks to the gradient shards.
-
-        Returns:
-            The shard with the gradient of each parameter, by the parameter's index; with several ranks all the same.
-        """
+        """Wait for a reduction and add the mean over ranks to the gradient shards, which are by parameter's index."""
         with torch.no_grad():
             total = pending.wait()
             self.bucket.ledger.add("reduction", -self._reducing_nbytes)
@@ -292,25 +271,16 @@ class BucketGradients:
             arrival = None
             if self.bucket.updates is not None and self.bucket.updates.gradients:
                 totals, arrival = self.bucket.updates.to_host(totals)
-            shards = [self._add(total, *what, arrival) for total, what in zip(totals, reduced)]
-        return {slot.index: shard for shard, (members, _, _) in zip(shards, reduced) for slot in members}
-
-    def _add(
-        self,
-        total: Tensor,
-        slots: list[BucketSlot],
-        pieces: list[tuple[int, int | None, int]],
-        start: int,
-        arrival: BackgroundWork | None,
-    ) -> GradientShard:
-        """Add the reduced gradients of some parameters to those that their ``p.grad`` show."""
-        former = shard_of_all(slots)
-        if former is not None:  # as in every micro-batch except the first
-            former.add(total, arrival)
-            return former
-        shard = GradientShard(total, pieces, start, arrival, self.bucket.ledger)
-        shard.take_over(slots)
-        return shard
+            shards: dict[int, GradientShard] = {}
+            for total, (members, pieces, start) in zip(totals, reduced):
+                shard = shard_of_all(members)
+                if shard is not None:  # as in every micro-batch except the first
+                    shard.add(total, arrival)
+                else:
+                    shard = GradientShard(total, pieces, start, arrival, self.bucket.ledger)
+                    shard.take_over(members)
+                shards |= {slot.index: shard for slot in members}
+        return shards
 
     def show(self, used: list[bool], shards: dict[int, GradientShard]) -> None:
         """Set ``p.grad`` to the reduced gradient, for those parameters that had a gradient on any rank."""

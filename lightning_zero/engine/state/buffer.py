@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import weakref
 from typing import Any
 
@@ -25,13 +27,7 @@ class GatheredBuffer:
     """The full parameters of a bucket, one after another.
 
     Device memory is allocated and freed on one stream, which waits for all streams that used it before the free.
-
-    Args:
-        tensor: 1-D; with memory if the buffer stays gathered, otherwise without.
-        stays: whether the buffer is filled at rest.
-
-    Attributes:
-        masters: master weight tensors over the buffer.
+    ``masters`` are the master weight tensors over the buffer.
     """
 
     def __init__(self, tensor: Tensor, layout: BucketLayout, ledger: Ledger, stays: bool) -> None:
@@ -100,3 +96,17 @@ class GatheredBuffer:
 
     def _holders_but_masters(self) -> int:
         return storage_use_count(self.tensor) - len(self.masters)
+
+
+def let_freed_memory_stay() -> None:
+    """Keep freed memory in the process, so that new buffers reuse it and the system need not clear it again.
+
+    glibc returns blocks larger than the largest one freed so far (up to 32 MiB) to the system at once, and free memory
+    at the end of its heap beyond twice that size: see ``mallopt(3)``, M_MMAP_THRESHOLD. Freeing one large block that
+    is never touched raises both limits; ``mallopt`` itself would override what the user has set in the environment.
+    """
+    if sys.platform == "linux":
+        system = ctypes.CDLL(None)
+        system.malloc.argtypes, system.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
+        system.free.argtypes = [ctypes.c_void_p]
+        system.free(system.malloc(2**25 - 2**16))

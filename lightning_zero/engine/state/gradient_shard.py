@@ -21,11 +21,8 @@ if TYPE_CHECKING:
 class ShownGradient:
     """The values of one ``p.grad``; the tensor and all its aliases hold this object.
 
-    Attributes:
-        slot: of the parameter.
-        local: this rank's range of the values, 1-D. This tensor object stays the same when another reduction moves the
-            values to a new shard, so that aliases follow.
-        shard: the shard whose memory ``local`` uses.
+    ``local`` is this rank's range of the values, 1-D, in the memory of ``shard``. The tensor object stays the same when
+    another reduction moves the values to a new shard, so that aliases follow.
     """
 
     def __init__(self, slot: BucketSlot, local: Tensor, shard: GradientShard) -> None:
@@ -36,11 +33,9 @@ class GradientShard:
     """This rank's shard of a bucket's reduced gradient. It lives as long as some ``p.grad`` shows a range of it.
 
     With one rank each parameter has a shard of its own, so that nothing is laid out for a reduction and nothing copied.
-
     Only ``p.grad`` says which values are live: ranges that no ``.grad`` shows are never read.
 
     Args:
-        flat: the values, 1-D.
         pieces: layout of ``flat``, see ``BucketLayout.pieces_of``.
         start: of ``flat`` within this rank's shard of the bucket.
         arrival: background copy of the values; None if they are there.
@@ -75,11 +70,7 @@ class GradientShard:
         return defaultdict(lambda: flat[:0], here)
 
     def range_of(self, part: slice) -> Tensor:
-        """The gradients of adjacent parameters, 1-D.
-
-        Args:
-            part: their range within this rank's shard of the bucket.
-        """
+        """The gradients of adjacent parameters, 1-D, by their range within this rank's shard of the bucket."""
         return self.flat[part.start - self._start : part.stop - self._start]
 
     def add(self, total: Tensor, arrival: BackgroundWork | None) -> None:
@@ -89,14 +80,10 @@ class GradientShard:
         self.flat.add_(total)
 
     def take_over(self, slots: list[BucketSlot]) -> None:
-        """Add the sharded gradients in the parameters' ``.grad``; those that show an earlier shard show this one.
-
-        An ordinary tensor in ``.grad`` is this rank's own and has been reduced with the gradients.
-        """
+        """Add the sharded gradients in the parameters' ``.grad``; those that show an earlier shard show this one."""
+        # An ordinary tensor in ``.grad`` is this rank's own and has been reduced with the gradients.
         held = [(slot, gradient) for slot in slots if isinstance(gradient := slot.parameter.grad, WrapperTensor)]
-        if not held:
-            return
-        parts = self.parts()
+        parts = self.parts() if held else {}
         for slot, gradient in held:
             part = parts[slot.index]
             part.add_(local_range_of(gradient, slot).to(part.device))
@@ -122,10 +109,6 @@ def shown_by(gradient: Tensor | None, slot: BucketSlot) -> ShownGradient | None:
 
 def shard_of_all(slots: list[BucketSlot]) -> GradientShard | None:
     """The shard that all these parameters' ``.grad`` show; None if they do not show one and the same."""
-    shard = None
-    for slot in slots:
-        shown = shown_by(slot.parameter.grad, slot)
-        if shown is None or (shard is not None and shown.shard is not shard):
-            return None
-        shard = shown.shard
-    return shard
+    shown = [shown_by(slot.parameter.grad, slot) for slot in slots]
+    shards = {each.shard if each is not None else None for each in shown}
+    return shards.pop() if len(shards) == 1 else None

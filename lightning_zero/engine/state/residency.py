@@ -6,8 +6,7 @@ Where a gather cannot start from the master weights, there is also a copy of the
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -42,22 +41,14 @@ _MEDIA = {None: None, "cpu": Medium.HOST, "nvme": Medium.DISK}
 class ResidencyPlan:
     """Where one rank's master weights of a bucket are at rest. Arithmetic only.
 
-    Attributes:
-        layout: of the bucket.
-        placements: of the stage.
-        device: the device that computes.
-        master_dtype, compute_dtype: of the master weights, and of the gathered buffer.
-        parameters: placement of this bucket's parameters: whether the gathered buffer stays.
-        masters: where the master weights are.
-        copy: where the copy in ``compute_dtype`` is; None where gathers start from the master weights.
+    ``copy`` is where the copy in the compute dtype is; None where gathers start from the master weights.
     """
 
     layout: BucketLayout
-    placements: Placements
-    device: torch.device
+    device: torch.device  # that computes
     master_dtype: torch.dtype
-    compute_dtype: torch.dtype
-    parameters: Placement
+    compute_dtype: torch.dtype  # of the gathered buffer
+    is_replicated: bool  # the gathered buffer keeps all values at rest
     masters: Medium
     copy: Medium | None
 
@@ -73,51 +64,30 @@ class ResidencyPlan:
         compute_dtype: torch.dtype,
         trains: bool,
     ) -> ResidencyPlan:
-        """Plan from the stage, the offload options and the dtypes.
+        """Plan from the stage, the offload options (None if this bucket stays on the device) and the dtypes.
 
-        Args:
-            offload: the options; None if this bucket stays on the device.
-            dtype: of the parameters.
-            trains: whether the parameters require gradients. Frozen ones have no separate master weights.
+        Frozen parameters have no separate master weights.
         """
         parameters_on = _MEDIA[offload.parameters] if offload is not None else None
         offloaded_to = _MEDIA[offload.optimizer] if offload is not None and trains else parameters_on
         master_dtype = torch.float32 if trains and dtype in LOW_PRECISION else dtype
         is_cast = master_dtype != compute_dtype
-        parameters = placements.parameters
+        is_replicated = placements.parameters is Placement.REPLICATED
         # With one rank the shard is the full bucket: with a gathered buffer there would be two copies.
         if layout.world_size == 1 and parameters_on is None and (not is_cast or offloaded_to is not None):
-            parameters = Placement.REPLICATED
-        is_replicated = parameters is Placement.REPLICATED
+            is_replicated = True
         masters = offloaded_to or (Medium.BUFFER if is_replicated and not is_cast else Medium.DEVICE)
         copy = None
         if offloaded_to is not None and not is_replicated:
             copy = parameters_on or Medium.DEVICE
             if not is_cast and (copy is masters or copy is Medium.DISK):
                 copy = None  # gathers start from the master weights
-        return cls(layout, placements, device, master_dtype, compute_dtype, parameters, masters, copy)
-
-    def without_offload(self) -> ResidencyPlan:
-        """The plan of the same bucket with nothing offloaded."""
-        return self.of(
-            self.layout,
-            self.placements,
-            None,
-            device=self.device,
-            dtype=self.master_dtype,
-            compute_dtype=self.compute_dtype,
-            trains=False,
-        )
+        return cls(layout, device, master_dtype, compute_dtype, is_replicated, masters, copy)
 
     @property
-    def is_replicated(self) -> bool:
-        """Whether the gathered buffer keeps all values at rest."""
-        return self.parameters is Placement.REPLICATED
-
-    @property
-    def is_cast(self) -> bool:
-        """Whether the compute dtype differs from that of the master weights."""
-        return self.master_dtype != self.compute_dtype
+    def is_offloaded(self) -> bool:
+        """Whether the master weights are updated away from the device, in the background."""
+        return self.masters in (Medium.HOST, Medium.DISK)
 
     @property
     def updates_write_to_buffer(self) -> bool:
@@ -125,68 +95,90 @@ class ResidencyPlan:
 
         False where gathers can start from master weights in the compute dtype, or from a copy of them.
         """
-        return self.is_replicated and self.copy is None and (self.is_cast or self.masters is Medium.DISK)
+        is_cast = self.master_dtype != self.compute_dtype
+        return self.is_replicated and self.copy is None and (is_cast or self.masters is Medium.DISK)
 
-    def at_rest(self) -> Counter[Medium]:
-        """Bytes of parameters and master weights that a rank keeps at rest, by medium."""
-        shard, nbytes = self.layout.shard_numel, Counter[Medium]()
+    def at_rest(self) -> Iterator[tuple[str, Medium, int]]:
+        """The tensors that a rank keeps at rest: what each is, where it is, and its bytes."""
+        shard = self.layout.shard_numel
         if self.is_replicated:
-            nbytes[Medium.BUFFER] += self.layout.padded_numel * self.compute_dtype.itemsize
+            yield "parameters", Medium.BUFFER, self.layout.padded_numel * self.compute_dtype.itemsize
         if self.masters is not Medium.BUFFER:
-            nbytes[self.masters] += shard * self.master_dtype.itemsize
+            yield "master weights", self.masters, shard * self.master_dtype.itemsize
         if self.copy is not None:
-            nbytes[self.copy] += shard * self.compute_dtype.itemsize
-        return nbytes
+            yield "parameters", self.copy, shard * self.compute_dtype.itemsize
 
-    def reserve(self, swap: Swap, label: str, fields: Mapping[str, torch.dtype]) -> DiskStates:
-        """Reserve disk space for the master weights and for optimizer states.
-
-        Args:
-            label: of the bucket.
-            fields: dtypes of the optimizer states by name.
-
-        Raises:
-            OSError: if the disk lacks space.
-        """
+    def reserve(self, swap: Swap, name: str, fields: Mapping[str, torch.dtype]) -> DiskStates:
+        """Reserve disk space for the master weights and the given optimizer states; OSError if the disk lacks it."""
         if self.copy is Medium.DISK:
             fields = {PARAMETERS: self.compute_dtype, **fields}
-        return DiskStates(swap, f"{label} {self.master_dtype}", self.layout.shard_numel, self.master_dtype, fields)
+        return DiskStates(swap, name, self.layout.shard_numel, self.master_dtype, fields)
 
 
 class Residency:
     """This rank's master weights of one bucket, and their copy in the compute dtype if one is in memory.
 
-    Attributes:
-        plan: where they are.
-        states: optimizer states and master weights on a disk; None if the master weights are in memory.
+    Args:
+        own: this rank's values in the dtype of the parameters; a slice of the gathered buffer if the plan keeps the
+            master weights there, so that updates change modules' values directly.
+        states: the file for master weights and optimizer states; None if the master weights are in memory.
     """
 
-    states: DiskStates | None = None
+    def __init__(self, plan: ResidencyPlan, own: Tensor, states: DiskStates | None, ledger: Ledger) -> None:
+        self.plan, self.states, self._ledger = plan, states, ledger
+        self._fetched: Future[Tensor] | None = None
+        self._values = own  # of no elements if they are on a disk
+        if plan.masters is Medium.DISK:
+            self._write(0, own.to("cpu", plan.master_dtype))
+            self._values = torch.empty(0, dtype=plan.master_dtype, device="cpu")
+        elif plan.masters is not Medium.BUFFER:
+            self._values = self._kept(own, plan.masters, plan.master_dtype)
+        is_copied = plan.copy in (Medium.DEVICE, Medium.HOST)
+        self.copy = self._kept(own, plan.copy, plan.compute_dtype) if is_copied else None
 
-    def __init__(self, plan: ResidencyPlan, copy: Tensor | None, ledger: Ledger) -> None:
-        self.plan, self.copy, self._ledger = plan, copy, ledger
+    def _kept(self, own: Tensor, medium: Medium | None, dtype: torch.dtype) -> Tensor:
+        if medium is Medium.DEVICE or self.plan.device.type == "cpu":
+            kept = own.to(dtype, copy=True)
+        else:
+            kept = torch.empty(own.shape, dtype=dtype, pin_memory=True, device="cpu").copy_(own)
+        self._count(kept, kept.nbytes)
+        return kept
+
+    def _count(self, kept: Tensor, nbytes: int) -> None:
+        self._ledger.add("parameters" if kept.device.type == self.plan.device.type else "host", nbytes)
 
     @property
     def device(self) -> torch.device:
         """The device that updates the master weights."""
-        raise NotImplementedError
+        return self._values.device
 
     def part(self, part: slice) -> Tensor:
         """A range of the master weights, 1-D: a copy if they are on a disk, otherwise a view."""
-        raise NotImplementedError
+        return self._values[part] if self.states is None else self.states.read(MASTERS, part.start, part.stop)
 
     def at_rest(self, part: slice) -> Tensor:
         """As ``part``; if on a disk, a lazy tensor that is read when its values are needed."""
-        return self.part(part)
+        return self._values[part] if self.states is None else self.states.tensor(MASTERS, part.start, part.stop)
 
     def leaf(self, part: slice) -> Tensor:
         """As ``part``; if on a disk, a meta tensor of the same shape."""
-        return self.part(part)
+        if self.states is None:
+            return self._values[part]
+        return torch.empty(part.stop - part.start, dtype=self.plan.master_dtype, device="meta")
 
     def written(self, part: slice, values: Tensor) -> None:
         """After a write to the tensor from ``part``, update the file and the copy."""
+        if self.states is not None:
+            self.forget_fetched()
+            self._write(part.start, values)
         if self.copy is not None:
             self.copy[part].copy_(values)  # now: the next update may change host memory
+
+    def _write(self, start: int, values: Tensor) -> None:
+        """Write master weights to the file, and their copy if it is in the file too."""
+        assert self.states is not None
+        for field in (MASTERS, PARAMETERS) if PARAMETERS in self.states.fields else (MASTERS,):
+            self.states.write(field, start, values)
 
     def follow(self, part: slice, written: Tensor) -> None:
         """Copy values written to parameters to the master weights, except where these already round to them."""
@@ -200,114 +192,17 @@ class Residency:
 
     def own_values(self) -> Tensor | None:
         """The values that a gather starts from; None where these are in the gathered buffer already."""
-        raise NotImplementedError
-
-    def fetch(self, update: BackgroundWork | None) -> None:
-        """Start to read the values that a gather starts from, if they are on a disk.
-
-        Args:
-            update: the update to wait for first.
-        """
-
-    def forget_fetched(self) -> None:
-        """Drop the values that ``fetch`` has read, since the master weights change."""
-
-    def in_fp32(self) -> Residency:
-        """The same master weights in fp32. Invalidates this object."""
-        raise NotImplementedError
-
-    def in_memory(self, at_hand: Tensor | None, may_read: bool) -> Residency:
-        """The same master weights in memory. Invalidates this object.
-
-        Args:
-            at_hand: this rank's gathered values, if there are any. They replace master weights that cannot be read;
-                without them the result is NaN.
-            may_read: whether host memory has space for the file's contents.
-        """
-        return self
-
-
-class InMemory(Residency):
-    """Master weights with memory of their own."""
-
-    def __init__(self, plan: ResidencyPlan, values: Tensor, copy: Tensor | None, ledger: Ledger) -> None:
-        super().__init__(plan, copy, ledger)
-        self._values = values
-
-    @property
-    def device(self) -> torch.device:
-        return self._values.device
-
-    def part(self, part: slice) -> Tensor:
-        return self._values[part]
-
-    def own_values(self) -> Tensor | None:
-        return self._values if self.copy is None else self.copy
-
-    def in_fp32(self) -> Residency:
-        values, category = self._values.float(), _category(self.device, self.plan)
-        self._ledger.add(category, values.nbytes - self._values.nbytes)
-        return InMemory(replace(self.plan, master_dtype=torch.float32), values, self.copy, self._ledger)
-
-
-class InBuffer(InMemory):
-    """Master weights that are this rank's slice of the gathered buffer: updates change modules' values directly."""
-
-    def own_values(self) -> None:
-        return None
-
-    def in_fp32(self) -> Residency:
-        values, plan = self._values.float(), replace(self.plan, masters=Medium.DEVICE, master_dtype=torch.float32)
-        self._ledger.add("parameters", values.nbytes)
-        return InMemory(plan, values, None, self._ledger)
-
-
-class OnDisk(Residency):
-    """Master weights in a file.
-
-    Args:
-        states: the file.
-        label: of the bucket.
-    """
-
-    def __init__(
-        self, plan: ResidencyPlan, states: DiskStates, label: str, copy: Tensor | None, ledger: Ledger
-    ) -> None:
-        super().__init__(plan, copy, ledger)
-        self.states: DiskStates = states
-        self._label = label
-        self._fetched: Future[Tensor] | None = None
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def part(self, part: slice) -> Tensor:
-        return self.states.read(MASTERS, part.start, part.stop)
-
-    def at_rest(self, part: slice) -> Tensor:
-        return self.states.tensor(MASTERS, part.start, part.stop)
-
-    def leaf(self, part: slice) -> Tensor:
-        return torch.empty(part.stop - part.start, dtype=self.plan.master_dtype, device="meta")
-
-    def written(self, part: slice, values: Tensor) -> None:
-        self.forget_fetched()
-        _write(self.states, part.start, values)
-        super().written(part, values)
-
-    def own_values(self) -> Tensor:
-        if self.copy is not None:
+        if self.copy is not None or self.plan.masters is Medium.BUFFER:
             return self.copy
         self.fetch(None)
         fetched, self._fetched = self._fetched, None
-        assert fetched is not None
-        return fetched.result()
+        return self._values if fetched is None else fetched.result()
 
     def fetch(self, update: BackgroundWork | None) -> None:
-        if self.copy is not None or self._fetched is not None:
-            return
+        """Start to read the values that a gather starts from, if they are on a disk, after the given update."""
         states, is_pinned = self.states, self.plan.device.type != "cpu"
+        if states is None or self.copy is not None or self._fetched is not None:
+            return
         field = PARAMETERS if PARAMETERS in states.fields else MASTERS
 
         def read() -> Tensor:
@@ -319,70 +214,35 @@ class OnDisk(Residency):
         self._fetched = states.swap.reader.submit(read)
 
     def forget_fetched(self) -> None:
+        """Drop the values that ``fetch`` has read, since the master weights change."""
         self._fetched = None
 
-    def in_fp32(self) -> Residency:
-        copy = Medium.DISK if self.plan.copy is None else self.plan.copy
-        plan, former = replace(self.plan, master_dtype=torch.float32, copy=copy), self.states
-        states = plan.reserve(former.swap, self._label, {})
-        _write(states, 0, former.read(MASTERS, 0, former.numel).float())
-        former.close()
-        return OnDisk(plan, states, self._label, self.copy, self._ledger)
+    def promote(self) -> None:
+        """Keep the master weights in fp32 from now on."""
+        plan, former = replace(self.plan, master_dtype=torch.float32), self._values
+        if self.states is not None:
+            on_disk, self.plan = self.states, replace(plan, copy=plan.copy or Medium.DISK)
+            self.states = self.plan.reserve(on_disk.swap, on_disk.name, {})
+            self._write(0, on_disk.read(MASTERS, 0, on_disk.numel).float())
+            on_disk.close()
+            return
+        is_in_buffer = plan.masters is Medium.BUFFER
+        self.plan = replace(plan, masters=Medium.DEVICE) if is_in_buffer else plan
+        self._values = former.float()
+        self._count(self._values, self._values.nbytes - (0 if is_in_buffer else former.nbytes))
 
-    def in_memory(self, at_hand: Tensor | None, may_read: bool) -> Residency:
-        dtype, at_hand, values = self.plan.master_dtype, at_hand if self.copy is None else self.copy, None
+    def leave_disk(self, gathered: Tensor | None, may_read: bool) -> None:
+        """Move the master weights to memory, before their file is removed.
+
+        The copy, or this rank's gathered values, replace master weights that cannot be read or that host memory has no
+        space for (``may_read``); without either the result is NaN.
+        """
+        assert self.states is not None
+        dtype, at_hand, values = self.plan.master_dtype, gathered if self.copy is None else self.copy, None
         if may_read and (at_hand is None or at_hand.dtype != dtype):
             with suppress(OSError):
-                values = self.states.read(MASTERS, 0, self.states.numel)
-        if values is None and at_hand is None:
-            has_nan = dtype.is_floating_point or dtype.is_complex
-            values = torch.full((self.states.numel,), float("nan") if has_nan else 0, dtype=dtype, device="cpu")
-        elif values is None:
-            assert at_hand is not None
-            values = at_hand.to(dtype)
-        return InMemory(replace(self.plan, masters=Medium.HOST), values, self.copy, self._ledger)
-
-
-def take_residence(
-    plan: ResidencyPlan, own: Tensor, states: DiskStates | None, label: str, ledger: Ledger
-) -> Residency:
-    """Store a rank's own values where the plan wants them at rest.
-
-    Args:
-        own: in the dtype of the parameters; a slice of the gathered buffer if the plan keeps the master weights there.
-        states: the file with reserved space, if the plan puts master weights on a disk.
-        label: of the bucket.
-    """
-    if plan.masters is Medium.BUFFER:
-        return InBuffer(plan, own, None, ledger)
-    masters = None
-    if plan.masters is Medium.DISK:
-        assert states is not None, "no room was reserved"
-        _write(states, 0, own.to("cpu", plan.master_dtype))
-    else:
-        masters = _kept(own, plan.masters, plan.master_dtype, plan, ledger)
-    is_copied = plan.copy in (Medium.DEVICE, Medium.HOST)
-    copy = _kept(own, plan.copy, plan.compute_dtype, plan, ledger) if is_copied else None
-    if masters is not None:
-        return InMemory(plan, masters, copy, ledger)
-    assert states is not None
-    return OnDisk(plan, states, label, copy, ledger)
-
-
-def _write(states: DiskStates, start: int, values: Tensor) -> None:
-    """Write master weights, and their copy if it is in the file too."""
-    for field in (MASTERS, PARAMETERS) if PARAMETERS in states.fields else (MASTERS,):
-        states.write(field, start, values)
-
-
-def _kept(own: Tensor, medium: Medium | None, dtype: torch.dtype, plan: ResidencyPlan, ledger: Ledger) -> Tensor:
-    if medium is Medium.DEVICE or plan.device.type == "cpu":
-        kept = own.to(dtype, copy=True)
-    else:
-        kept = torch.empty(own.shape, dtype=dtype, pin_memory=True, device="cpu").copy_(own)
-    ledger.add(_category(kept.device, plan), kept.nbytes)
-    return kept
-
-
-def _category(device: torch.device, plan: ResidencyPlan) -> str:
-    return "parameters" if device.type == plan.device.type else "host"
+                values = self.part(slice(0, self.states.numel))
+        if values is None:
+            nan = torch.full((self.states.numel,), float("nan"), device="cpu")
+            values = (nan if at_hand is None else at_hand).to(dtype)
+        self.plan, self.states, self._values = replace(self.plan, masters=Medium.HOST), None, values

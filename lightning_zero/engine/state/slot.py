@@ -71,19 +71,18 @@ class BucketSlot:
         }
 
     def local_parameter(self) -> Tensor:
-        synchronize(self.background)  # readers may write to it
-        self.bucket.wait()  # the shard may be a slice of the buffer, which a gather may be filling
-        if self.bucket.views[self.index].may_be_written:
-            self.bucket.take_over_writes()
+        self._synchronize()
         return self.bucket.residency.part(self.local_range)
 
     def parameter_at_rest(self) -> Tensor:
-        if self.bucket.states is None:
-            return self.local_parameter()
-        synchronize(self.background)
-        self.bucket.wait()
-        self.bucket.take_over_writes()
+        self._synchronize()
         return self.bucket.residency.at_rest(self.local_range)
+
+    def _synchronize(self) -> None:
+        synchronize(self.background)  # readers may write to the shard
+        self.bucket.wait()  # the shard may be a slice of the buffer, which a gather may be filling
+        if self.bucket.views[self.index].may_be_written:
+            self.bucket.take_over_writes()
 
     @property
     def is_written_by_modules(self) -> bool:
@@ -164,22 +163,18 @@ def make_sharded(bucket: Bucket, parameters: list[nn.Parameter]) -> None:
             parameter._post_accumulate_grad_hooks = OrderedDict()
 
 
-def make_ordinary(bucket: Bucket, device: torch.device, *, as_gathered: bool = False) -> None:
-    """Turn the parameters of a bucket into ordinary full tensors on a device.
-
-    Args:
-        as_gathered: use the values that modules last computed with, if in full precision; implied with several ranks.
-    """
+def make_ordinary(bucket: Bucket, device: torch.device) -> None:
+    """Turn the parameters of a bucket into ordinary full tensors on a device."""
     bucket.wait()
-    exact = (as_gathered or bucket.layout.world_size > 1) and bucket.dtype == bucket.full.dtype
-    if exact:
+    is_exact, slots = bucket.dtype == bucket.full.dtype, slots_of(bucket)
+    if is_exact:
         bucket.gather()
         bucket.wait()
-    whole, slots = [], slots_of(bucket)
-    for slot in slots:
-        value = bucket.segment_view(slot.index) if exact else slot.collect(slot.local_parameter())
-        whole.append(value.to(device, bucket.dtype, copy=True))
-    for slot, value in zip(slots, whole):
+    values = [
+        (bucket.segment_view(s.index) if is_exact else s.collect(s.local_parameter())).to(device, s.dtype, copy=True)
+        for s in slots
+    ]
+    for slot, value in zip(slots, values):
         parameter = slot.parameter
         parameter.grad = None
         become(parameter, nn.Parameter(value, parameter.requires_grad))
