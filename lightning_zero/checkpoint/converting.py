@@ -66,7 +66,7 @@ def write_full(opened: OpenedCheckpoint, out: str, advance: Callable[[int], Any]
     ready = tree_map_only(StoredTensor, lambda tensor: mapped[id(tensor)], checkpoint)
     if any(not name.isdecimal() for of_one in names.values() for name in of_one):  # the names are known
         ready[CHECKPOINT_KEY] = {**ready.get(CHECKPOINT_KEY, {}), NAMES: names}
-    save_whole(ready, _Told(out, advance))
+    save_whole(ready, _Progress(out, advance))
 
 
 def _at(mapping: Any, place: int, like: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def write_sharded(opened: OpenedCheckpoint, out: str, advance: Callable[[int], A
         tree[CHECKPOINT_KEY] = {"masters": ours.pop("masters")}
     if ours:
         rest[CHECKPOINT_KEY] = ours
-    save_in_parts(content_of(tree, rest), _Told(out, advance), opened.written_by)
+    save_in_parts(content_of(tree, rest), _Progress(out, advance), opened.written_by)
 
 
 def _whole(opened: OpenedCheckpoint) -> tuple[dict[str, Any], dict[str, list[str]]]:
@@ -140,8 +140,8 @@ def _has_tensors(value: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
 
 
-class _Told(Destination):
-    """A ``Destination`` that reports progress."""
+class _Progress(Destination):
+    """A ``Destination`` that reports the number of bytes of each write."""
 
     def __init__(self, path: str, advance: Callable[[int], Any]) -> None:
         super().__init__(path, new_label())
@@ -150,14 +150,7 @@ class _Told(Destination):
     @contextmanager
     def writing(self, name: str | None = None) -> Iterator[Stream]:
         with super().writing(name) as stream:
-            write = stream.write
-
-            def told(data: Any) -> int:
-                written = write(data)
-                self._advance(written)
-                return written
-
-            stream.write = told  # type: ignore[method-assign]
+            stream.advance = self._advance
             yield stream
 
 
@@ -177,3 +170,11 @@ def with_prefix(opened: OpenedCheckpoint, prefix: str) -> OpenedCheckpoint:
     if names is not None:
         names = [[f"{prefix}{name}" for name in of_one] for of_one in names]
     return dataclasses.replace(opened, checkpoint=checkpoint, as_saved=checkpoint, names_of_optimizers=names)
+
+
+def with_lightnings_entries(checkpoint: dict[str, Any], *, steps: int = 0) -> dict[str, Any]:
+    """Add missing entries that a Trainer, and other readers of Lightning's files, need."""
+    from lightning import __version__
+
+    entries = {"pytorch-lightning_version": __version__, "epoch": 0, "global_step": steps, "lr_schedulers": []}
+    return {**entries, **checkpoint}

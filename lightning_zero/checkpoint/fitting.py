@@ -44,24 +44,24 @@ def check_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[s
         ValueError: naming the first difference.
     """
     if not states:
-        return  # a checkpoint assembled by hand: optimizers start afresh, as under DDP
+        return  # a checkpoint assembled by hand: optimizers start without state, as under DDP
     if len(optimizers) != len(states):
         raise ValueError(
-            f"The checkpoint has the state of {len(states)} optimizer(s), and configure_optimizers returns "
-            f"{len(optimizers)}. Return as many, in the same order; or take the weights alone, "
-            "lightning_zero.load_weights(self, path) in configure_model, and no ckpt_path."
+            f"The checkpoint has the state of {len(states)} optimizer(s), but configure_optimizers returns "
+            f"{len(optimizers)}. Return as many, in the same order. Or load only the weights, by "
+            "lightning_zero.load_weights(self, path) in configure_model instead of ckpt_path."
         )
     for number, (optimizer, state) in enumerate(zip(optimizers, states)):
         if "param_groups" not in state:
-            continue  # Lightning's placeholder for "no optimizer"
+            continue  # Lightning's placeholder for a missing optimizer
         which = f"The state of optimizer {number} ({type(optimizer).__name__}) does not fit:"
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         saved = [len(group["params"]) for group in state["param_groups"]]
         if sizes != saved:
             raise ValueError(
                 f"{which} it was saved with {len(saved)} param group(s) of {listed(map(str, saved))} parameters, "
-                f"and now there are {len(sizes)} of {listed(map(str, sizes))}. Make the optimizer as it was made "
-                "for the checkpoint."
+                f"but now there are {len(sizes)} of {listed(map(str, sizes))}. Create the optimizer as in the run that "
+                "saved the checkpoint."
             )
         if not is_torchs_elementwise(optimizer):
             continue  # may have states with shapes of their own
@@ -71,6 +71,6 @@ def check_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[s
             for key, value in state.get("state", {}).get(index, {}).items():
                 if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
                     raise ValueError(
-                        f"{which} {key} of its parameter number {index} has the shape {tuple(value.shape)}, and the "
-                        f"parameter {tuple(parameter.shape)}. Give the optimizer its parameters in the same order."
+                        f"{which} {key} of its parameter number {index} has the shape {tuple(value.shape)}, but the "
+                        f"parameter has {tuple(parameter.shape)}. Pass the optimizer its parameters in the same order."
                     )

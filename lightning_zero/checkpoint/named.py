@@ -8,6 +8,7 @@ import pickle
 import sys
 import zipfile
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -15,29 +16,27 @@ from typing import Any
 from lightning_zero.engine.compat import PyTorchFileReader
 
 _VALUES = {
-    "_codecs": {"encode"},
-    "argparse": {"Namespace"},
-    "array": {"_array_reconstructor", "array"},
-    "builtins": set(
-        "bool bytearray bytes complex dict float frozenset int list object range set slice str tuple".split()
-    ),
-    "collections": {"ChainMap", "Counter", "OrderedDict", "UserDict", "UserList", "defaultdict", "deque"},
-    "copyreg": {"_reconstructor"},
-    "datetime": {"date", "datetime", "time", "timedelta", "timezone"},
-    "decimal": {"Decimal"},
-    "fractions": {"Fraction"},
-    "functools": {"partial"},
-    "io": {"BytesIO", "StringIO"},
-    "ipaddress": {"IPv4Address", "IPv4Network", "IPv6Address", "IPv6Network"},
-    "logging": {"getLogger"},
-    "operator": {"itemgetter"},
-    "pathlib": {"Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"},
-    "random": {"Random"},
-    "re": {"_compile"},
-    "time": {"struct_time"},
-    "types": {"MappingProxyType", "SimpleNamespace"},
-    "uuid": {"UUID"},
-    "zoneinfo": {"ZoneInfo", "ZoneInfo._unpickle"},
+    "_codecs": "encode",
+    "argparse": "Namespace",
+    "array": "_array_reconstructor array",
+    "builtins": "bool bytearray bytes complex dict float frozenset int list object range set slice str tuple",
+    "collections": "ChainMap Counter OrderedDict UserDict UserList defaultdict deque",
+    "copyreg": "_reconstructor",
+    "datetime": "date datetime time timedelta timezone",
+    "decimal": "Decimal",
+    "fractions": "Fraction",
+    "functools": "partial",
+    "io": "BytesIO StringIO",
+    "ipaddress": "IPv4Address IPv4Network IPv6Address IPv6Network",
+    "logging": "getLogger",
+    "operator": "itemgetter",
+    "pathlib": "Path PosixPath PurePath PurePosixPath PureWindowsPath WindowsPath",
+    "random": "Random",
+    "re": "_compile",
+    "time": "struct_time",
+    "types": "MappingProxyType SimpleNamespace",
+    "uuid": "UUID",
+    "zoneinfo": "ZoneInfo ZoneInfo._unpickle",
 }
 """Callables of the standard library that create plain values; any other callable may have side effects."""
 
@@ -92,20 +91,17 @@ class Use:
     def runs_code(self) -> bool:
         """Whether it is known to have no place in a checkpoint. Other classes may run code as well."""
         package, last, found = self.module.partition(".")[0], self.name.rpartition(".")[2], self._loaded()
-        is_exception = isinstance(found, type) and issubclass(found, BaseException)
-        if self.name in _VALUES.get(self.module, ()) or is_exception:
+        is_class = isinstance(found, type)
+        if self.name in _VALUES.get(self.module, "").split() or (is_class and issubclass(found, BaseException)):
             return False
         if package in _RUN_CODE or last in _NAMES_THAT_RUN_CODE or not self._is_importable:
             return True
         home = str(getattr(found, "__module__", None)).partition(".")[0]
         if isinstance(found, ModuleType) or home in _RUN_CODE - {"builtins"}:
             return True
-        if not self.is_called:
-            return False
-        if last in _CALLS_THAT_RUN_CODE or package in sys.stdlib_module_names:
-            return True
-        is_function = not isinstance(found, type) and last[:1].islower()
-        return package == "torch" and is_function
+        is_torchs_function = package == "torch" and not is_class and last[:1].islower()
+        is_library = last in _CALLS_THAT_RUN_CODE or package in sys.stdlib_module_names or is_torchs_function
+        return self.is_called and is_library
 
     def _loaded(self) -> Any:
         """Return the named object if its module is already imported and has that name, else None."""
@@ -147,13 +143,12 @@ class _Anything(metaclass=_Kind):
     def __call__(self, *args: Any) -> _Anything:
         raise NotImplementedError  # the result of a call is unknown, and so is the effect of calling it
 
-    def __setstate__(self, state: Any) -> None:
-        self.items.append(state)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def append(self, value: Any) -> None:
         self.items.append(value)
 
-    def append(self, value: Any) -> None:
+    __setstate__ = append
+
+    def __setitem__(self, key: Any, value: Any) -> None:
         self.items.append(value)
 
     def extend(self, values: Any) -> None:
@@ -189,32 +184,28 @@ def uses_in(file: Any) -> tuple[list[Use], bool]:
     values: list[Any] = []
     is_complete = True
     try:
-        for pickled in _pickles(file):
-            try:
-                # Files of torch before 1.6 contain a magic number, a version and system information before the
-                # checkpoint.
-                while len(values) < 4:
-                    values.append(_Finder(pickled, found).load())
-            except EOFError:
-                is_complete = bool(values)
+        pickled = _pickled(file)
+        try:
+            # Files of torch before 1.6 contain a magic number, a version and system information before the checkpoint.
+            while len(values) < 4:
+                values.append(_Finder(pickled, found).load())
+        except EOFError:
+            is_complete = bool(values)
     except Exception:
         is_complete = False
     _find_places(values)
     return [kind.use for kind in found.values()], is_complete
 
 
-def _pickles(file: Any) -> list[Any]:
-    stream = file if hasattr(file, "read") else open(file, "rb")
-    try:
+def _pickled(file: Any) -> Any:
+    is_stream = hasattr(file, "read")
+    with nullcontext(file) if is_stream else open(file, "rb") as stream:
         is_archive = zipfile.is_zipfile(stream)
         stream.seek(0)
         if not is_archive:
-            return [stream if stream is file else io.BytesIO(stream.read())]
-    finally:
-        if stream is not file:
-            stream.close()
-    reader = PyTorchFileReader(file if stream is file else os.fspath(file))
-    return [io.BytesIO(reader.get_record("data.pkl"))]
+            return stream if is_stream else io.BytesIO(stream.read())
+    reader = PyTorchFileReader(file if is_stream else os.fspath(file))
+    return io.BytesIO(reader.get_record("data.pkl"))
 
 
 def _find_places(values: Any) -> None:
@@ -231,8 +222,6 @@ def _find_places(values: Any) -> None:
         inside: list[tuple[Any, str]] = []
         if isinstance(value, dict):
             inside = [(item, f"{path}.{key}" if path else str(key)) for key, item in value.items()]
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            inside = [(item, path) for item in value]
-        elif isinstance(value, _Anything):
-            inside = [(item, path) for item in value.items]
+        elif isinstance(value, (list, tuple, set, frozenset, _Anything)):
+            inside = [(item, path) for item in (value.items if isinstance(value, _Anything) else value)]
         waiting += reversed(inside)

@@ -37,6 +37,8 @@ _METADATA_CLASSES = {
 }
 _PATHS = {"Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"}
 
+NOT_RUN = "None of its code was run. Do not load the file in another way"
+
 
 class ForbiddenClassError(ValueError):
     """A pickle names a class or function that is not allowed."""
@@ -100,8 +102,10 @@ def load_torch(
         except (pickle.UnpicklingError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and "weights_only" not in str(error):
                 raise
+            if hasattr(file, "seek"):
+                file.seek(0)
             # torch's own message advises an option that would run the file's code
-            refused: Exception = _refusal(_rewound(file)) or type(error)(_without_advice(str(error)))
+            refused: Exception = _refusal(file) or type(error)(_without_advice(str(error)))
         raise refused
 
 
@@ -109,13 +113,7 @@ def with_way_out(error: ForbiddenClassError) -> str:
     """Return the error's message with the advice to pass ``weights_only=False``, for callers that accept it."""
     if isinstance(error, CodeToRunError):
         return str(error)
-    return f"{error}, or give weights_only=False if you trust whoever wrote all of it"
-
-
-def _rewound(file: Any) -> Any:
-    if hasattr(file, "seek"):
-        file.seek(0)
-    return file
+    return f"{error}, or pass weights_only=False if you trust the source of the file"
 
 
 def _refusal(file: Any) -> ForbiddenClassError | None:
@@ -125,23 +123,20 @@ def _refusal(file: Any) -> ForbiddenClassError | None:
     running = [use for use in unsafe if use.runs_code]
     if running:
         calls = [f"it would call {use}" if use.is_called else f"it names {use}" for use in running]
-        return CodeToRunError(
-            f"it wants to run code when it is loaded: {', '.join(calls)}. Nothing of it was run; do not load it by "
-            "other means, and take a checkpoint from elsewhere"
-        )
+        return CodeToRunError(f"loading it would run code: {', '.join(calls)}. {NOT_RUN}; use another checkpoint")
     if not unsafe:
         return None
     found = ", ".join(map(str, unsafe))
     if not is_complete:
         return CodeToRunError(
-            f"it holds objects of classes that are not loaded ({found}), and what else it names cannot be told, as "
-            "with files that hide code. Nothing of it was run; do not load it by other means"
+            f"it contains objects of classes that are not allowed ({found}), and its other contents cannot be "
+            f"determined, as in files that hide code. {NOT_RUN}"
         )
     imports = "; ".join(f"from {use.module} import {use.name.partition('.')[0]}" for use in unsafe)
     allowed = ", ".join(use.name for use in unsafe)
     return ForbiddenClassError(
-        f"it holds objects of classes that are not loaded unless you allow them: {found}. Loading them runs "
-        f"code of theirs. If you know each of them, as your project's or a library's that it uses, write '{imports}; "
+        f"it contains objects of classes that are loaded only if you allow them: {found}. Loading them runs their "
+        f"code. If you know that all of them belong to your project or its libraries, write '{imports}; "
         f"torch.serialization.add_safe_globals([{allowed}])' before loading"
     )
 
@@ -162,9 +157,9 @@ def _without_advice(text: str) -> str:
     """Remove torch's advice on how to load the file all the same from its message."""
     if "TorchScript" in text:
         return "it is a TorchScript archive"
+    advice = re.compile(r"weights_only|trust|arbitrary code|safe_globals|Weights only load|^WeightsUnpickler error:$")
     sentences = re.split(r"(?<=[.:])\s+", text)
-    beside = re.compile(r"weights_only|trust|arbitrary code|safe_globals|Weights only load|^WeightsUnpickler error:$")
-    return " ".join(each for each in sentences if not beside.search(each)).strip() or "it cannot be unpickled"
+    return " ".join(each for each in sentences if not advice.search(each)).strip() or "it cannot be unpickled"
 
 
 @contextmanager
@@ -180,10 +175,7 @@ def _omegaconf_allowed() -> Iterator[None]:
     kinds += [DictConfig, ListConfig, base.ContainerMetadata, base.Metadata, collections.defaultdict]
     kinds += [bool, bytes, dict, float, int, list, str, tuple]
     kinds += [(pathlib.PosixPath, f"{module}.PosixPath") for module in ("pathlib", "pathlib._local")]  # Python 3.13
-    kinds += [
-        (getattr(typing, name), f"typing.{name}") for name in ("Any", "Dict", "List", "Optional", "Tuple", "Union")
-    ]
+    kinds += [(getattr(typing, name), f"typing.{name}") for name in "Any Dict List Optional Tuple Union".split()]
     own = torch.serialization.get_safe_globals()
-    new = [kind for kind in dict.fromkeys(kinds) if kind not in own]
-    with torch.serialization.safe_globals(new):
+    with torch.serialization.safe_globals([kind for kind in dict.fromkeys(kinds) if kind not in own]):
         yield

@@ -432,7 +432,7 @@ def reserved_before(folder):
         swapped = SwapFolder(folder)
         room = swapped.free_bytes
         assert 2**19 < room <= 2**20
-        with pytest.raises(OSError, match=f"{2**20 + 1} bytes are wanted, and {room} are free") as raised:
+        with pytest.raises(OSError, match=f"{2**20 + 1} bytes are required, {room} are free") as raised:
             swapped.open("file", 2**20 + 1)
         assert raised.value.errno == errno.ENOSPC
         assert os.listdir(swapped.path) == [] and swapped.free_bytes == room
