@@ -7,6 +7,7 @@ import fcntl
 import mmap
 import os
 import random
+import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -246,12 +247,12 @@ def test_a_full_disk_is_told_though_another_thread_writes(run_on, tmp_path):
 
 
 def test_a_file_that_is_given_up_leaves_no_thread_and_no_descriptor(tmp_path):
-    before = set(os.listdir("/proc/self/fd"))
+    before, threads = set(os.listdir("/proc/self/fd")), threading.enumerate()
     appender = Appender(str(tmp_path / "file"))
     appender.write(memoryview(bytes(disk.BUFFER + 1)))
     appender.close()
     assert set(os.listdir("/proc/self/fd")) == before
-    assert appender._thread is None
+    assert threading.enumerate() == threads
 
 
 def test_forked_processes_neither_see_nor_hold_memory_in_huge_pages():

@@ -134,11 +134,7 @@ def tensor_in(buffer: memoryview, known: dict[Any, Layout], kind: Any) -> Tensor
 
 
 def archived(tensor: Tensor) -> bytearray:
-    """Return the bytes that ``torch.save`` writes, forty times as fast; only the archive's random id differs.
-
-    Args:
-        tensor: contiguous, on the CPU, with a storage of the tensor's size.
-    """
+    """Return what ``torch.save`` writes for a contiguous CPU tensor, forty times as fast; only the id differs."""
     template, start, checksums = _template(tensor.dtype, tuple(tensor.shape))
     archive = bytearray(template)
     values = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -54,12 +54,7 @@ class Destination:
         self._old = os.path.join(self._parent, _put_aside(self._name, label))
 
     def check_replaceable(self) -> None:
-        """Refuse to replace a folder that contains anything but a checkpoint, since all of its contents would be lost.
-
-        Raises:
-            IsADirectoryError: if the folder contains other files.
-            FileExistsError: if the path is a device, a pipe or a socket.
-        """
+        """Refuse to replace a folder that contains anything but a checkpoint, since its contents would be lost."""
         if self._is_local and os.path.islink(self._place):
             return  # only the link would be replaced
         is_known = os.path.isfile(self._place) or os.path.isdir(self._place)
@@ -109,11 +104,7 @@ class Destination:
         return self._fs.size(target) if self._fs.exists(target) else None
 
     def put_in_place(self) -> None:
-        """Replace what is at the path by the checkpoint that was written; the old contents are deleted only after that.
-
-        Raises:
-            OSError: if replacing fails, or other files have appeared at the path, see ``check_replaceable``.
-        """
+        """Replace the path's contents by the checkpoint that was written; only then delete the old contents."""
         self.check_replaceable()
         if self._is_local:
             if os.path.isdir(self.partial):
@@ -162,10 +153,6 @@ class Destination:
 
         If this process dies during the removal, the rest has a partial file's name and is deleted by
         ``clear_leftovers``.
-
-        Raises:
-            OSError: if removal is not permitted. The checkpoint is then intact, or has a partial file's name if this
-                user may rename it but not delete its files.
         """
         if self._is_local:
             with suppress(FileNotFoundError):  # already removed

@@ -37,15 +37,6 @@ def write_full(opened: OpenedCheckpoint, out: str, advance: Callable[[int], Any]
 
     ``torch.save`` needs tensors in memory. So tensors that are still on disk are first copied one after another to an
     unnamed temporary file and then saved from its memory mapping, of which the system can evict pages.
-
-    Args:
-        opened: a checkpoint in any form.
-        out: path; replaced if it exists.
-        advance: called with the number of bytes written; tensors from disk are counted twice.
-
-    Raises:
-        OSError: if writing fails; ``out`` is unchanged then.
-        DamagedCheckpointError: if some values cannot be read; ``out`` is unchanged then.
     """
     checkpoint, names = _whole(opened)
     fs, place = url_to_fs(out)
@@ -79,15 +70,6 @@ def write_sharded(opened: OpenedCheckpoint, out: str, advance: Callable[[int], A
     """Write a sharded checkpoint: a folder in the format of ``torch.distributed.checkpoint``.
 
     Optimizer state is stored by parameter names there; if they are unknown, by parameter numbers.
-
-    Args:
-        opened: a checkpoint in any form.
-        out: path; replaced if it exists.
-        advance: called with the number of bytes written.
-
-    Raises:
-        OSError: if writing fails; ``out`` is unchanged then.
-        DamagedCheckpointError: if some values cannot be read; ``out`` is unchanged then.
     """
     checkpoint, names = _whole(opened)
     ours = dict(checkpoint.pop(CHECKPOINT_KEY, None) or {})

@@ -110,9 +110,6 @@ def export(opened: OpenedCheckpoint, dtype: torch.dtype | None = None, prefix: s
             the checkpoint has them.
         prefix: export only names with this prefix, and strip it. None: the name of the transformers model within the
             module, if there is exactly one.
-
-    Raises:
-        ValueError: if no name has the prefix, or safetensors does not support a tensor's dtype.
     """
     ours = opened.checkpoint.get(CHECKPOINT_KEY) or {}
     models = {name.rstrip("."): config for name, config in (ours.get("transformers") or {}).items()}
@@ -208,21 +205,7 @@ class Place:
 def write_safetensors(
     content: Export, place: Place, *, most_bytes: int, advance: Callable[[int], Any] = lambda _: None
 ) -> list[str]:
-    """Write an export, replacing an earlier one at the same place.
-
-    Args:
-        content: returned by ``export``.
-        place: paths to write to; ``config.json`` goes to the same folder.
-        most_bytes: size limit of one file's tensors; larger exports become several files with an index. A tensor above
-            the limit has a file of its own.
-        advance: called with the number of bytes written.
-
-    Returns:
-        The files that were written.
-
-    Raises:
-        OSError: if writing fails; earlier files are unchanged then.
-    """
+    """Write an export, replacing an earlier one at the same place."""
     shards = list(_shards(content.weights, most_bytes))
     names = place.names(len(shards))
     texts: dict[str, Any] = {} if content.config is None else {"config.json": content.config}

@@ -15,11 +15,7 @@ from lightning_zero.engine.optim.compatibility import is_torchs_elementwise
 
 
 def check_module(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-    """Refuse a state dict that ``load_state_dict`` would refuse only after loading the tensors that fit.
-
-    Raises:
-        RuntimeError: as raised by torch.
-    """
+    """Refuse a state dict that ``load_state_dict`` would refuse only after loading the tensors that fit."""
     own = {name: value.shape for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     if own == {name: value.shape for name, value in state.items() if isinstance(value, Tensor)}:
         return
@@ -39,9 +35,6 @@ def check_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[s
     Args:
         optimizers: none of them has loaded its state yet.
         states: in torch's ordinary form.
-
-    Raises:
-        ValueError: naming the first difference.
     """
     if not states:
         return  # a checkpoint assembled by hand: optimizers start without state, as under DDP

@@ -255,11 +255,7 @@ def _number_parameters(path: str, tree: dict[str, Any]) -> tuple[dict[str, Any],
 
 
 def by_number(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert an optimizer state dict by parameter name, as in DCP, to torch's ordinary form. Inverse of ``by_name``.
-
-    Raises:
-        KeyError: if a state belongs to a parameter that is in no param group.
-    """
+    """Convert an optimizer state dict by parameter name, as in DCP, to torch's form by number. See ``by_name``."""
     groups: list[dict[str, Any]] = []
     number_of: dict[Any, int] = {}
     for group in saved["param_groups"]:

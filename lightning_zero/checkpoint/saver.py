@@ -146,11 +146,7 @@ class Saver:
             self._made[value] = None
 
     def save_whole(self, checkpoint: Mapping[str, Any], path: Any) -> None:
-        """Write a full checkpoint, by one rank.
-
-        Raises:
-            CheckpointNotSavedError: if writing failed; in the background ``finish`` raises it.
-        """
+        """Write a full checkpoint, by one rank."""
         if self._in_background:
             self.save_whole_later(checkpoint, path, 0, None)
         else:
@@ -222,11 +218,7 @@ class Saver:
             act()
 
     def finish(self) -> None:
-        """Wait until all checkpoints have been written.
-
-        Raises:
-            CheckpointNotSavedError: if one could not be written.
-        """
+        """Wait until all checkpoints have been written."""
         jobs, self._jobs = self._jobs, []
         _unfinished.discard(self)
         wait(jobs)
@@ -274,13 +266,7 @@ def _log_failures() -> None:
 def put_together(
     entries: list[Entry], ranges: list[list[tuple[int, int]]], rank: int, group: ProcessGroup | None
 ) -> list[Tensor]:
-    """Gather sharded tensors on rank 0; returns full tensors there, an empty list on other ranks. Collective.
-
-    Args:
-        entries: this rank's shards, of the same tensors in the same order on every rank.
-        ranges: for each tensor, the range of the flattened tensor that each rank owns.
-        group: a process group used for nothing else; None with one rank.
-    """
+    """Return full tensors on rank 0, given each rank's range of each; an empty list on other ranks. Collective."""
     whole = []
     for entry, owned in zip(entries, ranges):
         if rank:
@@ -326,11 +312,7 @@ class StoreExchange:
         self._round = 0
 
     def __call__(self, value: Any) -> list[Any]:
-        """All-gather a small picklable value; returns the values in the order of ranks.
-
-        Raises:
-            RuntimeError: if a rank does not take part, because it has failed.
-        """
+        """All-gather a small picklable value; returns the values in the order of ranks."""
         number, self._round = self._round, self._round + 1
         with explained("The exchange about a checkpoint", DistError):  # fails if its host rank ends
             self._store.set(f"{number}/{self._rank}", pickle.dumps(value))  # type: ignore[arg-type]

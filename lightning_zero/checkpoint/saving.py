@@ -159,11 +159,7 @@ def by_name(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def names_in(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
-    """Return the names of an optimizer's parameters in the order of its groups, as ``by_name`` expects them.
-
-    Args:
-        names: by ``id`` of the parameter; a parameter without a name gets its number.
-    """
+    """Return an optimizer's parameter names, given by ``id``, in the order of its groups; a number if there is none."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [names.get(id(parameter), str(number)) for number, parameter in enumerate(parameters)]
 
@@ -365,11 +361,7 @@ def refusal_of(path: str, label: str) -> str | None:
 
 
 def save_whole(checkpoint: Mapping[str, Any], destination: Destination) -> None:
-    """Write a full checkpoint: one ordinary file of ``torch.save``, by one rank.
-
-    Raises:
-        CheckpointNotSavedError: if writing fails. The partial file is removed then.
-    """
+    """Write a full checkpoint: one ordinary file of ``torch.save``, by one rank."""
     try:
         destination.check_replaceable()
         destination.clear_leftovers()

@@ -76,9 +76,8 @@ def is_in_memory(path: str) -> bool:
 def make_private_folder(path: str) -> None:
     """Create a folder, and its missing parents, for this user alone; an existing folder is left unchanged.
 
-    Raises:
-        OSError: if the system reports one; also if the folder is in a world-writable folder, such as that for temporary
-            files, where another user may have created it or may change its contents.
+    A folder in a world-writable folder, such as that for temporary files, is refused if another user may have created
+    it or may change its contents.
     """
     os.makedirs(path, 0o700, exist_ok=True)
     if not os.stat(os.path.dirname(os.path.abspath(path))).st_mode & stat.S_IWOTH:
@@ -112,9 +111,6 @@ class DirectFile:
         readable: whether this process reads the file as well; the file's mode is then 0600. Some network file systems
             only accept write-only files.
 
-    Raises:
-        FileExistsError: if the path exists.
-
     Attributes:
         is_direct: whether all aligned data has bypassed the cache so far.
     """
@@ -136,9 +132,6 @@ class DirectFile:
         """Set the size of a new file and allocate its blocks, so that no later write finds the disk full.
 
         If the file system cannot allocate blocks in advance, this only checks that there is enough room now.
-
-        Raises:
-            OSError: if there is not enough room; none of it is taken then.
         """
         free = free_bytes(self._cached)
         try:
@@ -166,11 +159,7 @@ class DirectFile:
             data, position = data[written:], position + written
 
     def read(self, into: memoryview, position: int) -> None:
-        """Fill memory with the bytes at a position of a ``readable`` file.
-
-        Raises:
-            OSError: also if the file ends early; the memory's contents are then undefined.
-        """
+        """Fill memory with the bytes at a position of a ``readable`` file."""
         while into:
             count = self._move(_read_into, into, position)
             if count == 0:
