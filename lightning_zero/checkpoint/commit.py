@@ -38,13 +38,15 @@ class Destination:
     Args:
         path: a local path, or an fsspec URL (``s3://...``).
         label: unique for this save, and the same on every rank; created by ``labels.new_label``.
+        advance: called with the number of bytes of each write.
 
     Attributes:
         path: as given.
         partial: hidden path in the same folder, to which the checkpoint is written first.
     """
 
-    def __init__(self, path: Any, label: str) -> None:
+    def __init__(self, path: Any, label: str, advance: Callable[[int], Any] = lambda _: None) -> None:
+        self._advance = advance
         self.path = str(path)
         self._fs, place = url_to_fs(self.path)
         self._place = place.rstrip("/") or place
@@ -89,10 +91,10 @@ class Destination:
         self._fs.makedirs(os.path.dirname(target), exist_ok=True)
         if not self._is_local:
             with self._fs.open(target, "wb") as file:
-                yield Stream(file)
+                yield Stream(file, self._advance)
             return
         with closing(Appender(target)) as appender:
-            yield Stream(appender)
+            yield Stream(appender, self._advance)
             appender.finish()
 
     def size_of(self, name: str) -> int | None:
@@ -194,10 +196,10 @@ def remove(path: Any) -> None:
 class Stream:
     """An open file with a running checksum of the bytes written since ``begin``; calls ``advance`` at each write."""
 
-    def __init__(self, file: IO[bytes] | Appender) -> None:
+    def __init__(self, file: IO[bytes] | Appender, advance: Callable[[int], Any]) -> None:
         self._file = file
         self.position = self.crc32 = 0
-        self.advance: Callable[[int], Any] = lambda _: None
+        self._advance = advance
 
     def begin(self) -> int:
         """Start a piece and return its offset, a multiple of 64: then its records, aligned within, can be mapped."""
@@ -212,7 +214,7 @@ class Stream:
         while written < len(view):  # a raw file may write fewer bytes than requested
             written += self._file.write(view[written:])
         self.position += written
-        self.advance(written)
+        self._advance(written)
         return written
 
     def flush(self) -> None:

@@ -6,8 +6,7 @@ import dataclasses
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
-from lightning_zero.checkpoint.commit import Destination, Stream
+from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.exporting import write_values
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, NAMES
 from lightning_zero.checkpoint.reading import OpenedCheckpoint, by_number
@@ -57,7 +56,7 @@ def write_full(opened: OpenedCheckpoint, out: str, advance: Callable[[int], Any]
     ready = tree_map_only(StoredTensor, lambda tensor: mapped[id(tensor)], checkpoint)
     if any(not name.isdecimal() for of_one in names.values() for name in of_one):  # the names are known
         ready[CHECKPOINT_KEY] = {**ready.get(CHECKPOINT_KEY, {}), NAMES: names}
-    save_whole(ready, _Progress(out, advance))
+    save_whole(ready, Destination(out, new_label(), advance))
 
 
 def _at(mapping: Any, place: int, like: Tensor) -> Tensor:
@@ -89,7 +88,7 @@ def write_sharded(opened: OpenedCheckpoint, out: str, advance: Callable[[int], A
         tree[CHECKPOINT_KEY] = {"masters": ours.pop("masters")}
     if ours:
         rest[CHECKPOINT_KEY] = ours
-    save_in_parts(content_of(tree, rest), _Progress(out, advance), opened.written_by)
+    save_in_parts(content_of(tree, rest), Destination(out, new_label(), advance), opened.written_by)
 
 
 def _whole(opened: OpenedCheckpoint) -> tuple[dict[str, Any], dict[str, list[str]]]:
@@ -120,20 +119,6 @@ def _is_optimizers(value: Any) -> bool:
 
 def _has_tensors(value: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
-
-
-class _Progress(Destination):
-    """A ``Destination`` that reports the number of bytes of each write."""
-
-    def __init__(self, path: str, advance: Callable[[int], Any]) -> None:
-        super().__init__(path, new_label())
-        self._advance = advance
-
-    @contextmanager
-    def writing(self, name: str | None = None) -> Iterator[Stream]:
-        with super().writing(name) as stream:
-            stream.advance = self._advance
-            yield stream
 
 
 def with_prefix(opened: OpenedCheckpoint, prefix: str) -> OpenedCheckpoint:

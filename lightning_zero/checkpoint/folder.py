@@ -268,9 +268,8 @@ class Folder:
 
     def _tensor(self, chunk: _Chunk, dtype: torch.dtype) -> Tensor:
         data = self._checked(chunk.extent)
-        known = self._known if chunk.extent.crc32 is not None else {}  # otherwise only parsing reveals damage
         try:
-            tensor = tensor_in(data, known, (chunk.sizes, dtype))
+            tensor = tensor_in(data, self._known, (chunk.sizes, dtype))
         except Exception as error:
             raise DamagedCheckpointError.of(
                 self._files.path, f"{chunk.extent}, cannot be read ({type(error).__name__}: {error})"

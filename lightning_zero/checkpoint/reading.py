@@ -240,18 +240,25 @@ def _open_folder(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
 def _number_parameters(path: str, tree: dict[str, Any]) -> tuple[dict[str, Any], list[list[str]] | None]:
     """Convert optimizer states by parameter name, as in DCP, to states by number under Lightning's key."""
     rest = dict(tree)
-    states: list[dict[str, Any]] = []
-    names: list[list[str]] = []
-    while "param_groups" in (rest.get(f"optimizer_{len(states)}") or ()):
-        saved = rest.pop(f"optimizer_{len(states)}")
-        try:
-            states.append(by_number(saved))
-        except KeyError as error:
-            raise ValueError(
-                f"{path}: optimizer_{len(states)} has state of {error}, which is in none of its param groups."
-            ) from error
-        names.append([name for group in saved["param_groups"] for name in group["params"]])
-    return ({**rest, "optimizer_states": states}, names) if states else (rest, None)
+    found: list[tuple[dict[str, Any], list[str]]] = []
+    while "param_groups" in (rest.get(key := f"optimizer_{len(found)}") or ()):
+        found.append(numbered(rest.pop(key), f"{path}: {key}"))
+    if not found:
+        return rest, None
+    return {**rest, "optimizer_states": [state for state, _ in found]}, [names for _, names in found]
+
+
+def numbered(saved: Mapping[str, Any], what: str) -> tuple[dict[str, Any], list[str]]:
+    """Return an optimizer state by number, see ``by_number``, and the parameters' names in the order of their numbers.
+
+    Args:
+        what: for the error.
+    """
+    try:
+        state = by_number(saved)
+    except KeyError as error:
+        raise ValueError(f"{what} has state of {error}, which is in none of its param groups.") from error
+    return state, [name for group in saved["param_groups"] for name in group["params"]]
 
 
 def by_number(saved: Mapping[str, Any]) -> dict[str, Any]:

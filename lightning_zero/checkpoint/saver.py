@@ -141,7 +141,7 @@ class Saver:
         return copied
 
     def made(self, value: Tensor) -> None:
-        """Note of a tensor that nobody will change it: it need not be copied to be saved."""
+        """Note that a tensor will not change, so it need not be copied to be saved."""
         if self._in_background:
             self._made[value] = None
 

@@ -73,7 +73,8 @@ def open_deepspeed(path: str | os.PathLike[str]) -> OpenedCheckpoint:
     saved = list(by_rank.values())
     model, state = models[min(models)], saved[0]
     _check_only_zero(folder, model)
-    stage, world_size = _stage_of(folder, state), _world_size_of(state)
+    stage, count = _stage_of(folder, state), state["partition_count"]  # stages 1 and 2: a count for each param group
+    world_size = max(count) if isinstance(count, (list, tuple)) else count
     _check_ranks(folder, "..._optim_states.pt", list(by_rank), world_size)
     _check_ranks(folder, "..._model_states.pt", list(models), world_size if stage == 3 else 1)
 
@@ -94,7 +95,9 @@ def open_deepspeed(path: str | os.PathLike[str]) -> OpenedCheckpoint:
     checkpoint = with_lightnings_entries(checkpoint, steps=model["global_steps"])
     checkpoint["state_dict"] = {name.removeprefix(prefix): value for name, value in state_dict.items()}
     names = None
-    is_dealt = stage < 3 and "zero_stage" in state and _option(model, "round_robin_gradients")
+    config: Any = model.get("ds_config")  # DeepSpeed's configuration
+    is_dealt = stage < 3 and "zero_stage" in state and isinstance(config, dict)
+    is_dealt = is_dealt and bool(config["zero_optimization"].get("round_robin_gradients"))
     entry = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
     optimizer = _optimizer_state(folder, [each.get(entry) for each in saved], masters, layouts, is_dealt)
     if optimizer is not None:
@@ -239,17 +242,6 @@ def _stage_of(folder: Path, state: dict[str, Any]) -> int:
             "zero_to_fp32.py in the folder to get the weights."
         )
     return int(stage)
-
-
-def _option(model: dict[str, Any], name: str) -> bool:
-    """Read a ZeRO option from DeepSpeed's configuration, which is stored with the model."""
-    config = model.get("ds_config")
-    return bool(config["zero_optimization"].get(name)) if isinstance(config, dict) else False
-
-
-def _world_size_of(state: dict[str, Any]) -> int:
-    count = state["partition_count"]  # one count per param group at stages 1 and 2
-    return max(count) if isinstance(count, (list, tuple)) else count
 
 
 def _check_only_zero(folder: Path, model: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_zero.checkpoint.converting import with_lightnings_entries
-from lightning_zero.checkpoint.reading import OpenedCheckpoint, by_number, open_checkpoint
+from lightning_zero.checkpoint.reading import OpenedCheckpoint, numbered, open_checkpoint
 from lightning_zero.engine.init.sources import listed
 
 _USUAL = ("state_dict", "model", "module", "model_state_dict")
@@ -54,13 +54,9 @@ def open_fsdp(path: str | os.PathLike[str], *, model: str | None = None) -> Open
         for key, optimizer in optimizers.items():
             _take(tree, key)
             saved = _nested(optimizer, weights) if _is_flattened(optimizer) else optimizer
-            try:
-                tree["optimizer_states"].append(by_number(saved))
-            except KeyError as error:
-                raise ValueError(
-                    f"{opened.path}: '{key}' has state of {error}, which is in none of its param groups."
-                ) from error
-            names.append([name for group in saved["param_groups"] for name in group["params"]])
+            state, of_one = numbered(saved, f"{opened.path}: '{key}'")
+            tree["optimizer_states"].append(state)
+            names.append(of_one)
     return replace(opened, checkpoint=with_lightnings_entries(tree), as_saved=tree, names_of_optimizers=names)
 
 
