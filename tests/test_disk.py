@@ -7,6 +7,7 @@ import fcntl
 import mmap
 import os
 import random
+import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -174,7 +175,7 @@ def test_room_is_reserved_where_there_is_room(tmp_path, monkeypatch, in_memory, 
     nbytes = 2**20 + 1
     try:
         with closing(DirectFile(path, readable=True)) as file:
-            with pytest.raises(OSError, match=rf"{2**60} bytes are wanted, and \d+ are free; make room") as told:
+            with pytest.raises(OSError, match=rf"{2**60} bytes are required, \d+ are free; free some space") as told:
                 file.reserve(2**60)
             assert told.value.errno == errno.ENOSPC and told.value.filename == path
             assert os.path.getsize(path) == 0 and os.stat(path).st_blocks == 0
@@ -196,7 +197,7 @@ def another_takes_it(folder):
         free = free_bytes(str(folder))
         disk.free_bytes = lambda _: 2 * free
         with closing(DirectFile(str(folder / "file"))) as file:
-            with pytest.raises(OSError, match=f"No space left on device: {free + 1} bytes are wanted") as told:
+            with pytest.raises(OSError, match=f"No space left on device: {free + 1} bytes are required") as told:
                 file.reserve(free + 1)
             assert told.value.errno == errno.ENOSPC and free_bytes(str(folder)) == free
             file.reserve(free)
@@ -246,12 +247,12 @@ def test_a_full_disk_is_told_though_another_thread_writes(run_on, tmp_path):
 
 
 def test_a_file_that_is_given_up_leaves_no_thread_and_no_descriptor(tmp_path):
-    before = set(os.listdir("/proc/self/fd"))
+    before, threads = set(os.listdir("/proc/self/fd")), threading.enumerate()
     appender = Appender(str(tmp_path / "file"))
     appender.write(memoryview(bytes(disk.BUFFER + 1)))
     appender.close()
     assert set(os.listdir("/proc/self/fd")) == before
-    assert appender._thread is None
+    assert threading.enumerate() == threads
 
 
 def test_forked_processes_neither_see_nor_hold_memory_in_huge_pages():

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import accumulate, cycle, groupby
-from typing import Any
+from itertools import accumulate, groupby
 
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.engine.init.sources import listed
 
-ADVICE = "Take another checkpoint, or copy this one again from where it is whole."
+ADVICE = "Load another checkpoint, or copy this one again from an intact source."
 NO_CHECKSUM = -1
 """Value that no CRC-32 has; marks bytes that are damaged for another reason."""
 
@@ -23,6 +20,10 @@ _AT_ONCE = 2**23
 
 class DamagedCheckpointError(ValueError):
     """A checkpoint differs from what was written: it is truncated or altered, or a file is missing."""
+
+    @classmethod
+    def of(cls, path: object, what: str) -> DamagedCheckpointError:
+        return cls(f"{path} is damaged: {what}. {ADVICE}")
 
 
 class NoCheckpointError(ValueError):
@@ -37,7 +38,8 @@ class Extent:
         file: the file's name in the folder; empty for a checkpoint that is a single file.
         crc32: None if the range has no checksum.
         holds: names of the tensors in the range, as keys of the checkpoint's ``tensors``, or a function that returns
-        them. is_checked: whether the range has been verified.
+            them.
+        is_checked: whether the range has been verified.
     """
 
     file: str
@@ -66,14 +68,21 @@ def verify(
         DamagedCheckpointError: naming all damaged extents.
     """
     wrong = []
+    room = memoryview(bytearray(_AT_ONCE))
     for name, parts in groupby(_share(extents, *share), lambda extent: extent.file):
         with files.open(name) as file:
-            for extent, crc32 in _checksums(file, list(parts), progress):
+            for extent in parts:
+                crc32, left = 0, extent.length
+                file.seek(extent.start)
+                while left and (count := file.readinto(room[: min(left, _AT_ONCE)])):  # type: ignore[attr-defined]
+                    crc32, left = zlib.crc32(room[:count], crc32), left - count
+                    if progress is not None:
+                        progress(count)
                 extent.is_checked = crc32 == extent.crc32
                 if not extent.is_checked:
                     wrong.append(str(extent))
     if wrong:
-        raise DamagedCheckpointError(f"{files.path} is damaged: {listed(wrong, 20)}. {ADVICE}")
+        raise DamagedCheckpointError.of(files.path, listed(wrong, 20))
 
 
 def _share(extents: Iterable[Extent], number: int, of: int) -> list[Extent]:
@@ -91,46 +100,3 @@ def _share(extents: Iterable[Extent], number: int, of: int) -> list[Extent]:
     return [
         extent for extent, middle in zip(ordered, middles) if min(middle * of // (2 * ends[-1] or 1), of - 1) == number
     ]
-
-
-def _checksums(
-    file: Any, extents: list[Extent], progress: Callable[[int], None] | None
-) -> Iterator[tuple[Extent, int]]:
-    """Compute the current checksum of each extent. The extents must be contiguous."""
-    blocks = _blocks(file, extents[0].start, extents[-1].start + extents[-1].length)
-    block, position = memoryview(b""), extents[0].start  # the unread rest of the current block, and its position
-    for extent in extents:
-        crc32, at, stop = 0, extent.start, extent.start + extent.length
-        while at < stop:
-            if at >= position + len(block):
-                position += len(block)
-                block = next(blocks, memoryview(b""))
-                if not block:
-                    break  # truncated since the checkpoint was opened: the checksum will differ
-                continue
-            part = block[at - position : stop - position]
-            crc32, at = zlib.crc32(part, crc32), at + len(part)
-            if progress is not None:
-                progress(len(part))
-        yield extent, crc32
-
-
-def _blocks(file: Any, start: int, stop: int) -> Iterator[memoryview]:
-    """Read the bytes ``[start, stop)`` of a file in blocks; the next block is read in the background."""
-    rooms = cycle([memoryview(bytearray(_AT_ONCE)) for _ in range(2)])
-
-    def read(room: memoryview) -> memoryview:
-        filled = 0
-        while filled < len(room) and (count := file.readinto(room[filled:])):
-            filled += count
-        return room[:filled]
-
-    file.seek(start)
-    lengths = [min(_AT_ONCE, stop - position) for position in range(start, stop, _AT_ONCE)]
-    with ThreadPoolExecutor(1) as reader:
-        reads = deque(reader.submit(read, next(rooms)[:length]) for length in lengths[:1])
-        for length in (*lengths[1:], 0):
-            block = reads.popleft().result() if reads else memoryview(b"")
-            if length:
-                reads.append(reader.submit(read, next(rooms)[:length]))
-            yield block

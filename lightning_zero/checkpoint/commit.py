@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import IO, Any
 
@@ -22,14 +22,9 @@ from lightning_zero.io.labels import LABEL, is_left_over, new_label
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 _OF_A_CHECKPOINT = re.compile(
-    "|".join(
-        [
-            rf"{re.escape(DCP_METADATA)}(\.tmp)?",  # DCP writes the .tmp file first and renames it
-            *map(re.escape, (MANIFEST, REST)),
-            r"__\d+_\d+\.distcp",
-            r"\.DS_Store|\._.*|\.nfs[0-9a-f]+",  # created by macOS and by NFS
-        ]
-    )
+    # DCP writes a .tmp file first; the last ones are created by macOS and by NFS
+    rf"{re.escape(DCP_METADATA)}(\.tmp)?|{re.escape(MANIFEST)}|{re.escape(REST)}|__\d+_\d+\.distcp"
+    r"|\.DS_Store|\._.*|\.nfs[0-9a-f]+"
 )
 """The file names of a sharded checkpoint."""
 
@@ -43,13 +38,15 @@ class Destination:
     Args:
         path: a local path, or an fsspec URL (``s3://...``).
         label: unique for this save, and the same on every rank; created by ``labels.new_label``.
+        advance: called with the number of bytes of each write.
 
     Attributes:
         path: as given.
         partial: hidden path in the same folder, to which the checkpoint is written first.
     """
 
-    def __init__(self, path: Any, label: str) -> None:
+    def __init__(self, path: Any, label: str, advance: Callable[[int], Any] = lambda _: None) -> None:
+        self._advance = advance
         self.path = str(path)
         self._fs, place = url_to_fs(self.path)
         self._place = place.rstrip("/") or place
@@ -59,18 +56,13 @@ class Destination:
         self._old = os.path.join(self._parent, _put_aside(self._name, label))
 
     def check_replaceable(self) -> None:
-        """Refuse to replace a folder that contains anything but a checkpoint, since all of its contents would be lost.
-
-        Raises:
-            IsADirectoryError: if the folder contains other files.
-            FileExistsError: if the path is a device, a pipe or a socket.
-        """
+        """Refuse to replace a folder that contains anything but a checkpoint, since its contents would be lost."""
         if self._is_local and os.path.islink(self._place):
             return  # only the link would be replaced
         is_known = os.path.isfile(self._place) or os.path.isdir(self._place)
         if self._is_local and os.path.exists(self._place) and not is_known:
             raise FileExistsError(
-                f"{self.path} is neither a file nor a folder, and is not replaced: write the name of a file or folder"
+                f"{self.path} is neither a file nor a folder, so it is not replaced: choose another path"
             )
         if not self._fs.isdir(self._place):
             return
@@ -84,9 +76,8 @@ class Destination:
         others = [name for name, kind in kinds.items() if kind == "directory" or not _OF_A_CHECKPOINT.fullmatch(name)]
         if others or set(kinds) == {REST}:  # a file of this name alone may belong to any program
             raise IsADirectoryError(
-                f"{self.path} is a folder with more in it than a checkpoint has ({listed(sorted(others) or [REST])}), "
-                "and is not replaced: write the checkpoint's own name behind it, FOLDER/NAME.ckpt, or move that "
-                "somewhere else"
+                f"{self.path} is a folder with other contents than a checkpoint ({listed(sorted(others) or [REST])}), "
+                "so it is not replaced: add the checkpoint's own name, FOLDER/NAME.ckpt, or move the other contents"
             )
 
     @contextmanager
@@ -96,18 +87,14 @@ class Destination:
         Args:
             name: a file's name in a checkpoint that is a folder; None for a checkpoint that is a file.
         """
-        if name is None:
-            self._fs.makedirs(self._parent, exist_ok=True)
-            target = self.partial
-        else:
-            self._fs.makedirs(self.partial, exist_ok=True)
-            target = os.path.join(self.partial, name)
+        target = self.partial if name is None else os.path.join(self.partial, name)
+        self._fs.makedirs(os.path.dirname(target), exist_ok=True)
         if not self._is_local:
             with self._fs.open(target, "wb") as file:
-                yield Stream(file)
+                yield Stream(file, self._advance)
             return
         with closing(Appender(target)) as appender:
-            yield Stream(appender)
+            yield Stream(appender, self._advance)
             appender.finish()
 
     def size_of(self, name: str) -> int | None:
@@ -119,12 +106,7 @@ class Destination:
         return self._fs.size(target) if self._fs.exists(target) else None
 
     def put_in_place(self) -> None:
-        """Replace what is at the path by the checkpoint that was written; the old contents are deleted only after that.
-
-        Raises:
-            OSError: if replacing fails or, as in ``check_replaceable``, other files have appeared at the path
-            meanwhile.
-        """
+        """Replace the path's contents by the checkpoint that was written; only then delete the old contents."""
         self.check_replaceable()
         if self._is_local:
             if os.path.isdir(self.partial):
@@ -145,9 +127,12 @@ class Destination:
             self._fs.rm(self._old, recursive=True)
 
     def _rename(self) -> None:
-        are_files = not os.path.isdir(self.partial) and not _is_folder(self._place)
-        if (are_files or not os.path.lexists(self._place)) and self._replace():
+        try:
+            os.rename(self.partial, self._place)  # replaces a file by a file; no folder is there
             return
+        except OSError:
+            if not os.path.lexists(self._place):
+                raise
         if _exchange(self.partial, self._place):
             return
         os.rename(self._place, self._old)
@@ -156,15 +141,6 @@ class Destination:
         except OSError:
             os.rename(self._old, self._place)
             raise
-
-    def _replace(self) -> bool:
-        try:
-            os.replace(self.partial, self._place)
-        except OSError:
-            if not _is_folder(self._place):
-                raise
-            return False  # another run has just put a folder there
-        return True
 
     def discard(self) -> None:
         """Delete what was written so far; errors are ignored, so that the reason for discarding is reported instead."""
@@ -179,11 +155,6 @@ class Destination:
 
         If this process dies during the removal, the rest has a partial file's name and is deleted by
         ``clear_leftovers``.
-
-        Raises:
-            OSError: if removal is not permitted. The checkpoint is then intact; or it has a partial file's name, if
-            this user
-                may rename it but not delete its files.
         """
         if self._is_local:
             with suppress(FileNotFoundError):  # already removed
@@ -223,11 +194,12 @@ def remove(path: Any) -> None:
 
 
 class Stream:
-    """An open file with a running checksum of the bytes written since ``begin``."""
+    """An open file with a running checksum of the bytes written since ``begin``; calls ``advance`` at each write."""
 
-    def __init__(self, file: IO[bytes] | Appender) -> None:
+    def __init__(self, file: IO[bytes] | Appender, advance: Callable[[int], Any]) -> None:
         self._file = file
         self.position = self.crc32 = 0
+        self._advance = advance
 
     def begin(self) -> int:
         """Start a piece and return its offset, a multiple of 64: then its records, aligned within, can be mapped."""
@@ -242,6 +214,7 @@ class Stream:
         while written < len(view):  # a raw file may write fewer bytes than requested
             written += self._file.write(view[written:])
         self.position += written
+        self._advance(written)
         return written
 
     def flush(self) -> None:
@@ -249,7 +222,7 @@ class Stream:
 
 
 def stand_in(path: str) -> str | None:
-    """Return where the checkpoint is that was moved aside to be replaced; None if there is none.
+    """Return the path of a checkpoint that was moved aside to be replaced; None if there is none.
 
     Such a checkpoint exists if a process died while replacing it on a file system that cannot exchange two names.
     """
@@ -258,11 +231,13 @@ def stand_in(path: str) -> str | None:
     if not fs.exists(parent):
         return None
     start, _, suffix = _put_aside(name, "\0").partition("\0")
-    found = []
-    for entry in fs.ls(parent, detail=False):
-        entry_name = os.path.basename(entry.rstrip("/"))
-        if entry_name.startswith(start) and entry_name.endswith(suffix) and _OLD.fullmatch(entry_name):
-            found.append(entry)
+    found = [
+        entry
+        for entry in fs.ls(parent, detail=False)
+        if (name := os.path.basename(entry.rstrip("/"))).startswith(start)
+        and name.endswith(suffix)
+        and _OLD.fullmatch(name)
+    ]
     if not found:
         return None
     newest = max(found, key=fs.modified)
@@ -278,7 +253,7 @@ def _short(name: str) -> str:
     encoded = name.encode()
     if len(encoded) <= _LONGEST:
         return name
-    stem, suffix = os.path.splitext(name)
+    _, suffix = os.path.splitext(name)
     return f"{encoded[: _LONGEST - 40].decode(errors='ignore')}~{zlib.crc32(encoded):08x}{suffix[:16]}"
 
 

@@ -6,8 +6,7 @@ import dataclasses
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
-from lightning_zero.checkpoint.commit import Destination, Stream
+from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.exporting import write_values
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, NAMES
 from lightning_zero.checkpoint.reading import OpenedCheckpoint, by_number
@@ -37,15 +36,6 @@ def write_full(opened: OpenedCheckpoint, out: str, advance: Callable[[int], Any]
 
     ``torch.save`` needs tensors in memory. So tensors that are still on disk are first copied one after another to an
     unnamed temporary file and then saved from its memory mapping, of which the system can evict pages.
-
-    Args:
-        opened: a checkpoint in any form.
-        out: path; replaced if it exists.
-        advance: called with the number of bytes written; tensors from disk are counted twice.
-
-    Raises:
-        OSError: if writing fails; ``out`` is unchanged then.
-        DamagedCheckpointError: if some values cannot be read; ``out`` is unchanged then.
     """
     checkpoint, names = _whole(opened)
     fs, place = url_to_fs(out)
@@ -66,7 +56,7 @@ def write_full(opened: OpenedCheckpoint, out: str, advance: Callable[[int], Any]
     ready = tree_map_only(StoredTensor, lambda tensor: mapped[id(tensor)], checkpoint)
     if any(not name.isdecimal() for of_one in names.values() for name in of_one):  # the names are known
         ready[CHECKPOINT_KEY] = {**ready.get(CHECKPOINT_KEY, {}), NAMES: names}
-    save_whole(ready, _Told(out, advance))
+    save_whole(ready, Destination(out, new_label(), advance))
 
 
 def _at(mapping: Any, place: int, like: Tensor) -> Tensor:
@@ -79,15 +69,6 @@ def write_sharded(opened: OpenedCheckpoint, out: str, advance: Callable[[int], A
     """Write a sharded checkpoint: a folder in the format of ``torch.distributed.checkpoint``.
 
     Optimizer state is stored by parameter names there; if they are unknown, by parameter numbers.
-
-    Args:
-        opened: a checkpoint in any form.
-        out: path; replaced if it exists.
-        advance: called with the number of bytes written.
-
-    Raises:
-        OSError: if writing fails; ``out`` is unchanged then.
-        DamagedCheckpointError: if some values cannot be read; ``out`` is unchanged then.
     """
     checkpoint, names = _whole(opened)
     ours = dict(checkpoint.pop(CHECKPOINT_KEY, None) or {})
@@ -107,7 +88,7 @@ def write_sharded(opened: OpenedCheckpoint, out: str, advance: Callable[[int], A
         tree[CHECKPOINT_KEY] = {"masters": ours.pop("masters")}
     if ours:
         rest[CHECKPOINT_KEY] = ours
-    save_in_parts(content_of(tree, rest), _Told(out, advance), opened.written_by)
+    save_in_parts(content_of(tree, rest), Destination(out, new_label(), advance), opened.written_by)
 
 
 def _whole(opened: OpenedCheckpoint) -> tuple[dict[str, Any], dict[str, list[str]]]:
@@ -140,27 +121,6 @@ def _has_tensors(value: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
 
 
-class _Told(Destination):
-    """A ``Destination`` that reports progress."""
-
-    def __init__(self, path: str, advance: Callable[[int], Any]) -> None:
-        super().__init__(path, new_label())
-        self._advance = advance
-
-    @contextmanager
-    def writing(self, name: str | None = None) -> Iterator[Stream]:
-        with super().writing(name) as stream:
-            write = stream.write
-
-            def told(data: Any) -> int:
-                written = write(data)
-                self._advance(written)
-                return written
-
-            stream.write = told  # type: ignore[method-assign]
-            yield stream
-
-
 def with_prefix(opened: OpenedCheckpoint, prefix: str) -> OpenedCheckpoint:
     """Prepend a prefix (``model.`` or ``model``) to all parameter and buffer names of a Trainer checkpoint."""
     prefix = f"{prefix.removesuffix('.')}." if prefix else ""
@@ -177,3 +137,11 @@ def with_prefix(opened: OpenedCheckpoint, prefix: str) -> OpenedCheckpoint:
     if names is not None:
         names = [[f"{prefix}{name}" for name in of_one] for of_one in names]
     return dataclasses.replace(opened, checkpoint=checkpoint, as_saved=checkpoint, names_of_optimizers=names)
+
+
+def with_lightnings_entries(checkpoint: dict[str, Any], *, steps: int = 0) -> dict[str, Any]:
+    """Add missing entries that a Trainer, and other readers of Lightning's files, need."""
+    from lightning import __version__
+
+    entries = {"pytorch-lightning_version": __version__, "epoch": 0, "global_step": steps, "lr_schedulers": []}
+    return {**entries, **checkpoint}

@@ -24,6 +24,7 @@ from lightning_zero.checkpoint.reading import OpenedCheckpoint
 from lightning_zero.checkpoint.saving import identity
 from lightning_zero.engine.init.sources import listed
 from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
+from lightning_zero.engine.tensor.sharded_tensor import flat_range
 from lightning_zero.io.labels import new_label
 
 DTYPES = {
@@ -70,7 +71,7 @@ class Weight:
     def converted(self, part: Tensor, start: int) -> Tensor:
         """Convert a part of the values to the wanted dtype, starting from the master weights."""
         if self.master is not None:
-            master = part_of(self.master, start, start + part.numel())
+            master = flat_range(self.master.detach(), start, start + part.numel())
             # A parameter that differs from its rounded master was changed since the last step: its own value counts.
             part = torch.where(master.to(part.dtype) == part, master, part.to(master.dtype))
         values = part.to(self.dtype)
@@ -109,9 +110,6 @@ def export(opened: OpenedCheckpoint, dtype: torch.dtype | None = None, prefix: s
             the checkpoint has them.
         prefix: export only names with this prefix, and strip it. None: the name of the transformers model within the
             module, if there is exactly one.
-
-    Raises:
-        ValueError: if no name has the prefix, or safetensors does not support a tensor's dtype.
     """
     ours = opened.checkpoint.get(CHECKPOINT_KEY) or {}
     models = {name.rstrip("."): config for name, config in (ours.get("transformers") or {}).items()}
@@ -142,15 +140,16 @@ def export(opened: OpenedCheckpoint, dtype: torch.dtype | None = None, prefix: s
         found.weights.append(weight)
     if not found.weights:
         raise ValueError(
-            f"{opened.path} has no weights whose names begin with {start!r}; there are {listed(list(state))}"
+            f"{opened.path} has no weights whose names begin with {start!r}; it has {listed(list(state))}"
             if state
             else f"{opened.path} has no weights in its state_dict."
         )
     for weight in found.weights:
         if weight.dtype not in DTYPES:
             raise ValueError(f"{opened.path}: safetensors has no dtype for {weight.name}, which is {weight.dtype}.")
-    if config is not None:
-        _say_dtype(config, {weight.dtype for weight in found.weights if weight.dtype.is_floating_point})
+    dtypes = {weight.dtype for weight in found.weights if weight.dtype.is_floating_point}
+    if config is not None and len(dtypes) == 1:  # `from_pretrained` loads weights in this dtype, not the saved one
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtypes.pop()).removeprefix("torch.")
     return found
 
 
@@ -167,22 +166,11 @@ def _weights(checkpoint: Mapping[str, Any], masters: Mapping[str, Any]) -> tuple
     return found[0], found[1]
 
 
-def _say_dtype(config: dict[str, Any], dtypes: set[torch.dtype]) -> None:
-    """Set the dtype in the configuration, since ``from_pretrained`` loads weights in that dtype, not the saved one."""
-    if len(dtypes) == 1:
-        key = "torch_dtype" if "torch_dtype" in config else "dtype"
-        config[key] = str(dtypes.pop()).removeprefix("torch.")
-
-
 @dataclass(frozen=True)
 class Place:
     """Paths of an export: ``FOLDER/NAME.safetensors``, or an index with several files that the index names."""
 
     out: str
-
-    @property
-    def folder(self) -> str:
-        return os.path.dirname(self.out)
 
     @property
     def name(self) -> str:
@@ -193,7 +181,7 @@ class Place:
         return f"{self.name}.index.json"
 
     def beside(self, name: str) -> str:
-        return os.path.join(self.folder, name)
+        return os.path.join(os.path.dirname(self.out), name)
 
     def names(self, count: int) -> list[str]:
         """Names of the ``count`` files that contain tensors."""
@@ -202,13 +190,11 @@ class Place:
 
     def existing(self) -> list[str]:
         """Names of files that earlier exports have written."""
-        fs, folder = url_to_fs(self.folder or ".")
-        if not fs.exists(folder):
-            return []
+        fs, folder = url_to_fs(os.path.dirname(self.out) or ".")
         stem, suffix = map(re.escape, os.path.splitext(self.name))
         ours = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?{suffix}|{re.escape(self.index)}")
-        names = (os.path.basename(file.rstrip("/")) for file in fs.ls(folder, detail=False))
-        return sorted(name for name in names if ours.fullmatch(name))
+        files = fs.ls(folder, detail=False) if fs.exists(folder) else []
+        return sorted(name for file in files if ours.fullmatch(name := os.path.basename(file.rstrip("/"))))
 
     def remove(self, name: str) -> None:
         fs, file = url_to_fs(self.beside(name))
@@ -219,21 +205,7 @@ class Place:
 def write_safetensors(
     content: Export, place: Place, *, most_bytes: int, advance: Callable[[int], Any] = lambda _: None
 ) -> list[str]:
-    """Write an export, replacing an earlier one at the same place.
-
-    Args:
-        content: returned by ``export``.
-        place: paths to write to; ``config.json`` goes to the same folder.
-        most_bytes: size limit of one file's tensors; larger exports become several files with an index. A tensor above
-            the limit has a file of its own.
-        advance: called with the number of bytes written.
-
-    Returns:
-        The files that were written.
-
-    Raises:
-        OSError: if writing fails; earlier files are unchanged then.
-    """
+    """Write an export, replacing an earlier one at the same place."""
     shards = list(_shards(content.weights, most_bytes))
     names = place.names(len(shards))
     texts: dict[str, Any] = {} if content.config is None else {"config.json": content.config}
@@ -277,22 +249,13 @@ def write_values(
     """Write a tensor's values in the order of the flattened tensor, one part at a time.
 
     Args:
-        stream: any object with ``write``.
-        tensor: in memory, mapped or a ``StoredTensor``.
         advance: called with the number of bytes written.
         convert: called with a 1-D part and its offset in the flattened tensor; returns the values to write instead.
     """
-    flat = tensor if isinstance(tensor, StoredTensor) else tensor.reshape(-1)
+    flat = tensor if isinstance(tensor, StoredTensor) else tensor.detach().reshape(-1)
     for start in range(0, tensor.numel(), _PART):
-        values = convert(part_of(flat, start, min(start + _PART, tensor.numel())), start)
+        values = convert(flat_range(flat, start, min(start + _PART, tensor.numel())), start)
         advance(stream.write(values.contiguous().view(torch.uint8).numpy()))
-
-
-def part_of(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """Return the elements ``[start, stop)`` of the flattened tensor; of a stored tensor only these are read."""
-    if isinstance(tensor, StoredTensor):
-        return tensor.range(start, stop)
-    return tensor.detach().reshape(-1)[start:stop]
 
 
 def _shards(weights: list[Weight], most_bytes: int) -> Iterator[list[Weight]]:

@@ -15,11 +15,7 @@ from lightning_zero.engine.optim.compatibility import is_torchs_elementwise
 
 
 def check_module(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-    """Refuse a state dict that ``load_state_dict`` would refuse only after loading the tensors that fit.
-
-    Raises:
-        RuntimeError: as raised by torch.
-    """
+    """Refuse a state dict that ``load_state_dict`` would refuse only after loading the tensors that fit."""
     own = {name: value.shape for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     if own == {name: value.shape for name, value in state.items() if isinstance(value, Tensor)}:
         return
@@ -39,29 +35,26 @@ def check_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[s
     Args:
         optimizers: none of them has loaded its state yet.
         states: in torch's ordinary form.
-
-    Raises:
-        ValueError: naming the first difference.
     """
     if not states:
-        return  # a checkpoint assembled by hand: optimizers start afresh, as under DDP
+        return  # a checkpoint assembled by hand: optimizers start without state, as under DDP
     if len(optimizers) != len(states):
         raise ValueError(
-            f"The checkpoint has the state of {len(states)} optimizer(s), and configure_optimizers returns "
-            f"{len(optimizers)}. Return as many, in the same order; or take the weights alone, "
-            "lightning_zero.load_weights(self, path) in configure_model, and no ckpt_path."
+            f"The checkpoint has the state of {len(states)} optimizer(s), but configure_optimizers returns "
+            f"{len(optimizers)}. Return as many, in the same order. Or load only the weights, by "
+            "lightning_zero.load_weights(self, path) in configure_model instead of ckpt_path."
         )
     for number, (optimizer, state) in enumerate(zip(optimizers, states)):
         if "param_groups" not in state:
-            continue  # Lightning's placeholder for "no optimizer"
+            continue  # Lightning's placeholder for a missing optimizer
         which = f"The state of optimizer {number} ({type(optimizer).__name__}) does not fit:"
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         saved = [len(group["params"]) for group in state["param_groups"]]
         if sizes != saved:
             raise ValueError(
                 f"{which} it was saved with {len(saved)} param group(s) of {listed(map(str, saved))} parameters, "
-                f"and now there are {len(sizes)} of {listed(map(str, sizes))}. Make the optimizer as it was made "
-                "for the checkpoint."
+                f"but now there are {len(sizes)} of {listed(map(str, sizes))}. Create the optimizer as in the run that "
+                "saved the checkpoint."
             )
         if not is_torchs_elementwise(type(optimizer)):
             continue  # may have states with shapes of their own
@@ -71,6 +64,6 @@ def check_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[s
             for key, value in state.get("state", {}).get(index, {}).items():
                 if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
                     raise ValueError(
-                        f"{which} {key} of its parameter number {index} has the shape {tuple(value.shape)}, and the "
-                        f"parameter {tuple(parameter.shape)}. Give the optimizer its parameters in the same order."
+                        f"{which} {key} of its parameter number {index} has the shape {tuple(value.shape)}, but the "
+                        f"parameter has {tuple(parameter.shape)}. Pass the optimizer its parameters in the same order."
                     )

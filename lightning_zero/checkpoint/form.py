@@ -36,8 +36,7 @@ SAVE_ID = "lightning_zero"
 def configs_of_models(module: Any) -> dict[str, str]:
     """Return the ``config.json`` of each transformers model in a module, by name; required to create the model again.
 
-    Args:
-        module: an ``nn.Module``; if the module itself is such a model, its name is empty.
+    If the module itself is such a model, its name is empty.
     """
     found: dict[str, str] = {}
     for name, inner in module.named_modules():
@@ -45,10 +44,6 @@ def configs_of_models(module: Any) -> dict[str, str]:
         if is_model and not any(name.startswith(f"{outer}.") or not outer for outer in found):
             found[name] = inner.config.to_json_string()
     return found
-
-
-class UnknownFormatError(ValueError):
-    """The checkpoint has a format version that this package does not know."""
 
 
 @dataclass
@@ -64,37 +59,26 @@ class Manifest:
     written_by: dict[str, Any]
     files: dict[str, dict[str, int | None]] = field(default_factory=dict)
     pieces: dict[str, list[list[int]]] = field(default_factory=dict)
+    format: int = FORMAT
 
     def to_bytes(self) -> bytes:
-        body = {"format": FORMAT, "written_by": self.written_by, "files": self.files, "pieces": self.pieces}
-        return _encoded({**body, "crc32": zlib.crc32(_encoded(body))})
+        return _encoded({**vars(self), "crc32": zlib.crc32(_encoded(vars(self)))})
 
     @classmethod
     def of_bytes(cls, data: bytes) -> Manifest:
-        """Parse a manifest.
-
-        Raises:
-            UnknownFormatError: if a newer version wrote it.
-            ValueError: if it is damaged.
-        """
+        """Parse a manifest; raises an exception of any class if it is damaged."""
         body = json.loads(data)
-        expected = body.pop("crc32")
-        if zlib.crc32(_encoded(body)) != expected:
-            raise ValueError("its checksum is not that of its contents")
-        check_format(body["format"])
-        return cls(body["written_by"], body["files"], body["pieces"])
+        if body.pop("crc32") != zlib.crc32(_encoded(body)):
+            raise ValueError("its checksum does not match its contents")
+        return cls(**{name: body.get(name) for name in ("written_by", "files", "pieces", "format")})
 
 
-def check_format(number: Any) -> None:
-    """Refuse a format version that is newer than this package's.
-
-    Raises:
-        UnknownFormatError: if it is newer.
-    """
+def check_format(path: str, number: Any) -> None:
+    """Refuse a format version that is newer than this package's."""
     if not isinstance(number, int) or not 1 <= number <= FORMAT:
-        raise UnknownFormatError(
-            f"it is of format {number!r}, and this version of lightning_zero reads formats up to {FORMAT}: update it, "
-            "pip install -U lightning_zero"
+        raise ValueError(
+            f"{path} was written by a newer lightning_zero: its format is {number!r}, and this version reads formats "
+            f"up to {FORMAT}. Update it: pip install -U lightning_zero."
         )
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_zero.checkpoint.files import Files
-from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA
+from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.reading import OpenedCheckpoint
-from lightning_zero.checkpoint.restricted import load_dcp_metadata
 from lightning_zero.checkpoint.saving import identity
 from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
 
@@ -41,31 +39,12 @@ class Row:
 
 def rows_of(opened: OpenedCheckpoint) -> list[Row]:
     """Return a row for each tensor, in the checkpoint's order."""
-    places = _places(opened)
     seen: dict[Any, str] = {}
     rows = []
     for name, tensor in opened.tensors.items():
-        files = places.get(tensor.stored_name, [""]) if isinstance(tensor, StoredTensor) else [""]
-        tied_to = seen.setdefault(identity(tensor), name)
-        rows.append(
-            Row(
-                name,
-                list(tensor.shape),
-                str(tensor.dtype).removeprefix("torch."),
-                tensor.nbytes,
-                len(files),
-                len(set(files)),
-                tied_to if tied_to != name else None,
-            )
-        )
+        files = opened.pieces.get(tensor.stored_name, [""]) if isinstance(tensor, StoredTensor) else [""]
+        first = seen.setdefault(identity(tensor), name)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        tied_to = first if first != name else None
+        rows.append(Row(name, list(tensor.shape), dtype, tensor.nbytes, len(files), len(set(files)), tied_to))
     return rows
-
-
-def _places(opened: OpenedCheckpoint) -> dict[str, list[str]]:
-    """Return the file of each piece of a tensor, by the tensor's name in DCP's metadata."""
-    places: dict[str, list[str]] = {}
-    if opened.form == "sharded":
-        metadata = load_dcp_metadata(Files(opened.path).read(DCP_METADATA))
-        for index, place in metadata.storage_data.items():
-            places.setdefault(index.fqn, []).append(place.relative_path)
-    return places

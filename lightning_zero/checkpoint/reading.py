@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import IO, Any, Literal
 
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.checksums import ADVICE, DamagedCheckpointError, Extent, NoCheckpointError, verify
+from lightning_zero.checkpoint.archives import BrokenArchiveError, Record, records_of
+from lightning_zero.checkpoint.checksums import DamagedCheckpointError, Extent, NoCheckpointError, verify
 from lightning_zero.checkpoint.commit import stand_in
 from lightning_zero.checkpoint.files import Files
-from lightning_zero.checkpoint.folder import (
-    Folder,
-    check_has_manifest,
-    check_is_dcp,
-    manifest_of,
-    metadata_of,
-    odd_keys,
-    put,
-)
-from lightning_zero.checkpoint.form import CHECKPOINT_KEY, CONTAINERS, DCP_METADATA, UnknownFormatError, check_format
-from lightning_zero.checkpoint.records import BrokenArchiveError, Record, ends_as_archive, read_checked, records_of
+from lightning_zero.checkpoint.folder import Folder
+from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA, check_format
 from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_torch, with_way_out
 from lightning_zero.engine.compat import FakeTensorMode, tree_map_only
-from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
 
 
 @dataclass
@@ -41,10 +34,11 @@ class OpenedCheckpoint:
         form: "full" for one file, "sharded" for a DCP folder.
         written_by: versions, stage and world size, as far as the checkpoint records them.
         checkpoint: Lightning's dictionary: ``state_dict``, ``optimizer_states`` with parameters by number, and all
-        other
-            entries. Tensors are mapped from a local file; those of a sharded checkpoint are ``StoredTensor``.
+            other entries. Tensors are mapped from a local file; those of a sharded checkpoint are ``StoredTensor``.
         as_saved: the dictionary as it was passed to the saving function; optimizer states by name if DCP has them so.
         names_of_optimizers: each optimizer's parameter names in the order of their numbers; None if unknown.
+        trust: skip the verification of each piece on reading, because ``verify`` has run for all shares.
+        pieces: the file of each piece of a ``StoredTensor``, by its ``stored_name``.
     """
 
     path: str
@@ -55,7 +49,8 @@ class OpenedCheckpoint:
     names_of_optimizers: list[list[str]] | None
     _files: Files = field(repr=False)
     _extents: Callable[[], Iterator[Extent]] = field(repr=False)
-    _trust: Callable[[], None] = field(repr=False, default=lambda: None)
+    trust: Callable[[], None] = field(repr=False, default=lambda: None)
+    pieces: Mapping[str, list[str]] = field(repr=False, default_factory=dict)
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -79,10 +74,6 @@ class OpenedCheckpoint:
         """
         verify(self._files, self._extents(), progress, share)
 
-    def trust(self) -> None:
-        """Skip the verification of each piece on reading, because ``verify`` has run for all shares."""
-        self._trust()
-
 
 @contextmanager
 def _keeping_all() -> Iterator[None]:
@@ -102,8 +93,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool | None =
 
     Args:
         path: a Lightning file, or a folder of ``torch.distributed.checkpoint``: written by us, FSDP2 or another
-        program.
-            Local, or an fsspec URL.
+            program. Local, or an fsspec URL.
         weights_only: ``False`` unpickles any objects that the project's hooks have added, which can run code: only for
             trusted checkpoints. Otherwise classes must be allowed by ``torch.serialization.add_safe_globals``.
 
@@ -118,8 +108,8 @@ def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool | None =
         files = Files(aside)
     if not files.exists:
         raise FileNotFoundError(
-            f"Checkpoint file not found: {files.path}. A checkpoint is a file of Lightning's, or a folder of sharded "
-            f"ones with {DCP_METADATA} in it."
+            f"Checkpoint file not found: {files.path}. A checkpoint is a Lightning file, or a folder that contains "
+            f"{DCP_METADATA}."
         )
     return _open_folder(files, weights_only) if files.is_folder else _open_file(files, weights_only)
 
@@ -128,26 +118,25 @@ def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool | None =
 
 
 def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
-    size = files.size()
+    path = f"{files.path} ({files.size()} bytes)"
+    records: list[Record] = []
     with files.open() as file:
         head = file.read(4)
-        if head[:1] == b"\x80":  # torch before 1.6: a bare pickle, without sizes or checksums
-            records, loadable = [], False
-        elif head == b"PK\x03\x04" or ends_as_archive(file):
-            records, loadable = _records_of_file(files, file, size), files.is_local
+        is_old = head[:1] == b"\x80"  # torch before 1.6: a bare pickle, without sizes or checksums
+        is_archive = not is_old and (head == b"PK\x03\x04" or zipfile.is_zipfile(file))
+        if is_archive:
+            records = _records_of_file(path, file)
         elif not any(head) or b"PK\x03\x04".startswith(head):
             # A file that was not synced before a power failure may consist of zeros.
-            raise DamagedCheckpointError(
-                f"{files.path} ({size} bytes) is damaged: it {_beginning(head)}, as after a crash while it was "
-                f"written. {ADVICE}"
-            )
-        else:
+            found = "is truncated" if any(head) else "begins with zeros" if head else "is empty"
+            raise DamagedCheckpointError.of(path, f"it {found}, as after a crash during writing")
+        elif not is_old:
             raise NoCheckpointError(
-                f"{files.path} ({size} bytes) is no checkpoint: it is not a file of torch.save, nor a folder of "
-                f"sharded ones with {DCP_METADATA} in it."
+                f"{path} is not a checkpoint: it is neither a file of torch.save nor a folder that contains "
+                f"{DCP_METADATA}."
             )
         try:
-            if loadable:
+            if is_archive and files.is_local:
                 checkpoint = _load_mapped(files, weights_only)
             else:
                 file.seek(0)
@@ -156,59 +145,44 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
             raise ValueError(f"{files.path}: {with_way_out(error)}.") from error
         except Exception as error:
             if "PytorchStreamReader" in str(error):  # the pickle names a record that the archive lacks
-                raise DamagedCheckpointError(
-                    f"{files.path} ({size} bytes) is damaged: {str(error).splitlines()[0]}. {ADVICE}"
-                ) from error
+                raise DamagedCheckpointError.of(path, str(error).splitlines()[0]) from error
             kind = ValueError if isinstance(error, (OSError, MemoryError)) else NoCheckpointError
-            raise kind(
-                f"{files.path} ({size} bytes) cannot be read as a checkpoint: {type(error).__name__}: {error}"
-            ) from error
+            raise kind(f"{path} cannot be read as a checkpoint: {type(error).__name__}: {error}") from error
     if not isinstance(checkpoint, dict):
         raise NoCheckpointError(
-            f"{files.path} is no checkpoint: it holds a {type(checkpoint).__name__}, and no dictionary."
+            f"{files.path} is not a checkpoint: it contains a {type(checkpoint).__name__} instead of a dictionary."
         )
     as_saved, checkpoint = checkpoint, _as_lightnings(checkpoint)
     ours = checkpoint.get(CHECKPOINT_KEY, {})
     if "format" in ours:
-        _check_format(files, ours["format"])
+        check_format(files.path, ours["format"])
     written_by = dict(ours.get("written_by", {}))
     if not written_by and "pytorch-lightning_version" in checkpoint:
         written_by = {"lightning": checkpoint["pytorch-lightning_version"]}
+    names = cache(partial(_names_by_offset, files))
 
     def extents() -> Iterator[Extent]:
-        names: dict[int, list[str]] = {}
-
-        def holds(record: Record) -> list[str]:
-            if not names:
-                names.update(_names_by_offset(files) or {-1: []})
-            return names.get(record.start, [record.name])
-
         for record in records:
             if record.length and record.crc32 is not None:
-                yield Extent("", record.start, record.length, record.crc32, partial(holds, record))
+                holds = partial(lambda record: names().get(record.start, [record.name]), record)
+                yield Extent("", record.start, record.length, record.crc32, holds)
 
     return OpenedCheckpoint(files.path, "full", written_by, checkpoint, as_saved, None, files, extents)
 
 
-def _beginning(head: bytes) -> str:
-    if any(head):
-        return "is truncated"
-    return "begins with zeros" if head else "is empty"
-
-
-def _records_of_file(files: Files, file: IO[bytes], size: int) -> list[Record]:
+def _records_of_file(path: str, file: IO[bytes]) -> list[Record]:
+    """List the records, and verify all but the tensors'."""
     try:
         records = records_of(file)
-        pickled = next((record for record in records if record.name.endswith("/data.pkl")), None)
         for record in records:
-            if "/data/" not in record.name:
-                read_checked(file, record)
+            if "/data/" not in record.name and record.crc32 is not None:
+                file.seek(record.start)
+                if zlib.crc32(file.read(record.length)) != record.crc32:
+                    raise BrokenArchiveError(f"the checksum of record {record.name} does not match")
     except BrokenArchiveError as error:
-        raise DamagedCheckpointError(
-            f"{files.path} ({size} bytes) is damaged: it is truncated or was altered ({error}). {ADVICE}"
-        ) from error
-    if pickled is None:
-        raise NoCheckpointError(f"{files.path} is no checkpoint: a zip archive, but not one of torch.save.")
+        raise DamagedCheckpointError.of(path, f"it is truncated or was altered ({error})") from error
+    if not any(record.name.endswith("/data.pkl") for record in records):
+        raise NoCheckpointError(f"{path} is not a checkpoint: it is a zip archive that torch.save has not written.")
     return records
 
 
@@ -222,35 +196,23 @@ def _load_mapped(files: Files, weights_only: bool | None) -> Any:
     with FakeTensorMode():
         checkpoint = load_torch(files.local_path, weights_only=weights_only)
 
-    def stored(tensor: Tensor) -> Tensor:
-        storage, dtype = tensor.untyped_storage(), tensor.dtype
-        offset, nbytes = storage._checkpoint_offset, storage.nbytes()
-        where = (tensor.size(), tensor.stride(), tensor.storage_offset())
-        assert offset is not None
+    def mapped(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if not storage.nbytes():
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        part = files.part("", storage._checkpoint_offset, storage.nbytes())  # type: ignore[arg-type]
+        flat = torch.frombuffer(part, dtype=tensor.dtype)
+        return flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
-        def read(start: int, stop: int) -> Tensor:
-            flat = torch.frombuffer(files.part("", offset, nbytes), dtype=dtype)
-            return flat.as_strided(*where).reshape(-1)[start:stop]
-
-        origin = (os.path.basename(files.path), files.size(), offset, where)
-        return StoredTensor(f"bytes {offset} to {offset + nbytes}", tensor.shape, dtype, read, origin)
-
-    return tree_map_only(Tensor, stored, checkpoint)
+    return tree_map_only(Tensor, mapped, checkpoint)
 
 
 def _names_by_offset(files: Files) -> dict[int, list[str]]:
     """Return the tensors in each record of a file, by the record's offset. Reads the file's pickle once more."""
     names: dict[int, list[str]] = {}
-    with files.open() as file:
-        try:
-            with FakeTensorMode():
-                checkpoint = load_torch(file)
-        except ForbiddenClassError:
-            return {}
-    for name, tensor in _tensors_in(_as_lightnings(checkpoint)).items():
-        offset = tensor.untyped_storage()._checkpoint_offset
-        assert offset is not None
-        names.setdefault(offset, []).append(name)
+    with files.open() as file, suppress(ForbiddenClassError), FakeTensorMode():
+        for name, tensor in _tensors_in(_as_lightnings(load_torch(file))).items():
+            names.setdefault(tensor.untyped_storage()._checkpoint_offset, []).append(name)  # type: ignore[arg-type]
     return names
 
 
@@ -258,52 +220,49 @@ def _names_by_offset(files: Files) -> dict[int, list[str]]:
 
 
 def _open_folder(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
-    sizes = files.sizes()
-    check_is_dcp(files, sizes)
-    manifest = manifest_of(files, sizes)
-    metadata, identity = metadata_of(files)
-    check_has_manifest(files, manifest, metadata)
-    folder = Folder(files, sizes, manifest, metadata, identity, weights_only)
-    tree = folder.rest()
-    ours = tree.get(CHECKPOINT_KEY, {})
-    if CONTAINERS in ours:
-        tree |= ours.pop(CONTAINERS)
-        if not ours:
-            del tree[CHECKPOINT_KEY]
-    keys = odd_keys(tree)
-    for name, value in folder.values(metadata):
-        put(tree, (metadata.planner_data or {}).get(name, (name,)), value, keys)
-    checkpoint, names_of_optimizers = _number_parameters(files, tree)
-    checkpoint = _as_lightnings(checkpoint)
-    written_by = manifest.written_by if manifest is not None else {}
+    folder = Folder(files, weights_only)
+    tree = folder.tree()
+    checkpoint, names = _number_parameters(files.path, tree)
     return OpenedCheckpoint(
-        files.path, "sharded", written_by, checkpoint, tree, names_of_optimizers, files, folder.extents, folder.trust
+        files.path,
+        "sharded",
+        folder.written_by,
+        _as_lightnings(checkpoint),
+        tree,
+        names,
+        files,
+        folder.extents,
+        folder.trust,
+        folder.pieces,
     )
 
 
-def _number_parameters(files: Files, tree: dict[str, Any]) -> tuple[dict[str, Any], list[list[str]] | None]:
+def _number_parameters(path: str, tree: dict[str, Any]) -> tuple[dict[str, Any], list[list[str]] | None]:
     """Convert optimizer states by parameter name, as in DCP, to states by number under Lightning's key."""
     rest = dict(tree)
-    states: list[dict[str, Any]] = []
-    names: list[list[str]] = []
-    while "param_groups" in (rest.get(f"optimizer_{len(states)}") or ()):
-        saved = rest.pop(f"optimizer_{len(states)}")
-        try:
-            states.append(by_number(saved))
-        except KeyError as error:
-            raise ValueError(
-                f"{files.path}: optimizer_{len(states)} has a state of {error}, which is in none of its param groups."
-            ) from error
-        names.append([name for group in saved["param_groups"] for name in group["params"]])
-    return ({**rest, "optimizer_states": states}, names) if states else (rest, None)
+    found: list[tuple[dict[str, Any], list[str]]] = []
+    while "param_groups" in (rest.get(key := f"optimizer_{len(found)}") or ()):
+        found.append(numbered(rest.pop(key), f"{path}: {key}"))
+    if not found:
+        return rest, None
+    return {**rest, "optimizer_states": [state for state, _ in found]}, [names for _, names in found]
+
+
+def numbered(saved: Mapping[str, Any], what: str) -> tuple[dict[str, Any], list[str]]:
+    """Return an optimizer state by number, see ``by_number``, and the parameters' names in the order of their numbers.
+
+    Args:
+        what: for the error.
+    """
+    try:
+        state = by_number(saved)
+    except KeyError as error:
+        raise ValueError(f"{what} has state of {error}, which is in none of its param groups.") from error
+    return state, [name for group in saved["param_groups"] for name in group["params"]]
 
 
 def by_number(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert an optimizer state dict by parameter name, as in DCP, to torch's ordinary form. Inverse of ``by_name``.
-
-    Raises:
-        KeyError: if a state belongs to a parameter that is in no param group.
-    """
+    """Convert an optimizer state dict by parameter name, as in DCP, to torch's form by number. See ``by_name``."""
     groups: list[dict[str, Any]] = []
     number_of: dict[Any, int] = {}
     for group in saved["param_groups"]:
@@ -330,20 +289,9 @@ def _tensors_in(tree: Any, name: str = "") -> dict[str, Tensor]:
     """Return all tensors in nested dictionaries and lists by dotted name."""
     if isinstance(tree, Tensor):
         return {name: tree}
-    if isinstance(tree, dict):  # other mappings are skipped: a configuration would resolve interpolations
-        items: Iterable[tuple[Any, Any]] = tree.items()
-    elif isinstance(tree, (list, tuple)):
-        items = enumerate(tree)
-    else:
+    if not isinstance(tree, (dict, list, tuple)):  # other mappings: a configuration would resolve interpolations
         return {}
     found: dict[str, Tensor] = {}
-    for key, item in items:
+    for key, item in tree.items() if isinstance(tree, dict) else enumerate(tree):
         found.update(_tensors_in(item, f"{name}.{key}" if name else str(key)))
     return found
-
-
-def _check_format(files: Files, number: Any) -> None:
-    try:
-        check_format(number)
-    except UnknownFormatError as error:
-        raise ValueError(f"{files.path} was written by a newer lightning_zero: {error}.") from error

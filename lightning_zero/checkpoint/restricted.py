@@ -1,22 +1,27 @@
-"""Restricted unpickling of DCP's metadata and of ``torch.save`` files: runs none of the code that they name."""
+"""Restricted unpickling of DCP's metadata and of ``torch.save`` files: lists the code that they name, and runs none."""
 
 from __future__ import annotations
 
 import collections
 import io
+import os
 import pathlib
 import pickle
 import re
+import sys
 import typing
 import zipfile
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from enum import EnumMeta
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from lightning_zero.checkpoint.named import Use, uses_in
+from lightning_zero.engine.compat import PyTorchFileReader
 
 _METADATA_CLASSES = {
     "torch.distributed.checkpoint.metadata": {
@@ -36,6 +41,8 @@ _METADATA_CLASSES = {
     "collections": {"OrderedDict"},
 }
 _PATHS = {"Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"}
+
+NOT_RUN = "None of its code was run. Do not load the file in another way"
 
 
 class ForbiddenClassError(ValueError):
@@ -100,8 +107,10 @@ def load_torch(
         except (pickle.UnpicklingError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and "weights_only" not in str(error):
                 raise
+            if hasattr(file, "seek"):
+                file.seek(0)
             # torch's own message advises an option that would run the file's code
-            refused: Exception = _refusal(_rewound(file)) or type(error)(_without_advice(str(error)))
+            refused: Exception = _refusal(file) or type(error)(_without_advice(str(error)))
         raise refused
 
 
@@ -109,13 +118,7 @@ def with_way_out(error: ForbiddenClassError) -> str:
     """Return the error's message with the advice to pass ``weights_only=False``, for callers that accept it."""
     if isinstance(error, CodeToRunError):
         return str(error)
-    return f"{error}, or give weights_only=False if you trust whoever wrote all of it"
-
-
-def _rewound(file: Any) -> Any:
-    if hasattr(file, "seek"):
-        file.seek(0)
-    return file
+    return f"{error}, or pass weights_only=False if you trust the source of the file"
 
 
 def _refusal(file: Any) -> ForbiddenClassError | None:
@@ -125,23 +128,20 @@ def _refusal(file: Any) -> ForbiddenClassError | None:
     running = [use for use in unsafe if use.runs_code]
     if running:
         calls = [f"it would call {use}" if use.is_called else f"it names {use}" for use in running]
-        return CodeToRunError(
-            f"it wants to run code when it is loaded: {', '.join(calls)}. Nothing of it was run; do not load it by "
-            "other means, and take a checkpoint from elsewhere"
-        )
+        return CodeToRunError(f"loading it would run code: {', '.join(calls)}. {NOT_RUN}; use another checkpoint")
     if not unsafe:
         return None
     found = ", ".join(map(str, unsafe))
     if not is_complete:
         return CodeToRunError(
-            f"it holds objects of classes that are not loaded ({found}), and what else it names cannot be told, as "
-            "with files that hide code. Nothing of it was run; do not load it by other means"
+            f"it contains objects of classes that are not allowed ({found}), and its other contents cannot be "
+            f"determined, as in files that hide code. {NOT_RUN}"
         )
     imports = "; ".join(f"from {use.module} import {use.name.partition('.')[0]}" for use in unsafe)
     allowed = ", ".join(use.name for use in unsafe)
     return ForbiddenClassError(
-        f"it holds objects of classes that are not loaded unless you allow them: {found}. Loading them runs "
-        f"code of theirs. If you know each of them, as your project's or a library's that it uses, write '{imports}; "
+        f"it contains objects of classes that are loaded only if you allow them: {found}. Loading them runs their "
+        f"code. If you know that all of them belong to your project or its libraries, write '{imports}; "
         f"torch.serialization.add_safe_globals([{allowed}])' before loading"
     )
 
@@ -162,9 +162,9 @@ def _without_advice(text: str) -> str:
     """Remove torch's advice on how to load the file all the same from its message."""
     if "TorchScript" in text:
         return "it is a TorchScript archive"
+    advice = re.compile(r"weights_only|trust|arbitrary code|safe_globals|Weights only load|^WeightsUnpickler error:$")
     sentences = re.split(r"(?<=[.:])\s+", text)
-    beside = re.compile(r"weights_only|trust|arbitrary code|safe_globals|Weights only load|^WeightsUnpickler error:$")
-    return " ".join(each for each in sentences if not beside.search(each)).strip() or "it cannot be unpickled"
+    return " ".join(each for each in sentences if not advice.search(each)).strip() or "it cannot be unpickled"
 
 
 @contextmanager
@@ -180,10 +180,221 @@ def _omegaconf_allowed() -> Iterator[None]:
     kinds += [DictConfig, ListConfig, base.ContainerMetadata, base.Metadata, collections.defaultdict]
     kinds += [bool, bytes, dict, float, int, list, str, tuple]
     kinds += [(pathlib.PosixPath, f"{module}.PosixPath") for module in ("pathlib", "pathlib._local")]  # Python 3.13
-    kinds += [
-        (getattr(typing, name), f"typing.{name}") for name in ("Any", "Dict", "List", "Optional", "Tuple", "Union")
-    ]
+    kinds += [(getattr(typing, name), f"typing.{name}") for name in "Any Dict List Optional Tuple Union".split()]
     own = torch.serialization.get_safe_globals()
-    new = [kind for kind in dict.fromkeys(kinds) if kind not in own]
-    with torch.serialization.safe_globals(new):
+    with torch.serialization.safe_globals([kind for kind in dict.fromkeys(kinds) if kind not in own]):
         yield
+
+
+# -- what a pickle names -----------------------------------------------------------------------------------------------
+
+_VALUES = {
+    "_codecs": "encode",
+    "argparse": "Namespace",
+    "array": "_array_reconstructor array",
+    "builtins": "bool bytearray bytes complex dict float frozenset int list object range set slice str tuple",
+    "collections": "ChainMap Counter OrderedDict UserDict UserList defaultdict deque",
+    "copyreg": "_reconstructor",
+    "datetime": "date datetime time timedelta timezone",
+    "decimal": "Decimal",
+    "fractions": "Fraction",
+    "functools": "partial",
+    "io": "BytesIO StringIO",
+    "ipaddress": "IPv4Address IPv4Network IPv6Address IPv6Network",
+    "logging": "getLogger",
+    "operator": "itemgetter",
+    "pathlib": "Path PosixPath PurePath PurePosixPath PureWindowsPath WindowsPath",
+    "random": "Random",
+    "re": "_compile",
+    "time": "struct_time",
+    "types": "MappingProxyType SimpleNamespace",
+    "uuid": "UUID",
+    "zoneinfo": "ZoneInfo ZoneInfo._unpickle",
+}
+"""Callables of the standard library that create plain values; any other callable may have side effects."""
+
+_RUN_CODE = set(
+    """
+    _io _posixsubprocess _winapi asyncio bdb builtins cloudpickle code codeop commands concurrent ctypes dill importlib
+    io joblib marshal multiprocessing nt os pdb pickle pip pkgutil posix profile pty pydoc runpy setuptools shutil site
+    smtplib socket subprocess sys tempfile timeit trace types urllib webbrowser
+    """.split()
+)
+"""Packages from which a checkpoint has no reason to name anything but plain values."""
+
+_NAMES_THAT_RUN_CODE = set(
+    """
+    __import__ Popen check_call check_output eval exec execfile getoutput getstatusoutput import_module load_inline
+    popen rmtree run_module run_path runstring system
+    """.split()
+)
+"""Names that run code, whichever package they come from."""
+
+_CALLS_THAT_RUN_CODE = {"call", "compile", "getattr", "load", "loads", "open", "remove", "run", "unlink", "unpickle"}
+
+
+@dataclass
+class Use:
+    """A class or function that a pickle names.
+
+    Attributes:
+        module, name: where it would be imported from.
+        place: dotted path of its first occurrence in the file's dictionaries; empty if unknown.
+        is_called: whether loading would call it as a function.
+    """
+
+    module: str
+    name: str
+    place: str = ""
+    is_called: bool = False
+
+    @property
+    def kind(self) -> str:
+        return f"{self.module}.{self.name}"
+
+    def __str__(self) -> str:
+        kind = self.kind if self._is_importable else repr(self.kind)
+        return f"{kind} at {self.place!r}" if self.place else kind
+
+    @property
+    def _is_importable(self) -> bool:
+        return all(part.isidentifier() for part in self.kind.split("."))
+
+    @property
+    def runs_code(self) -> bool:
+        """Whether it is known to have no place in a checkpoint. Other classes may run code as well."""
+        package, last, found = self.module.partition(".")[0], self.name.rpartition(".")[2], self._loaded()
+        is_class = isinstance(found, type)
+        if self.name in _VALUES.get(self.module, "").split() or (is_class and issubclass(found, BaseException)):
+            return False
+        if package in _RUN_CODE or last in _NAMES_THAT_RUN_CODE or not self._is_importable:
+            return True
+        home = str(getattr(found, "__module__", None)).partition(".")[0]
+        if isinstance(found, ModuleType) or home in _RUN_CODE - {"builtins"}:
+            return True
+        is_torchs_function = package == "torch" and not is_class and last[:1].islower()
+        is_library = last in _CALLS_THAT_RUN_CODE or package in sys.stdlib_module_names or is_torchs_function
+        return self.is_called and is_library
+
+    def _loaded(self) -> Any:
+        """Return the named object if its module is already imported and has that name, else None."""
+        found: Any = sys.modules.get(self.module)
+        for part in self.name.split("."):
+            try:
+                found = vars(found).get(part)  # not getattr: a module's __getattr__ may import
+            except TypeError:
+                return None
+            if isinstance(found, ModuleType):
+                return found  # any code can be reached through a module
+        return found
+
+
+class _Kind(type):
+    """Metaclass of stand-ins; records whether a stand-in is called like a function or created like an object."""
+
+    use: Use
+
+    def __call__(cls, *args: Any) -> Any:
+        cls.use.is_called = True
+        return super().__call__(*args)
+
+
+class _Anything(metaclass=_Kind):
+    """Stand-in for every object while a file is inspected: accepts all of pickle's operations and ignores them."""
+
+    use = Use("", "")
+    items: list[Any]
+
+    def __new__(cls, *args: Any) -> _Anything:
+        self = object.__new__(cls)
+        self.items = list(args)
+        return self
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __call__(self, *args: Any) -> _Anything:
+        raise NotImplementedError  # the result of a call is unknown, and so is the effect of calling it
+
+    def append(self, value: Any) -> None:
+        self.items.append(value)
+
+    __setstate__ = append
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.items.append(value)
+
+    def extend(self, values: Any) -> None:
+        self.items.extend(values)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+class _Finder(pickle.Unpickler):
+    def __init__(self, file: Any, found: dict[tuple[str, str], _Kind]) -> None:
+        super().__init__(file)
+        self._found = found
+
+    def find_class(self, module: str, name: str) -> Any:
+        # as Python's own unpickler: older pickle protocols use the names of Python 2
+        module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+        if (module, name) not in self._found:
+            self._found[module, name] = _Kind("_Named", (_Anything,), {"use": Use(module, name)})
+        return self._found[module, name]
+
+    def persistent_load(self, _: Any) -> Any:
+        return None
+
+
+def uses_in(file: Any) -> tuple[list[Use], bool]:
+    """Return the classes and functions that a ``torch.save`` or ``pickle`` file names, and whether those are all.
+
+    Args:
+        file: a path, or a stream at its start.
+    """
+    found: dict[tuple[str, str], _Kind] = {}
+    values: list[Any] = []
+    is_complete = True
+    try:
+        pickled = _pickled(file)
+        try:
+            # Files of torch before 1.6 contain a magic number, a version and system information before the checkpoint.
+            while len(values) < 4:
+                values.append(_Finder(pickled, found).load())
+        except EOFError:
+            is_complete = bool(values)
+    except Exception:
+        is_complete = False
+    _find_places(values)
+    return [kind.use for kind in found.values()], is_complete
+
+
+def _pickled(file: Any) -> Any:
+    is_stream = hasattr(file, "read")
+    with nullcontext(file) if is_stream else open(file, "rb") as stream:
+        is_archive = zipfile.is_zipfile(stream)
+        stream.seek(0)
+        if not is_archive:
+            return stream if is_stream else io.BytesIO(stream.read())
+    reader = PyTorchFileReader(file if is_stream else os.fspath(file))
+    return io.BytesIO(reader.get_record("data.pkl"))
+
+
+def _find_places(values: Any) -> None:
+    seen: set[int] = set()
+    waiting: list[tuple[Any, str]] = [(value, "") for value in values]
+    while waiting:
+        value, path = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        kind = value if isinstance(value, _Kind) else type(value)
+        if isinstance(kind, _Kind):
+            kind.use.place = kind.use.place or path
+        inside: list[tuple[Any, str]] = []
+        if isinstance(value, dict):
+            inside = [(item, f"{path}.{key}" if path else str(key)) for key, item in value.items()]
+        elif isinstance(value, (list, tuple, set, frozenset, _Anything)):
+            inside = [(item, path) for item in (value.items if isinstance(value, _Anything) else value)]
+        waiting += reversed(inside)

@@ -1,12 +1,17 @@
-"""Saves a strategy's checkpoints, full or sharded, at once or in the background."""
+"""Saves a strategy's checkpoints, full or sharded, at once or in the background while training continues."""
 
 from __future__ import annotations
 
+import atexit
 import copy
+import logging
+import pickle
+import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
+from functools import lru_cache
 from threading import Event
 from typing import Any
 
@@ -14,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_zero.checkpoint.background import Background, StoreExchange, own_connection, put_together
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.saving import (
     CheckpointNotSavedError,
@@ -30,14 +34,20 @@ from lightning_zero.checkpoint.saving import (
     save_in_parts,
     save_whole,
 )
+from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.background_work import BackgroundWork
-from lightning_zero.engine.comm.failures import failure
-from lightning_zero.engine.comm.process_group import is_initialized
+from lightning_zero.engine.comm.failures import explained, failure, lifelines_over
+from lightning_zero.engine.comm.process_group import DistError, ProcessGroup, Store
 from lightning_zero.engine.compat import tree_leaves
 from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.sharded_tree import is_in_parts, walk
 from lightning_zero.io.labels import new_label
+
+log = logging.getLogger(__name__)
+
+_PATIENCE = 10.0
+"""Seconds to wait for the other ranks' files once a rank is known to have failed."""
 
 
 class Saver:
@@ -49,7 +59,9 @@ class Saver:
 
     def __init__(self, in_background: bool) -> None:
         self._in_background = in_background
-        self._background, self._memory, self._memory_later = Background(), HostMemory(), HostMemory()
+        self._memory, self._memory_later = HostMemory(), HostMemory()
+        self._executor: ThreadPoolExecutor | None = None
+        self._jobs: list[Future[None]] = []
         self._abandoned = Event()
         self._made = WeakIdKeyDictionary()
 
@@ -72,14 +84,13 @@ class Saver:
             tree, rest: see ``content_of``.
             path: rank 0's is used.
             written_by: for the manifest.
-            rank: of this process.
             gather: all-gathers a value.
 
         Raises:
             CheckpointNotSavedError: on every rank, if writing failed; in the background ``finish`` raises it.
         """
         # Connect before any collective: if the store's host is lost, connecting takes as long as the group's timeout.
-        store = own_connection() if self._in_background and is_initialized() else None
+        store = own_connection() if self._in_background and process_group.is_initialized() else None
         label = new_label()
         # Checked here as well: a refused path is refused on every rank before any rank has written.
         everyone = gather((label, str(path), refusal_of(path, label) if rank == 0 else None))
@@ -90,26 +101,26 @@ class Saver:
         if not self._in_background:
             save_in_parts(content, destination, written_by, rank, gather)
             return
-        self._background.finish()
+        self.finish()
         copied = self._copying([entry for entry in content.entries if not _stays_on_disk(entry)])
         # Values on a disk are read while they are written to the checkpoint; nothing may change them until then.
         reading = BackgroundWork(is_awaited=any(map(_stays_on_disk, content.entries)))
-        telling: AbstractContextManager[Gather] = nullcontext(lambda value: [value])
+        exchanging: AbstractContextManager[Gather] = nullcontext(lambda value: [value])
         if store is not None and len(everyone) > 1:
-            telling = StoreExchange(store, label, self._abandoned)
+            exchanging = StoreExchange(store, label, self._abandoned)
 
         def save() -> None:
-            with reading, telling as exchange:
+            with reading, exchanging as exchange:
                 memory = iter(copied())
                 entries = [entry if _stays_on_disk(entry) else next(memory) for entry in content.entries]
 
-                def tell(value: Any) -> list[Any]:
+                def written(value: Any) -> list[Any]:
                     reading.end()  # this rank's file is written
                     return exchange(value)
 
-                save_in_parts(replace(content, entries=entries), destination, written_by, rank, tell)
+                save_in_parts(replace(content, entries=entries), destination, written_by, rank, written)
 
-        self._background.submit(save)
+        self._submit(save)
 
     def _copying(self, entries: list[Entry]) -> Callable[[], list[Entry]]:
         """Copy unguarded values, which may change at any time; returns a function that copies the guarded ones.
@@ -117,7 +128,6 @@ class Saver:
         The returned function must be called, in another thread: training waits for it before it changes guarded values.
         """
         guarded = [entry for entry in entries if entry.is_guarded]
-        self._memory_later.reserve(guarded)
         now = self._memory.copied([entry for entry in entries if not entry.is_guarded])
         device = device_of(guarded)
         ready = torch.accelerator.current_stream(device).record_event() if device is not None else None
@@ -131,22 +141,16 @@ class Saver:
         return copied
 
     def made(self, value: Tensor) -> None:
-        """Note of a tensor that nobody will change it: it need not be copied to be saved."""
+        """Note that a tensor will not change, so it need not be copied to be saved."""
         if self._in_background:
             self._made[value] = None
 
     def save_whole(self, checkpoint: Mapping[str, Any], path: Any) -> None:
-        """Write a full checkpoint, by one rank.
-
-        Raises:
-            CheckpointNotSavedError: if writing failed; in the background ``finish`` raises it.
-        """
-        destination = Destination(path, new_label())
-        if not self._in_background:
-            save_whole(checkpoint, destination)
-            return
-        self._background.finish()
-        self._background.submit(partial(save_whole, self._copied(checkpoint), destination))
+        """Write a full checkpoint, by one rank."""
+        if self._in_background:
+            self.save_whole_later(checkpoint, path, 0, None)
+        else:
+            save_whole(checkpoint, Destination(path, new_label()))
 
     def _copied(self, checkpoint: Any) -> Any:
         memo: dict[int, Any] = {}
@@ -162,7 +166,7 @@ class Saver:
             checkpoint: with the same sharded tensors on every rank; of everything else rank 0's is written.
             group: a process group for these background threads only; None with one rank.
         """
-        self._background.finish()
+        self.finish()
         sharded: list[ShardedTensor] = []
 
         def later(tensor: Any) -> Any:
@@ -183,61 +187,167 @@ class Saver:
                 whole = put_together(copied(), ranges, rank, group)
             except RuntimeError as error:
                 raise CheckpointNotSavedError(
-                    f"The checkpoint {path} was not saved: its parts did not come together: {failure() or error}. What "
-                    "was there before is as it was."
+                    f"The checkpoint {path} was not saved: rank 0 did not receive the shards of all ranks: "
+                    f"{failure() or error}. An earlier checkpoint at this path is unchanged."
                 ) from error
             if rank == 0:
-                found = walk(kept, lambda leaf: whole[leaf.number], _is_later)
-                save_whole(found, destination)
+                save_whole(walk(kept, whole.__getitem__, lambda leaf: isinstance(leaf, _Later)), destination)
 
-        self._background.submit(save)
+        self._submit(save)
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        """Run a job in a thread after all earlier ones, unless one of them has failed."""
+        if self._executor is None:
+            # The interpreter waits for this thread at exit.
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="lightning_zero-checkpoint")
+        before = self._jobs[-1] if self._jobs else None
+
+        def run() -> None:
+            if before is not None:
+                before.result()  # raises its exception
+            job()
+
+        self._jobs.append(self._executor.submit(run))
+        _unfinished.add(self)
 
     def then(self, act: Callable[[], None]) -> None:
         """Call ``act`` after earlier checkpoints have been written; not at all if writing them fails."""
-        if self._background.is_empty:
-            act()
+        if self._jobs:
+            self._submit(act)
         else:
-            self._background.submit(act)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all saves have finished, successfully or not."""
-        return self._background.is_done
+            act()
 
     def finish(self) -> None:
-        """Wait until all checkpoints have been written.
-
-        Raises:
-            CheckpointNotSavedError: if one could not be written.
-        """
-        self._background.finish()
+        """Wait until all checkpoints have been written."""
+        jobs, self._jobs = self._jobs, []
+        _unfinished.discard(self)
+        wait(jobs)
+        for job in jobs:
+            job.result()
 
     def close(self, *, abandon: bool = False) -> None:
-        """Call ``finish`` at the end of a run.
+        """Call ``finish`` at the end of a run, and end the thread.
 
         Args:
-            abandon: other ranks are gone: a save that waits for them for more than a few seconds is given up and
-            removed.
+            abandon: other ranks are gone: a save that waits for them for more than a few seconds is removed.
         """
         if abandon:
             self._abandoned.set()
         try:
-            self._background.close()
+            self.finish()
         finally:
+            if self._executor is not None:
+                self._executor.shutdown()
+                self._executor = None
             self._abandoned.clear()
 
 
-@dataclass(frozen=True)
-class _Later:
-    """In the place of a tensor whose parts are put together in the background: its number among these."""
-
-    number: int
-
-
-def _is_later(leaf: Any) -> bool:
-    return isinstance(leaf, _Later)
+class _Later(int):
+    """Number of a sharded tensor that is assembled in the background, in the tensor's place."""
 
 
 def _stays_on_disk(entry: Entry) -> bool:
     """Whether it is optimizer state on a disk, which is too large to be copied to memory."""
     return entry.is_guarded and isinstance(entry.values, StoredTensor)
+
+
+_unfinished: set[Saver] = set()
+
+
+@atexit.register
+def _log_failures() -> None:
+    """Log failures that no call of ``finish`` reported, since a Fabric script has ended."""
+    for saver in _unfinished:
+        for job in saver._jobs:
+            if (error := job.exception()) is not None:
+                log.error("%s", error)
+
+
+def put_together(
+    entries: list[Entry], ranges: list[list[tuple[int, int]]], rank: int, group: ProcessGroup | None
+) -> list[Tensor]:
+    """Return full tensors on rank 0, given each rank's range of each; an empty list on other ranks. Collective."""
+    whole = []
+    for entry, owned in zip(entries, ranges):
+        if rank:
+            if entry.values.numel():
+                process_group.send(entry.values, group, 0)
+            continue
+        flat = torch.empty(entry.shape.numel(), dtype=entry.dtype, device="cpu")
+        flat[: entry.values.numel()] = entry.values
+        for source, (start, stop) in enumerate(owned[1:], 1):
+            if stop > start:
+                process_group.receive(flat[start:stop], group, source)
+        whole.append(flat.view(entry.shape))
+    return whole
+
+
+def own_connection() -> Store:
+    """Return a second connection to the process group's store, since the main thread may block the first one.
+
+    The connection is reused by later saves: connecting to a store whose host is gone takes as long as the group's
+    timeout.
+    """
+    return _connection(process_group.default_store())
+
+
+@lru_cache(maxsize=1)
+def _connection(store: Store) -> Store:
+    return process_group.new_connection(store)
+
+
+class StoreExchange:
+    """All-gather of small values through the process group's store, usable from a thread while collectives run.
+
+    Args:
+        store: see ``own_connection``.
+        name: the same on every rank, and different for each exchange.
+        abandoned: once set, other ranks are awaited for only a few seconds more.
+    """
+
+    def __init__(self, store: Store, name: str, abandoned: Event) -> None:
+        self._store = process_group.named_store(f"lightning_zero/checkpoint/{name}", store)
+        self._rank, self._size, self._abandoned = process_group.rank(), process_group.world_size(), abandoned
+        self._lifelines = lifelines_over()
+        self._round = 0
+
+    def __call__(self, value: Any) -> list[Any]:
+        """All-gather a small picklable value; returns the values in the order of ranks."""
+        number, self._round = self._round, self._round + 1
+        with explained("The exchange about a checkpoint", DistError):  # fails if its host rank ends
+            self._store.set(f"{number}/{self._rank}", pickle.dumps(value))  # type: ignore[arg-type]
+            missing = self._wait(f"{number}")
+        if missing:
+            raise RuntimeError(
+                f"rank(s) {missing} did not write their shards: {failure() or 'the run, or their process, has ended'}"
+            )
+        return [
+            value if rank == self._rank else pickle.loads(self._store.get(f"{number}/{rank}"))
+            for rank in range(self._size)
+        ]
+
+    def __enter__(self) -> StoreExchange:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Announce that this rank is done. Rank 0, whose process may host the store, waits for all others."""
+        with suppress(RuntimeError):  # the store is gone, so no other rank can wait for it
+            self._store.set(f"left/{self._rank}", "")
+            if self._rank == 0:
+                self._wait("left")
+
+    def _wait(self, what: str) -> list[int]:
+        """Wait until all ranks have written their key; returns the ranks that never will."""
+        missing = [rank for rank in range(self._size) if rank != self._rank]
+        pause, lost_since = 1e-3, None
+        while True:
+            ended = self._lifelines.ended  # read before the keys: a rank may write its key and then end
+            missing = [rank for rank in missing if not self._store.check([f"{what}/{rank}"])]
+            if not missing or ended.intersection(missing):
+                return missing
+            if self._abandoned.is_set() or failure() is not None:
+                lost_since = lost_since or time.monotonic()
+                if time.monotonic() - lost_since > _PATIENCE:
+                    return missing
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)

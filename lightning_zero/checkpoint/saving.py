@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint import archive
+from lightning_zero.checkpoint import archives
 from lightning_zero.checkpoint.commit import Destination, Stream
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, CONTAINERS, DCP_METADATA, MANIFEST, REST, SAVE_ID, Manifest
 from lightning_zero.engine.comm.streams import own_stream
@@ -32,7 +32,7 @@ from lightning_zero.engine.init.sources import listed
 from lightning_zero.engine.plan.chunks import Box, boxes
 from lightning_zero.engine.tensor import sharded_tree
 from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
-from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
+from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, flat_range
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
 Gather = Callable[[Any], list[Any]]
@@ -81,11 +81,7 @@ class Entry:
 
     def piece(self, box: Box) -> Tensor:
         """Return one rectangle on the CPU, with a storage of its size."""
-        start, stop = box.start - self.start, box.stop - self.start
-        if isinstance(self.values, StoredTensor):
-            part = self.values.range(start, stop)
-        else:
-            part = self.values.detach().reshape(-1)[start:stop]
+        part = flat_range(self.values.detach(), box.start - self.start, box.stop - self.start)
         return _alone(part.to("cpu", self.dtype).contiguous()).view(box.sizes)
 
 
@@ -113,11 +109,11 @@ def content_of(tree: Mapping[str, Any], rest: Mapping[str, Any], rank: int = 0) 
         tree: nested dicts and lists of tensors and other values, to be stored in DCP's format.
         rest: Lightning's other entries; sharded tensors among them are stored in DCP's format, too.
     """
-    hollow, handles = _split(rest)
-    tree, containers = _told(tree)
+    hollow, sharded = _split(dict(rest))
+    tree, containers = _expressible(tree)
     if containers:
         hollow[CHECKPOINT_KEY] = {**hollow.get(CHECKPOINT_KEY, {}), CONTAINERS: containers}
-    leaves, paths = _flatten({**tree, **handles})
+    leaves, paths = _flatten({**tree, **(sharded or {})})
     shared: dict[Any, list[str]] = {}
     tensors: dict[Any, Tensor] = {}
     objects: dict[str, bytes] = {}
@@ -163,35 +159,25 @@ def by_name(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def names_in(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
-    """Return the names of an optimizer's parameters in the order of its groups, as ``by_name`` expects them.
-
-    Args:
-        names: by ``id`` of the parameter; a parameter without a name gets its number.
-    """
+    """Return an optimizer's parameter names, given by ``id``, in the order of its groups; a number if there is none."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [names.get(id(parameter), str(number)) for number, parameter in enumerate(parameters)]
 
 
-def _split(rest: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split into everything else and sharded tensors, each in nested dicts and lists."""
-
-    def walk(value: Any) -> tuple[Any, Any]:
-        if isinstance(value, WrapperTensor):
-            return None, value
-        if isinstance(value, (dict, list, tuple)):
-            items = list(value.items() if isinstance(value, dict) else enumerate(value))
-            parts = {key: walk(item) for key, item in items}
-            handles = {key: handle for key, (_, handle) in parts.items() if handle is not None}
-            if handles:
-                hollow = {key: left for key, (left, _) in parts.items()}
-                return (hollow if isinstance(value, dict) else list(hollow.values())), handles
-        return value, None
-
-    hollow, handles = walk(dict(rest))
-    return hollow, handles or {}
+def _split(value: Any) -> tuple[Any, Any]:
+    """Split into everything else and sharded tensors (None if there is none), each in nested dicts and lists."""
+    if isinstance(value, WrapperTensor):
+        return None, value
+    if isinstance(value, (dict, list, tuple)):
+        parts = {key: _split(item) for key, item in (value.items() if isinstance(value, dict) else enumerate(value))}
+        sharded = {key: tensor for key, (_, tensor) in parts.items() if tensor is not None}
+        if sharded:
+            hollow = {key: left for key, (left, _) in parts.items()}
+            return (hollow if isinstance(value, dict) else list(hollow.values())), sharded
+    return value, None
 
 
-def _told(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _expressible(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a tree that DCP can flatten, and the containers that DCP could not restore, with None for leaves.
 
     Such containers occur in extra state of modules (``get_extra_state``) and in optimizers' groups.
@@ -207,13 +193,17 @@ def _told(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             is_odd = is_odd or not all(isinstance(key, str) for key in value)
             return dict(zip(value, items)), dict(zip(value, hollow)), is_odd
         # DCP stores a tuple as one object.
-        in_parts = any(isinstance(leaf, WrapperTensor) for leaf in tree_leaves(items))
-        return items if in_parts else value, hollow, is_odd
+        is_sharded = any(isinstance(leaf, WrapperTensor) for leaf in tree_leaves(items))
+        return items if is_sharded else value, hollow, is_odd
 
-    walked = {key: {name: walk(value) for name, value in of_one.items()} for key, of_one in tree.items()}
-    containers = {key: {name: found[1] for name, found in of.items() if found[2]} for key, of in walked.items()}
-    plain = {key: {name: found[0] for name, found in of.items()} for key, of in walked.items()}
-    return plain, {key: found for key, found in containers.items() if found}
+    plain: dict[str, dict[str, Any]] = {}
+    containers: dict[str, dict[str, Any]] = {}
+    for key, values in tree.items():
+        for name, value in values.items():
+            plain.setdefault(key, {})[name], hollow, is_odd = walk(value)
+            if is_odd:
+                containers.setdefault(key, {})[name] = hollow
+    return {key: plain.get(key, {}) for key in tree}, containers
 
 
 def identity(tensor: Tensor) -> Any:
@@ -255,21 +245,16 @@ class HostMemory:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def reserve(self, entries: list[Entry]) -> None:
-        """Allocate enough memory."""
-        needed = sum(_aligned(entry.nbytes) for entry in entries)
-        if len(self._memory) < needed:
-            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # frees the old memory first
-            is_pinned = device_of(entries) is not None
-            self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=is_pinned, device="cpu")
-
     def copied(self, entries: list[Entry], after: torch.Event | None = None) -> list[Entry]:
         """Copy the entries' values, so that training may change the originals.
 
         Args:
             after: event of the entries' device after which values are final; None for all work queued so far.
         """
-        self.reserve(entries)
+        device, needed = device_of(entries), sum(_aligned(entry.nbytes) for entry in entries)
+        if len(self._memory) < needed:
+            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # frees the old memory first
+            self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=device is not None, device="cpu")
         copied, targets, sources, position = [], [], [], 0
         for entry in entries:
             target = self._memory[position : position + entry.nbytes].view(entry.dtype)
@@ -280,7 +265,6 @@ class HostMemory:
                 continue
             targets.append(target)
             sources.append(entry.values.detach().reshape(-1)[: target.numel()])
-        device = device_of(entries)
         if device is None:
             if targets:
                 foreach_copy(targets, sources)
@@ -335,11 +319,11 @@ def save_in_parts(
     """
     try:
         try:
-            told: Any = _write(content, destination, rank)
+            written: Any = _write(content, destination, rank)
         except Exception as error:
-            told = _reason(error)
-        everyone = gather(told)
-        failed = {number: told for number, told in enumerate(everyone) if isinstance(told, str)}
+            written = _reason(error)
+        everyone = gather(written)
+        failed = {number: reason for number, reason in enumerate(everyone) if isinstance(reason, str)}
         outcome = None
         if rank == 0 and not failed:
             try:
@@ -362,8 +346,8 @@ def save_in_parts(
 def not_saved(path: str, rank: int, reason: str) -> CheckpointNotSavedError:
     """Create the error that every rank raises if one could not write."""
     return CheckpointNotSavedError(
-        f"The checkpoint {path} was not saved: rank {rank} could not write it: {reason}. Nothing of it is left, and "
-        "what was there before is as it was."
+        f"The checkpoint {path} was not saved: rank {rank} could not write it: {reason}. Its partial files were "
+        "removed; an earlier checkpoint at this path is unchanged."
     )
 
 
@@ -377,11 +361,7 @@ def refusal_of(path: str, label: str) -> str | None:
 
 
 def save_whole(checkpoint: Mapping[str, Any], destination: Destination) -> None:
-    """Write a full checkpoint: one ordinary file of ``torch.save``, by one rank.
-
-    Raises:
-        CheckpointNotSavedError: if writing fails. The partial file is removed then.
-    """
+    """Write a full checkpoint: one ordinary file of ``torch.save``, by one rank."""
     try:
         destination.check_replaceable()
         destination.clear_leftovers()
@@ -393,8 +373,8 @@ def save_whole(checkpoint: Mapping[str, Any], destination: Destination) -> None:
         if not isinstance(error, (OSError, RuntimeError)):
             raise  # pickling errors belong to the project
         raise CheckpointNotSavedError(
-            f"The checkpoint {destination.path} was not saved: {_reason(error)}. Nothing of it is left, and what was "
-            "there before is as it was."
+            f"The checkpoint {destination.path} was not saved: {_reason(error)}. Its partial file was removed; an "
+            "earlier checkpoint at this path is unchanged."
         ) from error
 
 
@@ -413,7 +393,7 @@ def _write(content: Content, destination: Destination, rank: int) -> _Written:
     name = f"__{rank}_0.distcp"
     tensors, objects = [], {}
     # Small tensors are adjacent: opening a checkpoint reads some of them, and a disk reads neighbouring blocks as well.
-    entries = sorted(content.entries, key=lambda entry: entry.nbytes > archive.LARGEST)
+    entries = sorted(content.entries, key=lambda entry: entry.nbytes > archives.SMALL)
     with destination.writing(name) as stream:
         for entry in entries:
             placed = [(box, _piece(stream, partial(_save_piece, entry, box, stream))) for box in entry.boxes]
@@ -429,8 +409,8 @@ def _write(content: Content, destination: Destination, rank: int) -> _Written:
 
 def _save_piece(entry: Entry, box: Box, stream: Stream) -> None:
     piece = entry.piece(box)
-    if 0 < piece.nbytes <= archive.LARGEST:
-        stream.write(archive.archived(piece))
+    if 0 < piece.nbytes <= archives.SMALL:
+        stream.write(archives.archived(piece))
     else:
         torch.save(piece, stream)  # type: ignore[arg-type]
 
@@ -444,11 +424,11 @@ def _piece(stream: Stream, write: Callable[[], Any]) -> list[int]:
 
 def _complete(content: Content, destination: Destination, written_by: dict[str, Any], everyone: list[_Written]) -> None:
     """On rank 0, write metadata and manifest, which turn the files of all ranks into a checkpoint."""
-    elsewhere = [rank for rank, written in enumerate(everyone) if destination.size_of(written.file) != written.nbytes]
-    if elsewhere:
+    invisible = [rank for rank, written in enumerate(everyone) if destination.size_of(written.file) != written.nbytes]
+    if invisible:
         raise OSError(
-            f"what rank(s) {elsewhere} wrote is not there: a checkpoint in parts needs a folder that all machines "
-            "share. Choose another, or ZeroStrategy(checkpoint='full')"
+            f"the files of rank(s) {invisible} are not visible to rank 0: a sharded checkpoint requires a folder that "
+            "all machines share. Choose such a folder, or ZeroStrategy(checkpoint='full')"
         )
     metadata = _metadata(content, everyone)
     data = pickle.dumps(metadata)
@@ -482,9 +462,8 @@ def _metadata(content: Content, everyone: list[_Written]) -> Metadata:
     lacking = [name for name in content.paths if name not in objects and not _is_whole(tensors.get(name))]
     if lacking:
         raise ValueError(
-            f"{listed(lacking)} of the checkpoint {'is' if len(lacking) == 1 else 'are'} in parts, and not every rank "
-            "has put its own there: what a hook saves of sharded parameters it must save on every rank, with no 'if "
-            "rank == 0:' around it"
+            f"the checkpoint lacks the shards of some ranks of {listed(lacking)}: a hook that saves values of sharded "
+            "parameters must do so on every rank, not inside 'if rank == 0:'"
         )
     found: dict[str, Any] = {name: objects[name] if name in objects else tensors[name] for name in content.paths}
     return Metadata(found, content.paths, storage, StorageMeta(save_id=SAVE_ID), _DCP_VERSION)

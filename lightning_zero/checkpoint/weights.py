@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -32,7 +31,7 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
 
     Within ``configure_model`` under ZeRO the values stay in the file until the module is sharded; then each rank reads
     its shard. A module that is already sharded reads its shards at once. Otherwise parameters on the meta device use
-    the file's mapped memory, and other parameters are copied to. The module's dtypes are kept.
+    the file's mapped memory, and values are copied into other parameters. The module's dtypes are kept.
 
     Args:
         module: on the meta device, ordinary, or sharded, wholly or in part.
@@ -96,7 +95,7 @@ def _read(path: Path) -> dict[str, Tensor]:
     if path.is_dir():
         found = next((path / name for name in _IN_A_FOLDER if (path / name).is_file()), None)
         if found is None:
-            raise FileNotFoundError(f"{path} has no weights: it needs one of {', '.join(_IN_A_FOLDER)}.")
+            raise FileNotFoundError(f"{path} has no weights: it requires one of {', '.join(_IN_A_FOLDER)}.")
         path = found
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: load_weights takes a file of weights, or a folder with one.")
@@ -105,11 +104,19 @@ def _read(path: Path) -> dict[str, Tensor]:
             files = sorted(set(json.loads(path.read_text())["weight_map"].values()))
         return {name: tensor for file in files for name, tensor in _read(path.parent / file).items()}
     if path.suffix == ".safetensors":
-        load_file = _safetensors_loader()
+        try:
+            from safetensors.torch import load_file
+        except ImportError:
+            raise ModuleNotFoundError(
+                "the package safetensors is missing: pip install 'lightning_zero[weights]'", name="safetensors"
+            ) from None
         with _named_in_errors(path):
             return load_file(path, device="cpu")
     with _named_in_errors(path):
-        return _state_dict_in(load_torch(path, mmap=zipfile.is_zipfile(path), may_have_configuration=False))
+        loaded = load_torch(path, mmap=zipfile.is_zipfile(path), may_have_configuration=False)
+        if not isinstance(loaded, dict):
+            raise TypeError(f"it contains a {type(loaded).__name__} instead of a state dict")
+        return loaded["state_dict"] if "pytorch-lightning_version" in loaded else loaded  # a Lightning checkpoint
 
 
 @contextmanager
@@ -121,20 +128,3 @@ def _named_in_errors(path: Path) -> Iterator[None]:
         raise ValueError(
             f"{path} ({path.stat().st_size} bytes) cannot be read as weights: {type(error).__name__}: {error}"
         ) from error
-
-
-def _state_dict_in(loaded: Any) -> dict[str, Tensor]:
-    """Return a bare state dict unchanged, or the ``state_dict`` of a Lightning checkpoint."""
-    if not isinstance(loaded, dict):
-        raise TypeError(f"it holds a {type(loaded).__name__}, and no state dict")
-    return loaded["state_dict"] if "pytorch-lightning_version" in loaded else loaded
-
-
-def _safetensors_loader() -> Callable[..., dict[str, Tensor]]:
-    try:
-        from safetensors.torch import load_file
-    except ImportError:
-        raise ModuleNotFoundError(
-            "the package safetensors is missing: pip install 'lightning_zero[weights]'", name="safetensors"
-        ) from None
-    return load_file

@@ -11,25 +11,25 @@ The optimizer's state has vectors of the same layout. Everything that is not tra
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from math import ceil, prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_zero.checkpoint.archives import BrokenArchiveError, records_of
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError, Extent
+from lightning_zero.checkpoint.converting import with_lightnings_entries
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.reading import OpenedCheckpoint
-from lightning_zero.checkpoint.records import BrokenArchiveError, records_of
 from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_torch
-from lightning_zero.convert.foreign import with_lightnings_entries
 from lightning_zero.engine.init.sources import listed
 from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
 
@@ -62,121 +62,108 @@ def open_deepspeed(path: str | os.PathLike[str]) -> OpenedCheckpoint:
     Raises:
         FileNotFoundError: if there is no checkpoint, or files of some ranks are missing.
         ValueError: if it is not of ZeRO's stages 1 to 3, or the model was split by other parallelism as well; if its
-        files
-            do not belong together; if it contains objects of classes other than DeepSpeed's, which are never created.
+            files do not belong together; if it contains objects of classes other than DeepSpeed's, which are never
+            created.
         DamagedCheckpointError: if one of its files cannot be read.
     """
     folder = _folder_of_tag(Path(path))
-    files = _rank_files(folder)
-    models = {rank: _load(file) for rank, file in files.model.items()}
-    saved = {rank: _load(file)["optimizer_state_dict"] for rank, file in files.optimizer.items()}
-    model, state = models[min(models)], saved[min(saved)]
-    _check_cut_by_zero_alone(folder, model)
-    stage, world_size = _stage_of(folder, state), _world_size_of(state)
-    _check_ranks(folder, "..._optim_states.pt", list(saved), world_size)
+    optimizer_files, model_files = _rank_files(folder)
+    models = {rank: _load(file) for rank, file in model_files.items()}
+    by_rank = {rank: _load(file)["optimizer_state_dict"] for rank, file in optimizer_files.items()}
+    saved = list(by_rank.values())
+    model, state = models[min(models)], saved[0]
+    _check_only_zero(folder, model)
+    stage, count = _stage_of(folder, state), state["partition_count"]  # stages 1 and 2: a count for each param group
+    world_size = max(count) if isinstance(count, (list, tuple)) else count
+    _check_ranks(folder, "..._optim_states.pt", list(by_rank), world_size)
     _check_ranks(folder, "..._model_states.pt", list(models), world_size if stage == 3 else 1)
-    return _put_together(os.fspath(path), folder, files, list(models.values()), list(saved.values()), stage)
 
-
-def _put_together(
-    path: str, folder: Path, files: _RankFiles, models: list[dict[str, Any]], saved: list[dict[str, Any]], stage: int
-) -> OpenedCheckpoint:
-    """Assemble the checkpoint from the contents of all ranks' files."""
-    model = models[0]
-    masters = [state["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"] for state in saved]
+    masters = [each["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"] for each in saved]
     layouts = _by_parameter(model, masters) if stage == 3 else _by_group(model, saved, masters)
-    _check_sizes(folder, model, masters, layouts, stage)
-
+    _check_sizes(folder, masters, layouts, stage)
     trained = {}
     for number, layout in enumerate(layouts):
         for name, pieces in layout.items():
             trained[name] = pieces.of(name, [flats[number] for flats in masters])
-    state_dict = _state_dict(models, trained)
-    rename = _without_lightnings_wrapper(state_dict)
+    state_dict = _state_dict(list(models.values()), trained)
+    # The wrapper that Lightning before 2.1 put around the module.
+    prefix = "_forward_module." if all(name.startswith("_forward_module.") for name in state_dict) else ""
 
     checkpoint: dict[str, Any] = {key: value for key, value in model.items() if key not in _OWN_ENTRIES}
     if model.get("lr_scheduler") is not None:
         checkpoint.setdefault("lr_schedulers", [model["lr_scheduler"]])
     checkpoint = with_lightnings_entries(checkpoint, steps=model["global_steps"])
-    checkpoint["state_dict"] = {rename(name): value for name, value in state_dict.items()}
+    checkpoint["state_dict"] = {name.removeprefix(prefix): value for name, value in state_dict.items()}
     names = None
-    dealt = stage < 3 and "zero_stage" in saved[0] and _option(model, "round_robin_gradients")
+    config: Any = model.get("ds_config")  # DeepSpeed's configuration
+    is_dealt = stage < 3 and "zero_stage" in state and isinstance(config, dict)
+    is_dealt = is_dealt and bool(config["zero_optimization"].get("round_robin_gradients"))
     entry = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
-    optimizer = _optimizer_state(folder, saved, masters, layouts, entry, dealt)
+    optimizer = _optimizer_state(folder, [each.get(entry) for each in saved], masters, layouts, is_dealt)
     if optimizer is not None:
-        order, checkpoint["optimizer_states"] = optimizer[0], [optimizer[1]]
-        names = [[rename(name) for name in order]]
+        names, checkpoint["optimizer_states"] = [[name.removeprefix(prefix) for name in optimizer[0]]], [optimizer[1]]
     if any(isinstance(value, Tensor) and value.dtype in _LOW_PRECISION for value in model["module"].values()):
-        checkpoint[CHECKPOINT_KEY] = {"masters": {rename(name): value for name, value in trained.items()}}
+        own_masters = {name.removeprefix(prefix): value for name, value in trained.items()}
+        checkpoint[CHECKPOINT_KEY] = {"masters": own_masters}
 
     written_by = {"deepspeed": str(model.get("ds_version", "")), "stage": stage, "world_size": len(saved)}
-    extents = _extents([*files.optimizer.values(), *files.model.values()])
-    return OpenedCheckpoint(path, "sharded", written_by, checkpoint, checkpoint, names, Files(folder), extents)
+    extents = _extents([*optimizer_files.values(), *model_files.values()])
+    return OpenedCheckpoint(
+        os.fspath(path), "sharded", written_by, checkpoint, checkpoint, names, Files(folder), extents
+    )
 
 
 # -- the files ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _RankFiles:
-    """Files by rank, in ascending order; at stages 1 and 2 rank 0's model file contains the whole model."""
-
-    optimizer: dict[int, Path]
-    model: dict[int, Path]
 
 
 def _folder_of_tag(path: Path) -> Path:
     """Return the folder with the ranks' files: the path itself, or the folder of the tag that ``latest`` names."""
     if not path.is_dir():
         what = "is a file" if path.is_file() else "does not exist"
-        raise FileNotFoundError(f"{path} {what}: a checkpoint of DeepSpeed is a local folder with 'latest' in it.")
-    if any(_OPTIMIZER_FILE.fullmatch(name) or _MODEL_FILE.fullmatch(name) for name in os.listdir(path)):
+        raise FileNotFoundError(f"{path} {what}: a DeepSpeed checkpoint is a local folder that contains 'latest'.")
+    names = sorted(os.listdir(path))
+    if any(_OPTIMIZER_FILE.fullmatch(name) or _MODEL_FILE.fullmatch(name) for name in names):
         return path
-    if (path / "latest").is_file():
+    if "latest" in names:
         folder = path / (path / "latest").read_text().strip()
         if not folder.is_dir():
-            raise FileNotFoundError(f"{path}/latest names '{folder.name}', and there is no such folder beside it.")
+            raise FileNotFoundError(f"{path}/latest names '{folder.name}', but {path} contains no such folder.")
         return folder
-    tags = sorted(tag.name for tag in path.iterdir() if any(map(_OPTIMIZER_FILE.fullmatch, _names_in(tag))))
-    if tags:
-        raise FileNotFoundError(f"{path} has no file 'latest': give one of its folders, {path}/{tags[-1]} for example.")
+    for tag in (path / name for name in reversed(names)):
+        if tag.is_dir() and any(map(_OPTIMIZER_FILE.fullmatch, os.listdir(tag))):
+            raise FileNotFoundError(f"{path} has no file 'latest': give one of its folders, for example {tag}.")
     raise FileNotFoundError(
-        f"{path} is no checkpoint of DeepSpeed: it has no file 'latest', and no '..._optim_states.pt' of ZeRO. In it: "
-        f"{listed(sorted(os.listdir(path))) or 'nothing'}."
+        f"{path} is not a DeepSpeed checkpoint: it has neither a file 'latest' nor one of '..._optim_states.pt'. "
+        f"It contains: {listed(names) or 'nothing'}."
     )
 
 
-def _names_in(folder: Path) -> list[str]:
-    return os.listdir(folder) if folder.is_dir() else []
-
-
-def _rank_files(folder: Path) -> _RankFiles:
-    names = os.listdir(folder)
-    optimizer = {match: folder / match.string for name in names if (match := _OPTIMIZER_FILE.fullmatch(name))}
-    model = {match: folder / match.string for name in names if (match := _MODEL_FILE.fullmatch(name))}
-    cut_otherwise = sorted(match.string for match in (*optimizer, *model) if int(match[2]) > 0)
-    cut_otherwise += sorted(name for name in names if name.startswith(("layer_", "expp_rank_")) or "_expert_" in name)
-    if cut_otherwise:
-        raise ValueError(_cut_otherwise(folder, cut_otherwise))
+def _rank_files(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
+    """Return optimizer and model files by rank, in ascending order; stages 1 and 2 have one file of the whole model."""
+    names = sorted(os.listdir(folder))
+    optimizer = [match for name in names if (match := _OPTIMIZER_FILE.fullmatch(name))]
+    model = [match for name in names if (match := _MODEL_FILE.fullmatch(name))]
+    others = [match.string for match in (*optimizer, *model) if int(match[2]) > 0]
+    others += [name for name in names if name.startswith(("layer_", "expp_rank_")) or "_expert_" in name]
+    if others:
+        raise ValueError(_other_parallelism(folder, sorted(others)))
     if not optimizer:
         raise FileNotFoundError(
-            f"{folder} has no file '..._optim_states.pt' of ZeRO's stages 1 to 3. In it: "
-            f"{listed(sorted(names)) or 'nothing'}. Without ZeRO 'module' in mp_rank_00_model_states.pt has the "
-            "weights."
+            f"{folder} has no file '..._optim_states.pt' of ZeRO's stages 1 to 3. It contains: "
+            f"{listed(names) or 'nothing'}. Without ZeRO, the weights are 'module' in mp_rank_00_model_states.pt."
         )
     if not model:
-        raise FileNotFoundError(f"{folder} is not whole: it has no file '..._model_states.pt'.")
-    return _RankFiles(
-        dict(sorted((int(match[1]), file) for match, file in optimizer.items())),
-        dict(sorted((int(match[1] or 0), file) for match, file in model.items())),
+        raise FileNotFoundError(f"{folder} is incomplete: it has no file '..._model_states.pt'.")
+    return (
+        dict(sorted((int(match[1]), folder / match.string) for match in optimizer)),
+        dict(sorted((int(match[1] or 0), folder / match.string) for match in model)),
     )
 
 
-def _cut_otherwise(folder: Path, told_by: list[str]) -> str:
+def _other_parallelism(folder: Path, evidence: list[str]) -> str:
     return (
-        f"{folder} is of a model that was cut by tensor, pipeline or expert parallelism as well as by ZeRO "
-        f"({listed(told_by)}): only what ZeRO alone has cut can be put together here. DeepSpeed's own "
-        "ds_to_universal.py puts others together."
+        f"{folder} contains a model that was split by tensor, pipeline or expert parallelism as well as by ZeRO "
+        f"({listed(evidence)}), which is not supported: use DeepSpeed's own ds_to_universal.py."
     )
 
 
@@ -184,9 +171,9 @@ def _check_ranks(folder: Path, files: str, ranks: list[int], world_size: int) ->
     wrong = sorted(set(ranks) ^ set(range(world_size)))
     if wrong:
         raise FileNotFoundError(
-            f"{folder} is not what {world_size} rank(s) have saved: of files '{files}' it has those of rank(s) "
-            f"{listed(map(str, ranks))}, and {listed(map(str, wrong))} is missing, or left by another save. Copy the "
-            "folders of all machines into one, with nothing else in it."
+            f"{folder} does not contain the files of {world_size} rank(s): it has '{files}' of rank(s) "
+            f"{listed(map(str, ranks))}; {listed(map(str, wrong))} is missing, or left over from another save. Copy "
+            "the folders of all machines into one folder without other files."
         )
 
 
@@ -205,27 +192,25 @@ class _Inert:
 
 def _load(file: Path) -> dict[str, Any]:
     """Load a DeepSpeed file with memory-mapped tensors. None of the classes it names is imported or called."""
-    import argparse
-
     try:
         named = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-        own = [(int if name.endswith(".ZeroStageEnum") else _Inert, name) for name in named if _is_deepspeeds(name)]
+        own = [
+            (int if name.endswith(".ZeroStageEnum") else _Inert, name)
+            for name in named
+            if name.startswith("deepspeed.")
+        ]
         with torch.serialization.safe_globals([argparse.Namespace, *own]):
             loaded = load_torch(file, mmap=True)
     except ForbiddenClassError as error:
         raise ValueError(f"{file}: {error}.") from error
     except Exception as error:
         raise DamagedCheckpointError(
-            f"{file} ({file.stat().st_size} bytes) is damaged, or not of DeepSpeed: {type(error).__name__}: {error}"
+            f"{file} ({file.stat().st_size} bytes) is damaged, or not a DeepSpeed file: {type(error).__name__}: {error}"
         ) from error
     expected = "optimizer_state_dict" if _OPTIMIZER_FILE.fullmatch(file.name) else "module"
     if not isinstance(loaded, dict) or expected not in loaded:
-        raise ValueError(f"{file} is not of DeepSpeed: it has no entry '{expected}'.")
+        raise ValueError(f"{file} is not a DeepSpeed file: it has no entry '{expected}'.")
     return loaded
-
-
-def _is_deepspeeds(name: str) -> bool:
-    return name.startswith("deepspeed.")
 
 
 def _extents(files: list[Path]) -> Callable[[], Iterator[Extent]]:
@@ -253,46 +238,33 @@ def _stage_of(folder: Path, state: dict[str, Any]) -> int:
     stage = state.get("zero_stage", 1 if "single_partition_of_fp32_groups" in state else None)
     if stage not in (1, 2, 3):
         raise ValueError(
-            f"{folder} says that it is of stage {stage!r} of ZeRO, and stages 1, 2 and 3 are known here. If that is a "
-            "stage of DeepSpeed's, write weights with its zero_to_fp32.py."
+            f"{folder} was written by ZeRO stage {stage!r}, and only stages 1, 2 and 3 are supported. Use the "
+            "zero_to_fp32.py in the folder to get the weights."
         )
     return int(stage)
 
 
-def _option(model: dict[str, Any], name: str) -> bool:
-    """Read a ZeRO option from DeepSpeed's configuration, which is stored with the model."""
-    config = model.get("ds_config")
-    return bool(config["zero_optimization"].get(name)) if isinstance(config, dict) else False
-
-
-def _world_size_of(state: dict[str, Any]) -> int:
-    count = state["partition_count"]  # one count per param group at stages 1 and 2
-    return max(count) if isinstance(count, (list, tuple)) else count
-
-
-def _check_cut_by_zero_alone(folder: Path, model: dict[str, Any]) -> None:
+def _check_only_zero(folder: Path, model: dict[str, Any]) -> None:
     parallel = {"mp_world_size": model.get("mp_world_size"), **(model.get("checkpoint_parallel_dimensions") or {})}
     others: dict[str, Any] = {
         name: degree for name, degree in parallel.items() if isinstance(degree, int) and degree > 1
     }
     others |= {name: "yes" for name in ("ds_autoep_layers", "autoep_layers") if model.get(name)}
     if others:
-        raise ValueError(_cut_otherwise(folder, [f"{name}: {degree}" for name, degree in others.items()]))
+        raise ValueError(_other_parallelism(folder, [f"{name}: {degree}" for name, degree in others.items()]))
     if not isinstance(model["module"], dict) or not model.get("param_shapes"):
-        raise ValueError(f"{folder} has no weights with names: it is of a pipeline, or written without the optimizer.")
+        raise ValueError(f"{folder} has no parameter names: it was written by a pipeline, or without the optimizer.")
 
 
-class _Pieces:
+class _Pieces(NamedTuple):
     """Location of one parameter's elements, in order, in the ranks' flat vectors.
 
-    Args:
-        shape: of the parameter.
+    Attributes:
         ranges: (rank, start, stop). The last range may extend into padding.
     """
 
-    def __init__(self, shape: tuple[int, ...], ranges: list[tuple[int, int, int]]) -> None:
-        self.shape = shape
-        self.ranges = ranges
+    shape: tuple[int, ...]
+    ranges: list[tuple[int, int, int]]
 
     def of(self, name: str, flats: list[Tensor]) -> Tensor:
         """Return the parameter, or an optimizer state of its shape, given the ranks' flat vectors."""
@@ -339,9 +311,7 @@ def _by_parameter(model: dict[str, Any], masters: list[list[Tensor]]) -> list[_L
     return layouts
 
 
-def _check_sizes(
-    folder: Path, model: dict[str, Any], masters: list[list[Tensor]], layouts: list[_Layout], stage: int
-) -> None:
+def _check_sizes(folder: Path, masters: list[list[Tensor]], layouts: list[_Layout], stage: int) -> None:
     """Check that the ranks' vectors have the sizes that the model's file specifies."""
     for number, layout in enumerate(layouts):
         held = [flats[number].numel() if number < len(flats) else 0 for flats in masters]
@@ -350,18 +320,15 @@ def _check_sizes(
             part = sum(ceil(prod(pieces.shape) / len(masters)) for pieces in layout.values())
             fits = all(numel == part for numel in held)
         else:
-            lie = sum(stop - start for pieces in layout.values() for _, start, stop in pieces.ranges)
-            fits = lie == elements <= sum(held)
+            located = sum(stop - start for pieces in layout.values() for _, start, stop in pieces.ranges)
+            fits = located == elements <= sum(held)
         if not fits:
-            offloaded = (folder / "offloaded_tensors").is_dir()
-            advice = (
-                "The optimizer's state was on NVMe: it is in files that only DeepSpeed reads."
-                if offloaded
-                else "Its files are of different models or of different saves."
-            )
+            advice = "Its files stem from different models or different saves."
+            if (folder / "offloaded_tensors").is_dir():
+                advice = "The optimizer's state was on NVMe, in files that only DeepSpeed can read."
             raise ValueError(
-                f"{folder} does not fit together: by its '..._model_states.pt' param group {number}, with "
-                f"{listed(list(layout), 3)}, has {elements} elements, and the ranks hold "
+                f"{folder} is inconsistent: according to '..._model_states.pt', param group {number} with "
+                f"{listed(list(layout), 3)} has {elements} elements, but the ranks have "
                 f"{listed(map(str, held))}. {advice}"
             )
 
@@ -407,22 +374,19 @@ def _state_dict(models: list[dict[str, Any]], trained: dict[str, Tensor]) -> dic
     return state_dict
 
 
-def _without_lightnings_wrapper(state_dict: dict[str, Any]) -> Callable[[str], str]:
-    """Return a function that strips the prefix of the wrapper that Lightning before 2.1 put around the module."""
-    prefix = "_forward_module."
-    wrapped = all(name.startswith(prefix) for name in state_dict)
-    return (lambda name: name.removeprefix(prefix)) if wrapped else (lambda name: name)
-
-
 def _optimizer_state(
-    folder: Path, saved: list[Any], masters: list[list[Tensor]], layouts: list[_Layout], entry: str, dealt: bool
+    folder: Path, states: list[Any], masters: list[list[Tensor]], layouts: list[_Layout], is_dealt: bool
 ) -> tuple[list[str], dict[str, Any]] | None:
-    """Return parameter names in the order of their numbers and the optimizer's state in torch's form, or None."""
-    states = [state.get(entry) for state in saved]
+    """Return parameter names in the order of their numbers and the optimizer's state in torch's form, or None.
+
+    Args:
+        states: of each rank.
+        is_dealt: whether 'round_robin_gradients' has distributed the parameters over the ranks in turn.
+    """
     if not all(isinstance(state, dict) for state in states):
         warnings.warn(
-            f"{folder} has no param groups of the optimizer, as with DeepSpeed's 'elastic_checkpoint', so its state is "
-            "left out: the weights alone are imported.",
+            f"{folder} has no param groups of the optimizer, as with DeepSpeed's 'elastic_checkpoint': only the "
+            "weights are imported, without the optimizer's state.",
             stacklevel=3,
         )
         return None
@@ -432,7 +396,7 @@ def _optimizer_state(
         first = len(names)
         for flat in group["params"]:
             per_rank = [state["state"].get(flat, {}) for state in states]
-            for name in _in_users_order(list(layouts[flat]), len(saved) if dealt else 1):
+            for name in _in_users_order(list(layouts[flat]), len(states) if is_dealt else 1):
                 values = {
                     key: _state_value(folder, name, key, per_rank, layouts[flat][name], [m[flat] for m in masters])
                     for key in per_rank[0]
@@ -458,13 +422,13 @@ def _state_value(
     flats = [state[key] for state in per_rank]
     if any(flat.dim() != 1 or flat.numel() < master.numel() for flat, master in zip(flats, masters)):
         raise ValueError(
-            f"{folder}: the optimizer's '{key}' of {name} is not one value for each element, but of shape "
-            f"{tuple(value.shape)}: only the state of elementwise optimizers can be put together."
+            f"{folder}: the optimizer's '{key}' of {name} has the shape {tuple(value.shape)}, not one value for each "
+            "element: only the state of elementwise optimizers can be imported."
         )
     return pieces.of(f"{name} ({key})", flats)
 
 
 def _in_users_order(names: list[str], hands: int) -> list[str]:
-    """Restore the order of the user's param group, which 'round_robin_gradients' distributes over the ranks in turn."""
+    """Restore the order of the user's param group."""
     dealt = [number for hand in range(hands) for number in range(hand, len(names), hands)]
     return [name for _, name in sorted(zip(dealt, names))]

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_zero.checkpoint.reading import OpenedCheckpoint, by_number, open_checkpoint
-from lightning_zero.convert.foreign import with_lightnings_entries
+from lightning_zero.checkpoint.converting import with_lightnings_entries
+from lightning_zero.checkpoint.reading import OpenedCheckpoint, numbered, open_checkpoint
 from lightning_zero.engine.init.sources import listed
 
 _USUAL = ("state_dict", "model", "module", "model_state_dict")
@@ -41,8 +41,8 @@ def open_fsdp(path: str | os.PathLike[str], *, model: str | None = None) -> Open
     name, weights = _weights_of(opened.path, tree, optimizers, model)
     if any(key.rsplit(".", 1)[-1].startswith("_flat_param") for key in weights):
         raise ValueError(
-            f"{opened.path}: '{name}' holds FSDP's flat parameters, which only the same FSDP reads: save it anew with "
-            "StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT."
+            f"{opened.path}: '{name}' contains FSDP's flat parameters, which only the same FSDP can read: save it "
+            "again with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT."
         )
     _take(tree, name)
     tree = {"state_dict": weights, **tree}
@@ -54,13 +54,9 @@ def open_fsdp(path: str | os.PathLike[str], *, model: str | None = None) -> Open
         for key, optimizer in optimizers.items():
             _take(tree, key)
             saved = _nested(optimizer, weights) if _is_flattened(optimizer) else optimizer
-            try:
-                tree["optimizer_states"].append(by_number(saved))
-            except KeyError as error:
-                raise ValueError(
-                    f"{opened.path}: '{key}' has a state of {error}, which is in none of its param groups."
-                ) from error
-            names.append([name for group in saved["param_groups"] for name in group["params"]])
+            state, of_one = numbered(saved, f"{opened.path}: '{key}'")
+            tree["optimizer_states"].append(state)
+            names.append(of_one)
     return replace(opened, checkpoint=with_lightnings_entries(tree), as_saved=tree, names_of_optimizers=names)
 
 
@@ -79,11 +75,11 @@ def _weights_of(
             likely = [name for name in likely if name.rsplit(".", 1)[-1] in _USUAL] or likely
     if len(likely) != 1:
         there = [f"'{name}' with {len(found[name])} tensors" for name in found] or [f"'{key}'" for key in tree]
-        wanted = "no weights are found" if chosen is None else f"'{chosen}' is no mapping of names to tensors"
+        wanted = "no weights were found" if chosen is None else f"'{chosen}' is not a mapping of names to tensors"
         if chosen is None and found:
             wanted = "several entries may be the weights"
-        advice = " Say which it is: --model NAME, or open_fsdp(path, model=NAME)." if found else ""
-        raise ValueError(f"{path}: {wanted}. There are {listed(there, 20)}.{advice}")
+        advice = " Choose one: --model NAME, or open_fsdp(path, model=NAME)." if found else ""
+        raise ValueError(f"{path}: {wanted}. It has {listed(there, 20)}.{advice}")
     return likely[0], found[likely[0]]
 
 
@@ -91,21 +87,19 @@ def _weights_in(tree: dict[str, Any], inside: str = "") -> Iterator[tuple[str, d
     """Iterate over all mappings from names to tensors, with their dotted keys."""
     for key, value in tree.items():
         if isinstance(value, dict) and not _is_optimizer(value):
-            if not any(isinstance(item, (dict, list)) for item in value.values()):
-                if any(isinstance(item, Tensor) for item in value.values()):
-                    yield f"{inside}{key}", dict(value)
-            else:
+            if any(isinstance(item, (dict, list)) for item in value.values()):
                 yield from _weights_in(value, f"{inside}{key}.")
+            elif any(isinstance(item, Tensor) for item in value.values()):
+                yield f"{inside}{key}", dict(value)
 
 
 def _optimizers_in(tree: dict[str, Any], inside: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Iterate over all optimizer states by parameter name, with their dotted keys."""
     for key, value in tree.items():
-        if isinstance(value, dict):
-            if _is_optimizer(value):
-                yield f"{inside}{key}", value
-            else:
-                yield from _optimizers_in(value, f"{inside}{key}.")
+        if isinstance(value, dict) and _is_optimizer(value):
+            yield f"{inside}{key}", value
+        elif isinstance(value, dict):
+            yield from _optimizers_in(value, f"{inside}{key}.")
 
 
 def _is_optimizer(value: dict[str, Any]) -> bool:
@@ -137,9 +131,9 @@ def _warn_of_modules_numbers(path: str, optimizer: dict[str, Any]) -> None:
     numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
     if numbers != list(range(len(numbers))):
         warnings.warn(
-            f"{path} numbers the optimizer's parameters as the module has them, as FSDP does in files with whole "
-            "tensors, so what order they had within a param group is lost. If yours has another order than "
-            "module.parameters(), save a folder ('sharded') instead, which has their names.",
+            f"{path} numbers the optimizer's parameters in the module's order, as FSDP does in files with full "
+            "tensors, so their order within a param group is lost. If your optimizer has another order than "
+            "module.parameters(), save a sharded checkpoint (a folder) instead, which contains their names.",
             stacklevel=3,
         )
 

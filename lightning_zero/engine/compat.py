@@ -21,6 +21,7 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._weights_only_unpickler import Unpickler
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
@@ -71,9 +72,23 @@ def storage_use_count(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
-def dtype_by_storage_name() -> dict[str, torch.dtype]:
-    """Dtypes by the name of their storage class, which pickles of ``torch.save`` contain."""
-    return {name: dtype for dtype, name in torch.storage._dtype_to_storage_type_map().items()}
+def unpickle_weights(pickled: Any, storage: Callable[[str], Any]) -> Any:
+    """Unpickle the ``data.pkl`` of a ``torch.save`` archive like ``torch.load(weights_only=True)``, over given memory.
+
+    Args:
+        storage: returns the bytes of a storage, which tensors are then views of.
+    """
+
+    def load(reference: Any) -> Any:
+        _, kind, key, *_ = reference
+        values = storage(key)
+        flat = torch.frombuffer(values, dtype=torch.uint8) if len(values) else torch.empty(0, device="cpu")
+        dtype = getattr(kind, "dtype", torch.uint8)
+        return torch.storage.TypedStorage(wrap_storage=flat.untyped_storage(), dtype=dtype, _internal=True)
+
+    unpickler = Unpickler(pickled, encoding="utf-8")
+    unpickler.persistent_load = load  # type: ignore[method-assign]
+    return unpickler.load()
 
 
 def dcp_internals() -> tuple[Any, Any, str]:

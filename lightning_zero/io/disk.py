@@ -7,8 +7,8 @@ import mmap
 import os
 import stat
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from threading import Thread
 
 ALIGNMENT = 4096
 """Offsets, sizes and addresses in bytes must be multiples of this for ``O_DIRECT`` on any usual disk."""
@@ -76,9 +76,8 @@ def is_in_memory(path: str) -> bool:
 def make_private_folder(path: str) -> None:
     """Create a folder, and its missing parents, for this user alone; an existing folder is left unchanged.
 
-    Raises:
-        OSError: if the system reports one; also if the folder is in a world-writable folder, such as that for temporary
-            files, where another user may have created it or may change its contents.
+    A folder in a world-writable folder, such as that for temporary files, is refused if another user may have created
+    it or may change its contents.
     """
     os.makedirs(path, 0o700, exist_ok=True)
     if not os.stat(os.path.dirname(os.path.abspath(path))).st_mode & stat.S_IWOTH:
@@ -90,12 +89,12 @@ def make_private_folder(path: str) -> None:
     elif found.st_uid not in (os.geteuid(), 0):
         reason = f"it belongs to user {found.st_uid}"
     elif found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
-        reason = "every user may change what is in it"
+        reason = "every user may change its contents"
     if reason is not None:
         raise PermissionError(
             errno.EACCES,
-            f"{reason}, in a folder where every user may make some, so what is written there may come to others; "
-            "remove it, or give another path",
+            f"{reason}, in a folder that every user may write to, so other users might read or change its files: "
+            "remove it, or choose another path",
             path,
         )
 
@@ -111,9 +110,6 @@ class DirectFile:
         path: must not exist yet, not even as a link.
         readable: whether this process reads the file as well; the file's mode is then 0600. Some network file systems
             only accept write-only files.
-
-    Raises:
-        FileExistsError: if the path exists.
 
     Attributes:
         is_direct: whether all aligned data has bypassed the cache so far.
@@ -136,9 +132,6 @@ class DirectFile:
         """Set the size of a new file and allocate its blocks, so that no later write finds the disk full.
 
         If the file system cannot allocate blocks in advance, this only checks that there is enough room now.
-
-        Raises:
-            OSError: if there is not enough room; none of it is taken then.
         """
         free = free_bytes(self._cached)
         try:
@@ -151,8 +144,8 @@ class DirectFile:
             os.ftruncate(self._cached, 0)
             raise OSError(
                 error.errno,
-                f"{error.strerror}: {nbytes} bytes are wanted, and {free} are free; make room, or write the path of a "
-                "folder on a larger disk",
+                f"{error.strerror}: {nbytes} bytes are required, {free} are free; free some space, or choose a folder "
+                "on a larger disk",
                 self.path,
             ) from None
 
@@ -166,11 +159,7 @@ class DirectFile:
             data, position = data[written:], position + written
 
     def read(self, into: memoryview, position: int) -> None:
-        """Fill memory with the bytes at a position of a ``readable`` file.
-
-        Raises:
-            OSError: also if the file ends early; the memory's contents are then undefined.
-        """
+        """Fill memory with the bytes at a position of a ``readable`` file."""
         while into:
             count = self._move(_read_into, into, position)
             if count == 0:
@@ -224,8 +213,8 @@ class Appender:
         self._file = DirectFile(path)
         self._filling, self._other = aligned_memory(BUFFER), aligned_memory(BUFFER)
         self._filled = self._position = 0
-        self._thread: Thread | None = None
-        self._error: BaseException | None = None
+        self._executor = ThreadPoolExecutor(1)
+        self._writing: Future[None] | None = None
 
     def write(self, data: memoryview) -> int:
         """Append bytes. A write error is raised by this call, a later one or ``finish``."""
@@ -236,27 +225,14 @@ class Appender:
             data, self._filled = data[count:], self._filled + count
             if self._filled == BUFFER:
                 self._wait()
-                self._thread = Thread(target=self._write, args=(self._filling, self._position), daemon=True)
-                self._thread.start()
+                self._writing = self._executor.submit(self._file.write, self._filling, self._position)
                 self._filling, self._other = self._other, self._filling
                 self._filled, self._position = 0, self._position + BUFFER
         return taken
 
-    def _write(self, data: memoryview, position: int) -> None:
-        try:
-            self._file.write(data, position)
-        except BaseException as error:
-            self._error = error
-
     def _wait(self) -> None:
-        self._join()
-        if self._error is not None:
-            raise self._error
-
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self._writing is not None:
+            self._writing.result()
 
     def finish(self) -> None:
         """Write the remaining bytes and sync the file to the disk."""
@@ -267,5 +243,5 @@ class Appender:
 
     def close(self) -> None:
         """Close the file; it is incomplete unless ``finish`` was called."""
-        self._join()
+        self._executor.shutdown()
         self._file.close()

@@ -40,12 +40,7 @@ def is_of_the_dead(label: str) -> bool | None:
 
 
 def is_left_over(label: str, path: str) -> bool:
-    """Whether the process that created a file or folder no longer works on it.
-
-    Args:
-        label: in its name.
-        path: its path; its age decides if the label is from another machine.
-    """
+    """Whether the process that created a file or folder no longer works on it."""
     dead = is_of_the_dead(label)
     if dead is None:
         paths = [path]

@@ -695,7 +695,7 @@ def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path, capsys):
     path = save({"state_dict": {"w": torch.ones(3)}}, tmp_path / "a.ckpt")
     for form in FORMS:
         assert run("convert", path, tmp_path, "--to", form, "--overwrite") == 1
-        assert f"{tmp_path} is a folder with more in it than a checkpoint has (a.ckpt)" in capsys.readouterr().err
+        assert f"{tmp_path} is a folder with other contents than a checkpoint (a.ckpt)" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["a.ckpt"]
 
 

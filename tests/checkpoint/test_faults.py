@@ -209,7 +209,7 @@ def test_in_an_object_store_what_is_removed_in_part_is_no_checkpoint_any_more(mo
         patch.setattr(type(fs), "rm", lost)
         with pytest.raises(ConnectionError):
             remove("memory://removed/last.ckpt")
-    with pytest.raises(DamagedCheckpointError, match="is not whole"):
+    with pytest.raises(DamagedCheckpointError, match="is incomplete"):
         open_checkpoint("memory://removed/last.ckpt")
     remove("memory://removed/last.ckpt")
     assert not fs.exists("removed/last.ckpt")
@@ -380,7 +380,7 @@ def test_a_folder_with_something_else_in_it_is_not_replaced(tmp_path, form, name
             saver.save_in_parts({"state_dict": values}, {}, f"{tmp_path}/{name}", {}, 0, lambda own: [own])
 
     if name != "link":
-        with pytest.raises(CheckpointNotSavedError, match=r"out/? is a folder with more in it .*\(results.csv\)"):
+        with pytest.raises(CheckpointNotSavedError, match=r"out/? is a folder with other contents .*\(results.csv\)"):
             act()
     else:
         act()  # no more than the link is lost
@@ -418,12 +418,14 @@ def refused_on_every_rank(folder, what):
         for in_background in (False, True):
             saver = Saver(in_background)
             path = out if rank == 0 else folder / "another"  # rank 0's counts
-            with pytest.raises(CheckpointNotSavedError, match="is a folder with more in it than a checkpoint") as told:
+            with pytest.raises(
+                CheckpointNotSavedError, match="is a folder with other contents than a checkpoint"
+            ) as told:
                 saver.save_in_parts({"state_dict": {"a": torch.ones(3)}}, {}, path, {}, rank, gather)
             assert f"rank 0 could not write it: IsADirectoryError: {out} " in str(told.value)
 
     assert run_ranks(act) == [0, 0]
-    with pytest.raises(CheckpointNotSavedError, match="is a folder with more in it than a checkpoint"):
+    with pytest.raises(CheckpointNotSavedError, match="is a folder with other contents than a checkpoint"):
         save("full", out, 2.0)
     assert contents(folder) == before
 
@@ -464,7 +466,7 @@ def test_a_device_is_not_replaced(tmp_path, form):
     with pytest.raises(CheckpointNotSavedError, match="pipe is neither a file nor a folder"):
         save(form, tmp_path / "pipe", 1.0)
     assert names_in(tmp_path) == ["pipe"] and not (tmp_path / "pipe").is_file()
-    with pytest.raises(CheckpointNotSavedError, match="/ is a folder with more in it"):
+    with pytest.raises(CheckpointNotSavedError, match="/ is a folder with other contents"):
         save(form, "/", 1.0)
 
 

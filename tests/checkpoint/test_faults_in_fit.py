@@ -44,7 +44,7 @@ class NoRoom(Callback):
         self.failing, self.steps = failing, steps
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        for job in trainer.strategy._saver._background._jobs:
+        for job in trainer.strategy._saver._jobs:
             job.exception()  # the background is writing the checkpoint of the step before
         if rank() == self.failing:
             soft = 2048 if trainer.global_step + 1 in self.steps else resource.RLIM_INFINITY
@@ -358,8 +358,8 @@ def of_another_model(folder: Path, form: str) -> None:
         same_tensors(module.state_dict(), before, bound=0)
 
     for optimizer, what in (
-        (two_optimizers, r"has the state of 1 optimizer\(s\), and configure_optimizers returns 2"),
-        (two_groups, r"saved with 1 param group\(s\) of \d+ parameters, and now there are 2 of 1, \d+"),
+        (two_optimizers, r"has the state of 1 optimizer\(s\), but configure_optimizers returns 2"),
+        (two_groups, r"saved with 1 param group\(s\) of \d+ parameters, but now there are 2 of 1, \d+"),
         (other_order, r"exp_avg of its parameter number \d+ has the shape"),
     ):
         module = Learner(optimizer=optimizer, batches=2)

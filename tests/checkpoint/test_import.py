@@ -94,7 +94,7 @@ def test_weights_and_moments_are_those_that_deepspeed_itself_finds(
 ) -> None:
     expected = torch.load(deepspeeds(case) / "expected.pt", weights_only=True)
     if case == "stage2-elastic":
-        with pytest.warns(UserWarning, match="no param groups .* the weights alone"):
+        with pytest.warns(UserWarning, match="no param groups .* only the weights"):
             opened = open_deepspeed(deepspeeds(case) / "checkpoint")
         assert "optimizer_states" not in opened.checkpoint and opened.names_of_optimizers is None
     else:
@@ -286,36 +286,40 @@ MODEL = "mp_rank_00_model_states.pt"
     ("change", "error", "message"),
     [
         (without("latest"), FileNotFoundError, "no file 'latest': give one of its folders, .*/global_step3"),
-        (of_another_tag, FileNotFoundError, "latest names 'global_step9', and there is no such folder"),
+        (of_another_tag, FileNotFoundError, "latest names 'global_step9', but .* contains no such folder"),
         (
             without("global_step3/zero_pp_rank_1_mp_rank_00_optim_states.pt"),
             FileNotFoundError,
-            r"not what 2 rank\(s\) have saved: .*those of rank\(s\) 0, and 1 is missing",
+            r"not contain the files of 2 rank\(s\): .* of rank\(s\) 0; 1 is missing",
         ),
-        (without(f"global_step3/{MODEL}"), FileNotFoundError, "not whole: it has no file '..._model_states.pt'"),
+        (without(f"global_step3/{MODEL}"), FileNotFoundError, "incomplete: it has no file '..._model_states.pt'"),
         (truncated, DamagedCheckpointError, r"mp_rank_00_model_states.pt \(3000 bytes\) is damaged"),
         (
             rewritten(STATE, lambda saved: saved["optimizer_state_dict"].update(zero_stage=4)),
             ValueError,
-            "says that it is of stage 4 of ZeRO, and stages 1, 2 and 3 are known",
+            "was written by ZeRO stage 4, and only stages 1, 2 and 3 are",
         ),
         (
             rewritten(MODEL, lambda saved: saved["param_shapes"][0].update({"more": torch.Size([50])})),
             ValueError,
-            "not fit together: .*param group 0, with embedding.weight, .* has 175 elements, and the ranks hold 64, 61",
+            "is inconsistent: .*param group 0 with embedding.weight, .* has 175 elements, but the ranks have 64, 61",
         ),
-        (of_two_ranks_of_a_cut_model, ValueError, "cut by tensor, pipeline or expert parallelism .*mp_rank_01_model"),
+        (of_two_ranks_of_a_cut_model, ValueError, "split by tensor, pipeline or expert parallelism .*mp_rank_01_model"),
         (
             rewritten(MODEL, lambda saved: saved["checkpoint_parallel_dimensions"].update(tp_degree=2)),
             ValueError,
-            "cut by tensor, pipeline or expert parallelism .*tp_degree: 2",
+            "split by tensor, pipeline or expert parallelism .*tp_degree: 2",
         ),
         (
             rewritten(MODEL, lambda saved: saved.update(mine=Foreign())),
             ValueError,
-            "it wants to run code when it is loaded: it would call builtins.exec",
+            "loading it would run code: it would call builtins.exec",
         ),
-        (rewritten(MODEL, lambda saved: saved.pop("module")), ValueError, "not of DeepSpeed: it has no entry 'module'"),
+        (
+            rewritten(MODEL, lambda saved: saved.pop("module")),
+            ValueError,
+            "DeepSpeed file: it has no entry 'module'",
+        ),
     ],
     ids=lambda value: None,
 )
@@ -335,16 +339,16 @@ def test_what_is_no_whole_checkpoint_of_zero_is_refused_with_one_error(
 def test_stage_3_needs_the_files_of_all_ranks(deepspeeds: Callable[[str], Path], tmp_path: Path) -> None:
     folder = shutil.copytree(deepspeeds("stage3-fp32") / "checkpoint", tmp_path / "checkpoint")
     (folder / "global_step3" / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(FileNotFoundError, match=r"files '..._model_states.pt' it has those of rank\(s\) 0, and 1 is"):
+    with pytest.raises(FileNotFoundError, match=r"it has '..._model_states.pt' of rank\(s\) 0; 1 is"):
         open_deepspeed(folder / "global_step3")
 
 
 def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="nowhere does not exist: a checkpoint of DeepSpeed is a local folder"):
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist: a DeepSpeed checkpoint is a local folder"):
         open_deepspeed(tmp_path / "nowhere")
     (tmp_path / "notes.txt").touch()
     with pytest.raises(
-        FileNotFoundError, match="no checkpoint of DeepSpeed: it has no file 'latest'.* In it: notes.txt"
+        FileNotFoundError, match="not a DeepSpeed checkpoint: it has neither a file 'latest'.* It contains: notes.txt"
     ):
         open_deepspeed(tmp_path)
 
@@ -428,13 +432,13 @@ def test_which_entry_has_the_weights_is_asked_where_several_might(fsdps: Path, t
     torch.save(two, tmp_path / "two.pt")
     with pytest.raises(ValueError, match=r"several entries.*'generator' with 1 tensors, 'critic' with 1.*model=NAME"):
         open_fsdp(tmp_path / "two.pt")
-    with pytest.raises(ValueError, match=r"'discriminator' is no mapping of names.*'generator' with 1"):
+    with pytest.raises(ValueError, match=r"'discriminator' is not a mapping of names.*'generator' with 1"):
         open_fsdp(tmp_path / "two.pt", model="discriminator")
     torch.save({"epoch": 3, "settings": {"a": 1}}, tmp_path / "none.pt")
-    with pytest.raises(ValueError, match="no weights are found. There are 'epoch', 'settings'"):
+    with pytest.raises(ValueError, match="no weights were found. It has 'epoch', 'settings'"):
         open_fsdp(tmp_path / "none.pt")
     torch.save({"model": {"layer._flat_param": torch.ones(2)}}, tmp_path / "flat.pt")
-    with pytest.raises(ValueError, match="flat parameters, which only the same FSDP reads"):
+    with pytest.raises(ValueError, match="flat parameters, which only the same FSDP can read"):
         open_fsdp(tmp_path / "flat.pt")
 
 
@@ -459,7 +463,7 @@ def test_a_trainer_goes_on_from_what_lightnings_strategies_for_fsdp_saved(
     run_on(2, resume_by_lightning, paths=[*files, *folders])
 
     opened = open_fsdp(tmp_path / "lightning-fsdp2")
-    with pytest.warns(UserWarning, match="numbers the optimizer's parameters as the module has them"):
+    with pytest.warns(UserWarning, match="numbers the optimizer's parameters in the module's order"):
         whole = open_fsdp(tmp_path / "lightning-fsdp2-whole")
     for key, value in opened.checkpoint["state_dict"].items():
         if not key.endswith(OF_EACH_RANK):

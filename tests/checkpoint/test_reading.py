@@ -30,10 +30,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_zero import load_weights
+from lightning_zero.checkpoint.archives import BrokenArchiveError, records_of, tensor_in
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.reading import open_checkpoint
-from lightning_zero.checkpoint.records import BrokenArchiveError, tensor_in
 from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_dcp_metadata
 from lightning_zero.checkpoint.saving import Entry, content_of, save_in_parts
 from lightning_zero.engine.init.sources import MappedFiles
@@ -134,7 +134,7 @@ def test_archives_of_one_kind_and_length_are_told_apart():
         assert torch.equal(found, tensor) and found.dtype == tensor.dtype and found.stride() == tensor.stride()
     assert len(set(lengths[:5])) == 1
     with pytest.raises(BrokenArchiveError):
-        tensor_in(memoryview(bytearray(buffer.getvalue()[:-1])), known, "any")
+        records_of(io.BytesIO(buffer.getvalue()[:-1]))
 
 
 def test_every_range_of_every_tensor_is_what_was_saved(ours):
@@ -258,7 +258,7 @@ def read_a_share(path, whole):
     part = tensor.range(0, tensor.numel() // 4)
     assert after_opening - before < whole / 16
     # the mapped piece and the copy of it
-    assert resident() - before < whole * (1 / 4 + 1 / 4 + 1 / 16)
+    assert resident() - before < whole * (1 / 4 + 1 / 4 + 1 / 8)
     assert float(part[-1]) == part.numel() - 1
 
 
@@ -356,13 +356,13 @@ def truncate(path, name):
 WRONG = {
     "a flipped bit of the metadata": (lambda path: damage(path, ".metadata"), r"the checksum of \.metadata does not"),
     "a flipped bit of meta.pt": (lambda path: damage(path, "meta.pt"), r"the checksum of meta\.pt does not match"),
-    "a flipped bit of the manifest": (lambda path: damage(path, "lightning_zero.json"), r"lightning_zero\.json, with"),
-    "no metadata": (lambda path: os.remove(f"{path}/.metadata"), r"\.metadata is missing"),
+    "a flipped bit of the manifest": (lambda path: damage(path, "lightning_zero.json"), r"lightning_zero\.json, which"),
+    "no metadata": (lambda path: os.remove(f"{path}/.metadata"), r"\.metadata, .* is missing"),
     "no meta.pt": (lambda path: os.remove(f"{path}/meta.pt"), r"meta\.pt is missing"),
     "no manifest": (lambda path: os.remove(f"{path}/lightning_zero.json"), r"lightning_zero\.json, .* is missing"),
     "no data of a rank": (lambda path: os.remove(f"{path}/__1_0.distcp"), r"__1_0\.distcp is missing"),
     "truncated data": (lambda path: truncate(path, "__1_0.distcp"), r"__1_0\.distcp has \d+ bytes instead of \d+"),
-    "an empty manifest": (lambda path: open(f"{path}/lightning_zero.json", "w").close(), r"lightning_zero\.json, with"),
+    "an empty manifest": (lambda path: open(f"{path}/lightning_zero.json", "w").close(), r"zero\.json, which"),
 }
 
 
@@ -495,11 +495,11 @@ def make_folder(path, *names):
 NO_CHECKPOINT = {
     "nothing": (lambda path: None, FileNotFoundError, "Checkpoint file not found: .*x"),
     "an empty folder": (make_folder, FileNotFoundError, "x is an empty folder"),
-    "a folder of something else": (lambda p: make_folder(p, "a.ckpt", "b"), ValueError, r"this one has a\.ckpt, b"),
+    "a folder of something else": (lambda p: make_folder(p, "a.ckpt", "b"), ValueError, r"contains a\.ckpt, b"),
     "a folder of DeepSpeed's": (lambda path: make_folder(path, "latest"), ValueError, "import deepspeed"),
-    "a text": (make_text, ValueError, r"x \(9 bytes\) is no checkpoint: it is not a file of torch\.save"),
-    "another archive": (make_zip, ValueError, "a zip archive, but not one of torch.save"),
-    "a list": (lambda path: torch.save([1], path), ValueError, "it holds a list, and no dictionary"),
+    "a text": (make_text, ValueError, r"x \(9 bytes\) is not a checkpoint: it is neither a file of torch\.save"),
+    "another archive": (make_zip, ValueError, "it is a zip archive that torch.save has not written"),
+    "a list": (lambda path: torch.save([1], path), ValueError, "it contains a list instead of a dictionary"),
     "a number": (lambda path: path.write_bytes(pickle.dumps(7, 2)), ValueError, "cannot be read as a checkpoint"),
 }
 
@@ -523,7 +523,7 @@ def test_what_a_later_version_wrote_is_refused(ours, copy_of, tmp_path):
     with open(f"{path}/lightning_zero.json", "w") as file:
         json.dump({**manifest, "crc32": crc32}, file)
     for each in (path, tmp_path / "x.ckpt"):
-        with pytest.raises(ValueError, match="newer lightning_zero: it is of format 7, and .* pip install -U"):
+        with pytest.raises(ValueError, match="newer lightning_zero: its format is 7, and .* pip install -U"):
             open_checkpoint(each)
 
 
@@ -591,7 +591,7 @@ PICKLES = {
     "one that is only named": (lambda: functools.partial(os.system, "x"), r"it names posix\.system at"),
     "one beside a class of the project's": (
         lambda: [Own(), Calls(os.system, "x")],
-        r"loaded: it would call posix\.sys",
+        r"code: it would call posix\.sys",
     ),
 }
 ARCHIVES = {
@@ -600,7 +600,7 @@ ARCHIVES = {
     "by a name that is none": (of_protocol_4("mine", "Own\nb"), r"it would call 'mine\.Own\\nb'"),
     "behind what cannot be followed": (
         b"\x80\x02cmine\nOwn\n(S'a'\ntR(S'b'\ntRcposix\nsystem\n(S'it ran'\ntR.",
-        r"mine\.Own.*, and what else it names cannot be told",
+        r"mine\.Own.*, and its other contents cannot be determined",
     ),
 }
 
@@ -617,9 +617,9 @@ def test_of_a_file_that_wants_to_run_code_it_says_what_it_calls_and_advises_noth
         in_parts(path, rest={**REST, "callbacks": {"x": make()}})
     else:
         torch.save(checkpoint, path, _use_new_zipfile_serialization=form == "archive")
-    with pytest.raises(ValueError, match=rf"wants to run code when it is loaded.*{words}|{words}") as caught:
+    with pytest.raises(ValueError, match=rf"loading it would run code.*{words}|{words}") as caught:
         open_checkpoint(path)
-    assert str(path) in str(caught.value) and "Nothing of it was run" in str(caught.value)
+    assert str(path) in str(caught.value) and "None of its code was run" in str(caught.value)
     assert_nothing_advised(caught)
     if form != "meta.pt":
         with pytest.raises(ValueError, match=words) as caught:
@@ -652,7 +652,7 @@ def test_code_that_a_file_hides_is_not_advised_to_be_run(tmp_path, how):
 )
 def test_what_projects_keep_in_checkpoints_may_be_allowed(tmp_path, value):
     torch.save({"state_dict": {}, "hyper_parameters": {"x": value}}, tmp_path / "x.ckpt")
-    with pytest.raises(ValueError, match=r"add_safe_globals\(\[.*\]\)' before loading, or give weights_only=False"):
+    with pytest.raises(ValueError, match=r"add_safe_globals\(\[.*\]\)' before loading, or pass weights_only=False"):
         open_checkpoint(tmp_path / "x.ckpt")
 
 
@@ -690,7 +690,7 @@ def test_classes_of_the_project_are_loaded_once_they_are_allowed(tmp_path, form)
         open_checkpoint(path)
     told = str(caught.value)
     assert path in told and "tests.checkpoint.test_reading.Own at 'hyper_parameters.loss.kind'" in told
-    assert "If you know each of them" in told
+    assert "If you know that all of them" in told
     assert "torch.serialization.add_safe_globals([Own])" in told and "weights_only=False" in told
     assert open_checkpoint(path, weights_only=False).checkpoint["hyper_parameters"]["loss"][0]["kind"].number == 5
     with torch.serialization.safe_globals([Own]):

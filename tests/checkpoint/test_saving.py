@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 
-from lightning_zero.checkpoint.archive import archived
+from lightning_zero.checkpoint.archives import archived
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.saving import by_name, content_of, save_in_parts
 from lightning_zero.engine import Engine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import io
 import pickle
 import sys
 import weakref
@@ -120,9 +121,16 @@ def test_the_tensors_over_a_memory_are_counted():
     assert compat.storage_use_count(tensor) == before
 
 
-def test_the_names_of_storages_in_pickles_are_known():
-    assert compat.dtype_by_storage_name()["FloatStorage"] == torch.float32
-    assert compat.dtype_by_storage_name()["BFloat16Storage"] == torch.bfloat16
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint16], ids=str)
+def test_a_tensor_is_unpickled_over_given_memory(tmp_path, dtype):
+    path = tmp_path / "file.pt"
+    torch.save(torch.zeros(3).to(dtype)[1:], path)
+    memory = bytearray(torch.arange(3).to(dtype).view(torch.uint8).numpy().tobytes())
+    pickled = io.BytesIO(compat.PyTorchFileReader(str(path)).get_record("data.pkl"))
+    tensor = compat.unpickle_weights(pickled, lambda key: memory)
+    assert torch.equal(tensor, torch.arange(3).to(dtype)[1:])
+    memory[:] = bytes(len(memory))
+    assert not tensor.any()
 
 
 def test_a_file_is_read_by_name_and_without_values(tmp_path):

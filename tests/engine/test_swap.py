@@ -346,7 +346,7 @@ def reserved_before(folder):
     def on_the_disk():
         room = free_bytes(folder)
         assert 2**19 < room <= 2**20
-        with pytest.raises(OSError, match=f"{2**20 + 1} bytes are wanted, and {room} are free") as raised:
+        with pytest.raises(OSError, match=f"{2**20 + 1} bytes are required, {room} are free") as raised:
             SwapFile(str(folder), 2**20 + 1)
         assert raised.value.errno == errno.ENOSPC and raised.value.filename == str(folder)
         assert os.listdir(folder) == [] and free_bytes(folder) == room

@@ -733,7 +733,7 @@ def refused_for_want_of_room(folder: Path) -> str:
 def no_room(folder: Path, nbytes: int) -> None:
     def on_the_disk() -> None:
         torch.set_num_threads(1)
-        assert "bytes are wanted" in refused_for_want_of_room(folder)
+        assert "bytes are required" in refused_for_want_of_room(folder)
 
     assert faults.on_a_small_disk(folder, nbytes, on_the_disk) == 0
 
