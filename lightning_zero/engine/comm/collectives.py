@@ -16,12 +16,11 @@ from lightning_zero.engine.comm.cma_connect import connect
 from lightning_zero.engine.comm.codec import Codec
 from lightning_zero.engine.comm.control_plane import MESSAGE_BYTES, ControlPlane
 from lightning_zero.engine.comm.counters import Counters
-from lightning_zero.engine.comm.failures import explained, failure
+from lightning_zero.engine.comm.failures import Watch, explained, failure
 from lightning_zero.engine.comm.gloo_transport import GlooTransport
 from lightning_zero.engine.comm.process_group import ProcessGroup
 from lightning_zero.engine.comm.shared_memory_transport import SharedMemoryTransport
 from lightning_zero.engine.comm.transport import Piece, Started, Transport
-from lightning_zero.engine.comm.watchdog import Watch
 
 # Of messages, by tag: those of the control plane, whose second is of small messages; of reductions; and of gathers, one
 # for each bucket.
@@ -105,7 +104,7 @@ class Communicator:
         self.name = f"{self._ranks[0]}/{number.item()}"
         # the modules of a process have engines of their own, which begin to communicate in an order that data decide
         first = int(number) % 2**11 << 20
-        self.watch = Watch(self.group, self.name, sees_waits=is_gloo)
+        self.watch = Watch(self.group, self.name)
         self.control = ControlPlane(
             self._control_group, self._ranks, self.rank, self.watch, self.counters, first + _CONTROL_TAG
         )
@@ -263,7 +262,6 @@ class Communicator:
         if self.size > 1:
             if self._transport is not None:
                 self._transport.close()
-            self.watch.close()
             while self._own_groups:
                 with suppress(RuntimeError, ValueError):  # they may have failed, or be gone with the default group
                     process_group.destroy(self._own_groups.pop())

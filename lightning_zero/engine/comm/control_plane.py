@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.engine.comm.counters import Counters
+from lightning_zero.engine.comm.failures import Watch
 from lightning_zero.engine.comm.process_group import ProcessGroup, all_gather_objects, broadcast_coalesced
 from lightning_zero.engine.comm.small_messages import SMALL, SmallMessages, bytes_of, tensor_of
-from lightning_zero.engine.comm.watchdog import Watch
 
 MESSAGE_BYTES = 2**25
 
