@@ -94,9 +94,7 @@ class ControlPlane:
         if self._is_alone:
             return list(numbers)
         tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        self._counters.add("control", tensor.numel(), tensor.nbytes)
-        with self._watch.waiting("a broadcast from rank 0"):
-            dist.broadcast(tensor, self._ranks[0], self._group)
+        self.copy_from_first([tensor])
         return tensor.tolist()
 
     def copy_from_first(self, tensors: list[Tensor]) -> None:
@@ -106,7 +104,7 @@ class ControlPlane:
         nbytes = sum(tensor.nbytes for tensor in tensors)
         self._counters.add("control", sum(tensor.numel() for tensor in tensors), nbytes)
         assert self._group is not None
-        with self._watch.waiting("a broadcast of buffers from rank 0"):
+        with self._watch.waiting("a broadcast from rank 0"):
             if self.small is None or nbytes > SMALL:
                 broadcast_coalesced(self._group, tensors, MESSAGE_BYTES)
             else:
@@ -118,7 +116,7 @@ class ControlPlane:
             small.send(self._small_tag, [message] * len(small.ranks))
             torch.autograd.graph.increment_version(tensors)  # as on the other ranks
             return
-        (message,) = small.receive(small.skip(self._small_tag), [small.ranks.index(0)])
+        (message,) = small.receive(small.begin(self._small_tag), [small.ranks.index(0)])
         values = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         parts = values.split_with_sizes([tensor.nbytes for tensor in tensors])
         for tensor, part in zip(tensors, parts):
@@ -136,9 +134,7 @@ class ControlPlane:
         if self._is_alone:
             return True
         digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8).long()
-        extremes = torch.cat([digest, -digest])
-        with self._watch.waiting("a comparison of what each rank holds"):
-            dist.all_reduce(extremes, dist.ReduceOp.MAX, self._group)
+        extremes = self._maximum(torch.cat([digest, -digest]), "a comparison of what each rank holds")
         return torch.equal(extremes[: len(digest)], -extremes[len(digest) :])
 
     def tell(self, ranks: list[int], numbers: Sequence[int]) -> None:

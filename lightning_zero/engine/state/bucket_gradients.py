@@ -206,10 +206,10 @@ class BucketGradients:
                 return self._start_in_pieces(what)
             flat, self.flat = self._complete_flat(), None
             codec = Cast(self._wire_dtype)
-            self._reducing_nbytes = self.bucket.communicator.reduction_bytes(flat, codec)
+            self._reducing_nbytes = self.bucket.communicator.reduction_bytes(flat, self.bucket.ranges, codec)
             self.bucket.ledger.add("reduction", self._reducing_nbytes - flat.untyped_storage().nbytes())
             self._filled = [False] * len(self._filled)
-            return self.bucket.communicator.reduce_scatter(flat, codec, what)
+            return self.bucket.communicator.reduce_scatter(flat, self.bucket.ranges, codec, what)
 
     def _start_in_pieces(self, what: str) -> Pending:
         apart = {index: gradient.view(-1) for index, gradient in self._take_apart().items()}
