@@ -93,7 +93,7 @@ class CrossMemoryExchanges:
         self._closing = False
         self._late: deque[Key] = deque()  # begun when messages of others had come already
         self._awake, self._woken = socket.socketpair()
-        self._woken.setblocking(False)
+        self._awake.setblocking(False)  # what it holds already wakes the thread as well
         # an exchange's addresses come by its key, and by the key with ~tag that a peer has read
         self._signals = SmallMessages([(other, line) for other, _, line, _ in peers], timeout, self._wake)
         self.small = SmallMessages([(other, line) for other, _, _, line in peers], timeout, self._wake)
@@ -178,11 +178,12 @@ class CrossMemoryExchanges:
             failure = self._failure
             if failure is None:
                 self._exchanges[key] = exchange
+            is_late = key in self._signals.received  # of what comes from here on the thread finds the exchange
         if failure is not None:
             exchange.end(failure)
             return exchange
         self._signals.post(key, enumerate(_ADDRESS.pack(source.data_ptr()) for source in sources))
-        if key in self._signals.received:
+        if is_late:
             self._late.append(key)
             self._wake()
         return exchange
@@ -227,26 +228,38 @@ class CrossMemoryExchanges:
 
     def _run(self) -> None:
         try:
-            is_all_sent = True
-            while not (self._closing and not self._exchanges and is_all_sent):
-                poll = select.poll()
-                poll.register(self._woken, select.POLLIN)
-                self._signals.register(poll, receives=True)
-                self.small.register(poll, receives=False)
-                poll.poll()
-                with suppress(BlockingIOError):
+            poll, woken = None, self._woken.fileno()
+            while not (self._closing and not self._exchanges and self._is_all_sent):
+                if poll is None:
+                    poll, is_usual = self._make_poll(), self._is_all_sent and not self._signals.lost
+                ready = dict(poll.poll())
+                if woken in ready:
                     self._woken.recv(4096)
                 late = [self._late.popleft() for _ in range(len(self._late))]
-                for tag, ordinal in dict.fromkeys(late + self._signals.take_in()):
+                for tag, ordinal in dict.fromkeys(late + self._signals.take_in(ready)):
                     self._go_on((max(tag, ~tag), ordinal))
                 for position in self._signals.lost:
                     self._lose(position)
-                is_all_sent = self._signals.send_unsent() & self.small.send_unsent()
+                if not (is_usual and self._is_all_sent and not self._signals.lost):
+                    self._signals.send_unsent()
+                    self.small.send_unsent()
+                    poll = None
         except Exception as error:
             self.sever(str(error))
         finally:
             for each in (*self._signals.sockets, *self.small.sockets, self._awake, self._woken):
                 each.close()
+
+    @property
+    def _is_all_sent(self) -> bool:
+        return not self._signals.has_unsent and not self.small.has_unsent
+
+    def _make_poll(self) -> select.poll:
+        poll = select.poll()
+        poll.register(self._woken, select.POLLIN)
+        self._signals.register(poll, receives=True)
+        self.small.register(poll, receives=False)
+        return poll
 
     def _go_on(self, key: Key) -> None:
         """Read from the peers that are ready, in their order; end the exchange if all have read."""

@@ -8,13 +8,14 @@ waits for it receives it from there: some ten microseconds.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import select
 import socket
 import struct
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -53,8 +54,8 @@ class SmallMessages:
         self.lost: set[int] = set()
         self._timeout, self._wake = timeout.total_seconds(), wake
         # Reentrant: a garbage collection may end an engine, and so begin or end exchanges, in any allocation.
-        self._lock = threading.RLock()
-        self._begun: Counter[int] = Counter()  # exchanges, by tag
+        self._lock = threading.RLock()  # of what is received, where several threads wait
+        self._begun: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)  # exchanges, by tag
         self._unsent: list[deque[bytes]] = [deque() for _ in peers]
         self._failure: str | None = None
         for connected in self.sockets:
@@ -62,10 +63,7 @@ class SmallMessages:
 
     def begin(self, tag: int) -> Key:
         """The key of the next exchange of a tag."""
-        with self._lock:
-            key = tag, self._begun[tag]
-            self._begun[tag] += 1
-        return key
+        return tag, next(self._begun[tag])
 
     def send(self, tag: int, messages: Sequence[bytes]) -> Key:
         """Begin an exchange, and send a message to each other rank in the order of peers."""
@@ -74,32 +72,34 @@ class SmallMessages:
         return key
 
     def post(self, key: Key, messages: Iterable[tuple[int, bytes]]) -> None:
-        """Send messages of an exchange to some peers, by position."""
-        head, is_all_sent = _HEAD.pack(*key), True
-        with self._lock:
-            for position, message in messages:
+        """Send messages of an exchange to some peers, by position. They may overtake unsent ones, as keys differ."""
+        head, are_unsent = _HEAD.pack(*key), False
+        for position, message in messages:
+            try:
+                self.sockets[position].send(head + message)
+            except BlockingIOError:
                 self._unsent[position].append(head + message)
-                is_all_sent &= self._send(position)
-        if not is_all_sent:
+                are_unsent = True
+            except OSError:
+                pass  # the peer has closed its end; a wait for its messages fails
+        if are_unsent:
             self._wake()
 
-    def _send(self, position: int) -> bool:
-        """Send what a peer's socket takes at once; whether that was all."""
-        unsent = self._unsent[position]
-        try:
-            while unsent:
-                self.sockets[position].send(unsent[0])
-                unsent.popleft()
-        except BlockingIOError:
-            return False
-        except OSError:  # the peer has closed its end; a wait for its messages fails
-            unsent.clear()
-        return True
+    @property
+    def has_unsent(self) -> bool:
+        return any(self._unsent)
 
-    def send_unsent(self) -> bool:
-        """Send what the sockets take at once; whether that was all. Called in another thread."""
-        with self._lock:
-            return all([self._send(position) for position in range(len(self.sockets))])
+    def send_unsent(self) -> None:
+        """Send what the sockets take at once. Called in one other thread."""
+        for unsent, connected in zip(self._unsent, self.sockets):
+            try:
+                while unsent:
+                    connected.send(unsent[0])
+                    unsent.popleft()
+            except BlockingIOError:
+                pass
+            except OSError:
+                unsent.clear()
 
     def register(self, poll: select.poll, receives: bool) -> None:
         """Let a poll end when a socket takes what is unsent or, if the poll's thread receives, when a message comes."""
@@ -120,8 +120,8 @@ class SmallMessages:
         wanted = range(len(self.ranks)) if positions is None else positions
         deadline, poll = 0.0, None
         while True:
-            self.take_in()
             with self._lock:
+                self.take_in()
                 found = self.received.get(key, {})
                 if len(found) >= len(wanted):
                     self.received.pop(key, None)
@@ -136,25 +136,30 @@ class SmallMessages:
                 raise RuntimeError(f"no end after {self._timeout:.0f} s")
             poll.poll(_SLICE)  # another thread may take in what it announces
 
-    def take_in(self) -> list[Key]:
-        """Receive the messages that have come; the exchanges they are of."""
+    def take_in(self, ready: Container[int] | None = None) -> list[Key]:
+        """Receive the messages that have come; the exchanges they are of.
+
+        Args:
+            ready: descriptors of sockets that have one at least, from each of which one is received.
+        """
         keys = []
-        with self._lock:
-            for position, connected in enumerate(self.sockets):
-                while position not in self.lost:
-                    try:
-                        message = connected.recv(SMALL + _HEAD.size)
-                    except BlockingIOError:
-                        break
-                    except ConnectionResetError:
-                        continue  # the peer left something unread; what it has sent before that comes next
-                    except OSError:
-                        message = b""
-                    if not message:
-                        self.lost.add(position)
-                        break
-                    keys.append(_HEAD.unpack_from(message))
-                    self.received.setdefault(keys[-1], {})[position] = message[_HEAD.size :]
+        for position, connected in enumerate(self.sockets):
+            while position not in self.lost and (ready is None or connected.fileno() in ready):
+                try:
+                    message = connected.recv(SMALL + _HEAD.size)
+                except BlockingIOError:
+                    break
+                except ConnectionResetError:
+                    continue  # the peer left something unread; what it has sent before that comes next
+                except OSError:
+                    message = b""
+                if not message:
+                    self.lost.add(position)
+                    break
+                keys.append(_HEAD.unpack_from(message))
+                self.received.setdefault(keys[-1], {})[position] = message[_HEAD.size :]
+                if ready is not None:
+                    break
         return keys
 
     def shut(self, reason: str) -> None:
