@@ -369,7 +369,7 @@ def _is_unreadable(probe: Tensor, told: list[Any]) -> bool:
 
 def _connect_to(names: list[bytes], rank: int, stack: ExitStack) -> dict[tuple[int, ...], socket.socket]:
     """Two sockets to each rank before this one, by rank and number; they say the same of this rank."""
-    lines = {}
+    lines: dict[tuple[int, ...], socket.socket] = {}
     for other, name in enumerate(names):
         for number in range(2):
             lines[other, number] = line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

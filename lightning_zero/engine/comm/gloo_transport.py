@@ -6,6 +6,8 @@ rank adds in an order of its own that is always the same, whatever came first.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -36,22 +38,23 @@ class GlooTransport(Transport):
         slices, tag = slices_of(full, ranges), self._gather_tag + number
         if own is not None:
             slices[self._rank].copy_(own)
-        waits = []
+        works: list[Any] = []
         for peer, source in self._peers:
-            waits.append(dist.irecv(slices[source], self._ranks[source], self._group, tag=tag).wait)
-            waits.append(dist.isend(slices[self._rank], self._ranks[peer], self._group, tag=tag).wait)
-        return Started(waits, [full])
+            works.append(dist.irecv(slices[source], self._ranks[source], self._group, tag=tag))
+            works.append(dist.isend(slices[self._rank], self._ranks[peer], self._group, tag=tag))
+        return Started([work.wait for work in works], [full])
 
     def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
         slices, dtype = slices_of(flat, ranges), flat.dtype
         # a copy, where the others are encoded, so that the buffer need not be kept for it
         own = slices[self._rank] if codec.dtype == dtype else slices[self._rank].clone()
-        sent, received, waits = [], [], []
+        works: list[Any] = []
+        sent, received = [], []
         for peer, source in self._peers:
             sent.append(codec.encode(slices[peer]))
             received.append(torch.empty(codec.size(len(own)), dtype=codec.dtype, device=flat.device))
-            waits.append(dist.irecv(received[-1], self._ranks[source], self._group, tag=self._reduce_tag).wait)
-            waits.append(dist.isend(sent[-1], self._ranks[peer], self._group, tag=self._reduce_tag).wait)
+            works.append(dist.irecv(received[-1], self._ranks[source], self._group, tag=self._reduce_tag))
+            works.append(dist.isend(sent[-1], self._ranks[peer], self._group, tag=self._reduce_tag))
 
         def add_up() -> Tensor:
             total = codec.decode(received[0], dtype)
@@ -60,7 +63,7 @@ class GlooTransport(Transport):
                 codec.add(total, part)
             return total
 
-        return Started(waits, sent, add_up)
+        return Started([work.wait for work in works], sent, add_up)
 
     def reduction_bytes(self, flat: Tensor, ranges: Ranges, codec: Codec) -> int:
         lengths = [stop - start for start, stop in ranges]

@@ -93,7 +93,7 @@ class Rendezvous:
         while not self._store.check(keys):  # one request for all of them
             ended = set(watch.ended)  # read before the store: a rank may come and then end
             if failure() is not None or any(not self._store.check([keys[rank]]) for rank in ended):
-                raise RuntimeError("it cannot come")
+                raise RuntimeError("cancelled")
             if watch.refusal:  # this meeting has not taken place: the next one has its number, as on the other ranks
                 self.meetings = number
                 self._store.delete_key(keys[self._rank])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ class Started(NamedTuple):
     ends_by_itself: bool = False
 
 
-class Transport(Protocol):
+class Transport(ABC):
     """Moves flat buffers, which are 1-D and contiguous.
 
     Attributes:
@@ -54,6 +55,7 @@ class Transport(Protocol):
 
     takes_pieces: bool = False
 
+    @abstractmethod
     def all_gather(self, full: Tensor, ranges: Ranges, number: int, own: Tensor | None = None) -> Started:
         """Fill a flat buffer.
 
@@ -65,9 +67,11 @@ class Transport(Protocol):
                 they are in their slice of the buffer already.
         """
 
+    @abstractmethod
     def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
         """Sum a flat buffer over ranks; the result is this rank's slice of the sum, in the buffer's dtype."""
 
+    @abstractmethod
     def reduction_bytes(self, flat: Tensor, ranges: Ranges, codec: Codec) -> int:
         """Bytes held while a flat buffer is reduced: what is sent, what is received, and this rank's own slice."""
 
