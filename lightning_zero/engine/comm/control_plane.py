@@ -30,24 +30,18 @@ class ControlPlane:
         rank: this one's in the group.
         watch: over the waits; None with one rank.
         counters: count calls of kind "control".
-        first_tag: of messages; the next one is used as well.
+        tag: of messages; the next one is used as well.
 
     Attributes:
         small: exchanges messages up to ``SMALL`` bytes in the quickest way, where the ranks share a machine.
     """
 
     def __init__(
-        self,
-        group: ProcessGroup | None,
-        ranks: list[int],
-        rank: int,
-        watch: Watch | None,
-        counters: Counters,
-        first_tag: int,
+        self, group: ProcessGroup | None, ranks: list[int], rank: int, watch: Watch | None, counters: Counters, tag: int
     ) -> None:
         self.small: SmallMessages | None = None
         self._group, self._ranks, self._rank, self._counters = group, ranks, rank, counters
-        self._watch_or_none, self._message_tag, self._small_tag = watch, first_tag, first_tag + 1
+        self._watch_or_none, self._message_tag, self._small_tag = watch, tag, tag + 1
         self._sent: list[tuple[Tensor, Any]] = []  # messages are kept until they have left
 
     @property

@@ -14,7 +14,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from threading import Lock
 from typing import NamedTuple
@@ -26,7 +26,7 @@ from lightning_zero.engine.comm.cma_exchange import sever_all
 from lightning_zero.engine.comm.lifelines import LEFT, LOST, TICK, WAITS, Lifelines
 from lightning_zero.engine.comm.process_group import DistError, ProcessGroup, default_store
 
-_FAILED, _REFUSED = "failed", "refused"  # kinds of message; the second ends waits that only wait for the other ranks
+_FAILED, _REFUSED = "failed", "refused"  # kinds of message; the second ends the waits that may be refused, no others
 _AT_ONCE = 0.5  # seconds within which ranks fail at once
 _MOMENT = 1.0  # seconds after which it is known everywhere why a rank has closed its connections
 
@@ -122,7 +122,7 @@ class _Watchdog(Lifelines):
             with self._announcing:
                 if self._wait is wait and self._announced is not wait:
                     self._announced = wait
-                    self.say(WAITS, json.dumps([*wait, self._begun]))
+                    self.say(WAITS, json.dumps([*wait, dict(self._begun)]))
 
     def _take_notice(self, rank: int, text: str) -> None:
         """On the first rank: note what a rank waits for, and end all waits if that closes a cycle."""
@@ -171,8 +171,9 @@ class Watch:
         """Count a collective of this name that this rank begins, in the order that all ranks have; its ordinal."""
         return self._watchdog.begin(f"{self._name}: {what}")
 
-    @contextmanager
-    def waiting(self, what: str, ordinal: int | None = None, may_be_refused: bool = False) -> Iterator[None]:
+    def waiting(
+        self, what: str, ordinal: int | None = None, may_be_refused: bool = False
+    ) -> AbstractContextManager[None]:
         """Around anything in which this rank waits for others.
 
         Args:
@@ -186,8 +187,7 @@ class Watch:
         """
         ordinal = self.begin(what) if ordinal is None else ordinal
         key = f"{self._name}: {what}"
-        with self._watchdog.waiting(_Wait(key, what, ordinal, time.monotonic(), may_be_refused)):
-            yield
+        return self._watchdog.waiting(_Wait(key, what, ordinal, time.monotonic(), may_be_refused))
 
     @property
     def ended(self) -> set[int]:

@@ -79,5 +79,5 @@ class Transport(ABC):
         """Sum ranges that lie in pieces, by rank; cut alike on every rank. All is multiplied by the factor first."""
         raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most have nothing to close
         """Begin nothing more. What is under way comes to its end, as peers need it."""
