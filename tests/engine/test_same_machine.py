@@ -27,7 +27,7 @@ def objects_of_all(value: object) -> list[object]:
 
 
 def neighbours():
-    from lightning_zero.engine.comm.cma_connect import connect
+    from lightning_zero.engine.comm.cma_exchange import connect
 
     found = connect(rank(), world_size(), MINUTE, objects_of_all)
     assert found is not None, "this machine does not let processes read each other's memory"
@@ -286,7 +286,9 @@ def fail_before_the_last_has_read() -> None:
     try:
         if rank() != 2:
             exchange = transport.gather(1, list(full))
-        while rank() == 0 and exchange.given != {1}:  # positions: rank 2 comes first, rank 1 last
+        while rank() == 0 and set(transport._signals.received.get((~1, 0), ())) != {
+            1
+        }:  # positions: rank 2 comes first, rank 1 last
             time.sleep(0.001)
         dist.barrier()
         if rank() == 2:
@@ -328,7 +330,7 @@ def collect_in_the_thread() -> None:
 
     transport = neighbours()
     gc.disable()
-    transport._ready = CollectsGarbage()
+    transport._signals.received = CollectsGarbage()
     owner = Owner()
     owner.itself = owner
     weakref.finalize(owner, transport.close)
@@ -351,7 +353,7 @@ def test_a_collection_of_garbage_in_the_thread_may_close_its_own_transport(run_o
 def refuse_until_asked() -> None:
     """As the kernel does where `kernel.yama.ptrace_scope` is 1: which this machine's may not have."""
     from lightning_zero.engine.comm import process_memory
-    from lightning_zero.engine.comm.cma_connect import connect
+    from lightning_zero.engine.comm.cma_exchange import connect
 
     read, let = process_memory.read_memory, process_memory.let_read
     asked: list[bool] = []
@@ -385,7 +387,7 @@ def test_ranks_let_each_other_read_where_the_kernel_asks_for_it(run_on):
 
 def refuse_on(refusing: int) -> None:
     from lightning_zero.engine.comm import process_memory
-    from lightning_zero.engine.comm.cma_connect import connect
+    from lightning_zero.engine.comm.cma_exchange import connect
 
     def refuse(*_: object) -> None:
         raise PermissionError("Operation not permitted")

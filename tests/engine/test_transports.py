@@ -35,12 +35,13 @@ def communicator(transport: str) -> Iterator:
 
 def gather_from_apart(transport: str, numel: int) -> None:
     values = torch.arange(float(world_size() * numel)).view(world_size(), numel)
+    ranges = [(each * numel, (each + 1) * numel) for each in range(world_size())]
     with communicator(transport) as group:
         for own in (None, values[rank()].clone()):
             full = torch.zeros(world_size(), numel)
             if own is None:
                 full[rank()] = values[rank()]
-            group.all_gather(full.view(-1), 3, "this gather", own).wait()
+            group.all_gather(full.view(-1), ranges, 3, "this gather", own).wait()
             assert torch.equal(full, values)
 
 
@@ -54,9 +55,10 @@ def add_up_what_is_encoded(transport: str, numel: int) -> None:
     from lightning_zero.engine.comm.codec import Cast
 
     values = torch.randn(world_size(), world_size() * numel, generator=torch.Generator().manual_seed(1))
+    ranges = [(each * numel, (each + 1) * numel) for each in range(world_size())]
     with communicator(transport) as group:
         for dtype, accuracy in ((torch.float32, 1e-5), (torch.bfloat16, 0.1)):
-            total = group.reduce_scatter(values[rank()].clone(), Cast(dtype), "this reduction").wait()
+            total = group.reduce_scatter(values[rank()].clone(), ranges, Cast(dtype), "this reduction").wait()
             expected = values.sum(0)[rank() * numel : (rank() + 1) * numel]
             assert total.dtype == torch.float32
             assert torch.allclose(total, expected, atol=accuracy)

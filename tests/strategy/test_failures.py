@@ -312,10 +312,9 @@ def test_a_failure_in_a_spawned_process_reaches_the_user(tmp_path):
 
 
 def end_engines():
-    """A thread that were still in the store when the process ends would abort it."""
     for closed in (True, False):
         engine = Engine(nn.Linear(2, 2), stage=3)
-        thread = engine.communicator.watch._watchdog._thread
+        thread = engine.communicator._transport._exchanges._thread
         assert thread.is_alive()
         if closed:
             engine.close()

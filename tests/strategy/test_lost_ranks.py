@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.engine import Engine
-from lightning_zero.engine.comm import cma_connect, failures
+from lightning_zero.engine.comm import cma_exchange, failures
 from tests.support import rank
 from tests.support.lost import die, run_ranks
 from tests.support.patience import PATIENCE, little_patience
@@ -101,7 +101,7 @@ def test_an_error_of_gloos_says_which_rank_was_lost(monkeypatch, text):
 def while_ranks_connect():
     def act():
         if rank() == 1:
-            cma_connect._connect_all = lambda *_: time.sleep(0.3) or die()
+            cma_exchange._connect_to = lambda *_: time.sleep(0.3) or die()
         Engine(nn.Linear(4, 4), stage=3)
 
     survivors_name(act, 1)

@@ -13,9 +13,8 @@ PATIENCE = 0.8  # seconds, instead of 3
 @contextmanager
 def little_patience() -> Iterator[None]:
     """Decorator `@little_patience()` of a case's function, effective on every rank."""
-    from lightning_zero.engine.comm import rendezvous, watchdog
+    from lightning_zero.engine.comm import lifelines
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (rendezvous, watchdog):
-            patch.setattr(module, "PATIENCE", PATIENCE)
+        patch.setattr(lifelines, "PATIENCE", PATIENCE)
         yield

@@ -12,16 +12,15 @@ from torch import Tensor
 
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.backend_transport import BackendTransport
-from lightning_zero.engine.comm.cma_connect import connect
+from lightning_zero.engine.comm.cma_exchange import connect
 from lightning_zero.engine.comm.codec import Codec
 from lightning_zero.engine.comm.control_plane import MESSAGE_BYTES, ControlPlane
 from lightning_zero.engine.comm.counters import Counters
-from lightning_zero.engine.comm.failures import explained, failure
+from lightning_zero.engine.comm.failures import Watch, explained
 from lightning_zero.engine.comm.gloo_transport import GlooTransport
 from lightning_zero.engine.comm.process_group import ProcessGroup
 from lightning_zero.engine.comm.shared_memory_transport import SharedMemoryTransport
-from lightning_zero.engine.comm.transport import Piece, Started, Transport
-from lightning_zero.engine.comm.watchdog import Watch
+from lightning_zero.engine.comm.transport import Piece, Ranges, Started, Transport
 
 # Of messages, by tag: those of the control plane, whose second is of small messages; of reductions; and of gathers, one
 # for each bucket.
@@ -41,7 +40,7 @@ class Pending:
 
     def __init__(self, what: str, started: Started | None = None, watch: Watch | None = None) -> None:
         self._what, self._watch = what, watch
-        self._works, self._buffers, self._finish, self._ends_by_itself = started or Started([], [])
+        self._waits, self._buffers, self._finish, self._ends_by_itself = started or Started([], [])
         self._ordinal = watch.begin(what) if watch is not None else 0
 
     def wait(self) -> Any:
@@ -50,18 +49,18 @@ class Pending:
         Raises:
             RuntimeError: if another rank failed, or did not take part within the process group's timeout.
         """
-        if self._works:
+        if self._waits:
             assert self._watch is not None
             with self._watch.waiting(self._what, self._ordinal):
-                for work in self._works:
-                    work.wait()
+                for wait in self._waits:
+                    wait()
         result = self._finish() if self._finish is not None else None
         self._buffers = []
         return result
 
     def let_go(self) -> None:
         """Give up the result. Peers still get what they need. (A garbage collection may call this in any thread.)"""
-        if self._works and not self._ends_by_itself:
+        if self._waits and not self._ends_by_itself:
             self.wait()
 
 
@@ -105,7 +104,7 @@ class Communicator:
         self.name = f"{self._ranks[0]}/{number.item()}"
         # the modules of a process have engines of their own, which begin to communicate in an order that data decide
         first = int(number) % 2**11 << 20
-        self.watch = Watch(self.group, self.name, sees_waits=is_gloo)
+        self.watch = Watch(self.group, self.name)
         self.control = ControlPlane(
             self._control_group, self._ranks, self.rank, self.watch, self.counters, first + _CONTROL_TAG
         )
@@ -121,7 +120,7 @@ class Communicator:
             return BackendTransport(*groups)
         exchanges = None
         if self.device.type == "cpu" and self._timeout is not None:
-            exchanges = connect(self.rank, self.size, self._timeout, self.control.gather_objects, failure)
+            exchanges = connect(self.rank, self.size, self._timeout, self.control.gather_objects)
         if exchanges is None:
             return GlooTransport(self.group, gather_tag, reduce_tag)
         self.control.small, self.counters.link = exchanges.small, "within"
@@ -129,27 +128,19 @@ class Communicator:
 
     # -- buckets ----------------------------------------------------------------------------------------------------
 
-    def all_gather(self, full: Tensor, number: int, what: str, own: Tensor | None = None) -> Pending:
-        """Fill a flat buffer.
-
-        Args:
-            full: 1-D, contiguous, world_size equal slices in the order of ranks.
-            number: the bucket's, the same on every rank.
-            what: for the error message.
-            own: this rank's values, of the size and dtype of a slice, which must not change until the end; None where
-                they are in their slice of the buffer already.
-        """
+    def all_gather(self, full: Tensor, ranges: Ranges, number: int, what: str, own: Tensor | None = None) -> Pending:
+        """``Transport.all_gather``; ``what`` it is, for the error message."""
         if self._transport is None:
             return Pending(what)
         self.counters.add("all_gather", full.numel(), full.nbytes)
         with explained(what):
-            return Pending(what, self._transport.all_gather(full, number, own), self.watch)
+            return Pending(what, self._transport.all_gather(full, ranges, number, own), self.watch)
 
-    def reduce_scatter(self, flat: Tensor, codec: Codec, what: str) -> Pending:
+    def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec, what: str) -> Pending:
         """Sum a flat buffer over ranks; ``wait()`` gives this rank's slice of the sum (1-D), in the buffer's dtype.
 
         Args:
-            flat: 1-D, contiguous, world_size equal slices in the order of ranks. Its contents are used up.
+            flat: 1-D and contiguous. Its contents are used up.
             codec: encodes what travels. Over Gloo and shared memory what comes is added up in the buffer's own dtype,
                 to this rank's own slice as it is; other backends add up in the codec's.
             what: for the error message.
@@ -157,7 +148,7 @@ class Communicator:
         assert self._transport is not None, "a bucket keeps its gradients as they come over one rank"
         self.counters.add("reduce_scatter", flat.numel(), codec.size(flat.numel()) * codec.dtype.itemsize)
         with explained(what):
-            return Pending(what, self._transport.reduce_scatter(flat, codec), self.watch)
+            return Pending(what, self._transport.reduce_scatter(flat, ranges, codec), self.watch)
 
     @property
     def takes_pieces(self) -> bool:
@@ -165,23 +156,15 @@ class Communicator:
         return self._transport is not None and self._transport.takes_pieces
 
     def reduce_pieces(self, pieces: list[list[Piece]], dtype: torch.dtype, factor: float, what: str) -> Pending:
-        """``reduce_scatter`` of what lies in pieces, which are kept until the end.
-
-        Args:
-            pieces: by rank, what its slice is made of; cut alike on every rank.
-            dtype: of all of them.
-            factor: by which all is multiplied before it is summed.
-            what: for the error message.
-        """
+        """``reduce_scatter`` of pieces, which are kept until the end; see ``Transport.reduce_pieces``."""
         assert self._transport is not None
         numel = sum(piece.numel for part in pieces for piece in part)
         self.counters.add("reduce_scatter", numel, numel * dtype.itemsize)
         return Pending(what, self._transport.reduce_pieces(pieces, dtype, factor), self.watch)
 
-    def reduction_bytes(self, flat: Tensor, codec: Codec) -> int:
-        """Bytes held while a flat buffer is reduced: what is sent, what is received, and one's own slice."""
+    def reduction_bytes(self, flat: Tensor, ranges: Ranges, codec: Codec) -> int:
         assert self._transport is not None
-        return self._transport.reduction_bytes(flat, codec)
+        return self._transport.reduction_bytes(flat, ranges, codec)
 
     # -- other values on the group's device -------------------------------------------------------------------------
 
@@ -189,13 +172,13 @@ class Communicator:
         """Fill ``flat`` from its owners, ``ranges[r]`` from rank r: one broadcast each, for what is rare."""
         if self.size == 1:
             return
-        works = []
+        waits = []
         for source, (start, stop) in enumerate(ranges):
             if stop > start:
                 part = flat[start:stop]
                 self.counters.add("control", part.numel(), part.nbytes)
-                works.append(dist.broadcast(part, self._ranks[source], self.group, async_op=True))
-        Pending(what, Started(works, [flat]), self.watch).wait()
+                waits.append(dist.broadcast(part, self._ranks[source], self.group, async_op=True).wait)
+        Pending(what, Started(waits, [flat]), self.watch).wait()
 
     def all_reduce(self, tensor: Tensor, op: Any = None) -> Tensor:
         """Reduce a small tensor in place, on the group's own device: from offloaded state over NCCL too."""
@@ -263,7 +246,6 @@ class Communicator:
         if self.size > 1:
             if self._transport is not None:
                 self._transport.close()
-            self.watch.close()
             while self._own_groups:
                 with suppress(RuntimeError, ValueError):  # they may have failed, or be gone with the default group
                     process_group.destroy(self._own_groups.pop())

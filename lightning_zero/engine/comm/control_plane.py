@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.engine.comm.counters import Counters
+from lightning_zero.engine.comm.failures import Watch
 from lightning_zero.engine.comm.process_group import ProcessGroup, all_gather_objects, broadcast_coalesced
 from lightning_zero.engine.comm.small_messages import SMALL, SmallMessages, bytes_of, tensor_of
-from lightning_zero.engine.comm.watchdog import Watch
 
 MESSAGE_BYTES = 2**25
 
@@ -30,24 +30,18 @@ class ControlPlane:
         rank: this one's in the group.
         watch: over the waits; None with one rank.
         counters: count calls of kind "control".
-        first_tag: of messages; the next one is used as well.
+        tag: of messages; the next one is used as well.
 
     Attributes:
         small: exchanges messages up to ``SMALL`` bytes in the quickest way, where the ranks share a machine.
     """
 
     def __init__(
-        self,
-        group: ProcessGroup | None,
-        ranks: list[int],
-        rank: int,
-        watch: Watch | None,
-        counters: Counters,
-        first_tag: int,
+        self, group: ProcessGroup | None, ranks: list[int], rank: int, watch: Watch | None, counters: Counters, tag: int
     ) -> None:
         self.small: SmallMessages | None = None
         self._group, self._ranks, self._rank, self._counters = group, ranks, rank, counters
-        self._watch_or_none, self._message_tag, self._small_tag = watch, first_tag, first_tag + 1
+        self._watch_or_none, self._message_tag, self._small_tag = watch, tag, tag + 1
         self._sent: list[tuple[Tensor, Any]] = []  # messages are kept until they have left
 
     @property
@@ -94,9 +88,7 @@ class ControlPlane:
         if self._is_alone:
             return list(numbers)
         tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        self._counters.add("control", tensor.numel(), tensor.nbytes)
-        with self._watch.waiting("a broadcast from rank 0"):
-            dist.broadcast(tensor, self._ranks[0], self._group)
+        self.copy_from_first([tensor])
         return tensor.tolist()
 
     def copy_from_first(self, tensors: list[Tensor]) -> None:
@@ -106,7 +98,7 @@ class ControlPlane:
         nbytes = sum(tensor.nbytes for tensor in tensors)
         self._counters.add("control", sum(tensor.numel() for tensor in tensors), nbytes)
         assert self._group is not None
-        with self._watch.waiting("a broadcast of buffers from rank 0"):
+        with self._watch.waiting("a broadcast from rank 0"):
             if self.small is None or nbytes > SMALL:
                 broadcast_coalesced(self._group, tensors, MESSAGE_BYTES)
             else:
@@ -118,7 +110,7 @@ class ControlPlane:
             small.send(self._small_tag, [message] * len(small.ranks))
             torch.autograd.graph.increment_version(tensors)  # as on the other ranks
             return
-        (message,) = small.receive(small.skip(self._small_tag), [small.ranks.index(0)])
+        (message,) = small.receive(small.begin(self._small_tag), [small.ranks.index(0)])
         values = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         parts = values.split_with_sizes([tensor.nbytes for tensor in tensors])
         for tensor, part in zip(tensors, parts):
@@ -136,9 +128,7 @@ class ControlPlane:
         if self._is_alone:
             return True
         digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8).long()
-        extremes = torch.cat([digest, -digest])
-        with self._watch.waiting("a comparison of what each rank holds"):
-            dist.all_reduce(extremes, dist.ReduceOp.MAX, self._group)
+        extremes = self._maximum(torch.cat([digest, -digest]), "a comparison of what each rank holds")
         return torch.equal(extremes[: len(digest)], -extremes[len(digest) :])
 
     def tell(self, ranks: list[int], numbers: Sequence[int]) -> None:

@@ -1,27 +1,216 @@
-"""How the failure of one rank reaches the others, with its reason, and ends their waits."""
+"""Why a wait for other ranks ends with an error: a rank failed, was killed, or the ranks wait for each other for ever.
+
+Whatever the reason, the first one goes to all ranks over the lifelines, and ends all waits there within seconds.
+
+A rank that has waited for a while sends the first rank what it waits for, and what it has begun before. Two such
+notices can prove a deadlock: rank r waits for a collective that rank s has not begun, and s, which can begin nothing
+before its own wait is over, waits for one that r has not begun (or for a rank that waits for r, and so on). A rank that
+is merely slow waits for nothing, and so is never taken for one that diverged.
+"""
 
 from __future__ import annotations
 
+import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from functools import partial
-from typing import Any
+from threading import Lock
+from typing import NamedTuple
 
 import torch
 
-from lightning_zero.engine.comm import process_group
+from lightning_zero.engine.comm import lifelines, process_group
 from lightning_zero.engine.comm.cma_exchange import sever_all
-from lightning_zero.engine.comm.lifelines import LOST, Lifelines
+from lightning_zero.engine.comm.lifelines import LEFT, LOST, TICK, WAITS, Lifelines
 from lightning_zero.engine.comm.process_group import DistError, ProcessGroup, default_store
 
-_FAILED = "lightning_zero/failed"  # in the store, and as a message between the ranks
-_AT_ONCE = timedelta(milliseconds=500)
+_FAILED, _REFUSED = "failed", "refused"  # kinds of message; the second ends the waits that may be refused, no others
+_AT_ONCE = 0.5  # seconds within which ranks fail at once
 _MOMENT = 1.0  # seconds after which it is known everywhere why a rank has closed its connections
 
 _UNUSED_TAG = 7699
 _SIGNS_OF_GLOO = "gloo/", "pair closure"  # in its messages, which have no class of their own
+
+listeners: dict[str, Callable[[], None]] = {}
+"""Reactions to messages of other kinds (``Lifelines.say``), called in the thread of the lifelines."""
+
+
+class _Wait(NamedTuple):
+    key: str  # of the engine and what it waits for
+    what: str
+    ordinal: int  # counts the waits of this key; 0 where not every rank takes part, so that nothing can be concluded
+    since: float
+    may_be_refused: bool  # whether the run can continue after an error of this wait
+
+
+class _Watchdog(Lifelines):
+    """The lifelines of a group, and its waits in all engines: ranks may wait for each other in two of them.
+
+    Attributes:
+        ended: ranks of the group whose processes have ended.
+        failure: why the run cannot continue.
+        refusal: which ranks wait for each other, if that ends this rank's present wait, and none but those like it.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.ended: set[int] = set()
+        self.failure: str | None = None
+        self.refusal = ""
+        self._ranks = process_group.ranks_of(group)
+        self._begun: Counter[str] = Counter()
+        self._wait: _Wait | None = None
+        self._announced: _Wait | None = None
+        self._announcing = Lock()
+        self._notices: dict[int, tuple[_Wait, Counter[str]]] = {}  # on the first rank
+        super().__init__(group)
+
+    def hear(self, kind: str, rank: int, text: str) -> None:
+        if kind in (LOST, LEFT):
+            self.ended.add(rank)
+        if kind == LOST:
+            text = f"rank {self._ranks[rank]} was killed, or its process has crashed. What it has written may say why; "
+            text += "the system's log does if memory has run out"
+        if kind in (LOST, _FAILED):
+            self.failure = self.failure or text
+            _end_waits(failure() or text)
+        elif kind == WAITS:
+            self._take_notice(rank, text)
+        elif kind == _REFUSED:
+            refused, where = json.loads(text)
+            if self._rank in refused:
+                self.refusal = where
+        elif kind == TICK:
+            self._announce()
+        elif kind in listeners:
+            listeners[kind]()
+
+    def begin(self, key: str) -> int:
+        self._begun[key] += 1
+        return self._begun[key]
+
+    @contextmanager
+    def waiting(self, wait: _Wait) -> Iterator[None]:
+        outer, self._wait, self.refusal = self._wait, wait, ""
+        try:
+            yield
+        except RuntimeError as error:
+            reason = reason_soon()
+            cause = error if reason is None else None  # its text about closed connections explains nothing then
+            raise RuntimeError(f"{wait.what} did not complete: {reason or self._blame(error)}") from cause
+        finally:
+            self._wait = outer
+            if self._announced is not None:
+                with self._announcing:
+                    self._announced = None
+                    self.say(WAITS)
+
+    def _blame(self, error: RuntimeError) -> str:
+        """Why a wait failed though no rank has reported a failure."""
+        if self.ended:
+            return f"the process of rank(s) {sorted(self.ended)} has ended. Every rank must run to the end. ({error})"
+        return (
+            "another rank ended, or did not take part in it. Every rank must run the same units in the same order. "
+            f"({error})"
+        )
+
+    def _announce(self) -> None:
+        """Send the first rank what this rank waits for, once for each wait."""
+        wait = self._wait
+        if wait is not None and time.monotonic() - wait.since > lifelines.PATIENCE:
+            with self._announcing:
+                if self._wait is wait and self._announced is not wait:
+                    self._announced = wait
+                    self.say(WAITS, json.dumps([*wait, dict(self._begun)]))
+
+    def _take_notice(self, rank: int, text: str) -> None:
+        """On the first rank: note what a rank waits for, and end all waits if that closes a cycle."""
+        self._notices.pop(rank, None)
+        if text:
+            *wait, begun = json.loads(text)
+            self._notices[rank] = _Wait(*wait), Counter(begun)
+            if (cycle := self._cycle([rank])) is None:
+                return
+            waits = {each: self._notices[each][0] for each in sorted(cycle)}
+            where = ", ".join(f"rank {each} waits for {wait.what}" for each, wait in waits.items())
+            if refused := [each for each, wait in waits.items() if wait.may_be_refused]:
+                self._take(_REFUSED, 0, json.dumps([refused, where]))
+                return
+            end_all_waits(
+                f"the ranks wait for each other for ever: {where}. Every rank must run the same units in the same "
+                "order, forward and backward: no 'if' on the rank or on its data around them. Forwards without a "
+                "backward may differ in number inside of 'with lightning_zero.uneven_forwards(module):', which every "
+                "rank enters."
+            )
+
+    def _cycle(self, path: list[int]) -> list[int] | None:
+        """The ranks of a cycle, of which each waits for the next, that begins with a path of them."""
+        wait, _ = self._notices[path[-1]]
+        for other, (_, begun) in self._notices.items():
+            if begun[wait.key] < wait.ordinal:
+                if other == path[0]:
+                    return path
+                if other not in path and (found := self._cycle([*path, other])) is not None:
+                    return found
+        return None
+
+
+class Watch:
+    """The waits of one engine's ranks for each other.
+
+    Args:
+        group: the process group.
+        name: of the engine, the same on every rank and new each time.
+    """
+
+    def __init__(self, group: ProcessGroup, name: str) -> None:
+        self._name, self._watchdog = name, lifelines_over(group)
+
+    def begin(self, what: str) -> int:
+        """Count a collective of this name that this rank begins, in the order that all ranks have; its ordinal."""
+        return self._watchdog.begin(f"{self._name}: {what}")
+
+    def waiting(
+        self, what: str, ordinal: int | None = None, may_be_refused: bool = False
+    ) -> AbstractContextManager[None]:
+        """Around anything in which this rank waits for others.
+
+        Args:
+            what: a name, the same on every rank.
+            ordinal: the result of ``begin``, by default of one that begins here; 0 if only some ranks take part.
+            may_be_refused: whether ``refusal`` is looked at inside, in place of an end to all waits of all ranks.
+
+        Raises:
+            RuntimeError: for one that is raised inside, saying why if that is known: which rank failed, or which ranks
+                wait for each other.
+        """
+        ordinal = self.begin(what) if ordinal is None else ordinal
+        key = f"{self._name}: {what}"
+        return self._watchdog.waiting(_Wait(key, what, ordinal, time.monotonic(), may_be_refused))
+
+    @property
+    def ended(self) -> set[int]:
+        """Ranks of the group whose processes have ended."""
+        return self._watchdog.ended
+
+    @property
+    def refusal(self) -> str:
+        """Which ranks wait for each other, this one among them in its present wait."""
+        return self._watchdog.refusal
+
+
+_watchdogs: dict[ProcessGroup, _Watchdog] = {}
+
+
+def lifelines_over(group: ProcessGroup | None = None) -> _Watchdog:
+    """Those of a process group, which stay as long as it does. The first time every rank of it calls this."""
+    group = group or process_group.default_group()
+    for gone in set(_watchdogs).difference(process_group.all_groups()):
+        _watchdogs.pop(gone).close()
+    if group not in _watchdogs:
+        _watchdogs[group] = _Watchdog(group)
+    return _watchdogs[group]
 
 
 @contextmanager
@@ -42,137 +231,59 @@ def explained(what: str, kind: type[RuntimeError] = RuntimeError) -> Iterator[No
 
 
 def explain(error: BaseException) -> None:
-    """Let an error by which the transport has ended a wait of the project's own say why, where another rank failed."""
+    """Put the reason into an error by which the transport has ended a wait of the project's own after a failure."""
     is_of_gloo = type(error) is RuntimeError and any(sign in str(error) for sign in _SIGNS_OF_GLOO)
     is_of_transport = isinstance(error, DistError) or is_of_gloo
     if is_of_transport and (reason := reason_soon()) is not None:
         error.args = (f"A collective did not complete: {reason}",)
 
 
+def failure() -> str | None:
+    """Why the run over the default process group cannot continue, if some rank has failed, or was killed."""
+    return next((watchdog.failure for watchdog in list(_watchdogs.values()) if watchdog.failure is not None), None)
+
+
 def reason_soon() -> str | None:
-    """Why the run cannot go on; connections may close a moment before it is known for what reason."""
+    """``failure``, after a moment if need be: connections may close before the reason has come."""
     deadline = time.monotonic() + _MOMENT
     while (reason := failure()) is None and time.monotonic() < deadline:
         time.sleep(0.01)
     return reason
 
 
-_lifelines: dict[ProcessGroup, Lifelines] = {}
-listeners: dict[str, Callable[[], None]] = {}
-"""What to do when another rank says something else over them (``Lifelines.say``); called in their thread."""
-_told: dict[ProcessGroup, str] = {}  # why the run cannot go on, as it came over the lifelines of a group
-
-
-def lifelines_over(group: ProcessGroup | None = None) -> Lifelines:
-    """Those of a process group, which stay as long as it does. The first time every rank of it calls this."""
-    group = group or process_group.default_group()
-    for gone in set(_lifelines).difference(process_group.all_groups()):
-        _close_lifelines(gone)
-    if group not in _lifelines:
-        _lifelines[group] = Lifelines(group, partial(_hear, group, process_group.ranks_of(group)))
-    return _lifelines[group]
-
-
-def _close_lifelines(group: ProcessGroup) -> None:
-    _lifelines.pop(group).close()
-    _told.pop(group, None)
-
-
-def _hear(group: ProcessGroup, ranks: list[int], kind: str, rank: int, text: str) -> None:
-    """What comes over the lifelines of a group, in their thread."""
-    if group not in _lifelines:
-        return
-    if kind in listeners:
-        listeners[kind]()
-    if kind not in (LOST, _FAILED):
-        return
-    if kind == LOST:
-        text = f"rank {ranks[rank]} was killed, or its process has crashed. What it has written may say why; the "
-        text += "system's log does if memory has run out"
-    _told.setdefault(group, text)
-    _end_waits(_first_told() or text)
-
-
 def fail(reason: str) -> None:
-    """Tell every rank of the default process group that this one has failed, and wake those that wait.
+    """Send every rank of the default process group the failure of this one, and end their waits.
 
-    The process group is of no use then; see ``renewal.renew``. But where all ranks fail at once, and alike, none waits,
-    and the group is left as it is.
+    The process group is of no use then. But where all ranks fail at once, none waits, and the group is left as it is.
     """
-    global _failures_alike
-    store = default_store()
-    notes = [f"{_FAILED}/{_failures_alike}/{rank}" for rank in range(process_group.world_size())]
-    write(store, notes[process_group.rank()], "")
-    if _told or not _have_all_come(store, notes):
-        end_all_waits(reason, store)
-    else:
-        _failures_alike += 1
+    if failure() is not None or not _all_fail():
+        end_all_waits(reason)
 
 
-_failures_alike = 0
-"""How often all ranks have failed at once over this process group, whose store keeps their notes."""
+def _all_fail() -> bool:
+    store, key, size = default_store(), "lightning_zero/failures", process_group.world_size()
+    with suppress(RuntimeError):  # the store's host may be gone
+        number, deadline = store.add(key, 1), time.monotonic() + _AT_ONCE
+        while time.monotonic() < deadline:
+            if store.add(key, 0) >= number + -number % size:  # with all that have failed together before
+                return True
+            time.sleep(0.01)
+    return False
 
 
-def _have_all_come(store: Any, notes: list[str]) -> bool:
-    """Whether every rank has written its note, or does at once."""
-    try:
-        store.wait(notes, _AT_ONCE)
-    except RuntimeError:
-        return False
-    return True
-
-
-def end_all_waits(reason: str, store: Any) -> None:
-    """End every wait over the default process group and its kin, here and elsewhere. The first reason counts."""
-    if told := _first_told():  # by it, everywhere
-        reason = told
-    else:
-        with suppress(RuntimeError):  # the store's host may be gone, and with it this rank's peers or their connections
-            reason = store.compare_set(_FAILED, "", reason).decode()
-        for lifelines in _lifelines.values():
-            lifelines.say(_FAILED, reason)
-    _end_waits(reason)
+def end_all_waits(reason: str) -> None:
+    """End every wait over the process groups of this process, here and on other ranks. The first reason counts."""
+    if failure() is None:
+        for watchdog in _watchdogs.values():
+            watchdog.failure = reason
+            watchdog.say(_FAILED, reason)
+    _end_waits(failure() or reason)
 
 
 def _end_waits(reason: str) -> None:
     sever_all(reason)
     for group in process_group.all_groups():
         _sever(group)
-
-
-def failure(store: Any = None) -> str | None:
-    """Why the run over the default process group cannot go on, if some rank has failed, or was killed."""
-    return _first_told() or read(store or default_store(), _FAILED)
-
-
-def _first_told() -> str | None:
-    return next(iter(list(_told.values())), None)
-
-
-def ended_ranks() -> set[int]:
-    """Ranks, each as numbered in its group, whose processes have ended."""
-    return {rank for lifelines in _lifelines.values() for rank in lifelines.ended}
-
-
-def forget() -> None:
-    """Close the lifelines of all groups, and forget what came over them: the default group is about to be replaced."""
-    global _failures_alike
-    _failures_alike = 0
-    for group in list(_lifelines):
-        _close_lifelines(group)
-
-
-def read(store: Any, key: str) -> str | None:
-    """What a key holds; None where there is none, or no store any more since the rank that hosted it is gone."""
-    try:
-        return store.get(key).decode() if store.check([key]) else None
-    except RuntimeError:
-        return None
-
-
-def write(store: Any, key: str, value: str) -> None:
-    with suppress(RuntimeError):
-        store.set(key, value)
 
 
 def _sever(group: ProcessGroup) -> None:
@@ -188,3 +299,14 @@ def _sever(group: ProcessGroup) -> None:
             if peer != group.rank():
                 with suppress(RuntimeError):
                     backend.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+
+
+def ended_ranks() -> set[int]:
+    """Ranks, each as numbered in its group, whose processes have ended."""
+    return {rank for watchdog in _watchdogs.values() for rank in watchdog.ended}
+
+
+def forget() -> None:
+    """Close the lifelines of all groups, and forget what came over them: the default group is about to be replaced."""
+    for group in list(_watchdogs):
+        _watchdogs.pop(group).close()

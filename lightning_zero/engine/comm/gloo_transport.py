@@ -6,16 +6,18 @@ rank adds in an order of its own that is always the same, whatever came first.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.engine.comm.codec import Codec
 from lightning_zero.engine.comm.process_group import ProcessGroup, rank, ranks_of
-from lightning_zero.engine.comm.transport import Piece, Started
+from lightning_zero.engine.comm.transport import Ranges, Started, Transport, slices_of
 
 
-class GlooTransport:
+class GlooTransport(Transport):
     """Sends and receives between each pair of ranks; sums in the dtype in which gradients are kept.
 
     Args:
@@ -25,8 +27,6 @@ class GlooTransport:
         reduce_tag: of reductions.
     """
 
-    takes_pieces = False
-
     def __init__(self, group: ProcessGroup, gather_tag: int, reduce_tag: int) -> None:
         self._group, self._gather_tag, self._reduce_tag = group, gather_tag, reduce_tag
         self._ranks, self._rank = ranks_of(group), rank(group)
@@ -34,25 +34,25 @@ class GlooTransport:
         # In the order of a ring, so that no rank is everybody's first: (whom to send to, whom to receive from)
         self._peers = [((self._rank + k) % size, (self._rank - k) % size) for k in range(1, size)]
 
-    def all_gather(self, full: Tensor, number: int, own: Tensor | None = None) -> Started:
-        slices, tag = full.chunk(len(self._ranks)), self._gather_tag + number
+    def all_gather(self, full: Tensor, ranges: Ranges, number: int, own: Tensor | None = None) -> Started:
+        slices, tag = slices_of(full, ranges), self._gather_tag + number
         if own is not None:
             slices[self._rank].copy_(own)
-        works = []
+        works: list[Any] = []
         for peer, source in self._peers:
             works.append(dist.irecv(slices[source], self._ranks[source], self._group, tag=tag))
             works.append(dist.isend(slices[self._rank], self._ranks[peer], self._group, tag=tag))
-        return Started(works, [full])
+        return Started([work.wait for work in works], [full])
 
-    def reduce_scatter(self, flat: Tensor, codec: Codec) -> Started:
-        slices, dtype = flat.chunk(len(self._ranks)), flat.dtype
+    def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
+        slices, dtype = slices_of(flat, ranges), flat.dtype
         # a copy, where the others are encoded, so that the buffer need not be kept for it
         own = slices[self._rank] if codec.dtype == dtype else slices[self._rank].clone()
-        numel = codec.size(own.numel())
-        sent, received, works = [], [], []
+        works: list[Any] = []
+        sent, received = [], []
         for peer, source in self._peers:
             sent.append(codec.encode(slices[peer]))
-            received.append(torch.empty(numel, dtype=codec.dtype, device=flat.device))
+            received.append(torch.empty(codec.size(len(own)), dtype=codec.dtype, device=flat.device))
             works.append(dist.irecv(received[-1], self._ranks[source], self._group, tag=self._reduce_tag))
             works.append(dist.isend(sent[-1], self._ranks[peer], self._group, tag=self._reduce_tag))
 
@@ -63,14 +63,10 @@ class GlooTransport:
                 codec.add(total, part)
             return total
 
-        return Started(works, sent, add_up)
+        return Started([work.wait for work in works], sent, add_up)
 
-    def reduction_bytes(self, flat: Tensor, codec: Codec) -> int:
-        part = flat.numel() // len(self._ranks)
-        return part * flat.element_size() + 2 * codec.size(part) * codec.dtype.itemsize * len(self._peers)
-
-    def reduce_pieces(self, pieces: list[list[Piece]], dtype: torch.dtype, factor: float) -> Started:
-        raise NotImplementedError  # a message is of one buffer
-
-    def close(self) -> None:
-        """Nothing: the group belongs to the communicator."""
+    def reduction_bytes(self, flat: Tensor, ranges: Ranges, codec: Codec) -> int:
+        lengths = [stop - start for start, stop in ranges]
+        own = lengths.pop(self._rank)
+        travels = sum(map(codec.size, lengths)) + codec.size(own) * len(lengths)
+        return own * flat.element_size() + travels * codec.dtype.itemsize

@@ -1,10 +1,9 @@
-"""Connections between the processes of a group, by which each learns within moments that another has ended.
+"""TCP connections between the processes of a group, over which every rank learns within moments that another has ended.
 
 A collective fails when its connections close, but a wait in the process group's store does not, nor does a wait for a
-rank that itself waits for the ended process. So each rank has a TCP connection to the first rank, which the system
-closes when a process ends, however it ends; the first rank passes the news on. A process that is stopped, in a debugger
-or busy for hours keeps its connection: the system answers for it. A machine that is gone does not answer TCP's
-keepalive probes.
+rank that itself waits for the ended process. So each rank has a connection to the first rank, which the system closes
+when a process ends, however it ends; the first rank passes the news on. A stopped process keeps its connection, because
+the system answers for it. A machine that is gone does not answer TCP's keepalive probes.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import util
@@ -29,11 +27,15 @@ from lightning_zero.engine.comm.process_group import ProcessGroup
 
 log = logging.getLogger(__name__)
 
-LOST, LEFT = "lost", "left"
-"""Kinds of message: a rank's process was killed or has crashed; a rank's process has ended normally."""
+PATIENCE = 3.0
+"""Seconds that a rank waits before it sends what it waits for to the first rank."""
 
-_CLOSED = "closed"  # a rank goes on without this group
-_PATIENCE = 10.0  # seconds that a rank waits for the first one to say where it listens, and to answer
+LOST, LEFT, WAITS, TICK = "lost", "left", "waits", "tick"
+"""Kinds of message: a rank's process was killed or has crashed; a rank's process has ended normally; what a rank waits
+for, which only the first rank receives; and one that each rank sends to itself several times in ``PATIENCE``."""
+
+_CLOSED = "closed"  # a rank has closed its connection, and its process continues
+_TIMEOUT = 10.0  # seconds that a rank waits for the address of the first one, and for its answer
 _PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6}  # seconds, seconds, and unanswered ones
 
 _all: weakref.WeakSet[Lifelines] = weakref.WeakSet()
@@ -44,152 +46,114 @@ class Lifelines:
 
     Args:
         group: all of its ranks make this at the same point.
-        hear: called in a thread with each message: its kind (``LOST``, ``LEFT``, or one of the callers of ``say``), the
-            rank in the group that it is about, and a text.
-
-    Attributes:
-        group: the process group.
-        lost, left: ranks of the group about which such a message has come.
     """
 
-    def __init__(self, group: ProcessGroup, hear: Callable[[str, int, str], None]) -> None:
-        self.group, self.lost, self.left = group, set[int](), set[int]()
-        self._hear, self._rank, self._process = hear, process_group.rank(group), os.getpid()
-        self._store = process_group.default_store()
-        self._key = f"lightning_zero/lifelines/{','.join(map(str, process_group.ranks_of(group)))}"
-        self._line: socket.socket | None = None
-        self._closed: set[int] = set()
-        self._others: list[_Line] = []  # on the first rank
+    def __init__(self, group: ProcessGroup) -> None:
+        self._rank, self._process = process_group.rank(group), os.getpid()
+        store = process_group.default_store()
+        key = f"lightning_zero/lifelines/{','.join(map(str, process_group.ranks_of(group)))}"
+        self._closed: set[int] = set()  # ranks whose connections have ended, or may end, without news
+        self._ends: list[bytes] = []  # messages about ended ranks, for ranks that connect later
+        self._lock = threading.RLock()  # of what is sent; reentrant, since a signal handler may send
+        self._listener: socket.socket | None = None
+        self._line: socket.socket | None
         if self._rank == 0:
             self._listener, self._token = _listener(), secrets.token_hex(16)
             self._line, own_end = socket.socketpair()
-            self._others.append(_Line(own_end, 0))
-            where = _own_address(self._store), self._listener.getsockname()[1], self._token
-            self._store.set(self._key, json.dumps(where))
+            self._lines = [_Line(own_end, 0)]
+            store.set(key, json.dumps((_own_address(store), self._listener.getsockname()[1], self._token)))
         else:
-            self._line = self._connect()
-        self._thread = threading.Thread(
-            target=self._serve if self._rank == 0 else self._listen, name="lightning_zero-lifelines", daemon=True
-        )
+            self._line = _connect(store, key, self._rank)
+            self._lines = [_Line(self._line, 0)] if self._line is not None else []
+        self._thread = threading.Thread(target=self._run, name="lightning_zero-lifelines", daemon=True)
         self._thread.start()
         _all.add(self)
         # also where a process of multiprocessing's ends, which leaves out `atexit`
         self._at_exit = util.Finalize(None, self._part, (LEFT,), exitpriority=100)
 
-    @property
-    def ended(self) -> set[int]:
-        """Ranks of the group whose processes have ended."""
-        return self.lost | self.left
+    def hear(self, kind: str, rank: int, text: str) -> None:
+        """Called in the thread with each message: its kind, its rank in the group, and a text."""
+        raise NotImplementedError
 
     def say(self, kind: str, text: str = "") -> None:
-        """Tell all other ranks something. A signal handler may call this."""
+        """Send a message to all other ranks. A signal handler may call this."""
         if self._line is not None and os.getpid() == self._process:
-            with suppress(OSError):
-                self._line.send(_message(kind, self._rank, text))
+            with suppress(OSError), self._lock:
+                self._line.sendall(_message(kind, self._rank, text))
 
     def close(self) -> None:
-        """End the connection: the process goes on, and the other ranks do not take it for one that has ended."""
+        """End the connection; the other ranks do not take this process for one that has ended."""
         if self._at_exit.still_active():
             self._at_exit.cancel()
             self._part(_CLOSED)
 
     def _part(self, kind: str) -> None:
         self.say(kind)
-        if self._rank != 0:
-            self._closed.add(self._rank)
         if self._rank != 0 and self._line is not None:
+            self._closed.add(self._rank)
             with suppress(OSError):
                 self._line.shutdown(socket.SHUT_WR)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=2)
 
-    def _connect(self) -> socket.socket | None:
-        """Reach the first rank. Where that cannot be done, the ranks' ends are not told."""
-        deadline, error = time.monotonic() + _PATIENCE, None
-        while time.monotonic() < deadline:
-            try:
-                self._store.wait([self._key], timedelta(seconds=_PATIENCE))
-                address, port, token = json.loads(self._store.get(self._key))
-            except RuntimeError as raised:
-                error = raised
-                break
-            for host in dict.fromkeys((address, _host_of(self._store))):
-                with suppress(OSError):
-                    return _introduced(host, port, _message(token, self._rank))
-            time.sleep(0.1)  # what was read may be of an earlier group in the same store
-        log.debug("rank %d has no lifeline: %s", self._rank, error or "the first rank does not answer")
-        return None
-
     # -- in the thread ----------------------------------------------------------------------------------------------
 
-    def _listen(self) -> None:
-        """On all ranks but the first."""
-        if self._line is None:
-            return
-        line = _Line(self._line, 0)
-        while (messages := line.read()) is not None:
-            for message in messages:
-                self._take(*message)
-        if not self._closed.intersection((0, self._rank)):
-            self._take(LOST, 0, "")
-        self._line.close()
-
-    def _serve(self) -> None:
-        """On the first rank."""
+    def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
-            selector.register(self._listener, selectors.EVENT_READ)
-            selector.register(self._others[0].socket, selectors.EVENT_READ, self._others[0])
-            while 0 not in self._closed:
-                for key, _ in selector.select():
+            for line in self._lines:
+                selector.register(line.socket, selectors.EVENT_READ, line)
+            if self._listener is not None:
+                selector.register(self._listener, selectors.EVENT_READ)
+            while self._lines and (self._rank != 0 or 0 not in self._closed):
+                for key, _ in selector.select(PATIENCE / 3):
                     line = key.data
                     if line is None:
+                        assert self._listener is not None
                         with suppress(OSError):
                             line = _Line(self._listener.accept()[0])
                             _keep_probing(line.socket)
                             selector.register(line.socket, selectors.EVENT_READ, line)
-                            self._others.append(line)
-                    elif not self._heard(line):
+                            self._lines.append(line)
+                    elif not self._read(line):
                         selector.unregister(line.socket)
                         line.socket.close()
-                        self._others.remove(line)
-                        if line.rank is not None and line.rank not in self._closed:
-                            self._pass_on(LOST, line.rank, "")
+                        self._lines.remove(line)
+                        if line.rank is not None and not self._closed.intersection((line.rank, self._rank)):
+                            self._take(LOST, line.rank, "")
+                self.hear(TICK, self._rank, "")
         self._close_sockets()
 
-    def _heard(self, line: _Line) -> bool:
-        """Take what has come from a rank; False if the connection is at its end."""
+    def _read(self, line: _Line) -> bool:
+        """Take the messages that have come; False if the connection is at its end."""
         messages = line.read()
         for kind, rank, text in messages or ():
             if line.rank is not None:
-                self._pass_on(kind, line.rank, text)
+                self._take(kind, rank, text)
             elif kind == self._token:
                 line.rank = rank
-                line.send(_message("welcome", 0))
-                for kind, ranks in ((LOST, self.lost), (LEFT, self.left)):
-                    for ended in ranks:
-                        line.send(_message(kind, ended))
+                for message in (_message("welcome", 0), *self._ends):
+                    line.send(message)
             else:  # a stranger
                 return False
         return messages is not None
 
-    def _pass_on(self, kind: str, rank: int, text: str) -> None:
-        message = _message(kind, rank, text)
-        for line in self._others:
-            if line.rank not in (None, 0, rank):
-                line.send(message)
-        self._take(kind, rank, text)
-
     def _take(self, kind: str, rank: int, text: str) -> None:
+        """Hear a message; the first rank sends it to the others, too."""
         if kind in (LOST, LEFT, _CLOSED):
             self._closed.add(rank)
-            {LOST: self.lost, LEFT: self.left}.get(kind, set()).add(rank)
-        if rank != self._rank:
-            self._hear(kind, rank, text)
+        if self._rank == 0 and kind != WAITS:
+            message = _message(kind, rank, text)
+            if kind in (LOST, LEFT):
+                self._ends.append(message)
+            for line in self._lines:
+                if line.rank not in (None, 0, rank):
+                    line.send(message)
+        self.hear(kind, rank, text)
 
     def _close_sockets(self) -> None:
-        sockets = [line.socket for line in self._others] + ([self._listener] if self._rank == 0 else [])
-        for each in sockets + ([self._line] if self._line is not None else []):
-            each.close()
+        for each in (*(line.socket for line in self._lines), self._listener, self._line):
+            if each is not None:
+                each.close()
 
 
 class _Line:
@@ -219,17 +183,32 @@ def _message(kind: str, rank: int, text: str = "") -> bytes:
     return json.dumps([kind, rank, text]).encode() + b"\n"
 
 
+def _connect(store: Any, key: str, rank: int) -> socket.socket | None:
+    """Reach the first rank; None where that cannot be done, so that this rank receives no news."""
+    deadline, error = time.monotonic() + _TIMEOUT, None
+    while time.monotonic() < deadline:
+        try:
+            store.wait([key], timedelta(seconds=_TIMEOUT))
+            address, port, token = json.loads(store.get(key))
+        except RuntimeError as raised:
+            error = raised
+            break
+        for host in dict.fromkeys((address, _host_of(store))):
+            with suppress(OSError):
+                return _introduced(host, port, _message(token, rank))
+        time.sleep(0.1)  # the address may be that of an earlier group in the same store
+    log.debug("rank %d has no lifeline: %s", rank, error or "the first rank does not answer")
+    return None
+
+
 def _introduced(host: str, port: int, introduction: bytes) -> socket.socket:
     """A connection to the first rank, which has answered."""
-    connected = socket.create_connection((host, port), timeout=_PATIENCE)
+    connected = socket.create_connection((host, port), timeout=_TIMEOUT)
     try:
         connected.sendall(introduction)
-        welcome = b""
-        while not welcome.endswith(b"\n"):
-            byte = connected.recv(1)
+        while (byte := connected.recv(1)) != b"\n":  # the welcome, and nothing of what follows it
             if not byte:
                 raise ConnectionError  # it is not the first rank
-            welcome += byte
     except OSError:
         connected.close()
         raise
@@ -260,7 +239,7 @@ def _host_of(store: Any) -> str:
 
 
 def _own_address(store: Any) -> str:
-    """This machine's, as others reach it that have reached the store."""
+    """This machine's address on the network on which other ranks reach the store."""
     try:
         (family, *_, address), *_ = socket.getaddrinfo(_host_of(store), 1, type=socket.SOCK_DGRAM)
         with socket.socket(family, socket.SOCK_DGRAM) as unsent:

@@ -12,14 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from lightning_zero.engine.comm.collectives import Communicator
-from lightning_zero.engine.comm.failures import explained, failure
-from lightning_zero.engine.comm.process_group import DistError, named_store
-from lightning_zero.engine.comm.watchdog import PATIENCE, name_in
+from lightning_zero.engine.comm.failures import Watch, failure
+from lightning_zero.engine.comm.process_group import named_store
 
 
 @dataclass
 class Absence:
-    """Ranks that have no input left, and only take part in gathers; kept by the join of uneven inputs.
+    """Ranks that have no input left, and only take part in gathers; set by the join of uneven inputs.
 
     Attributes:
         ranks: the absent ones.
@@ -36,7 +35,7 @@ class Rendezvous:
 
     Args:
         communicator: the group.
-        timeout: seconds after which a rank counts as lost that has neither come nor left a notice of another wait.
+        timeout: seconds to wait for the other ranks.
 
     Attributes:
         meetings: how many took place.
@@ -60,7 +59,7 @@ class Rendezvous:
             what: what this rank asks for, naming the parameter.
 
         Raises:
-            RuntimeError: on a rank that asked, if another is busy elsewhere, asked for something else or never came.
+            RuntimeError: if another rank asked for something else, has ended, never came, or waits for this one.
         """
         if self._size == 1 or self._is_met:
             return
@@ -72,53 +71,42 @@ class Rendezvous:
                 "the parts together first, or make a new module and load a checkpoint. A copy that not every rank has "
                 "made stays in parts: make it on all of them."
             )
-        with explained(what, DistError):  # the store may be gone with the rank that hosts it
-            self._meet(what)
+        watch = self._communicator.watch
+        with watch.waiting(f"the rendezvous for {what}", may_be_refused=True):
+            refusal = self._exchange(what, watch)
+        if refusal:
+            raise RuntimeError(
+                f"Rank {self._rank} needs the whole of {what}, of which every rank holds a part, but {refusal}. Run "
+                "this line on every rank (no 'if rank == 0:' around it), or inside 'with "
+                "lightning_zero.full_parameters(module):' entered by all."
+            )
 
-    def _meet(self, what: str) -> None:
+    def _exchange(self, what: str, watch: Watch) -> str:
+        """Wait for the other ranks; returns which of them do not ask for the same.
+
+        The store is polled, since the end of a rank does not end a wait in the store.
+        """
         number, self.meetings = self.meetings, self.meetings + 1
-        others = [rank for rank in range(self._size) if rank != self._rank]
-        keys = [f"meeting/{number}/{rank}" for rank in others]
-        self._store.set(f"meeting/{number}/{self._rank}", what)
-        pause = 1e-4
-        while not self._store.check(keys):  # one request for all of them; a wait that ends without them would be logged
-            if pause > 0.05:
-                self._await(others, what, number)
-                break
+        keys = [f"meeting/{number}/{rank}" for rank in range(self._size)]
+        self._store.set(keys[self._rank], what)
+        deadline, pause = time.monotonic() + self._timeout, 1e-4
+        while not self._store.check(keys):  # one request for all of them
+            ended = set(watch.ended)  # read before the store: a rank may come and then end
+            if failure() is not None or any(not self._store.check([keys[rank]]) for rank in ended):
+                raise RuntimeError("cancelled")
+            if watch.refusal:  # this meeting has not taken place: the next one has its number, as on the other ranks
+                self.meetings = number
+                self._store.delete_key(keys[self._rank])
+                return watch.refusal
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no end after {self._timeout:.0f} s")
             time.sleep(pause)
-            pause *= 2
-        asked = {rank: said.decode() for rank, said in zip(others, self._store.multi_get(keys))}
-        different = [rank for rank in others if asked[rank] != what]
-        if different:
-            self._fail(what, different, f"asked for {asked[different[0]]}")
+            pause = min(2 * pause, 0.05)
+        asked = [each.decode() for each in self._store.multi_get(keys)]
         if number >= 2:  # everybody has read the one before the last
             self._store.delete_key(f"meeting/{number - 2}/{self._rank}")
-
-    def _await(self, missing: list[int], what: str, number: int) -> None:
-        """Wait for ranks that have not come at once, and find out whether they will."""
-        deadline = time.monotonic() + self._timeout
-        seen: dict[int, tuple[str, float]] = {}
-        while True:
-            ended = self._communicator.watch.ended  # before it is seen whether they have come
-            missing = [rank for rank in missing if not self._store.check([f"meeting/{number}/{rank}"])]
-            if not missing:
-                return
-            if time.monotonic() > deadline:
-                self._call_off(number)
-                self._fail(what, missing, f"did not come within {self._timeout:.0f} s")
-            if reason := failure():
-                raise RuntimeError(f"Rank {self._rank} needs every rank for {what}, but {reason}")
-            if gone := sorted(ended.intersection(missing)):
-                self._fail(what, gone, "have ended")
-            for rank in missing:
-                # A notice may be a moment old: only one that stands says that its rank will not come.
-                notice = self._communicator.watch.notice_of(rank)
-                if not notice or seen.get(rank, ("", 0.0))[0] != notice:
-                    seen[rank] = (notice, time.monotonic())
-                elif time.monotonic() - seen[rank][1] > PATIENCE:
-                    self._call_off(number)
-                    self._fail(what, missing, f"wait in {name_in(notice)}")
-            time.sleep(0.1)
+        different = [rank for rank, other in enumerate(asked) if other != what]
+        return f"rank(s) {different} asked for {asked[different[0]]}" if different else ""
 
     @contextmanager
     def met(self, what: str) -> Iterator[None]:
@@ -146,15 +134,3 @@ class Rendezvous:
     def close(self) -> None:
         """End it, and an absence in which a failure has left it."""
         self.is_closed, self.absence = self._size > 1, Absence()
-
-    def _call_off(self, number: int) -> None:
-        """A meeting to which some did not come has not taken place: the next one has its number, as it has for them."""
-        self.meetings = number
-        self._store.delete_key(f"meeting/{number}/{self._rank}")
-
-    def _fail(self, what: str, ranks: list[int], reason: str) -> None:
-        raise RuntimeError(
-            f"Rank {self._rank} needs the whole of {what}, of which every rank holds a part, but rank(s) {ranks} "
-            f"{reason}. Run this line on every rank (no 'if rank == 0:' around it), or inside "
-            "'with lightning_zero.full_parameters(module):' entered by all."
-        )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 from lightning_zero.engine.comm import process_group
-from lightning_zero.engine.comm.failures import ended_ranks, forget, write
-from lightning_zero.engine.comm.watchdog import close_watchdogs
+from lightning_zero.engine.comm.failures import ended_ranks, forget
 
 
 def have_all_come(state: Any, patience: float) -> bool:
@@ -33,7 +33,8 @@ def have_all_come(state: Any, patience: float) -> bool:
         return store.get("verdict").decode() == "yes"
     except RuntimeError:  # one has not come, or has taken the store with it
         if rank == 0:
-            write(store, "verdict", "no")
+            with suppress(RuntimeError):
+                store.set("verdict", "no")
         return False
 
 
@@ -55,7 +56,6 @@ def renew(**options: Any) -> None:
         )
     rank, size, backend = process_group.rank(), process_group.world_size(), process_group.backend_name()
     store = process_group.named_store("lightning_zero/renewed")
-    close_watchdogs()
     forget()
     process_group.destroy()
     process_group.start(backend, store, rank, size, **options)

@@ -1,20 +1,21 @@
-"""Small exchanges between ranks of one machine: the values themselves are the message.
+"""Messages of some KiB between ranks of one machine: small values, and the signals of large exchanges.
 
-A large exchange wakes a thread, which reads the other process's memory and says so: some hundred microseconds whatever
-is in it, and Gloo's collectives take more. A message of some KiB is in the kernel as soon as it is sent, and the thread
-that waits for it receives it from there: some ten microseconds.
+A large exchange wakes a thread, which reads the other process's memory: some hundred microseconds whatever is in it,
+and Gloo's collectives take more. A message of some KiB is in the kernel as soon as it is sent, and the thread that
+waits for it receives it from there: some ten microseconds.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import select
 import socket
 import struct
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -24,153 +25,142 @@ from torch import Tensor
 SMALL = 2**16
 """Bytes for one rank up to which an exchange is small. A socket's buffer holds some of these."""
 
-_HEAD = struct.Struct("<qq")  # tag, ordinal
+Key = tuple[int, int]
+"""Of an exchange: a tag, and how many of that tag this rank has begun before, in an order that all ranks have."""
+
+_HEAD = struct.Struct("<qq")  # a key
 _SLICE = 20  # milliseconds after which a wait looks whether another thread has received its message
 
 
-class SmallExchange:
-    """An exchange in flight. It ends in ``wait``, when the message of every other rank has come."""
-
-    def __init__(self, messages: SmallMessages, key: tuple[int, int], finish: Callable[[list[bytes]], None]) -> None:
-        self._messages, self._key, self._finish = messages, key, finish
-
-    def wait(self) -> None:
-        """Wait for its end.
-
-        Raises:
-            RuntimeError: if another rank closed its end, or its message did not come in time.
-        """
-        self._finish(self._messages.receive(self._key))
-
-
 class SmallMessages:
-    """Messages of a few KiB to and from the other ranks of a group, all on this machine.
+    """Messages to and from the other ranks of a group, all on this machine.
 
     A socket takes no more while the other rank has not received earlier messages. Another thread sends the rest later,
     so that a rank may begin any number of exchanges before it waits for one.
 
     Args:
-        peers: rank and socket (SOCK_SEQPACKET) of each other one; the messages of an exchange come in that order.
-        timeout: of each exchange.
-        send_late: called when some are left unsent; a thread then calls ``send_unsent`` when a socket may take more.
+        peers: rank and socket (SOCK_SEQPACKET) of each other rank; the messages of an exchange come in that order.
+        timeout: of each wait.
+        wake: called when messages are left unsent; a thread then calls ``register`` and ``send_unsent``.
+
+    Attributes:
+        received: by exchange and position of the peer.
+        lost: positions of peers that have closed their end.
     """
 
-    def __init__(
-        self, peers: list[tuple[int, socket.socket]], timeout: timedelta, send_late: Callable[[], None]
-    ) -> None:
+    def __init__(self, peers: list[tuple[int, socket.socket]], timeout: timedelta, wake: Callable[[], None]) -> None:
         self.ranks, self.sockets = [rank for rank, _ in peers], [connected for _, connected in peers]
-        self._timeout, self._send_late = timeout.total_seconds(), send_late
+        self.received: dict[Key, dict[int, bytes]] = {}
+        self.lost: set[int] = set()
+        self._timeout, self._wake = timeout.total_seconds(), wake
         # Reentrant: a garbage collection may end an engine, and so begin or end exchanges, in any allocation.
-        self._lock = threading.RLock()
-        self._begun: Counter[int] = Counter()  # exchanges, by tag
-        self._received: dict[tuple[int, int], dict[int, bytes]] = {}  # by tag and ordinal, and position of the peer
+        self._lock = threading.RLock()  # of what is received, where several threads wait
+        self._begun: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)  # exchanges, by tag
         self._unsent: list[deque[bytes]] = [deque() for _ in peers]
-        self._lost: set[int] = set()  # positions of peers that have closed their end
         self._failure: str | None = None
         for connected in self.sockets:
             connected.setblocking(False)
 
-    def begin(self, tag: int, messages: list[bytes], finish: Callable[[list[bytes]], None]) -> SmallExchange:
-        """Send a message to each other rank, in the order of peers; ``finish`` is called with theirs in the wait.
+    def begin(self, tag: int) -> Key:
+        """The key of the next exchange of a tag."""
+        return tag, next(self._begun[tag])
 
-        Args:
-            tag: every rank begins the exchanges of one tag in the same order.
-        """
-        return SmallExchange(self, self.send(tag, messages), finish)
+    def send(self, tag: int, messages: Sequence[bytes]) -> Key:
+        """Begin an exchange, and send a message to each other rank in the order of peers."""
+        key = self.begin(tag)
+        self.post(key, enumerate(messages))
+        return key
 
-    def send(self, tag: int, messages: list[bytes]) -> tuple[int, int]:
-        """Send a message to each other rank; what ``receive`` needs to give theirs."""
-        with self._lock:
-            key = tag, self._begun[tag]
-            self._begun[tag] += 1
-            head = _HEAD.pack(*key)
-            for position, message in enumerate(messages):
+    def post(self, key: Key, messages: Iterable[tuple[int, bytes]]) -> None:
+        """Send messages of an exchange to some peers, by position. They may overtake unsent ones, as keys differ."""
+        head, are_unsent = _HEAD.pack(*key), False
+        for position, message in messages:
+            try:
+                self.sockets[position].send(head + message)
+            except BlockingIOError:
                 self._unsent[position].append(head + message)
-            is_all_sent = all([self._send(position) for position in range(len(messages))])
-        if not is_all_sent:
-            self._send_late()
-        return key
+                are_unsent = True
+            except OSError:
+                pass  # the peer has closed its end; a wait for its messages fails
+        if are_unsent:
+            self._wake()
 
-    def skip(self, tag: int) -> tuple[int, int]:
-        """As ``send`` with no message to anybody: this rank only receives."""
-        with self._lock:
-            key = tag, self._begun[tag]
-            self._begun[tag] += 1
-        return key
+    @property
+    def has_unsent(self) -> bool:
+        return any(self._unsent)
 
-    def _send(self, position: int) -> bool:
-        """Send what a peer's socket takes at once; whether that was all."""
-        unsent = self._unsent[position]
-        try:
-            while unsent:
-                self.sockets[position].send(unsent[0])
-                unsent.popleft()
-        except BlockingIOError:
-            return False
-        except OSError:  # it has closed its end; whoever waits for it has an error
-            unsent.clear()
-        return True
+    def send_unsent(self) -> None:
+        """Send what the sockets take at once. Called in one other thread."""
+        for unsent, connected in zip(self._unsent, self.sockets):
+            try:
+                while unsent:
+                    connected.send(unsent[0])
+                    unsent.popleft()
+            except BlockingIOError:
+                pass
+            except OSError:
+                unsent.clear()
 
-    def send_unsent(self, position: int) -> bool:
-        """Send what a peer's socket takes at once; whether that was all. Called in another thread."""
-        with self._lock:
-            return self._send(position)
+    def register(self, poll: select.poll, receives: bool) -> None:
+        """Let a poll end when a socket takes what is unsent or, if the poll's thread receives, when a message comes."""
+        for position, connected in enumerate(self.sockets):
+            events = select.POLLOUT if self._unsent[position] else 0
+            if position not in self.lost and (events := events | (select.POLLIN if receives else 0)):
+                poll.register(connected, events)
 
-    def unsent_positions(self) -> list[int]:
-        """The peers for which something is left unsent."""
-        return [position for position, unsent in enumerate(self._unsent) if unsent]
-
-    def receive(self, key: tuple[int, int], positions: list[int] | None = None) -> list[bytes]:
+    def receive(self, key: Key, positions: Sequence[int] | None = None) -> list[bytes]:
         """Wait for the messages of an exchange.
 
         Args:
-            positions: of the peers that have sent some, all by default.
+            positions: of the peers that send one, by default all.
 
         Raises:
-            RuntimeError: as ``SmallExchange.wait``.
+            RuntimeError: if a peer closed its end, or a message did not come in time.
         """
         wanted = range(len(self.ranks)) if positions is None else positions
-        deadline, arrivals = 0.0, None
+        deadline, poll = 0.0, None
         while True:
             with self._lock:
-                self._take_in()
-                found = self._received.get(key, {})
+                self.take_in()
+                found = self.received.get(key, {})
                 if len(found) >= len(wanted):
-                    self._received.pop(key, None)
+                    self.received.pop(key, None)
                     return [found[position] for position in wanted]
-                missing = self._lost.difference(found).intersection(wanted)
+                missing = self.lost.difference(found).intersection(wanted)
             if missing:
                 raise RuntimeError(self._failure or f"rank {self.ranks[min(missing)]} closed the connection")
-            if arrivals is None:
-                # one a wait: threads may not share any
-                deadline, arrivals = time.monotonic() + self._timeout, self._arrivals()
+            if poll is None:  # one a wait: threads may not share any
+                deadline, poll = time.monotonic() + self._timeout, select.poll()
+                self.register(poll, receives=True)
             elif time.monotonic() > deadline:
                 raise RuntimeError(f"no end after {self._timeout:.0f} s")
-            arrivals.poll(_SLICE)  # another thread may take in what it announces
+            poll.poll(_SLICE)  # another thread may take in what it announces
 
-    def _arrivals(self) -> select.poll:
-        arrivals = select.poll()
-        for position, connected in enumerate(self.sockets):
-            if position not in self._lost:
-                arrivals.register(connected, select.POLLIN)
-        return arrivals
+    def take_in(self, ready: Container[int] | None = None) -> list[Key]:
+        """Receive the messages that have come; the exchanges they are of.
 
-    def _take_in(self) -> None:
+        Args:
+            ready: descriptors of sockets that have one at least, from each of which one is received.
+        """
+        keys = []
         for position, connected in enumerate(self.sockets):
-            while position not in self._lost:
+            while position not in self.lost and (ready is None or connected.fileno() in ready):
                 try:
                     message = connected.recv(SMALL + _HEAD.size)
                 except BlockingIOError:
                     break
                 except ConnectionResetError:
-                    continue  # it left something unread; what it has sent before that comes next
+                    continue  # the peer left something unread; what it has sent before that comes next
                 except OSError:
                     message = b""
                 if not message:
-                    self._lost.add(position)
+                    self.lost.add(position)
                     break
-                key = _HEAD.unpack_from(message)
-                self._received.setdefault(key, {})[position] = message[_HEAD.size :]
+                keys.append(_HEAD.unpack_from(message))
+                self.received.setdefault(keys[-1], {})[position] = message[_HEAD.size :]
+                if ready is not None:
+                    break
+        return keys
 
     def shut(self, reason: str) -> None:
         """End all waits, here and on the peers: the run has failed."""

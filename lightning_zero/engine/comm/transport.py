@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_zero.engine.comm.codec import Codec
+
+Ranges = Sequence[tuple[int, int]]
+"""``[start, stop)`` of each rank's slice of a flat buffer, in the order of ranks."""
+
+
+def slices_of(flat: Tensor, ranges: Ranges) -> list[Tensor]:
+    return [flat[start:stop] for start, stop in ranges]
 
 
 class Piece(NamedTuple):
@@ -26,44 +34,50 @@ class Started(NamedTuple):
     """A collective in flight, as its transport has started it.
 
     Attributes:
-        works: handles with a ``wait()``, which blocks the current stream (NCCL) or the thread.
+        waits: functions that block the current stream (NCCL) or the thread.
         buffers: what the transport reads and writes, kept until the end.
-        finish: called once after all works; its result is the collective's.
+        finish: called once after all waits; its result is the collective's.
         ends_by_itself: whether the peers get what they need from this rank even if it never waits.
     """
 
-    works: list[Any]
+    waits: list[Callable[[], Any]]
     buffers: list[Tensor]
     finish: Callable[[], Any] | None = None
     ends_by_itself: bool = False
 
 
-class Transport(Protocol):
-    """Moves flat buffers, which are 1-D, contiguous and made of world_size equal slices in the order of ranks."""
+class Transport(ABC):
+    """Moves flat buffers, which are 1-D and contiguous.
 
-    @property
-    def takes_pieces(self) -> bool:
-        """Whether ``reduce_pieces`` is offered."""
+    Attributes:
+        takes_pieces: whether ``reduce_pieces`` is offered.
+    """
 
-    def all_gather(self, full: Tensor, number: int, own: Tensor | None = None) -> Started:
+    takes_pieces: bool = False
+
+    @abstractmethod
+    def all_gather(self, full: Tensor, ranges: Ranges, number: int, own: Tensor | None = None) -> Started:
         """Fill a flat buffer.
 
         Args:
             full: the buffer.
             number: of the bucket, the same on every rank. Transports whose ranks may begin gathers in different
                 orders tell them apart by it.
-            own: this rank's values, of the size and dtype of a slice, which must not change until the end; None where
+            own: this rank's values, of the size and dtype of its slice, which must not change until the end; None where
                 they are in their slice of the buffer already.
         """
 
-    def reduce_scatter(self, flat: Tensor, codec: Codec) -> Started:
+    @abstractmethod
+    def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
         """Sum a flat buffer over ranks; the result is this rank's slice of the sum, in the buffer's dtype."""
 
-    def reduction_bytes(self, flat: Tensor, codec: Codec) -> int:
+    @abstractmethod
+    def reduction_bytes(self, flat: Tensor, ranges: Ranges, codec: Codec) -> int:
         """Bytes held while a flat buffer is reduced: what is sent, what is received, and this rank's own slice."""
 
     def reduce_pieces(self, pieces: list[list[Piece]], dtype: torch.dtype, factor: float) -> Started:
         """Sum ranges that lie in pieces, by rank; cut alike on every rank. All is multiplied by the factor first."""
+        raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most have nothing to close
         """Begin nothing more. What is under way comes to its end, as peers need it."""

@@ -107,7 +107,8 @@ class Bucket:
         self.is_replicated = residency.plan.is_replicated
         self.state = BucketState.GATHERED if self.is_replicated else BucketState.SHARDED
         self._buffer = GatheredBuffer(full, self.layout, self.ledger, stays=self.is_replicated)
-        self._low, self._high = self.layout.shard_range(self.communicator.rank)
+        self.ranges = [self.layout.shard_range(rank) for rank in range(self.communicator.size)]
+        self._low, self._high = self.ranges[self.communicator.rank]
         self._pending: list[Pending] = []  # the running gather, if there is one
         weakref.finalize(self, _let_go, self._pending).atexit = False
         self._left: torch.Event | None = None  # recorded after the last copy from host to device
@@ -210,7 +211,7 @@ class Bucket:
                 self.full[self._low : self._high].copy_(own, non_blocking=True)
             if (announce := self.rendezvous.absence.announce) is not None:
                 announce(self._number)
-            return self.communicator.all_gather(self.full, self._number, what)
+            return self.communicator.all_gather(self.full, self.ranges, self._number, what)
 
         what = f"the gather of unit {self.unit_name!r}"
         if own is None or own.device == self.full.device:

@@ -191,9 +191,9 @@ class BucketGradients:
             with torch.no_grad():
                 flat, self.flat = self._complete_flat(), None
                 codec = Cast(self._wire_dtype)
-                self._reducing_nbytes = communicator.reduction_bytes(flat, codec)
+                self._reducing_nbytes = communicator.reduction_bytes(flat, self.bucket.ranges, codec)
                 self.bucket.ledger.add("reduction", self._reducing_nbytes - flat.untyped_storage().nbytes())
-                return communicator.reduce_scatter(flat, codec, what)
+                return communicator.reduce_scatter(flat, self.bucket.ranges, codec, what)
         apart = {index: gradient.view(-1) for index, gradient in self._take_apart().items()}
         self._filled = [False] * len(self._filled)
         self._streams.clear()
