@@ -1,5 +1,5 @@
-# make demo | test | test-all | search | lint | types | bench | clean. The first call creates .venv and installs
-# everything. ARGS is passed on, e.g.: make demo ARGS="stage=2 debug=short"   make test ARGS="tests/engine -x"
+# make demo | test | test-all | docs | docs-test | search | lint | types | bench | clean. The first call creates .venv
+# and installs everything. ARGS is passed on: make demo ARGS="stage=2 debug=short"   make test ARGS="tests/engine -x"
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
@@ -7,7 +7,7 @@ ARGS ?=
 INSTALLED := $(VENV)/.installed
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test test-all search lint types bench clean
+.PHONY: demo test test-all docs docs-test search lint types bench clean
 
 demo: $(INSTALLED)
 	$(RUN) -m lightning_zero train $(ARGS)
@@ -25,6 +25,14 @@ PROGRAMS ?= 3000
 SEED ?= 0
 search: $(INSTALLED)
 	$(RUN) -m pytest tests/search -o faulthandler_timeout=0 --programs $(PROGRAMS) --programs-seed $(SEED) $(ARGS)
+
+# The documentation, into site/: a dead link, anchor or reference is an error. To read while writing: ARGS=serve
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs $(or $(ARGS),build --quiet)
+
+# The site in a headless Chromium: navigation, search, copied code, a phone. Needs chromium and chromedriver.
+docs-test: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m pytest docs/site $(ARGS)
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .

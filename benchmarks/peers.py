@@ -7,7 +7,8 @@
 
 Every system runs once a round, in fresh processes, and the order is reversed from one round to the next, so that a
 machine which gets slower over time treats all alike. The figures are medians over all rounds. Whatever else is read is
-read in runs of its own, so that reading it costs the timed runs nothing. docs/benchmarks.md says what each column is.
+read in runs of its own, so that reading it costs the timed runs nothing. docs/development/benchmarks.md
+says what each column is.
 
 The exit code is 1 where a system failed, or did not compute the losses that the first of the others did.
 """
@@ -316,7 +317,7 @@ def report(model: str, arguments: argparse.Namespace, measured: dict[str, dict[s
         "",
         *markdown_table(head, rows),
         "",
-        "docs/benchmarks.md says what each column is.",
+        "docs/development/benchmarks.md says what each column is.",
     ]
     result = {"about": about, "reference": reference, "systems": measured}
     write_results(arguments.output, file_name(model, arguments), result, lines)

@@ -99,14 +99,14 @@ def run_page(page: str, folder: str, namespace: dict[str, Any] | None = None) ->
 
 
 def run_getting_started(folder: str) -> None:
-    namespace = run_page("getting-started.md", folder)
+    namespace = run_page("tutorials/convert-your-project.md", folder)
     assert namespace["strategy"].last_report.stage == 3
     assert list(namespace["weights"]) == list(Model().state_dict())
     assert all(type(p) is nn.Parameter for p in namespace["model"].parameters())
 
 
 def run_checkpoints(folder: str) -> None:
-    namespace = run_page("checkpoints.md", folder)
+    namespace = run_page("how-to/checkpoints.md", folder)
     assert namespace["saved"]["masters"] == {}, "in fp32 parameters are their own masters"
     namespace["engine"].close()
 
@@ -120,24 +120,24 @@ def run_transformers(folder: str) -> None:
         dist.barrier()
     tokens = torch.randint(16, (8, 12), generator=torch.Generator().manual_seed(0))
     namespace = {"data": DataLoader(TensorDataset(tokens), batch_size=2)}
-    namespace = run_page("transformers.md", folder, namespace)
+    namespace = run_page("tutorials/fine-tune.md", folder, namespace)
     tuned = namespace["module"].network.state_dict()
     assert all(torch.equal(value, tuned[name]) for name, value in namespace["alone"].state_dict().items())
 
 
 def run_offload(folder: str) -> None:
-    namespace = run_page("offload.md", folder)
+    namespace = run_page("how-to/offload.md", folder)
     assert namespace["strategy"].last_report.at_rest.get("optimizer", 0) == 0
 
 
 def run_fabric(folder: str) -> None:
-    namespace = run_page("fabric.md", folder)
+    namespace = run_page("how-to/fabric.md", folder)
     assert namespace["state"]["step"] == 10
     assert namespace["norm"] > 0
 
 
 def run_big_models(folder: str) -> None:
-    namespace = run_page("big-models.md", folder)
+    namespace = run_page("how-to/big-models.md", folder)
     assert not any(p.is_meta for p in namespace["module"].parameters())
 
 
@@ -145,7 +145,7 @@ def run_troubleshooting(folder: str) -> None:
     logger = logging.getLogger("lightning_zero")
     before, handlers = logger.level, logging.root.handlers[:]
     try:
-        run_page("troubleshooting.md", folder)
+        run_page("reference/errors.md", folder)
         assert logger.level == logging.DEBUG
     finally:
         faulthandler.cancel_dump_traceback_later()
@@ -164,12 +164,12 @@ def move_a_folder_of_fsdp2(folder: str) -> None:
             trainer.fit(ModelForFSDP2(), data())
             trainer.save_checkpoint(name)
         if rank() == 0:
-            (commands,) = (block.text for block in blocks("migrating.md") if block.language == "bash")
+            (commands,) = (block.text for block in blocks("how-to/migrate.md") if block.language == "bash")
             (command,) = (line for line in commands.splitlines() if "import fsdp" in line)
             patch.setattr(sys, "argv", shlex.split(command, comments=True))
             assert lightning_zero.__main__.main() == 0
         dist.barrier()
-        page = run_page("migrating.md", folder, {"model": Model(), "trainer": trainer, "data": data()})
+        page = run_page("how-to/migrate.md", folder, {"model": Model(), "trainer": trainer, "data": data()})
         runs = [(page["model"], page["trainer"])]
         for name in ("last.ckpt", "whole.ckpt"):
             runs.append((Model(), make_trainer("zero3", max_epochs=2)))

@@ -1,4 +1,4 @@
-"""The script in docs/how-it-works.md prints the output shown on the page."""
+"""The script in docs/explanation/how-it-works.md prints the output shown on the page."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from tests.examples.running import TORCHRUN, run
 
 
 def test_the_script_on_the_page_prints_the_page(tmp_path: Path) -> None:
-    script, *_ = (block.text for block in blocks("how-it-works.md") if block.language == "python")
-    *_, shown = (block.text for block in blocks("how-it-works.md") if block.language == "text")
+    script, *_ = (block.text for block in blocks("explanation/how-it-works.md") if block.language == "python")
+    *_, shown = (block.text for block in blocks("explanation/how-it-works.md") if block.language == "text")
     (tmp_path / "walk.py").write_text(script)
     assert run(TORCHRUN, str(tmp_path / "walk.py"), folder=tmp_path).strip() == shown.strip()

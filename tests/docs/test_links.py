@@ -9,7 +9,7 @@ import pytest
 
 from tests.examples.running import REPOSITORY
 
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 
 
 def anchors_of(page: Path) -> set[str]:
@@ -19,7 +19,7 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
     dead = []
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):

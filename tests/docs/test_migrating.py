@@ -1,4 +1,4 @@
-"""docs/migrating.md lists every argument of DDP, FSDP and DeepSpeed, and names our arguments correctly."""
+"""docs/how-to/migrate.md lists every argument of DDP, FSDP and DeepSpeed, and names our arguments correctly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_zero import ZeroStrategy
 from tests.examples.running import REPOSITORY
 
-TEXT = (REPOSITORY / "docs" / "migrating.md").read_text()
+TEXT = (REPOSITORY / "docs" / "how-to" / "migrate.md").read_text()
 PAGE = re.sub(r"^ *```.*?```$", "", TEXT, flags=re.MULTILINE | re.DOTALL)
 IN_CODE = set(re.findall(r"[a-z_0-9]+", " ".join(re.findall(r"`([^`]+)`", PAGE))))
 

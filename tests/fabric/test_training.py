@@ -21,7 +21,7 @@ from tests.support.workers import rank, world_size
 
 
 def fabrics(*cases: Any) -> pytest.MarkDecorator:
-    """Run a test with each case; its docstring is the row of the table of docs/compatibility.md that it stands for."""
+    """Run a test with each case; its docstring is its row in docs/reference/compatibility.md."""
     marked = [
         pytest.param(case, id=case.__name__, marks=pytest.mark.behaviour("Fabric", str(case.__doc__).rstrip(".")))
         for case in cases

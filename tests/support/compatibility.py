@@ -1,4 +1,4 @@
-"""Generates the table of docs/compatibility.md from the tests: one row per behaviour, one column per stage.
+"""Generates the table of docs/reference/compatibility.md from the tests: one row per behaviour, one column per stage.
 
 A test names the behaviour it covers, in a user's words:
 
@@ -24,7 +24,7 @@ import pytest
 
 SECTIONS = ["The numbers", "The module", "The Trainer", "Fabric"]
 STAGES = [1, 2, 3]
-FILE = Path("docs", "compatibility.md")
+FILE = Path("docs", "reference", "compatibility.md")
 
 HEAD = """\
 # Compatibility
@@ -143,7 +143,7 @@ class Compatibility:
             return  # a failing test must be fixed, not documented
         page = render(self.rows())
         if self.writes:
-            self.file.parent.mkdir(exist_ok=True)
+            self.file.parent.mkdir(parents=True, exist_ok=True)
             self.file.write_text(page)
             self.verdict = f"{FILE} was written."
         elif not self.file.exists() or self.file.read_text() != page:
@@ -165,7 +165,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "behaviour(section, words, notes={}): a row of docs/compatibility.md")
+    config.addinivalue_line("markers", "behaviour(section, words, notes={}): a row of docs/reference/compatibility.md")
     config.pluginmanager.register(marked := Marked(config))
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Compatibility(config, marked))

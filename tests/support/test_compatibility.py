@@ -74,7 +74,7 @@ def test_a_cell_says_no_where_one_of_its_tests_failed(project):
 def test_a_run_of_the_whole_suite_fails_where_the_table_is_missing_or_another(project):
     result = project.runpytest_inprocess()
     assert result.ret == 1 and result.parseoutcomes() == {"passed": 6}
-    result.stdout.fnmatch_lines(["*docs/compatibility.md is not what the tests say: run*--compatibility=write*"])
+    result.stdout.fnmatch_lines([f"*{FILE} is not what the tests say: run*--compatibility=write*"])
     project.runpytest_inprocess("--compatibility=write")
     project.makepyfile(TESTS.format(failing=0).replace("It trains", "It learns"))
     assert project.runpytest_inprocess().ret == 1

@@ -28,7 +28,7 @@ Case = Callable[[str], Any]
 
 
 def behaviours(section: str, *cases: Case) -> pytest.MarkDecorator:
-    """Run a test with each case; its docstring is the row of the table of docs/compatibility.md that it stands for."""
+    """Run a test with each case; its docstring is its row in docs/reference/compatibility.md."""
     marked = [
         pytest.param(case, id=case.__name__, marks=pytest.mark.behaviour(section, str(case.__doc__).rstrip(".")))
         for case in cases

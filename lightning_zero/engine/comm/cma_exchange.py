@@ -2,7 +2,7 @@
 
 Over Gloo bytes go through the loopback device: into the kernel, out of it, by several threads. Here there is one copy,
 by cross-memory attach (``process_memory.py``), and sockets only carry signals: what is ready, and what has been read.
-Measured in ``docs/performance.md``.
+Measured in ``docs/explanation/performance.md``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Transport over Gloo: direct exchanges between pairs of ranks, straight between the slices of the flat buffers.
 
-They overlap with computation and are several times as fast as Gloo's own collectives (see ``docs/benchmarks.md``). Each
-rank adds in an order of its own that is always the same, whatever came first.
+They overlap with computation and are several times as fast as Gloo's own collectives (see
+``docs/development/benchmarks.md``). Each rank adds in an order of its own that is always the same, whatever came first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md lists every error and warning of the library."""
+"""docs/reference/errors.md lists every error and warning of the library."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.docs.messages import PACKAGE, messages, opening_of
 
-PAGE = PACKAGE.parent / "docs" / "troubleshooting.md"
+PAGE = PACKAGE.parent / "docs" / "reference" / "errors.md"
 
 
 def test_the_page_has_every_message_of_the_source() -> None:
