@@ -296,7 +296,7 @@ def plot(path: Path, results: dict[str, Any]) -> None:
         axes.set(xscale="log", yscale="log", xlabel=name, ylabel="ms a step beyond plain torch")
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def compare_memory(arguments: argparse.Namespace) -> None:

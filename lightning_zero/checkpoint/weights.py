@@ -47,6 +47,15 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
         FileNotFoundError: if there are no weights at the path.
         ModuleNotFoundError: for safetensors files, if that package is not installed.
         ValueError: if the file cannot be read or tensors do not fit, naming all of them. Nothing has been loaded then.
+
+    Example:
+        >>> torch.save({"weight": torch.ones(2, 3), "bias": torch.zeros(2)}, "weights.pt")
+        >>> with torch.device("meta"):  # in configure_model; no memory yet
+        ...     model = torch.nn.Linear(3, 2)
+        >>> lightning_zero.load_weights(model, "weights.pt")
+        <All keys matched successfully>
+        >>> model.weight.sum().item()
+        6.0
     """
     state = _read(Path(path))
     found: list[IncompatibleKeys] = []

@@ -24,6 +24,17 @@ def full_parameters(module: nn.Module, writeback: bool = False) -> Iterator[None
         module: fully sharded, partly sharded or not sharded. A forward within the context computes with the full
             tensors, and backward through it adds to the gradients of the sharded parameters.
         writeback: keep writes to the full tensors, which must be the same on every rank; otherwise they are dropped.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> engine = Engine(model, [optimizer], stage=3)  # as a strategy does before a run
+        >>> with lightning_zero.full_parameters(model, writeback=True), torch.no_grad():
+        ...     type(model.weight).__name__, model.weight.fill_(1.0).sum().item()
+        ('Parameter', 6.0)
+        >>> model.weight.sum().item()
+        6.0
+        >>> engine.close()
     """
     swapped: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
     ordinary: dict[int, nn.Parameter] = {}
@@ -50,7 +61,24 @@ def full_parameters(module: nn.Module, writeback: bool = False) -> Iterator[None
 
 
 def full_grad(parameter: Tensor) -> Tensor | None:
-    """The reduced gradient of a parameter in its full shape; None if it has none. Collective."""
+    """The reduced gradient of a parameter in its full shape; None if it has none. Collective.
+
+    Args:
+        parameter: of a module that is sharded, or not.
+
+    Returns:
+        An ordinary tensor that user code may keep and change; a gradient that is not sharded is returned itself.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> engine = Engine(model, [optimizer], stage=3)  # as a strategy does before a run
+        >>> model(torch.ones(1, 3)).sum().backward()
+        >>> lightning_zero.full_grad(model.weight)
+        tensor([[1., 1., 1.],
+                [1., 1., 1.]])
+        >>> engine.close()
+    """
     gradient = parameter.grad
     return gradient.whole().clone() if isinstance(gradient, ShardedTensor) else gradient
 
@@ -58,8 +86,21 @@ def full_grad(parameter: Tensor) -> Tensor | None:
 def full_optimizer_state(parameter: Tensor) -> dict[str, Any]:
     """The optimizer state of a sharded parameter, each tensor in the full shape. Collective.
 
+    Args:
+        parameter: of a sharded module.
+
     Returns:
         The state by name; empty before the first step, and for a parameter that no optimizer holds.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> engine = Engine(model, [optimizer], stage=3)  # as a strategy does before a run
+        >>> model(torch.ones(1, 3)).sum().backward()
+        >>> optimizer.step()
+        >>> lightning_zero.full_optimizer_state(model.weight)["exp_avg"].shape
+        torch.Size([2, 3])
+        >>> engine.close()
     """
     masters = masters_that_hold(parameter)
     return {} if masters is None else masters.states.by_parameter(whole, [parameter]).get(parameter, {})
@@ -69,6 +110,20 @@ def shard_of(tensor: Tensor) -> Tensor:
     """This rank's shard of a parameter or gradient, 1-D; of an ordinary tensor all elements, flattened.
 
     A parameter's shard is a view of its (fp32) master weight: modules see writes once the unit is gathered again.
+
+    Args:
+        tensor: a parameter, a gradient, or an ordinary tensor.
+
+    Returns:
+        A 1-D tensor, without communication; it may be empty, since ranks own ranges of a unit and not of a parameter.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> engine = Engine(model, [optimizer], stage=3)  # as a strategy does before a run
+        >>> lightning_zero.shard_of(model.weight).shape  # one rank owns everything
+        torch.Size([6])
+        >>> engine.close()
     """
     return tensor.local if isinstance(tensor, ShardedTensor) else tensor.detach().reshape(-1)
 
@@ -83,6 +138,15 @@ def uneven_forwards(module: nn.Module) -> Iterator[None]:
 
     Args:
         module: the module that is called: sharded, or a submodule of a sharded one.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> engine = Engine(model, [optimizer], stage=3)  # as a strategy does before a run
+        >>> batches = [torch.ones(1, 3)] * 2  # other ranks may have more, or none
+        >>> with lightning_zero.uneven_forwards(model), torch.no_grad():
+        ...     outputs = [model(batch) for batch in batches]
+        >>> engine.close()
     """
     communicators = {slot.bucket.communicator for slot in map(slot_of, module.parameters()) if slot is not None}
     engine = next((engine for engine in engines() if engine.communicator in communicators), None)

@@ -136,6 +136,10 @@ class OffloadConfig:
 
     Raises:
         ValueError: if an argument is not one of the allowed values.
+
+    Example:
+        >>> offload = lightning_zero.OffloadConfig(optimizer="nvme", parameters="cpu", path="/local/disk")
+        >>> strategy = lightning_zero.ZeroStrategy(stage=3, offload=offload)
     """
 
     optimizer: Place | None = "cpu"

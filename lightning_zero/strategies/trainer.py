@@ -52,6 +52,11 @@ class TrainerStrategy(TrainerCheckpoints):
 
     Raises:
         TypeError, ValueError: if an option does not exist, or its value is not allowed.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> strategy = lightning_zero.ZeroStrategy(stage=3, prefetch=2, reduce_dtype="bf16")
+        >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
     """
 
     def __init__(self, stage: int | str = 3, **options: Any) -> None:

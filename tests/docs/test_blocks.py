@@ -98,17 +98,23 @@ def run_page(page: str, folder: str, namespace: dict[str, Any] | None = None) ->
     return namespace
 
 
-def run_getting_started(folder: str) -> None:
+def run_converted_project(folder: str) -> None:
     namespace = run_page("tutorials/convert-your-project.md", folder)
-    assert namespace["strategy"].last_report.stage == 3
-    assert list(namespace["weights"]) == list(Model().state_dict())
     assert all(type(p) is nn.Parameter for p in namespace["model"].parameters())
+    namespace = run_page("reference/configuration.md", folder)
+    assert namespace["strategy"].last_report.stage == 3
+
+
+def run_plain_torch(folder: str) -> None:
+    namespace = run_page("how-to/plain-torch.md", folder)
+    assert list(namespace["weights"]) == list(Model().state_dict())
+    assert namespace["saved"]["masters"] == {}, "in fp32 parameters are their own masters"
+    namespace["engine"].close()
 
 
 def run_checkpoints(folder: str) -> None:
     namespace = run_page("how-to/checkpoints.md", folder)
-    assert namespace["saved"]["masters"] == {}, "in fp32 parameters are their own masters"
-    namespace["engine"].close()
+    assert namespace["strategy"].checkpoint == "sharded"
 
 
 def run_transformers(folder: str) -> None:
@@ -145,7 +151,7 @@ def run_troubleshooting(folder: str) -> None:
     logger = logging.getLogger("lightning_zero")
     before, handlers = logger.level, logging.root.handlers[:]
     try:
-        run_page("reference/errors.md", folder)
+        run_page("how-to/troubleshooting.md", folder)
         assert logger.level == logging.DEBUG
     finally:
         faulthandler.cancel_dump_traceback_later()
@@ -184,7 +190,8 @@ def move_a_folder_of_fsdp2(folder: str) -> None:
 
 
 PAGES = [
-    run_getting_started,
+    run_converted_project,
+    run_plain_torch,
     run_checkpoints,
     run_transformers,
     run_offload,

@@ -10,6 +10,10 @@ import pytest
 from tests.examples.running import REPOSITORY
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+# Links of the README, which are whole so that they work on a package index, too.
+_IN_REPOSITORY = re.compile(
+    r"^https://(?:github|raw\.githubusercontent)\.com/lightning-zero/lightning_zero/(?:blob/|tree/)?main/"
+)
 
 
 def anchors_of(page: Path) -> set[str]:
@@ -23,8 +27,14 @@ def anchors_of(page: Path) -> set[str]:
 def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
     dead = []
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-        path, _, anchor = link.partition("#")
+        path, _, anchor = _IN_REPOSITORY.sub(f"{REPOSITORY}/", link).partition("#")
         target = page.parent / path if path else page
-        if not link.startswith("http") and not (target.exists() and (not anchor or anchor in anchors_of(target))):
+        if not path.startswith("http") and not (target.exists() and (not anchor or anchor in anchors_of(target))):
             dead.append(link)
     assert not dead
+
+
+def test_the_readme_also_links_to_the_repository_from_a_package_index() -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", (REPOSITORY / "README.md").read_text())
+    assert all(link.startswith("https://") for link in links)
+    assert sum(bool(_IN_REPOSITORY.match(link)) for link in links) > 10, "this test no longer finds them"

@@ -8,7 +8,7 @@ A test names the behaviour it covers, in a user's words:
 
 The test counts for its parameter `stage`, or for all stages if it has none. Several tests may share a behaviour: a cell
 is "yes" if all of them passed at that stage, "no" if one failed, and empty without a test. If the result is not a plain
-yes, `notes={3: "refused: names the unit"}` is shown instead of "yes".
+yes, `notes={3: "refused: names the unit"}` is shown instead of "yes". Rows that are not "yes" at every stage stand first.
 
 `pytest --compatibility=write` writes the table; `pytest -m behaviour --compatibility=write` takes less time. A run of
 the whole suite fails at its end if the table in the repository differs.
@@ -29,10 +29,13 @@ FILE = Path("docs", "reference", "compatibility.md")
 HEAD = """\
 # Compatibility
 
-What an existing project does, and whether it gives DDP's result: bit for bit in fp32 on two ranks, within 1e-6 where a
-global norm is involved, gradients are added in another order, or the module is compiled and DDP's is not. This page is
-written by the tests (`pytest --compatibility=write`), and the tests fail where it says something else than they do.
+This page lists what existing projects do and whether it gives DDP's result, the exceptions first. "Yes" means: bit for bit
+in fp32 on two ranks; within 1e-6 where a global norm is involved, gradients are added in another order, or the module is
+compiled and DDP's is not. The tests write this page (`pytest --compatibility=write`), and fail where it differs from them.
 """
+
+EXCEPTIONS = "Exceptions"
+"""The section of the rows that are not "yes" at every stage; these rows are left out of their own sections."""
 
 
 @dataclass
@@ -50,17 +53,17 @@ class Row:
 
 def render(rows: dict[tuple[str, str], Row]) -> str:
     """Render the page, with the rows of a section in the order of collection."""
+    tables: dict[str, list[str]] = {section: [] for section in (EXCEPTIONS, *SECTIONS)}
+    ordered = sorted(rows.items(), key=lambda item: SECTIONS.index(item[0][0]))
+    for (section, words), row in ordered:
+        cells = [row.cell(stage) for stage in STAGES]
+        table = section if cells == ["yes"] * len(STAGES) else EXCEPTIONS
+        tables[table].append(f"| {words} | {' | '.join(cells)} |")
     lines = [HEAD]
-    for section in SECTIONS:
-        found = {words: row for (of, words), row in rows.items() if of == section}
-        if found:
-            lines += [
-                f"## {section}\n",
-                f"| | {' | '.join(f'stage {stage}' for stage in STAGES)} |",
-                "|---|---|---|---|",
-            ]
-            lines += [f"| {words} | {' | '.join(map(row.cell, STAGES))} |" for words, row in found.items()]
-            lines += [""]
+    for section, table_rows in tables.items():
+        if table_rows:
+            head = f"| | {' | '.join(f'stage {stage}' for stage in STAGES)} |"
+            lines += [f"## {section}\n", head, "|---|---|---|---|", *table_rows, ""]
     return "\n".join(lines)
 
 
