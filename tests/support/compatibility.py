@@ -8,7 +8,7 @@ A test names the behaviour it covers, in a user's words:
 
 The test counts for its parameter `stage`, or for all stages if it has none. Several tests may share a behaviour: a cell
 is "yes" if all of them passed at that stage, "no" if one failed, and empty without a test. If the result is not a plain
-yes, `notes={3: "refused: names the unit"}` is shown instead of "yes". Rows that are not "yes" at every stage stand first.
+yes, `notes={3: "refused: names the unit"}` is shown instead of "yes". Rows with anything but "yes" stand first.
 
 `pytest --compatibility=write` writes the table; `pytest -m behaviour --compatibility=write` takes less time. A run of
 the whole suite fails at its end if the table in the repository differs.
@@ -29,9 +29,10 @@ FILE = Path("docs", "reference", "compatibility.md")
 HEAD = """\
 # Compatibility
 
-This page lists what existing projects do and whether it gives DDP's result, the exceptions first. "Yes" means: bit for bit
-in fp32 on two ranks; within 1e-6 where a global norm is involved, gradients are added in another order, or the module is
-compiled and DDP's is not. The tests write this page (`pytest --compatibility=write`), and fail where it differs from them.
+This page lists what existing projects do and whether it gives DDP's result, the exceptions first. "Yes" means: bit for
+bit in fp32 on two ranks; within 1e-6 where a global norm is involved, gradients are added in another order, or the
+module is compiled and DDP's is not. The tests write this page (`pytest --compatibility=write`), and fail where it
+differs.
 """
 
 EXCEPTIONS = "Exceptions"
