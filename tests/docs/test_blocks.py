@@ -114,7 +114,7 @@ def run_plain_torch(folder: str) -> None:
 
 def run_checkpoints(folder: str) -> None:
     namespace = run_page("how-to/checkpoints.md", folder)
-    assert namespace["strategy"].checkpoint == "sharded"
+    assert namespace["strategy"].last_report.stage == 3
 
 
 def run_transformers(folder: str) -> None:
