@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: pages link to files of the repository as on GitHub, and the site links to the repository."""
+"""Hooks of MkDocs: pages are written for GitHub, too; here they are adapted to the site."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+_NOT_TESTED = re.compile(r"^( *```\w+) notest$", re.MULTILINE)
 _LINK = re.compile(r"\]\(((?:\.\./)+[^)\s]+)\)")
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
-    """Replace relative links that leave ``docs/`` by links to the repository."""
+    """Replace links that leave ``docs/`` by links to the repository; remove marks that only tests read."""
     folder = posixpath.dirname(page.file.src_uri)
 
     def replace(found: re.Match[str]) -> str:
@@ -21,4 +22,4 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         kind = "tree" if (Path(config.config_file_path).parent / path).is_dir() else "blob"
         return f"]({config.repo_url}/{kind}/main/{path})"
 
-    return _LINK.sub(replace, markdown)
+    return _NOT_TESTED.sub(r"\1", _LINK.sub(replace, markdown))

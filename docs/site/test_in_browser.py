@@ -39,12 +39,18 @@ class _Quiet(SimpleHTTPRequestHandler):
 
 
 @pytest.fixture(scope="session")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of the site, built as `make docs` does."""
+def site_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built as `make docs` does."""
     folder = tmp_path_factory.mktemp("site")
     build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)]
     subprocess.run(build, cwd=REPOSITORY, check=True)
-    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(folder))) as server:
+    return folder
+
+
+@pytest.fixture(scope="session")
+def site(site_folder: Path) -> Iterator[str]:
+    """The address of the site."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(site_folder))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
@@ -105,6 +111,11 @@ def test_the_search_finds_messages_options_and_functions(
     WebDriverWait(browser, 20).until(
         lambda _: any(page in each.get_attribute("href") for each in shown(browser, ".md-search-result__link"))
     )
+
+
+def test_every_block_of_code_is_shown_as_one(site_folder: Path) -> None:
+    pages = sorted(site_folder.rglob("index.html"))
+    assert len(pages) > 25 and not [str(page) for page in pages if "```" in page.read_text()]
 
 
 def test_code_is_copied_as_it_is_shown(browser: webdriver.Chrome, site: str) -> None:
