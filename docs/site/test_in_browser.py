@@ -18,6 +18,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.wait import WebDriverWait
 
+pytestmark = pytest.mark.timeout(600)  # on a busy machine the site is built, and a browser started, in minutes
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 # Without a sandbox, for containers; without the connections that Chromium opens by itself.
