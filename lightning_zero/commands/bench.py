@@ -11,7 +11,8 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        "lightning-zero bench", epilog="lightning-zero bench peers --help lists its options; see docs/development/benchmarks.md."
+        "lightning-zero bench",
+        epilog="lightning-zero bench peers --help lists its options; see docs/development/benchmarks.md.",
     )
     parser.add_argument("name", choices=("peers", "ratios", "growth"))
     parser.add_argument("options", nargs=argparse.REMAINDER)
