@@ -4,7 +4,8 @@ r"""The same project by LightningCLI: the strategy is an argument. hydra_app.py 
     python examples/plain_project/cli.py fit --trainer.strategy=lightning_zero.ZeroStrategy \
         --trainer.strategy.stage=2 --trainer.strategy.offload=cpu
 
-The defaults of cli.yaml can be overridden; `fit --help` lists the arguments. Needs pip install "jsonargparse[signatures]".
+The defaults of cli.yaml can be overridden; `fit --help` lists the arguments. Needs
+pip install "jsonargparse[signatures]".
 """
 
 from pathlib import Path
