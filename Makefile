@@ -1,5 +1,5 @@
-# make demo | test | test-all | docs | docs-test | search | lint | types | bench | clean. The first call creates .venv
-# and installs everything. ARGS is passed on: make demo ARGS="stage=2 debug=short"   make test ARGS="tests/engine -x"
+# make demo | test | test-all | docs | docs-test | search | lint | types | hooks | bench | clean. The first call creates
+# .venv and installs everything. ARGS is passed on: make demo ARGS="stage=2 debug=short"   make test ARGS="tests/engine -x"
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
@@ -7,7 +7,7 @@ ARGS ?=
 INSTALLED := $(VENV)/.installed
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test test-all docs docs-test search lint types bench clean
+.PHONY: demo test test-all docs docs-test search lint types hooks bench clean
 
 demo: $(INSTALLED)
 	$(RUN) -m lightning_zero train $(ARGS)
@@ -36,9 +36,14 @@ docs-test: $(INSTALLED)
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
 
 types: $(INSTALLED)
 	$(RUN) -m mypy
+
+# Runs ruff and mypy before each commit.
+hooks: $(INSTALLED)
+	$(RUN) -m pre_commit install
 
 bench: $(INSTALLED)
 	$(RUN) -m lightning_zero bench peers $(ARGS)

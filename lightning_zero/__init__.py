@@ -1,24 +1,22 @@
 """ZeRO as a Lightning strategy: import this package, and pass ``Trainer(strategy="zero3")``.
 
-This package does not import Lightning: strategy names are registered when Lightning is imported, before or after this
-package. The engine alone (``lightning_zero.engine``) works without Lightning, and is imported in half the time.
+Importing this package imports neither torch nor Lightning: names are imported on first access, and strategy names are
+registered when Lightning is imported, before or after this package. ``lightning_zero.engine`` works without Lightning.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_zero.engine.access import (
-    full_grad,
-    full_optimizer_state,
-    full_parameters,
-    shard_of,
-    uneven_forwards,
-)
-from lightning_zero.engine.config import OffloadConfig
 from lightning_zero.strategies.after_import import after_import
 from lightning_zero.version import __version__
 
 if TYPE_CHECKING:
+    from lightning_zero import engine as engine
+    from lightning_zero import fabric as fabric
+    from lightning_zero import monitoring as monitoring
     from lightning_zero.checkpoint.weights import load_weights
+    from lightning_zero.engine.access import full_grad, full_optimizer_state, full_parameters, shard_of, uneven_forwards
+    from lightning_zero.engine.config import OffloadConfig
     from lightning_zero.strategies.trainer import ZeroStrategy
 
 for _package, _ours in (
@@ -29,7 +27,17 @@ for _package, _ours in (
 ):
     after_import(_package, f"lightning_zero.{_ours}")
 
-_MODULE_OF = {"ZeroStrategy": "strategies.trainer", "load_weights": "checkpoint.weights"}
+_MODULE_OF = {
+    "OffloadConfig": "engine.config",
+    "ZeroStrategy": "strategies.trainer",
+    "full_grad": "engine.access",
+    "full_optimizer_state": "engine.access",
+    "full_parameters": "engine.access",
+    "load_weights": "checkpoint.weights",
+    "shard_of": "engine.access",
+    "uneven_forwards": "engine.access",
+}
+_SUBMODULES = ("engine", "fabric", "monitoring")
 
 __all__ = [
     "OffloadConfig",
@@ -45,11 +53,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import submodules and names that need Lightning on first access."""
-    from importlib import import_module
-
     if name in _MODULE_OF:
         return getattr(import_module(f"lightning_zero.{_MODULE_OF[name]}"), name)
-    if name == "fabric":
-        return import_module("lightning_zero.fabric")
+    if name in _SUBMODULES:
+        return import_module(f"lightning_zero.{name}")
     raise AttributeError(f"module 'lightning_zero' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *_SUBMODULES]

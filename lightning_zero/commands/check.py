@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -53,9 +54,6 @@ def check(config: DictConfig) -> DictConfig:
     Raises:
         ConfigError: A package is missing, a key is misspelt, or a value is invalid.
     """
-    for package in ("rich", "matplotlib", *(["sklearn"] if "zoo.digits" in str(config.data) else [])):
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"the package {package} is missing: pip install 'lightning_zero[demo]'")
     try:
         resolved = OmegaConf.create(OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
     except OmegaConfBaseException as error:
@@ -73,8 +71,47 @@ def check(config: DictConfig) -> DictConfig:
         raise ConfigError("offload: DDP cannot offload: write offload=none, or stage=1, 2 or 3")
     if not resolved.trainer.get("enable_progress_bar", True):
         resolved.callbacks.pop("progress", None)  # Lightning rejects one together with enable_progress_bar=false
+    _choose_devices(resolved.trainer)
+    _check_packages(resolved)
     _check_made(resolved)
     return resolved
+
+
+def _choose_devices(trainer: DictConfig) -> None:
+    """Replace ``accelerator: auto``: all GPUs of this machine, or two processes on its CPU."""
+    from torch.cuda import device_count
+
+    if trainer.get("accelerator") != "auto":
+        return
+    trainer.accelerator = "gpu" if device_count() else "cpu"
+    if trainer.accelerator == "cpu" and trainer.devices == "auto":
+        trainer.devices = int(os.environ.get("LOCAL_WORLD_SIZE", 2))  # torchrun has started as many
+
+
+# By target: the package that its object imports, and the extra of this package that installs it.
+EXTRAS = {
+    "lightning_zero.zoo.digits.DigitsData": ("sklearn", "demo"),
+    "lightning.pytorch.loggers.TensorBoardLogger": ("tensorboard", "tensorboard"),
+    "lightning.pytorch.loggers.WandbLogger": ("wandb", "wandb"),
+    "lightning.pytorch.loggers.MLFlowLogger": ("mlflow", "mlflow"),
+}
+
+
+def _check_packages(config: DictConfig) -> None:
+    """Check that what the config names is installed; without TensorBoard, write a CSV file, as Lightning does."""
+    from lightning.pytorch.utilities import rank_zero_info
+
+    for group in ("data", "logger"):
+        target = config[group].get("_target_")
+        package, extra = EXTRAS.get(target, (None, None))
+        if package is None or importlib.util.find_spec(package) is not None:
+            continue
+        missing = f'the package {package} is missing: pip install "lightning_zero[{extra}]"'
+        if package != "tensorboard":
+            raise ConfigError(f"{group}: {missing}")
+        rank_zero_info(f"Metrics are written to a CSV file, because {missing}")
+        names = ("save_dir", "name", "version")
+        config.logger = {"_target_": "lightning.pytorch.loggers.CSVLogger", **{n: config.logger[n] for n in names}}
 
 
 def _check_made(config: DictConfig) -> None:

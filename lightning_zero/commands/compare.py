@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_zero.monitoring.report import figures, make_console, plot_losses
+from lightning_zero.monitoring.report import figures, make_console, missing, plot_losses
 
 
 class CompareJobs(Callback):
@@ -25,10 +25,21 @@ class CompareJobs(Callback):
 
 def compare(folder: Path) -> None:
     """Print the table and write ``comparison.png`` and ``comparison.json`` for the jobs in a sweep's ``folder``."""
-    from rich.table import Table
-
     jobs = _jobs(folder)
     done = {label: results for label, results in jobs.items() if results is not None}
+    (folder / "comparison.json").write_text(json.dumps(jobs, indent=1))
+    if note := missing("rich"):
+        print("table", note)
+    else:
+        _print_table(jobs, done)
+    print("comparison", folder / "comparison.json")
+    if done:
+        print("plot", plot_losses(folder / "comparison.png", done), flush=True)
+
+
+def _print_table(jobs: dict[str, dict[str, Any] | None], done: dict[str, dict[str, Any]]) -> None:
+    from rich.table import Table
+
     table = Table(title=f"{len(done)} of {len(jobs)} jobs")
     table.add_column("job", overflow="fold")
     names = dict.fromkeys(name for results in done.values() for name in figures(results))
@@ -38,12 +49,6 @@ def compare(folder: Path) -> None:
         found = {} if results is None else figures(results)
         table.add_row(label, *(found.get(name, "failed") for name in names))
     make_console().print(table)
-
-    (folder / "comparison.json").write_text(json.dumps(jobs, indent=1))
-    print("comparison", folder / "comparison.json")
-    if done:
-        plot_losses(folder / "comparison.png", done)
-        print("plot", folder / "comparison.png", flush=True)
 
 
 def _jobs(folder: Path) -> dict[str, dict[str, Any] | None]:

@@ -1,5 +1,6 @@
 """`lightning-zero train`: a Hydra app that trains one model, or with -m a sweep of models, and writes reports."""
 
+import json
 import os
 import re
 import signal
@@ -46,8 +47,12 @@ def train(config: DictConfig) -> None:
         report.write_report(Path(config.folder), report.collect(trainer, monitor, metrics, best), sample)
 
 
-def job(config: DictConfig) -> None:
-    """Hydra's function for each job: check the config, then train on existing ranks or launch processes."""
+def job(config: DictConfig) -> float | None:
+    """Hydra's function for each job: check the config, then train on existing ranks or launch processes.
+
+    Returns:
+        What a sweeper minimizes: the validation metric that ``objective`` names. None on ranks without the report.
+    """
     try:
         resolved = check(config)
         if ranks_exist():
@@ -59,6 +64,8 @@ def job(config: DictConfig) -> None:
         if HydraConfig.get().mode is RunMode.MULTIRUN:
             raise  # Hydra continues with the sweep's other jobs and raises this at the end
         raise SystemExit(error.exit_code) from None  # for other exceptions Hydra prints two more lines
+    results = Path(resolved.folder) / "results.json"
+    return json.loads(results.read_text())["validation"].get(resolved.objective) if results.exists() else None
 
 
 def complain(text: str) -> None:

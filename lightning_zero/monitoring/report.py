@@ -1,5 +1,6 @@
 """Report at the end of a training: a table, a plot, a line for each main result, and results.json."""
 
+import importlib.util
 import json
 import sys
 from collections.abc import Mapping
@@ -79,12 +80,30 @@ def figures(results: dict[str, Any]) -> dict[str, str]:
 
 
 def write_report(folder: Path, results: dict[str, Any], sample: str | None) -> None:
-    """Print the table, a sample of text and the main results, and write ``results.json`` and ``loss.png``."""
-    from rich.table import Table
+    """Print the table, a sample of text and the main results, and write ``results.json`` and ``loss.png``.
 
-    plot = folder / "loss.png"
-    plot_losses(plot, {results["strategy"]: results})
+    Table and sample need rich, the plot matplotlib.
+    """
     (folder / "results.json").write_text(json.dumps(results, indent=1))
+    plot = plot_losses(folder / "loss.png", {results["strategy"]: results})
+    if note := missing("rich"):
+        print("table", note)
+    else:
+        _print_table(results, sample)
+    for name, value in figures(results).items():
+        print(name, value)
+    print("checkpoint", results["checkpoint"] or "none")
+    print("plot", plot, flush=True)
+
+
+def missing(package: str) -> str | None:
+    """Return what is printed in place of a part of the report whose package is missing."""
+    is_installed = importlib.util.find_spec(package) is not None
+    return None if is_installed else f'none: the package {package} is missing: pip install "lightning_zero[demo]"'
+
+
+def _print_table(results: dict[str, Any], sample: str | None) -> None:
+    from rich.table import Table
 
     console = make_console()
     table = Table(title=f"{results['strategy']}, {results['processes']} processes, {results['precision']}")
@@ -109,10 +128,6 @@ def write_report(folder: Path, results: dict[str, Any], sample: str | None) -> N
         console.rule("sample")
         console.print(sample, markup=False, highlight=False)
         console.rule()
-    for name, value in figures(results).items():
-        print(name, value)
-    print("checkpoint", results["checkpoint"] or "none")
-    print("plot", plot, flush=True)
 
 
 def make_console() -> "Console":
@@ -122,8 +137,14 @@ def make_console() -> "Console":
     return Console(width=None if sys.stdout.isatty() else 120)
 
 
-def plot_losses(path: Path, runs: dict[str, dict[str, Any]]) -> None:
-    """Plot training and validation loss of each run, label -> results, to a PNG at ``path``."""
+def plot_losses(path: Path, runs: dict[str, dict[str, Any]]) -> Path | str:
+    """Plot training and validation loss of each run, label -> results, to a PNG at ``path``.
+
+    Returns:
+        ``path``, or what to install for a plot.
+    """
+    if note := missing("matplotlib"):
+        return note
     # Figures created without pyplot need no display and leave no global state.
     from matplotlib.figure import Figure
 
@@ -141,3 +162,4 @@ def plot_losses(path: Path, runs: dict[str, dict[str, Any]]) -> None:
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
+    return path

@@ -1,7 +1,4 @@
-"""Import hook: import one module right after another one, whichever code imports that and whenever.
-
-Hydra's plug-in loads this file by its path, so this file may import the standard library only.
-"""
+"""Import hook: import one module right after another one, whichever code imports that and whenever."""
 
 import importlib
 import importlib.util

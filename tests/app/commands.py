@@ -19,6 +19,7 @@ TINY = (
     "model.depth=2",
     "model.warmup_steps=2",
     "data.max_bytes=500_000",
+    "logger=csv",  # the default, TensorBoard, takes a second to import
 )
 
 

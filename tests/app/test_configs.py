@@ -1,6 +1,8 @@
 """Every file in conf/ composes, and the objects it configures can be instantiated."""
 
+import importlib.util
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -10,15 +12,19 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_zero import OffloadConfig
-from lightning_zero.commands.check import ConfigError, check
+from lightning_zero.commands.check import ConfigError, _choose_devices, check
 from tests.app.commands import REPOSITORY
 
 CONF = REPOSITORY / "conf"
 FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
 # group=option for each file of each group; stage/options is no group, and hydra/launcher needs a package of its own
 CHOICES = [
-    f'{file.parent}="{file.stem}"' for file in FILES if len(file.parts) == 2 and file.parts[0] not in ("hydra", "stage")
+    f'{file.parent}="{file.stem}"'
+    for file in FILES
+    if len(file.parts) == 2 and file.parts[0] not in ("hydra", "hparams_search", "stage")
 ] + [f'stage="{stage}"' for stage in ("1", "2", "3", "ddp")]
+ON_GPUS = [f'trainer="{name}"' for name in ("gpu", "one_gpu", "eight_gpus", "slurm")]
+PACKAGES = {f'logger="{name}"': name for name in ("tensorboard", "wandb", "mlflow")}
 
 
 def composed(*overrides: str, folder: Path) -> DictConfig:
@@ -29,13 +35,19 @@ def composed(*overrides: str, folder: Path) -> DictConfig:
 @pytest.mark.parametrize("choice", CHOICES)
 def test_every_choice_passes_the_check_and_makes_its_objects(choice: str, tmp_path: Path) -> None:
     needed = {'model="vit_tiny"': ["data=digits"], 'data="digits"': ["model=vit_tiny"]}.get(choice, [])
-    if choice == 'trainer="gpu"' or choice == 'trainer="slurm"':
+    if choice in ON_GPUS:
         # Lightning makes a Trainer for GPUs only where there are GPUs: the rest of the file is checked
         needed = ["trainer.accelerator=cpu", "trainer.devices=2"]
     if "digits" not in f"{choice}{needed}":
         needed = [*needed, "data.max_bytes=500_000"]
     if "nvme" in choice:
         needed = [*needed, f"stage.offload.path={tmp_path}"]
+    package = PACKAGES.get(choice, "torch")
+    if package in ("wandb", "mlflow") and find_spec(package) is None:
+        message = f'logger: the package {package} is missing: pip install "lightning_zero[{package}]"'
+        with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+            check(composed(choice, *needed, folder=tmp_path))
+        return
     config = check(composed(choice, *needed, folder=tmp_path))
 
     instantiate(config.data)
@@ -77,10 +89,65 @@ def test_offload_reaches_the_strategy_at_every_stage(stage: str, tmp_path: Path)
                 check(composed(*arguments, "data.max_bytes=500_000", folder=tmp_path))
 
 
+def test_tensorboard_is_the_default_and_a_csv_file_where_it_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = composed("data.max_bytes=500_000", folder=tmp_path)
+    assert config.logger._target_ == "lightning.pytorch.loggers.TensorBoardLogger"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find_spec(name))
+    assert check(config).logger == composed("logger=csv", folder=tmp_path).logger
+
+
+def test_accelerator_auto_takes_the_gpus_or_two_processes_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def devices_of(*overrides: str) -> tuple[str, str | int]:
+        trainer = composed(*overrides, folder=tmp_path).trainer
+        _choose_devices(trainer)
+        return trainer.accelerator, trainer.devices
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert devices_of() == devices_of("trainer=cpu") == ("cpu", 2)
+    assert devices_of("trainer.devices=3") == ("cpu", 3)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # of torchrun --nproc-per-node 4
+    assert devices_of() == ("cpu", 4)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert devices_of() == devices_of("trainer=gpu") == ("gpu", "auto")
+    assert devices_of("trainer=one_gpu") == ("gpu", 1) and devices_of("trainer=eight_gpus") == ("gpu", 8)
+    assert devices_of("trainer=cpu") == ("cpu", 2)
+
+
+def test_callbacks_are_chosen_one_by_one(tmp_path: Path) -> None:
+    config = composed("callbacks=[default,early_stopping]", "callbacks.early_stopping.patience=2", folder=tmp_path)
+    assert list(config.callbacks) == ["checkpoint", "progress", "early_stopping"]
+    assert instantiate(config.callbacks.early_stopping).patience == 2
+
+
+def test_overrides_come_in_any_order(tmp_path: Path) -> None:
+    overrides = ["experiment=digits", "trainer=cpu", "precision=bf16-mixed", "stage='2'", "offload=cpu", "debug=short"]
+    config = composed(*overrides, folder=tmp_path)
+    assert (config.stage.stage, config.stage.offload.optimizer) == (2, "cpu")
+    assert (config.trainer.max_steps, config.trainer.precision) == (10, "bf16-mixed")
+    assert config == composed(*reversed(overrides), folder=tmp_path)
+
+
+def test_optuna_searches_for_the_lowest_objective(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="the extra optuna is not installed")
+    with initialize_config_module("lightning_zero.conf", version_base="1.3"):
+        config = compose("train", ["hparams_search=optuna"], return_hydra_config=True)
+    sweeper = config.hydra.sweeper
+    assert sweeper._target_.endswith("OptunaSweeper") and sweeper.direction == "minimize"
+    assert sweeper.params == {
+        "optimizer.lr": "tag(log, interval(1e-4, 1e-2))",
+        "model.warmup_steps": "choice(10, 30, 100)",
+    }
+    assert config.objective == "loss"
+
+
 def test_later_groups_override_earlier_ones(tmp_path: Path) -> None:
     config = composed("experiment=digits", "debug=short", "precision=bf16", folder=tmp_path)
     assert config.model._target_ == "lightning_zero.zoo.digits.DigitClassifier"
-    assert config.trainer.max_steps == 20  # of debug=short, not the 250 of experiment=digits
+    assert config.trainer.max_steps == 10  # of debug=short, not the 250 of experiment=digits
     assert config.trainer.precision == "bf16-mixed"
 
 

@@ -30,7 +30,7 @@ WRONG = [
     ("trainer.limit_val_batches=0", "trainer.limit_val_batches=0: expected a number above 0"),
     ("resume=/no/such.ckpt", "resume=/no/such.ckpt: no such checkpoint"),
     ("trainer.devices=-1", "trainer.devices=-1: expected a whole number, 1 or more"),
-    ("trainer.devices=auto", "trainer.devices=auto: on a CPU, give the number of processes"),
+    ("trainer=cpu trainer.devices=auto", "trainer.devices=auto: on a CPU, give the number of processes"),
     ("trainer.num_nodes=2", "trainer.num_nodes=2: start one process a rank by torchrun or srun"),
     ("trainer.accelerator=abacus", "trainer: You selected an invalid accelerator name"),
     ("trainer.precision=half", "trainer: Precision 'half' is invalid"),
@@ -56,7 +56,7 @@ def test_wrong_value_ends_with_one_line_that_names_the_key(
     monkeypatch.setattr(sys, "argv", ["lightning-zero"])
     monkeypatch.setattr(launch, "start_processes", lambda *_, **__: pytest.fail("a process was started"))
     try:
-        code = train.main([argument])
+        code = train.main(argument.split())
     except SystemExit as end:
         code = end.code
     errors = capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""What importing this package imports, and when the strategy names are registered."""
+"""What importing this package imports and shows, and when the strategy names are registered."""
 
 import os
 import subprocess
@@ -10,6 +10,8 @@ ROOT = Path(__file__).parents[2]
 ENGINE_FIRST = """
 import sys
 import lightning_zero
+assert dir(lightning_zero) == sorted([*lightning_zero.__all__, "engine", "fabric", "monitoring"])
+assert "torch" not in sys.modules
 from lightning_zero.engine import Engine
 lightning = ("lightning", "lightning_fabric", "pytorch_lightning")
 assert not [name for name in sys.modules if name.partition(".")[0] in lightning]
@@ -23,10 +25,12 @@ trainer = Trainer(strategy="zero3", accelerator="cpu", devices=1, logger=False)
 print(type(trainer.strategy) is lightning_zero.ZeroStrategy)
 from lightning_zero import *
 print(ZeroStrategy.__module__, load_weights.__module__)
+assert all(hasattr(lightning_zero, name) for name in dir(lightning_zero))
+assert dir(lightning_zero) == sorted([*lightning_zero.__all__, "engine", "fabric", "monitoring"])
 """
 
 
-def test_the_engine_does_without_lightning_which_learns_the_names_when_it_is_imported():
+def test_names_are_imported_on_first_access_and_strategies_registered_when_lightning_is_imported():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     # not the Python that starts at once: Lightning is imported there already
     python = [sys.executable, "-c", ENGINE_FIRST]
