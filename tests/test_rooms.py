@@ -16,6 +16,7 @@ PACKAGE = "lightning_zero"
 ROOMS = (
     "face",
     "commands",
+    "planning",
     "zoo",
     "monitoring",
     "strategies",

@@ -97,11 +97,9 @@ class Engine:
         self.config = config = replace(config or EngineConfig(), **options)
         self.placements = placements_of(config.stage)
         offload = config.offloads
-        self.background = Updates()
-        if offload is not None:
-            self.background = Updates(config.overlap and offload.overlap, offload.gradients is not None)
+        self.background = self._updates_thread(config)
         self._swap: Swap | None = None
-        check_optimizers(optimizers, config, ranks=world_size(group))
+        check_optimizers(optimizers, config, ranks=self._world_size(group))
         check_ordinary(module)
         plans = plan_units(module, config.units, config.unit_numel)
         device = torch.device(device) if device is not None else common_device(plans)
@@ -136,7 +134,7 @@ class Engine:
         try:
             if offload is not None:
                 all_uncut = [bucket for of_unit in uncut for bucket in of_unit]
-                check_room(offload, sources, all_uncut, self.communicator, bool(optimizers))
+                self._check_room(offload, sources, all_uncut, self.communicator, bool(optimizers))
                 if self._swap is not None:
                     reserve_disk(self._swap, all_uncut, self.communicator)
             buckets = Materialiser(module, plans, uncut, sources, self.communicator, self.rendezvous).run()
@@ -178,6 +176,18 @@ class Engine:
         _engines[module] = weakref.ref(self)
 
     # -- setting up -------------------------------------------------------------------------------------------------
+
+    def _updates_thread(self, config: EngineConfig) -> Updates:
+        """The thread that updates offloaded master weights."""
+        offload = config.offloads
+        if offload is None:
+            return Updates()
+        return Updates(config.overlap and offload.overlap, offload.gradients is not None)
+
+    _check_room = staticmethod(check_room)
+
+    def _world_size(self, group: ProcessGroup | None) -> int:
+        return world_size(group)
 
     def _connect(self, group: ProcessGroup | None, device: torch.device) -> None:
         """Open the engine's communication over a group; it is closed when the engine is deleted or closed."""

@@ -59,6 +59,8 @@ class TrainerStrategy(TrainerCheckpoints):
         >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
     """
 
+    _engine_class: ClassVar[type[Engine]] = Engine
+
     def __init__(self, stage: int | str = 3, **options: Any) -> None:
         self.model: Any
         self.last_report: Report | None = None
@@ -118,7 +120,7 @@ class TrainerStrategy(TrainerCheckpoints):
         if fitting:
             self.setup_optimizers(trainer)
         if self.engine is None and self._cuts(trainer):
-            self.engine = Engine(
+            self.engine = self._engine_class(
                 self.lightning_module,
                 _real(self.optimizers) if fitting else [],
                 config=self._config_of_run(),

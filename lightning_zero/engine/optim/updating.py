@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.engine.comm.background_work import BackgroundWork
+from lightning_zero.engine.compat import FakeTensor
 from lightning_zero.engine.offload.states import MASTERS, PARAMETERS
 from lightning_zero.engine.offload.updates import DiskUpdate, Update, on_own_stream
 from lightning_zero.engine.optim.compatibility import is_torchs_elementwise
@@ -25,9 +26,12 @@ def gains_by_chunks(kind: type, group: dict[str, Any], values: Tensor) -> bool:
     """Whether an update in chunks is faster, by an optimizer of this class with these options.
 
     Unless it is fused, an optimizer of torch allocates temporary tensors of the parameter's size, and glibc maps and
-    unmaps blocks of 32 MiB and more each time: ``AdamW`` takes twice as long. With smaller ones nothing is gained.
+    unmaps blocks of 32 MiB and more each time: ``AdamW`` takes twice as long. With smaller ones nothing is gained, nor
+    with fake tensors, which have no memory.
     """
     is_large = values.numel() >= 8 * CHUNK_NUMEL and values.device.type == "cpu"
+    if isinstance(values, FakeTensor):
+        return False
     return is_large and is_torchs_elementwise(kind) and not group.get("fused") and not group.get("foreach")
 
 

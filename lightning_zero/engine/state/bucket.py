@@ -40,7 +40,7 @@ from lightning_zero.engine.offload.updates import Updates
 from lightning_zero.engine.state.buffer import GatheredBuffer
 from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.residency import LOW_PRECISION, Medium, Residency
-from lightning_zero.engine.tensor.unsharded_param import View
+from lightning_zero.engine.tensor.unsharded_param import View, mark_seen, may_be_written, show
 
 
 class BucketState(Enum):
@@ -199,8 +199,8 @@ class Bucket:
         self.update = None
         if self.state is BucketState.SHARDED and not self.is_replicated:
             for view, segment in zip(self.views, self._buffer.segments):
-                view.show(segment)
-                view.look()
+                show(view, segment)
+                mark_seen(view)
         self.state = BucketState.GATHERING
 
     def _start_gather(self, own: Tensor | None) -> Pending:
@@ -253,13 +253,13 @@ class Bucket:
 
     def take_over_writes(self) -> None:
         """Copy what modules wrote to their own parameters, which are views of ``full``, to the master weights."""
-        if self.is_in_buffer or not self.is_ready or not any(view.may_be_written for view in self.views):
+        if self.is_in_buffer or not self.is_ready or not any(may_be_written(view) for view in self.views):
             return
         self.wait()
         with torch.no_grad():
             self.follow(slice(0, self._high - self._low), self.full[self._low : self._high])
         for view in self.views:
-            view.look()
+            mark_seen(view)
 
     def follow(self, part: slice, written: Tensor) -> None:
         """Copy values written to a range of the parameters to the master weights."""
@@ -269,7 +269,7 @@ class Bucket:
     def _free(self) -> None:
         # Computation with a stray reference to a view must give NaN, not read freed memory.
         for view, placeholder in zip(self.views, self._placeholders):
-            view.show(placeholder)
+            show(view, placeholder)
         self._buffer.free()
         self.state = BucketState.SHARDED
 

@@ -15,6 +15,7 @@ from lightning_zero.engine.offload.updates import Updates
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.tensor.identity import become
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
+from lightning_zero.engine.tensor.unsharded_param import may_be_written
 
 
 class BucketSlot:
@@ -81,7 +82,7 @@ class BucketSlot:
     def _synchronize(self) -> None:
         synchronize(self.background)  # readers may write to the shard
         self.bucket.wait()  # the shard may be a slice of the buffer, which a gather may be filling
-        if self.bucket.views[self.index].may_be_written:
+        if may_be_written(self.bucket.views[self.index]):
             self.bucket.take_over_writes()
 
     @property

@@ -30,15 +30,20 @@ class View(nn.Parameter):
         with torch.no_grad():
             self.copy_(value)
 
-    def show(self, tensor: Tensor) -> None:
-        """Make the view refer to another tensor of the same shape."""
-        _data.__set__(self, tensor)
 
-    def look(self) -> None:
-        """Reset ``may_be_written``: writes so far have been handled."""
-        self._asked, self._version_seen = False, self._version
+# Functions, not methods: a view of a fake tensor (``lightning_zero.planning``) is a FakeTensor, without this class.
 
-    @property
-    def may_be_written(self) -> bool:
-        """Whether the view may have been written to since the last ``look``."""
-        return self._asked or self._version != self._version_seen
+
+def show(view: Tensor, tensor: Tensor) -> None:
+    """Make the view refer to another tensor of the same shape."""
+    _data.__set__(view, tensor)
+
+
+def mark_seen(view: Any) -> None:
+    """Reset ``may_be_written``: writes so far have been handled."""
+    view._asked, view._version_seen = False, view._version
+
+
+def may_be_written(view: Any) -> bool:
+    """Whether the view may have been written to since the last ``mark_seen``."""
+    return getattr(view, "_asked", False) or view._version != getattr(view, "_version_seen", -1)

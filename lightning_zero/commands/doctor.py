@@ -1,0 +1,105 @@
+"""`lightning-zero doctor`: what this machine is, what of it the engine can use, and how fast it is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from dataclasses import asdict
+from importlib import metadata
+from typing import Any
+
+from lightning_zero.commands.showing import in_bytes, show
+
+
+def main(arguments: list[str]) -> int:
+    made = argparse.ArgumentParser(
+        prog="lightning-zero doctor",
+        description="Measure this machine for lightning-zero plan --resources FILE, and say what works on it.",
+    )
+    made.add_argument("--ranks", type=int, default=2, help="processes that are measured together (default: 2)")
+    made.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    made.add_argument("--json", action="store_true", help="as JSON; what --resources reads")
+    parsed = made.parse_args(arguments)
+    from lightning_zero.planning.measure import measure
+
+    try:
+        resources, about = measure(parsed.ranks, parsed.device)
+    except (RuntimeError, AssertionError) as error:
+        print(f"lightning-zero doctor: {error}", file=sys.stderr)
+        return 1
+    found = {"versions": _versions(), "machine": {**_machine(), **about}, "resources": asdict(resources)}
+    findings = _findings(found)
+    if parsed.json:
+        print(json.dumps({**found, "findings": findings}, indent=1))
+        return 0
+    rows: list[tuple[str, ...]] = [("", "")]
+    rows += [(name, version) for name, version in found["versions"].items()]
+    rows += [(name.replace("_", " "), _said(name, value)) for name, value in found["machine"].items()]
+    rows += [(name.replace("_", " "), _said(name, value)) for name, value in found["resources"].items()]
+    show(rows, ())
+    for finding in findings:
+        print(finding)
+    return 0
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("torch", "lightning", "pytorch-lightning", "torchmetrics", "hydra-core", "lightning_zero"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _machine() -> dict[str, Any]:
+    import torch
+
+    return {
+        "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "free_on_disk_bytes": shutil.disk_usage(tempfile.gettempdir()).free,
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+    }
+
+
+def _findings(found: dict[str, Any]) -> list[str]:
+    """What will not work here, or work slowly, and what to do about it."""
+    machine, resources = found["machine"], found["resources"]
+    said = []
+    if machine.get("transport") == "gloo":
+        said.append(
+            "Ranks on this machine cannot read each other's memory (process_vm_readv is not permitted), so they "
+            "exchange over Gloo's sockets, which is slower. In a container, allow it with --cap-add=SYS_PTRACE."
+        )
+    if machine["processors"] < machine["ranks"]:
+        said.append(
+            f"{machine['ranks']} ranks share {machine['processors']} processor(s): they compute in turn. "
+            "Use at most as many ranks as processors, or GPUs."
+        )
+    if not machine["gpus"] and resources["flops"] < 1e12:
+        said.append(
+            f"No GPU is visible; matrix products reach {resources['flops'] / 1e9:.0f} GFLOP/s a rank. A model of 10^9 "
+            "parameters takes "
+            f"{6e9 / resources['flops']:.2g} s a token and rank to train."
+        )
+    return said
+
+
+def _said(name: str, value: Any) -> str:
+    if value is None or value == []:
+        return "none"
+    if name.endswith("bytes") or name == "memory":
+        return in_bytes(value)
+    if name.endswith("bandwidth"):
+        return f"{in_bytes(value)}/s"
+    if name == "flops":
+        return f"{value / 1e9:.4g} GFLOP/s"
+    if name.endswith("seconds"):
+        return f"{1e6 * value:.3g} microseconds"
+    return ", ".join(value) if isinstance(value, list) else str(value)

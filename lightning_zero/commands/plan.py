@@ -1,0 +1,229 @@
+"""`lightning-zero plan`: memory, traffic and time of a training, before it is paid for."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning_zero.commands.showing import in_bytes, show
+
+USAGE = "lightning-zero plan package.module:Module [width=512 ...] --batch package.module:make_batch [options]"
+
+
+def main(arguments: list[str]) -> int:
+    parsed = parser().parse_args(arguments)
+    if parsed.paper:
+        return _paper(parsed)
+    if parsed.module is None or parsed.batch is None:
+        parser().error("give the module and --batch, or --paper; see lightning-zero plan --help")
+    sys.path.insert(0, "")
+    try:
+        from lightning_zero.planning.advice import advise, make_plans
+
+        make_module = partial(_found(parsed.module), **dict(map(_setting, parsed.settings)))
+        resources = _resources(parsed)
+        memory = _bytes(parsed.memory) if parsed.memory else resources.memory if resources is not None else None
+        plans = make_plans(
+            make_module,
+            _batch(parsed.batch),
+            ranks=parsed.ranks,
+            stages=parsed.stage,
+            offloads=parsed.offload,
+            micro_batches=parsed.micro_batch or [None],
+            checkpointing=[{"off": False, "on": True}[each] for each in parsed.checkpointing],
+            resources=resources,
+            memory=memory,
+            accumulate=parsed.accumulate,
+            precision=parsed.precision,
+            clip=parsed.clip,
+        )
+    except (ValueError, TypeError, ImportError, AttributeError) as error:
+        print(f"lightning-zero plan: {error}", file=sys.stderr)
+        return 2
+    if parsed.json:
+        print(json.dumps([plan.as_json() for plan in plans], indent=1))
+        return 0
+    _print(plans)
+    for sentence in advise(plans, memory):
+        print(sentence)
+    for assumption in dict.fromkeys(text for plan in plans for text in plan.assumptions):
+        print(f"Assumed: {assumption}")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="lightning-zero plan",
+        usage=USAGE,
+        description="Run the real Trainer and engine for two steps on fake tensors, as one rank of many.",
+    )
+    made.add_argument("module", nargs="?", help="LightningModule class or function that makes one: package.module:Name")
+    made.add_argument("settings", nargs="*", metavar="name=value", help="arguments of the module, read as JSON")
+    made.add_argument(
+        "--batch",
+        nargs="+",
+        metavar="BATCH",
+        help="package.module:function that returns a batch as the loader does, or tensors such as 'int64[4,1024]'",
+    )
+    made.add_argument("--ranks", type=int, default=1, help="world size (default: 1)")
+    made.add_argument("--stage", type=int, nargs="+", default=[0, 1, 2, 3], choices=[0, 1, 2, 3], help="0 is DDP")
+    made.add_argument("--offload", nargs="+", default=["none"], choices=["none", "cpu"])
+    made.add_argument("--micro-batch", type=int, nargs="+", help="samples a rank computes at once")
+    made.add_argument("--checkpointing", nargs="+", default=["off"], choices=["off", "on"], help="of activations")
+    made.add_argument("--accumulate", type=int, default=1, help="micro-batches a step")
+    made.add_argument("--precision", default="32-true", help="the Trainer's (default: 32-true)")
+    made.add_argument("--clip", type=float, help="the Trainer's gradient_clip_val")
+    made.add_argument("--memory", help="of the device, such as 80GB: says which choices fit")
+    made.add_argument("--resources", type=Path, help="file that lightning-zero doctor --json has written")
+    made.add_argument("--flops", type=float, help="floating-point operations a second of matrix products")
+    made.add_argument("--memory-bandwidth", type=float, help="bytes a second that operators read and write")
+    made.add_argument("--link-bandwidth", type=float, help="bytes a second that a rank sends in a collective")
+    made.add_argument("--link-seconds", type=float, help="latency of a collective")
+    made.add_argument("--host-bandwidth", type=float, help="bytes a second of updates in the host's memory")
+    made.add_argument("--json", action="store_true", help="the plans as JSON")
+    made.add_argument(
+        "--paper", action="store_true", help="Table 1 of the ZeRO paper, by its formula and by the engine"
+    )
+    return made
+
+
+def _found(name: str) -> Callable[..., Any]:
+    """What `package.module:name` is.
+
+    Raises:
+        ValueError: if there is no such thing.
+    """
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise ValueError(f"{name!r} must be package.module:Name")
+    found: Any = importlib.import_module(module)
+    for part in attribute.split("."):
+        found = getattr(found, part)
+    if not callable(found):
+        raise ValueError(f"{name!r} must be a class or function, and is a {type(found).__name__}")
+    return found
+
+
+def _batch(given: list[str]) -> Any:
+    """A batch of the project's, or of zeros in declared shapes: one tensor, or a tuple of several.
+
+    Raises:
+        ValueError: for what is neither.
+    """
+    import torch
+
+    tensors = []
+    for text in given:
+        declared = re.fullmatch(r"(\w+)\[(\d+(?:,\d+)*)\]", text)
+        if declared is None and len(given) == 1:
+            return _found(text)()
+        dtype = getattr(torch, declared[1], None) if declared is not None else None
+        if declared is None or not isinstance(dtype, torch.dtype):
+            raise ValueError(f"--batch {text!r} must be package.module:function, or tensors such as 'int64[4,1024]'")
+        tensors.append(torch.zeros(*map(int, declared[2].split(",")), dtype=dtype))
+    return tensors[0] if len(tensors) == 1 else tuple(tensors)
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"{text!r} must be name=value")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+_UNITS = {
+    "": 1.0,
+    "B": 1.0,
+    "KB": 1e3,
+    "MB": 1e6,
+    "GB": 1e9,
+    "TB": 1e12,
+    "KIB": 2.0**10,
+    "MIB": 2.0**20,
+    "GIB": 2.0**30,
+}
+
+
+def _bytes(text: str) -> float:
+    digits = text.strip().rstrip("BbKkMmGgTtIi")
+    unit = text.strip()[len(digits) :].strip().upper()
+    try:
+        return float(digits) * _UNITS[unit]
+    except (ValueError, KeyError):
+        raise ValueError(f"--memory {text!r} must be a number with a unit, such as 80GB or 24GiB") from None
+
+
+def _resources(parsed: argparse.Namespace) -> Any:
+    """The machine's speed from a file and from options, which come before it; None if nothing is given."""
+    from lightning_zero.planning.timeline import Resources
+
+    given = json.loads(parsed.resources.read_text())["resources"] if parsed.resources is not None else {}
+    for name in ("flops", "memory_bandwidth", "link_bandwidth", "link_seconds", "host_bandwidth"):
+        if (value := getattr(parsed, name)) is not None:
+            given[name] = value
+    if not given:
+        return None
+    if "flops" not in given:
+        raise ValueError("--flops must be given with the machine's other speeds, or --resources FILE for all of them")
+    return Resources(**{"memory_bandwidth": given["flops"] / 100, **given})
+
+
+def _print(plans: list[Any]) -> None:
+    categories = [name for name in _CATEGORIES if any(plan.peak_bytes.get(name) for plan in plans)]
+    has_times = any(plan.seconds_per_step is not None for plan in plans)
+    heading = (
+        "strategy",
+        "batch",
+        *categories,
+        "total",
+        "host",
+        "sent",
+        *(("s/step", "samples/s") if has_times else ()),
+        "fits",
+    )
+    rows = [heading]
+    for plan in plans:
+        times = (f"{plan.seconds_per_step:.3g}", f"{plan.samples_per_second or 0:.4g}") if has_times else ()
+        rows.append(
+            (
+                plan.name,
+                str(plan.micro_batch or ""),
+                *(in_bytes(plan.peak_bytes.get(name, 0)) for name in categories),
+                in_bytes(plan.peak_bytes["total"]),
+                in_bytes(plan.host_bytes),
+                in_bytes(sum(plan.traffic_bytes.values())),
+                *times,
+                {True: "yes", False: "no", None: ""}[plan.fits],
+            )
+        )
+    show(rows, tuple(range(1, len(heading))))
+
+
+_CATEGORIES = ("parameters", "gathered", "gradients", "reduction", "optimizer", "activations")
+
+
+def _paper(parsed: argparse.Namespace) -> int:
+    from lightning_zero.planning.paper import TABLE_1_RANKS, TABLE_1_SIZES, table_1
+
+    cells = table_1()
+    if parsed.json:
+        print(json.dumps([cell._asdict() for cell in cells], indent=1))
+        return 0
+    by_place = {(cell.ranks, cell.parameters, cell.stage): cell for cell in cells}
+    rows = [("ranks", *(f"{size / 1e9:g} B, stage {stage}" for size in TABLE_1_SIZES for stage in (1, 2, 3)))]
+    for ranks in TABLE_1_RANKS:
+        found = [by_place[ranks, size, stage] for size in TABLE_1_SIZES for stage in (1, 2, 3)]
+        rows.append((str(ranks), *(f"{cell.formula_gb:.4g} | {cell.engine_gb:.4g}" for cell in found)))
+    show(rows, tuple(range(len(rows[0]))))
+    print("GB a rank of model states: by the paper's formula | taken by this engine, whose gradients are fp32.")
+    return 0

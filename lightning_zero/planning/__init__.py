@@ -1,0 +1,1 @@
+"""What a training would take, found by running the real engine on fake tensors: memory, traffic, time."""

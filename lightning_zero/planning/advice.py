@@ -1,0 +1,218 @@
+"""Plans of a training by stage, offload, micro-batch and activation checkpointing, and which of them to take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_zero.engine.compat import tree_leaves, tree_map
+from lightning_zero.planning.fake_run import fake_run
+from lightning_zero.planning.timeline import Resources, replay
+
+ROOM = 0.9
+"""Part of a device's memory that a plan may use: the allocator's fragments and the communication library need some."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a rank takes with one choice.
+
+    Attributes:
+        stage: of ZeRO; 0 for DDP.
+        offload: where optimizer states and master weights are: ``"none"`` or ``"cpu"``.
+        ranks: the world size.
+        micro_batch: samples a rank computes at once; None where the batch has no common first dimension.
+        activation_checkpointing: whether blocks are computed again in backward.
+        parameters: elements of all parameters.
+        peak_bytes: on the device by category, and their sum under ``"total"``.
+        host_bytes: offloaded to the host's memory.
+        traffic_bytes: of a step, by kind of collective.
+        seconds_per_step: an estimate; None where the machine's speed is unknown.
+        waiting_seconds: the part of it in which the device waits for communication or the host.
+        samples_per_second: over all ranks; likewise.
+        fits: whether the peak is within 90 % of the device's memory; None where that is unknown.
+        assumptions: made where the project reads values.
+    """
+
+    stage: int
+    offload: str
+    ranks: int
+    micro_batch: int | None
+    activation_checkpointing: bool
+    parameters: int
+    peak_bytes: dict[str, int]
+    host_bytes: int
+    traffic_bytes: dict[str, int]
+    seconds_per_step: float | None
+    waiting_seconds: float | None
+    samples_per_second: float | None
+    fits: bool | None
+    assumptions: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """As a user writes it."""
+        text = "DDP" if self.stage == 0 else f"zero{self.stage}{'' if self.offload == 'none' else '_offload'}"
+        return f"{text} with activation_checkpointing='units'" if self.activation_checkpointing else text
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "assumptions": list(self.assumptions)}
+
+
+def make_plans(
+    make_module: Callable[[], LightningModule],
+    batch: Any,
+    *,
+    ranks: int,
+    stages: Iterable[int],
+    offloads: Iterable[str] = ("none",),
+    micro_batches: Iterable[int | None] = (None,),
+    checkpointing: Iterable[bool] = (False,),
+    resources: Resources | None = None,
+    memory: float | None = None,
+    accumulate: int = 1,
+    **options: Any,
+) -> list[Plan]:
+    """Plan every combination of the choices; DDP, as stage 0, is never offloaded or checkpointed.
+
+    Args:
+        make_module, batch, options: as for ``fake_run``.
+        micro_batches: first dimensions of the batch's tensors; None for the batch as it is.
+        resources: the machine's speed; None for plans without times.
+        memory: bytes of the device.
+        accumulate: micro-batches a step.
+    """
+    plans = []
+    memory = memory if memory is not None else resources.memory if resources is not None else None
+    for micro_batch, stage, offload, recompute in product(micro_batches, stages, offloads, checkpointing):
+        if stage == 0 and (offload != "none" or recompute):
+            continue
+        sized = batch if micro_batch is None else resized(batch, micro_batch)
+        chosen: dict[str, Any] = {} if stage == 0 else {"offload": None if offload == "none" else offload}
+        if recompute:
+            chosen["activation_checkpointing"] = "units"
+        chosen |= options
+        run = fake_run(make_module, sized, ranks=ranks, stage=stage or None, accumulate=accumulate, **chosen)
+        times = replay(run.events, resources) if resources is not None else {}
+        seconds = times.get("total")
+        samples = samples_of(sized)
+        total = run.total_bytes
+        plans.append(
+            Plan(
+                stage=stage,
+                offload=offload,
+                ranks=ranks,
+                micro_batch=samples,
+                activation_checkpointing=recompute,
+                parameters=run.numel,
+                peak_bytes={**run.peak_bytes, "total": total},
+                host_bytes=run.host_bytes,
+                traffic_bytes=run.traffic,
+                seconds_per_step=seconds,
+                waiting_seconds=times.get("waiting"),
+                samples_per_second=samples * ranks * accumulate / seconds if samples and seconds else None,
+                fits=None if memory is None else total <= ROOM * memory,
+                assumptions=run.assumptions,
+            )
+        )
+    return plans
+
+
+def samples_of(batch: Any) -> int | None:
+    """The common first dimension of a batch's tensors; None if there is none."""
+    sizes = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def resized(batch: Any, samples: int) -> Any:
+    """The batch with another number of samples, repeated or left out.
+
+    Raises:
+        ValueError: if its tensors have no common first dimension.
+    """
+    now = samples_of(batch)
+    if now is None:
+        raise ValueError(
+            "The micro-batch cannot be varied: the tensors of the batch have different first dimensions. Leave "
+            "--micro-batch out, and give a batch of the size that you want to plan."
+        )
+    copies = -(-samples // now)
+    return tree_map(
+        lambda leaf: (
+            leaf.repeat(copies, *[1] * (leaf.dim() - 1))[:samples] if isinstance(leaf, Tensor) and leaf.dim() else leaf
+        ),
+        batch,
+    )
+
+
+def advise(plans: list[Plan], memory: float | None) -> list[str]:
+    """What to choose and why, in sentences with their figures."""
+    fitting = [plan for plan in plans if plan.fits is not False]
+    if not fitting:
+        best = min(plans, key=lambda plan: plan.peak_bytes["total"])
+        assert memory is not None
+        return [
+            f"Nothing fits: the least is {best.name} with {_gb(best.peak_bytes['total'])} of {_gb(ROOM * memory)} "
+            f"usable. Its largest part is {_largest(best)}. {_way_out(best)}"
+        ]
+    timed = [plan for plan in fitting if plan.samples_per_second is not None]
+    ddp = next((plan for plan in plans if plan.stage == 0), None)
+    if not timed:
+        best = min(fitting, key=lambda plan: (plan.stage, plan.offload != "none"))
+        said = [f"{best.name} is the lowest stage that fits, with {_gb(best.peak_bytes['total'])} a rank."]
+        if memory is None:
+            best = min(fitting, key=lambda plan: plan.peak_bytes["total"])
+            said = [f"{best.name} takes the least memory, {_gb(best.peak_bytes['total'])} a rank."]
+        return [*said, "Times are unknown without the machine's speed: run lightning-zero doctor, or give --flops."]
+    best = max(timed, key=lambda plan: plan.samples_per_second or 0.0)
+    assert best.seconds_per_step is not None and best.samples_per_second is not None
+    said = [
+        f"Take {best.name} with {best.micro_batch} samples a rank: {best.samples_per_second:.4g} samples/s, "
+        f"{best.seconds_per_step:.3g} s a step, {_gb(best.peak_bytes['total'])} a rank."
+    ]
+    if ddp is not None and ddp.samples_per_second is not None:
+        ratio = best.samples_per_second / ddp.samples_per_second
+        if best is ddp:
+            rivals = [plan for plan in timed if plan.stage]
+            rival = max(rivals, key=lambda plan: plan.samples_per_second or 0.0, default=None)
+            if rival is not None and rival.samples_per_second is not None:
+                slower = 100 * (1 - rival.samples_per_second / ddp.samples_per_second)
+                saved = ddp.peak_bytes["total"] - rival.peak_bytes["total"]
+                said.append(
+                    f"ZeRO does not help here: the fastest, {rival.name}, is {slower:.0f} % slower and saves "
+                    f"{_gb(saved)} that this device has to spare."
+                )
+        elif ddp.fits is False:
+            said.append(f"DDP does not fit: it takes {_gb(ddp.peak_bytes['total'])}.")
+        else:
+            said.append(f"That is {ratio:.2f} times DDP's rate at {ddp.micro_batch} samples a rank.")
+    if best.waiting_seconds and best.waiting_seconds > 0.2 * best.seconds_per_step:
+        part = 100 * best.waiting_seconds / best.seconds_per_step
+        said.append(
+            f"{part:.0f} % of the step waits for communication or the host: more accumulation, larger micro-batches or "
+            "a faster link help more than a higher stage."
+        )
+    return said
+
+
+def _largest(plan: Plan) -> str:
+    parts = {name: nbytes for name, nbytes in plan.peak_bytes.items() if name != "total"}
+    name = max(parts, key=parts.__getitem__)
+    return f"{name} ({_gb(parts[name])})"
+
+
+def _way_out(plan: Plan) -> str:
+    if _largest(plan).startswith("activations"):
+        return "Use smaller micro-batches (--micro-batch) or activation checkpointing (--checkpointing on)."
+    if plan.stage == 3 and plan.offload != "none":
+        return "Use more ranks, or wrap smaller units."
+    return "Use stage 3 (--stage 3), more ranks, or offload (--offload cpu)."
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.3g} GB"

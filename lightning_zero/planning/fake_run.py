@@ -1,0 +1,326 @@
+"""Two steps of a training as one rank of many, without memory, data or other ranks: the real Trainer and engine."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor, nn
+
+from lightning_zero.engine.compat import FakeTensorMode, tree_map
+from lightning_zero.engine.state.residency import Medium
+from lightning_zero.planning.pretend import pretending
+from lightning_zero.planning.timeline import Event, Recorder
+from lightning_zero.planning.tracking import Assumptions, MemoryTracker
+from lightning_zero.strategies.trainer import ZeroStrategy
+
+DDP_BUCKET_BYTES = 25 * 2**20
+"""Gradients that ``DistributedDataParallel`` reduces together."""
+
+
+class _Pretending:
+    """Mixin for strategies whose parameters come from the meta device, and whose other ranks do not exist.
+
+    Attributes:
+        modes: entered when the module has been made and converted; left by ``leave_modes``.
+    """
+
+    _ranks: int
+    _recorder: Recorder
+    modes: Sequence[AbstractContextManager[Any]] = ()
+    leave_modes: ExitStack
+    model: nn.Module | None
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        with torch.device("meta"), super().tensor_init_context(empty_init):  # type: ignore[misc]
+            yield
+
+    def model_to_device(self) -> None:
+        """Leave the meta device, on which modules can be converted to other dtypes, as those of fake tensors cannot."""
+        for mode in self.modes:
+            self.leave_modes.enter_context(mode)
+        assert self.model is not None
+        leave_meta(self.model)
+
+    def held(self) -> Counter[str]:
+        """Bytes of model states and working buffers, by category."""
+        raise NotImplementedError
+
+    def traffic(self) -> dict[str, int]:
+        """Bytes by kind of collective so far."""
+        raise NotImplementedError
+
+    def host_bytes(self) -> int:
+        """Bytes of master weights that ``held`` counts, and that lie in the host's memory."""
+        return 0
+
+    def teardown(self) -> None:
+        """Nothing: fake parameters need not become ordinary again."""
+
+
+class PretendingZeroStrategy(_Pretending, ZeroStrategy):
+    """The strategy as rank 0 of so many ranks, in one process.
+
+    Arguments:
+        ranks: how many.
+        recorder: notes the collectives.
+        options: as for ``ZeroStrategy``.
+    """
+
+    def __init__(self, ranks: int, recorder: Recorder, **options: Any) -> None:
+        self._ranks, self._recorder, self.leave_modes = ranks, recorder, ExitStack()
+        self._engine_class = pretending(ranks, recorder)  # type: ignore[misc]
+        super().__init__(**options)
+
+    @property
+    def world_size(self) -> int:
+        return self._ranks
+
+    def held(self) -> Counter[str]:
+        return Counter(self.engine.ledger.now) if self.engine is not None else Counter()
+
+    def traffic(self) -> dict[str, int]:
+        assert self.engine is not None
+        return self.engine.report().bytes  # which enters the optimizer states in the ledger, too
+
+    def host_bytes(self) -> int:
+        assert self.engine is not None
+        at_rest = (part for bucket in self.engine.buckets for part in bucket.residency.plan.at_rest())
+        return sum(nbytes for _, medium, nbytes in at_rest if medium is Medium.HOST)
+
+
+class PretendingDDPStrategy(_Pretending, SingleDeviceStrategy):
+    """One rank of ``DistributedDataParallel``: every rank holds all; gradients are averaged while backward goes on.
+
+    Arguments: as for ``PretendingZeroStrategy``.
+    """
+
+    def __init__(self, ranks: int, recorder: Recorder) -> None:
+        self._ranks, self._recorder, self.leave_modes = ranks, recorder, ExitStack()
+        self._now = Counter[str]()
+        self._started: list[int] = []
+        self._collected = self._reduced = 0
+        super().__init__("cpu")
+        self.world_size = ranks
+
+    def model_to_device(self) -> None:
+        super().model_to_device()
+        assert self.model is not None
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self._now["parameters"] = sum(parameter.nbytes for parameter in self.model.parameters())
+        # DDP's default, which copies each gradient to a bucket and back
+        self._buckets = [torch.empty_like(parameter) for parameter in trained] if self._ranks > 1 else []
+        self._now["reduction"] = sum(bucket.nbytes for bucket in self._buckets)
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(self._take)
+
+    def _take(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self._now["gradients"] = min(self._now["gradients"] + parameter.grad.nbytes, self._trained_bytes)
+        self._collected += parameter.grad.nbytes
+        if self._collected >= DDP_BUCKET_BYTES:
+            self._reduce()
+
+    @property
+    def _trained_bytes(self) -> int:
+        assert self.model is not None
+        return sum(parameter.nbytes for parameter in self.model.parameters() if parameter.requires_grad)
+
+    def _reduce(self) -> None:
+        if self._ranks > 1 and self._collected:
+            sent = 2 * self._collected * (self._ranks - 1) / self._ranks
+            self._started.append(self._recorder.launch(sent))
+            self._reduced += self._collected
+        self._collected = 0
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        self._reduce()
+        for number in self._started:
+            self._recorder.wait(number)
+        self._started = []
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        states = (value for each in self.optimizers for state in each.state.values() for value in state.values())
+        self._now["optimizer"] = sum(value.nbytes for value in states if isinstance(value, Tensor))
+        return result
+
+    def held(self) -> Counter[str]:
+        return self._now.copy()
+
+    def forget_gradients(self) -> None:
+        self._now["gradients"] = 0
+
+    def traffic(self) -> dict[str, int]:
+        return {"all_reduce": self._reduced}
+
+
+@dataclass(frozen=True)
+class FakeRun:
+    """What one rank takes in a step, after the first one.
+
+    Attributes:
+        peak_bytes: by category, on the device that computes, when their sum is highest: ``parameters`` (with master
+            weights), ``gathered``, ``gradients``, ``reduction``, ``optimizer``, and ``activations`` (with the batch,
+            buffers, and all else that the project makes).
+        host_bytes: of what is offloaded to the host's memory.
+        traffic: bytes of a step by kind of collective.
+        numel: elements of all parameters.
+        events: of the step; see ``replay``.
+        assumptions: made where the project reads values, which fake tensors do not have.
+    """
+
+    peak_bytes: dict[str, int]
+    host_bytes: int
+    traffic: dict[str, int]
+    numel: int
+    events: list[Event]
+    assumptions: tuple[str, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.peak_bytes.values())
+
+
+class _Batches:
+    """The same batch several times: a loader, where the Trainer would take a list for one of loaders."""
+
+    def __init__(self, batch: Any, count: int) -> None:
+        self._batch, self._count = batch, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Any]:
+        return repeat(self._batch, self._count)
+
+
+class _SecondStep(Callback):
+    """Begins to measure in the second step, when optimizer states exist."""
+
+    def __init__(self, strategy: Any, tracker: MemoryTracker, recorder: Recorder, accumulate: int) -> None:
+        self._strategy, self._tracker, self._recorder, self._accumulate = strategy, tracker, recorder, accumulate
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self._accumulate:
+            self._before = self._strategy.traffic()
+            self._tracker.reset()
+            self._recorder.events.clear()
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        if isinstance(self._strategy, PretendingDDPStrategy):
+            self._strategy.forget_gradients()
+
+    def on_train_end(self, *_: Any) -> None:
+        self.events = list(self._recorder.events)
+        self.traffic = {kind: nbytes - self._before.get(kind, 0) for kind, nbytes in self._strategy.traffic().items()}
+
+
+def fake_run(
+    make_module: Callable[[], LightningModule],
+    batch: Any,
+    *,
+    ranks: int,
+    stage: int | None,
+    accumulate: int = 1,
+    precision: Any = "32-true",
+    clip: float | None = None,
+    with_values: bool = False,
+    **options: Any,
+) -> FakeRun:
+    """Train a module for two steps on fake tensors, with the real Trainer, strategy and engine.
+
+    Args:
+        make_module: called where parameters are made on the meta device.
+        batch: as the project's loader gives it, on the CPU.
+        ranks: the world size.
+        stage: of ZeRO; None for DDP.
+        accumulate: micro-batches a step.
+        precision: of the Trainer.
+        clip: the Trainer's ``gradient_clip_val``.
+        with_values: compute with real tensors, to check what fake ones give.
+        options: of ``ZeroStrategy``.
+    """
+    with _quiet():
+        return _run(make_module, batch, ranks, stage, accumulate, precision, clip, with_values, options)
+
+
+def _run(
+    make_module: Callable[[], LightningModule],
+    batch: Any,
+    ranks: int,
+    stage: int | None,
+    accumulate: int,
+    precision: Any,
+    clip: float | None,
+    with_values: bool,
+    options: dict[str, Any],
+) -> FakeRun:
+    with torch.device("meta"):
+        module = make_module()
+    mode, recorder, assumptions = FakeTensorMode(allow_non_fake_inputs=True), Recorder(), Assumptions()
+    strategy: Any = (
+        PretendingDDPStrategy(ranks, recorder)
+        if stage is None
+        else PretendingZeroStrategy(ranks, recorder, stage=stage, **options)
+    )
+    tracker = MemoryTracker(strategy.held)
+    strategy.modes = [nullcontext() if with_values else mode, tracker, recorder, assumptions]
+    second = _SecondStep(strategy, tracker, recorder, accumulate)
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=1,
+        precision=precision,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=clip,
+        callbacks=[second],
+        max_epochs=1,
+        limit_val_batches=0,
+        barebones=True,  # no checkpoints, and nothing is logged
+    )
+    if not with_values:
+        batch = tree_map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+    with strategy.leave_modes:
+        trainer.fit(module, _Batches(batch, 2 * accumulate))
+        numel = sum(parameter.numel() for parameter in module.parameters())
+        offloaded = strategy.host_bytes()
+    peak = dict(tracker.at_peak)
+    peak["activations"] = tracker.peak - sum(peak.values())
+    host = peak.pop("host", 0) + offloaded
+    peak["parameters"] -= offloaded
+    return FakeRun(peak, host, second.traffic, numel, second.events, tuple(assumptions.made))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Context without what Lightning says of a Trainer, and torch of fake tensors' addresses."""
+    logger = logging.getLogger("lightning.pytorch")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+def leave_meta(module: nn.Module) -> None:
+    """Replace tensors on the meta device by ones on the CPU; parameters become new objects."""
+    before = torch.__future__.get_overwrite_module_params_on_conversion()
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        module._apply(lambda tensor: torch.empty_like(tensor, device="cpu"))
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(before)

@@ -1,0 +1,128 @@
+"""Measures the machine's speed, as plans need it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import multiprocessing
+
+from lightning_zero.engine.comm import process_group
+from lightning_zero.engine.comm.collectives import Communicator
+from lightning_zero.planning.timeline import Resources
+
+_REPEATS = 7
+_SIZES = (2**14, 2**24)
+"""Bytes that a rank sends."""
+
+
+def measure(ranks: int = 2, device: str = "cpu") -> tuple[Resources, dict[str, Any]]:
+    """Measure this machine; with several ranks, in as many processes over the transport that the engine would take.
+
+    Returns:
+        The resources as one rank sees them while all are busy, and what was measured beside them.
+    """
+    if ranks == 1:
+        return _of_one(0, 1, 0, device)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    processes = [context.Process(target=_worker, args=(rank, ranks, port, device, queue)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    found = queue.get()
+    for process in processes:
+        process.join()
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    return found
+
+
+def _worker(rank: int, ranks: int, port: int, device: str, queue: Any) -> None:
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    try:
+        found: Any = _of_one(rank, ranks, port, device)
+    except Exception as error:
+        found = f"rank {rank} could not be measured: {error}"
+    if rank == 0 or isinstance(found, str):
+        queue.put(found)
+
+
+def _of_one(rank: int, ranks: int, port: int, device: str) -> tuple[Resources, dict[str, Any]]:
+    place = torch.device(device if device == "cpu" else f"{device}:{rank}")
+    a = torch.randn(1024, 1024, device=place)
+    large = torch.randn(2**24, device=place)
+    other, small = torch.empty_like(large), torch.zeros(8, device=place)
+    on_host = torch.randn(2**22)
+    averages = [torch.zeros_like(on_host) for _ in range(2)]
+
+    def adam() -> None:
+        averages[0].lerp_(on_host, 0.1)
+        averages[1].mul_(0.9).addcmul_(on_host, on_host, value=0.1)
+
+    flops = 2 * 1024**3 / _seconds(lambda: a @ a, place)
+    about: dict[str, Any] = {"device": str(place), "threads": torch.get_num_threads(), "ranks": ranks}
+    link: dict[str, float] = {}
+    if ranks > 1:
+        link, about["transport"] = _link(rank, ranks, port, place)
+    resources = Resources(
+        flops=flops,
+        memory_bandwidth=2 * large.nbytes / _seconds(lambda: other.copy_(large), place),
+        operator_seconds=_seconds(lambda: small.add_(1), place, 200),
+        host_bandwidth=8 * on_host.nbytes / _seconds(adam, torch.device("cpu")),
+        memory=_memory(place),
+        **link,
+    )
+    return resources, about
+
+
+def _link(rank: int, ranks: int, port: int, place: torch.device) -> tuple[dict[str, float], str]:
+    """Latency and bandwidth of an all-gather, by its smallest and its largest size; and the name of its transport."""
+    store = process_group.TCPStore("127.0.0.1", port, ranks, is_master=rank == 0)
+    backend = "gloo" if place.type == "cpu" else "nccl"
+    process_group.start(backend, store, rank, ranks)
+    communicator = Communicator(None, place)
+    seconds = []
+    for size in _SIZES:
+        part = size // 4
+        full = torch.zeros(part * ranks, device=place)
+        ranges = [(start, start + part) for start in range(0, part * ranks, part)]
+        gather = partial(communicator.all_gather, full, ranges, 0, "a measurement")
+        seconds.append(_seconds(lambda gather=gather: gather().wait(), place))  # type: ignore[misc]
+    communicator.close()
+    process_group.destroy()
+    bandwidth = (_SIZES[-1] - _SIZES[0]) * (ranks - 1) / max(seconds[-1] - seconds[0], 1e-9)
+    transport = "shared memory" if communicator.counters.link == "within" else backend
+    return {"link_bandwidth": bandwidth, "link_seconds": seconds[0]}, transport
+
+
+def _seconds(act: Callable[[], Any], place: torch.device, calls: int = 1) -> float:
+    """The median time of a call."""
+    times = []
+    for _ in range(_REPEATS + 2):
+        _finish(place)
+        started = time.perf_counter()
+        for _ in range(calls):
+            act()
+        _finish(place)
+        times.append((time.perf_counter() - started) / calls)
+    return statistics.median(times[2:])
+
+
+def _finish(place: torch.device) -> None:
+    if place.type != "cpu":
+        torch.accelerator.synchronize(place)
+
+
+def _memory(place: torch.device) -> float:
+    if place.type == "cuda":
+        return float(torch.cuda.get_device_properties(place).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -1,0 +1,91 @@
+"""Table 1 of the ZeRO paper (Rajbhandari et al., SC20): bytes of model states, by formula and by the engine."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from lightning_zero.engine.compat import FakeTensorMode
+from lightning_zero.planning.fake_run import leave_meta
+from lightning_zero.planning.pretend import pretending
+from lightning_zero.planning.timeline import Recorder
+
+TABLE_1_SIZES = (7.5e9, 128e9, 1e12)
+"""Parameters."""
+
+TABLE_1_RANKS = (1, 4, 16, 64, 256, 1024)
+
+_STATES = ("parameters", "gradients", "optimizer")
+
+
+class Cell(NamedTuple):
+    """One cell; GB are 10^9 bytes a rank.
+
+    Attributes:
+        formula_gb: the paper's, with parameters and gradients of 2 bytes and 12 bytes of fp32 states.
+        engine_gb: what the engine holds after backward, with gradients in fp32. Stage 1 has reduced them to shards by
+            then; only while micro-batches accumulate does it keep them in full.
+    """
+
+    ranks: int
+    parameters: float
+    stage: int
+    formula_gb: float
+    engine_gb: float
+
+
+def formula_bytes(parameters: float, ranks: int, stage: int) -> float:
+    """Bytes of model states a rank by the paper's Figure 1, with Adam in mixed precision (K = 12)."""
+    psi, shard = parameters, parameters / ranks
+    return {1: 4 * psi + 12 * shard, 2: 2 * psi + 14 * shard, 3: 16 * shard}[stage]
+
+
+def engine_bytes(parameters: float, ranks: int, stage: int) -> int:
+    """Bytes of model states that a rank holds at the end of backward, by two steps of the engine on fake tensors."""
+    width = 2**14
+    with torch.device("meta"):
+        count, rest = divmod(round(parameters), 64 * width)
+        layers = [nn.Linear(64 * width, part, bias=False, dtype=torch.bfloat16) for part in _parts(count, 16)]
+        if rest:
+            layers.append(nn.Linear(rest, 1, bias=False, dtype=torch.bfloat16))
+    module = _Rows(layers)
+    held: dict[str, int] = {}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        leave_meta(module)
+        optimizer = torch.optim.AdamW(module.parameters())
+        engine = pretending(ranks, Recorder())(module, [optimizer], stage=stage, device="cpu")
+        for _ in range(2):
+            module().backward()
+            engine.report()
+            held = dict(engine.ledger.now)
+            optimizer.step()
+            optimizer.zero_grad()
+    return sum(held.get(category, 0) for category in _STATES)
+
+
+def table_1() -> list[Cell]:
+    """All 54 cells."""
+    return [
+        Cell(ranks, size, stage, formula_bytes(size, ranks, stage) / 1e9, engine_bytes(size, ranks, stage) / 1e9)
+        for ranks in TABLE_1_RANKS
+        for size in TABLE_1_SIZES
+        for stage in (1, 2, 3)
+    ]
+
+
+class _Rows(nn.Module):
+    """Layers side by side, each used once."""
+
+    def __init__(self, layers: list[nn.Linear]) -> None:
+        super().__init__()
+        self.layers, self._widths = nn.ModuleList(layers), [layer.in_features for layer in layers]
+
+    def forward(self) -> torch.Tensor:
+        rows = [torch.ones(1, width, dtype=torch.bfloat16) for width in self._widths]
+        return torch.stack([layer(row).float().mean() for layer, row in zip(self.layers, rows)]).sum()
+
+
+def _parts(total: int, count: int) -> list[int]:
+    return [total // count + (number < total % count) for number in range(count)]

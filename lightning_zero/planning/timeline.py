@@ -1,0 +1,134 @@
+"""The time of a step: what the fake run did, in its order, replayed on the speed of a machine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from lightning_zero.engine.compat import TorchDispatchMode, tree_leaves
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """How fast a machine is, as one rank sees it; ``lightning-zero doctor`` measures it.
+
+    Attributes:
+        flops: floating-point operations a second of matrix products, in the precision of the run.
+        memory_bandwidth: bytes a second that operators read and write.
+        operator_seconds: the least time of an operator.
+        link_bandwidth: bytes a second that a rank sends, and receives, in a collective.
+        link_seconds: latency of a collective.
+        host_bandwidth: bytes a second that an update of offloaded states reads and writes in the host's memory.
+        memory: bytes of the device; None if unknown.
+    """
+
+    flops: float
+    memory_bandwidth: float
+    operator_seconds: float = 5e-6
+    link_bandwidth: float = 10e9
+    link_seconds: float = 30e-6
+    host_bandwidth: float = 10e9
+    memory: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if value is not None and not (isinstance(value, (int, float)) and value >= 0):
+                raise ValueError(f"{name}={value!r} must be a number of 0 or more.")
+
+
+class Event(NamedTuple):
+    """One thing that a rank does.
+
+    Attributes:
+        kind: ``"compute"`` an operator; ``"launch"`` of a collective and the ``"wait"`` for it; ``"host"`` an operator
+            of an update in the background.
+        flops, nbytes: of it; the bytes of a collective are those that the rank sends.
+        number: of a collective.
+    """
+
+    kind: str
+    flops: float = 0.0
+    nbytes: float = 0.0
+    number: int = 0
+
+
+class Recorder(TorchDispatchMode):
+    """Notes each operator with its floating-point operations and bytes, and each collective.
+
+    Attributes:
+        events: in order.
+        on_host: whether operators belong to an update in the host's memory.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self.on_host = False
+        self._collectives = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not func.is_view and func.namespace != "prim" and func not in _FREE:
+            count = flop_registry.get(func._overloadpacket)
+            flops = count(*args, **kwargs, out_val=result) if count is not None else 0
+            nbytes = sum(value.nbytes for value in tree_leaves((args, kwargs, result)) if isinstance(value, Tensor))
+            self.events.append(Event("host" if self.on_host else "compute", float(flops), float(nbytes)))
+        return result
+
+    def launch(self, nbytes: float) -> int:
+        """A collective in which this rank sends so many bytes; returns its number."""
+        self._collectives += 1
+        self.events.append(Event("launch", nbytes=nbytes, number=self._collectives))
+        return self._collectives
+
+    def wait(self, number: int) -> None:
+        self.events.append(Event("wait", number=number))
+
+
+_aten = torch.ops.aten
+_FREE = {_aten.empty.memory_format, _aten.detach.default, _aten.empty_like.default, _aten.empty_strided.default}
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+flop_registry.setdefault(_aten._scaled_dot_product_flash_attention_for_cpu, _attention_flops)
+
+
+def replay(events: list[Event], resources: Resources) -> dict[str, float]:
+    """Seconds that the events take: ``total``; and what it is made of.
+
+    Operators follow one another. Collectives follow one another beside them, and updates in the host's memory beside
+    both; a wait lasts until its collective is done.
+
+    Returns:
+        ``total``; ``compute``, the time of operators alone; ``communication``, of collectives alone; ``waiting``, the
+        part of the total in which no operator runs since a collective or an update is awaited.
+    """
+    now = network_free = host_free = compute = communication = 0.0
+    ends: dict[int, float] = defaultdict(float)
+    for event in events:
+        if event.kind == "compute":
+            seconds = max(
+                event.flops / resources.flops, event.nbytes / resources.memory_bandwidth, resources.operator_seconds
+            )
+            now, compute = now + seconds, compute + seconds
+        elif event.kind == "host":
+            host_free = max(host_free, now) + event.nbytes / resources.host_bandwidth
+        elif event.kind == "launch":
+            seconds = resources.link_seconds + event.nbytes / resources.link_bandwidth
+            network_free = max(network_free, now) + seconds
+            communication += seconds
+            ends[event.number] = network_free
+        else:
+            now = max(now, ends[event.number])
+    now = max(now, network_free, host_free)
+    return {"total": now, "compute": compute, "communication": communication, "waiting": now - compute}

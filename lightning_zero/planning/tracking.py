@@ -1,0 +1,137 @@
+"""Dispatch modes over fake tensors: how much memory is in use at any time, and answers where a fake tensor has none."""
+
+from __future__ import annotations
+
+import traceback
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.engine.compat import DATA_DEPENDENT, TorchDispatchMode
+from lightning_zero.engine.tensor.wrapper import WrapperTensor
+
+aten = torch.ops.aten
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Counts the bytes of all storages that operators make within the context, as long as they live.
+
+    A storage counts with its current size, so a buffer that the engine has resized to nothing counts nothing.
+
+    Args:
+        by_category: the bytes that the engine accounts for; read at each new peak.
+
+    Attributes:
+        peak: the highest total since the last ``reset``.
+        at_peak: ``by_category`` at that time.
+    """
+
+    def __init__(self, by_category: Callable[[], Counter[str]]) -> None:
+        super().__init__()
+        self._by_category = by_category
+        self._sizes: dict[int, int] = {}
+        self._references: dict[int, weakref.ref[Any]] = {}
+        self._total = 0
+        self.peak, self.at_peak = 0, Counter[str]()
+
+    def reset(self) -> None:
+        """Begin a new peak at what is in use now."""
+        self.peak, self.at_peak = self._total, self._by_category()
+
+    def __enter__(self) -> Any:
+        self._resize = torch.UntypedStorage.resize_
+
+        def resize(storage: Any, nbytes: int) -> Any:
+            result = self._resize(storage, nbytes)
+            if id(storage) in self._sizes:
+                self._count(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]  # not an operator
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*exc)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(value, Tensor) and not isinstance(value, WrapperTensor):
+                storage = value.untyped_storage()
+                if id(storage) not in self._sizes:
+                    self._references[id(storage)] = weakref.ref(storage, partial(self._forget, id(storage)))
+                    self._sizes[id(storage)] = 0
+                    self._count(storage)
+        return result
+
+    def _count(self, storage: Any) -> None:
+        nbytes = storage.nbytes()
+        self._total += nbytes - self._sizes[id(storage)]
+        self._sizes[id(storage)] = nbytes
+        if self._total > self.peak:
+            self.peak, self.at_peak = self._total, self._by_category()
+
+    def _forget(self, identity: int, _: Any) -> None:
+        self._total -= self._sizes.pop(identity)
+        del self._references[identity]
+
+
+class Assumptions(TorchDispatchMode):
+    """Answers operators whose result depends on values, which fake tensors do not have.
+
+    Attributes:
+        made: each assumption with the line of the project that needs it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[str, None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except DATA_DEPENDENT:
+            answer = self._answer(func, *args)
+            if answer is None:
+                raise
+            assumption, value = answer
+            self.made[f"{assumption} ({_line_of_the_project()})"] = None
+            return value
+
+    def _answer(self, func: Any, first: Tensor, *args: Any) -> tuple[str, Any] | None:
+        if func is aten._local_scalar_dense.default:
+            value: Any = first.dtype.is_floating_point and 1.0 or (False if first.dtype == torch.bool else 1)
+            return f"a value that is read from a tensor is {value}", value
+        if func is aten.nonzero.default:
+            return "every element is nonzero", torch.empty(first.numel(), first.dim(), dtype=torch.int64)
+        if func is aten.masked_select.default:
+            return "a mask selects every element", first.broadcast_to(
+                torch.broadcast_shapes(first.shape, args[0].shape)
+            ).reshape(-1)
+        if func is aten.index.Tensor:
+            where = [each if each is None or each.dtype != torch.bool else _all_of(each) for each in args[0]]
+            flat = [part for each in where for part in (each if isinstance(each, tuple) else (each,))]
+            return "a mask selects every element", aten.index.Tensor(first, flat)
+        return None
+
+
+def _all_of(mask: Tensor) -> tuple[Tensor, ...]:
+    """Indices of all elements of a mask, as ``nonzero(as_tuple=True)`` gives them."""
+    return tuple(torch.empty(mask.numel(), dtype=torch.int64) for _ in range(mask.dim()))
+
+
+def _line_of_the_project() -> str:
+    """The innermost line that is in no installed package and not in this one."""
+    frames = [
+        frame
+        for frame in traceback.extract_stack()
+        if "site-packages" not in frame.filename and "lightning_zero" not in Path(frame.filename).parts
+    ]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "in a package"

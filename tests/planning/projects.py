@@ -1,0 +1,82 @@
+"""Projects that are planned: modules as users write them, and their batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.attend = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.attend(self.norm(x)).unsqueeze(1).chunk(3, -1)
+        x = x + nn.functional.scaled_dot_product_attention(query, key, value).squeeze(1)
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Net(LightningModule):
+    def __init__(self, width: int = 64, depth: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
+        self.register_buffer("scale", torch.ones(width))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = (self.blocks(batch) * self.scale).square().mean()
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+class Reading(Net):
+    """Reads values, which a plan does not have."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        chosen = batch[batch > 0]
+        loss = super().training_step(batch, batch_idx) + chosen.sum()
+        if loss.item() > 10:
+            loss = loss * 2
+        return loss
+
+
+class Adversaries(LightningModule):
+    """Two optimizers in turn, as in PyTorch's DCGAN tutorial."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 32))
+        self.critic = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        for_generator, for_critic = self.optimizers()
+        made = self.generator(torch.randn(len(batch), 8, device=self.device))
+        for_critic.zero_grad()
+        self.manual_backward(self.critic(made.detach()).mean() - self.critic(batch).mean())
+        for_critic.step()
+        for_generator.zero_grad()
+        self.manual_backward(-self.critic(made).mean())
+        for_generator.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(each.parameters()) for each in (self.generator, self.critic)]
+
+
+def batch() -> Tensor:
+    return torch.randn(4, 16, 64)
+
+
+def pictures() -> Tensor:
+    return torch.randn(4, 32)
+
+
+def narrow() -> Tensor:
+    return torch.randn(4, 16, 32)

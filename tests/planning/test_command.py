@@ -1,0 +1,78 @@
+"""`lightning-zero plan` and `lightning-zero doctor`, as scripts call them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lightning_zero.commands.plan import main
+
+PROJECT = ["tests.planning.projects:Net", "width=32", "--batch", "tests.planning.projects:narrow"]
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict]:
+    assert main([*PROJECT, *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_json_has_an_entry_for_each_choice(capsys):
+    plans = planned(capsys, "--ranks", "64", "--stage", "1", "2", "3", "--offload", "none", "cpu")
+    assert [(plan["stage"], plan["offload"]) for plan in plans] == [
+        (stage, offload) for stage in (1, 2, 3) for offload in ("none", "cpu")
+    ]
+    for plan in plans:
+        categories = {name: nbytes for name, nbytes in plan["peak_bytes"].items() if name != "total"}
+        assert sum(categories.values()) == plan["peak_bytes"]["total"] > 0
+        assert plan["ranks"] == 64 and plan["assumptions"] == []
+        assert plan["fits"] is None and plan["seconds_per_step"] is None
+
+
+def test_memory_and_speed_say_what_fits_and_how_long_it_takes(capsys):
+    speeds = ["--flops", "1e12", "--link-bandwidth", "1e10"]
+    choices = ["--ranks", "8", "--stage", "0", "3"]
+    most, least = (plan["peak_bytes"]["total"] for plan in planned(capsys, *choices))
+    assert most > least
+    memory = (most + least) / 2 / 0.9  # of which a plan may use 90 %
+    ddp, zero3 = planned(capsys, *choices, "--memory", f"{memory:.0f}B", *speeds)
+    assert not ddp["fits"] and zero3["fits"]
+    assert 0 < zero3["seconds_per_step"] < 60 and zero3["samples_per_second"] > 0
+
+
+def test_a_batch_may_be_declared_by_its_shapes(capsys):
+    declared = [*PROJECT[:2], "--batch", "float32[4,16,32]", "--stage", "2", "--json"]
+    assert main(declared) == 0
+    assert json.loads(capsys.readouterr().out) == planned(capsys, "--stage", "2")
+
+
+def test_micro_batches_and_checkpointing_are_varied(capsys):
+    plans = planned(capsys, "--stage", "2", "--micro-batch", "2", "8", "--checkpointing", "off", "on")
+    by_choice = {(p["micro_batch"], p["activation_checkpointing"]): p["peak_bytes"]["activations"] for p in plans}
+    assert by_choice[8, False] > 2 * by_choice[2, False] and by_choice[8, True] < by_choice[8, False]
+
+
+def test_the_table_ends_with_advice(capsys):
+    assert main([*PROJECT, "--ranks", "8", "--memory", "1GB", "--flops", "1e15", "--link-bandwidth", "1e6"]) == 0
+    printed = capsys.readouterr().out
+    assert "zero3" in printed and "ZeRO does not help here" in printed
+
+
+def test_what_fits_nowhere_is_said_with_the_way_out(capsys):
+    assert main([*PROJECT, "--stage", "1", "--memory", "10KB"]) == 0
+    assert "Nothing fits: the least is zero1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tests.planning.projects", "--batch", "a:b"], "'tests.planning.projects' must be package.module:Name"),
+        (["tests.planning.projects:Nett", "--batch", "tests.planning.projects:batch"], "has no attribute 'Nett'"),
+        ([*PROJECT, "--memory", "large"], "--memory 'large' must be a number with a unit, such as 80GB or 24GiB"),
+        ([*PROJECT, "--link-bandwidth", "1e9"], "--flops must be given with the machine's other speeds"),
+        (["tests.planning.projects:Net", "width", "--batch", "a:b"], "'width' must be name=value"),
+        ([*PROJECT[:2], "--batch", "float[4]", "four[4]"], "'four[4]' must be package.module:function, or tensors"),
+    ],
+)
+def test_wrong_arguments_get_one_line(capsys, arguments, message):
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err

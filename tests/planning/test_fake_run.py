@@ -1,0 +1,94 @@
+"""A plan's memory is what the real engine takes: to the byte with real tensors, and as real ranks hold it."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch.utils.data import DataLoader
+
+from lightning_zero.planning.fake_run import fake_run
+from tests.planning.projects import Adversaries, Net, Reading, batch, pictures
+from tests.support.trainer import make_trainer
+
+
+@pytest.mark.parametrize("offload", [None, "cpu"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_fake_tensors_take_the_bytes_of_real_ones(stage, offload):
+    runs = [
+        fake_run(
+            partial(Net, width=256), torch.randn(4, 16, 256), ranks=2, stage=stage, offload=offload, with_values=real
+        )
+        for real in (False, True)
+    ]
+    assert runs[0].peak_bytes == runs[1].peak_bytes and runs[0].host_bytes == runs[1].host_bytes
+    assert runs[0].traffic == runs[1].traffic
+    assert runs[0].events == runs[1].events
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_other_precisions_take_the_bytes_of_real_ones(precision):
+    runs = [
+        fake_run(Net, batch(), ranks=2, stage=3, precision=precision, accumulate=2, clip=1.0, with_values=real)
+        for real in (False, True)
+    ]
+    assert runs[0].peak_bytes == runs[1].peak_bytes
+
+
+def test_ddp_takes_sixteen_bytes_a_parameter_and_its_buckets():
+    run = fake_run(Net, batch(), ranks=2, stage=None)
+    numel = sum(parameter.numel() for parameter in Net().parameters())
+    states = sum(run.peak_bytes[category] for category in ("parameters", "gradients", "reduction", "optimizer"))
+    steps = 4 * len(list(Net().parameters()))  # Adam's step counts
+    assert run.numel == numel and states == 20 * numel + steps
+    assert run.traffic == {"all_reduce": 4 * numel}
+
+
+class Watch(Callback):
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        trainer.strategy.engine.report()
+        trainer.strategy.engine.reset_peak()
+
+    def on_train_end(self, trainer: Any, *_: Any) -> None:
+        self.peak = trainer.strategy.engine.report().peak
+
+
+def held_by_a_real_rank(stage: int) -> dict[str, int]:
+    watch = Watch()
+    trainer = make_trainer(f"zero{stage}", callbacks=[watch], max_steps=2)
+    trainer.fit(Net(width=256), DataLoader(torch.randn(8 * 2, 16, 256), batch_size=4))
+    return watch.peak
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_states_are_those_of_real_ranks(run_on, stage):
+    real = run_on(2, held_by_a_real_rank, stage=stage)[0]
+    planned = fake_run(partial(Net, width=256), torch.randn(4, 16, 256), ranks=2, stage=stage).peak_bytes
+    for category in ("parameters", "optimizer"):
+        assert planned[category] == pytest.approx(real[category], rel=0.02)
+
+
+def test_two_optimizers_in_turn_are_planned():
+    run = fake_run(Adversaries, pictures(), ranks=4, stage=2)
+    assert run.numel == sum(parameter.numel() for parameter in Adversaries().parameters())
+    assert run.peak_bytes["optimizer"] > 0 and run.total_bytes > 0
+
+
+def test_values_that_a_project_reads_are_assumed_with_the_line():
+    run = fake_run(Reading, batch(), ranks=2, stage=2)
+    read, masked = sorted(run.assumptions)
+    assert read.startswith("a mask selects every element") and masked.startswith("a value that is read")
+    assert all("projects.py:" in assumption for assumption in run.assumptions)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.alone
+def test_seven_billion_parameters_on_64_ranks_take_twenty_seconds():
+    began = time.process_time()
+    run = fake_run(partial(Net, width=4608, depth=35), torch.randn(1, 128, 4608), ranks=64, stage=3)
+    assert run.numel > 7.4e9
+    assert time.process_time() - began < 20

@@ -1,0 +1,40 @@
+"""A step's time, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_zero.planning.timeline import Event, Resources, replay
+
+SLOW = Resources(
+    flops=10.0, memory_bandwidth=10.0, operator_seconds=1.0, link_bandwidth=10.0, link_seconds=1.0, host_bandwidth=10.0
+)
+
+
+def test_an_operator_takes_the_longest_of_arithmetic_memory_and_start():
+    for event, seconds in (
+        (Event("compute", flops=50.0), 5.0),
+        (Event("compute", nbytes=30.0), 3.0),
+        (Event("compute"), 1.0),
+    ):
+        assert replay([event], SLOW)["total"] == seconds
+
+
+def test_a_collective_runs_beside_operators_until_it_is_awaited():
+    events = [Event("launch", nbytes=30.0, number=1), Event("compute", nbytes=20.0), Event("wait", number=1)]
+    assert replay(events, SLOW) == {"total": 4.0, "compute": 2.0, "communication": 4.0, "waiting": 2.0}
+
+
+def test_collectives_follow_one_another():
+    events = [Event("launch", nbytes=10.0, number=number) for number in (1, 2)] + [Event("wait", number=2)]
+    assert replay(events, SLOW)["total"] == 4.0
+
+
+def test_updates_on_the_host_run_beside_the_device():
+    events = [Event("compute", nbytes=10.0), Event("host", nbytes=50.0), Event("compute", nbytes=20.0)]
+    assert replay(events, SLOW) == {"total": 6.0, "compute": 3.0, "communication": 0.0, "waiting": 3.0}
+
+
+def test_speeds_are_numbers():
+    with pytest.raises(ValueError, match="flops='fast' must be a number of 0 or more"):
+        Resources(flops="fast", memory_bandwidth=1.0)
