@@ -55,7 +55,7 @@ class Ours:
             self._saver.save_whole(whole, path)
 
     def is_written(self) -> bool:
-        return self._saver.is_done
+        return all(job.done() for job in self._saver._jobs)
 
     def finish(self) -> None:
         self._saver.finish()

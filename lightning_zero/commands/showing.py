@@ -12,7 +12,7 @@ from tqdm import tqdm
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], Any]]:
     """Context that shows progress; yields a function to call with the number of bytes done since its last call."""
-    with tqdm(desc=what, total=total, unit="B", unit_scale=True, leave=False) as bar:
+    with tqdm(desc=what, total=total, unit="B", unit_scale=True, leave=False, delay=1) as bar:
         yield bar.update
 
 

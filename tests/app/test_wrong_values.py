@@ -37,12 +37,12 @@ WRONG = [
     ("trainer.gradient_clip_val=some", "trainer: `gradient_clip_val` should be an int or a float"),
     ("stage.prefetch=-1", "stage.prefetch=-1 must be an integer of at least 0"),
     ("stage.unit_numel=many", "stage.unit_numel='many' must be an integer of at least 0"),
-    ("stage.reduce_dtype=fp8", "stage.reduce_dtype='fp8' is not a dtype"),
-    ("stage.activation_checkpointing=all", "stage.activation_checkpointing='all' is not understood"),
+    ("stage.reduce_dtype=fp8", "stage.reduce_dtype='fp8' must be 'fp32', 'bf16', 'fp16'"),
+    ("stage.activation_checkpointing=all", "stage.activation_checkpointing='all' must be 'units', a module class"),
     ("offload=gpu", "offload=gpu: no such option; there are cpu, cpu_params, none, nvme, nvme_params"),
     ("stage.offload=gpu", "stage.offload='gpu' must be None, 'cpu', 'nvme' or an OffloadConfig"),
     ("+stage.offload.optimizer=gpu", "stage.offload: optimizer='gpu' must be None, 'cpu' or 'nvme'"),
-    ("stage.units=some", "stage.units='some' is not understood: write 'auto'"),
+    ("stage.units=some", "stage.units='some' must be 'auto', a module class"),
     ("stage.units=[", "stage.units=[: no viable alternative"),
 ]
 

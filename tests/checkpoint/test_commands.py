@@ -185,7 +185,7 @@ def test_what_fp16_cannot_hold_is_said(tmp_path, capsys):
     )
     assert run("export", path, tmp_path / "w.safetensors", "--dtype", "fp16") == 0
     said = capsys.readouterr().err
-    assert "infinite now: big; --dtype bf16" in said
+    assert "so now infinite: big; --dtype bf16" in said
 
 
 def test_dtypes_and_shapes_of_every_kind(tmp_path):

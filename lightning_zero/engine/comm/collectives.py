@@ -246,6 +246,7 @@ class Communicator:
         if self.size > 1:
             if self._transport is not None:
                 self._transport.close()
+            self.watch.close()
             while self._own_groups:
                 with suppress(RuntimeError, ValueError):  # they may have failed, or be gone with the default group
                     process_group.destroy(self._own_groups.pop())

@@ -60,10 +60,12 @@ class _Watchdog(Lifelines):
         self.refusal = ""
         self._ranks = process_group.ranks_of(group)
         self._begun: Counter[str] = Counter()
+        self._closed_engines: list[str] = []
         self._wait: _Wait | None = None
         self._announced: _Wait | None = None
         self._announcing = Lock()
-        self._notices: dict[int, tuple[_Wait, Counter[str]]] = {}  # on the first rank
+        # On the first rank: what a rank waits for, what it has begun, and its closed engines.
+        self._notices: dict[int, tuple[_Wait, Counter[str], list[str]]] = {}
         super().__init__(group)
 
     def hear(self, kind: str, rank: int, text: str) -> None:
@@ -89,6 +91,12 @@ class _Watchdog(Lifelines):
     def begin(self, key: str) -> int:
         self._begun[key] += 1
         return self._begun[key]
+
+    def close_engine(self, name: str) -> None:
+        """Forget what has begun in an engine; nothing can be concluded about it any more."""
+        self._closed_engines.append(name)
+        for key in [key for key in list(self._begun) if _engine_in(key) == name]:
+            del self._begun[key]
 
     @contextmanager
     def waiting(self, wait: _Wait) -> Iterator[None]:
@@ -122,14 +130,18 @@ class _Watchdog(Lifelines):
             with self._announcing:
                 if self._wait is wait and self._announced is not wait:
                     self._announced = wait
-                    self.say(WAITS, json.dumps([*wait, dict(self._begun)]))
+                    text = json.dumps([*wait, self._begun.copy(), self._closed_engines])
+                    if self._rank == 0:  # this thread would also have to read what it sends, of any length
+                        self._take(WAITS, 0, text)
+                    else:
+                        self.say(WAITS, text)
 
     def _take_notice(self, rank: int, text: str) -> None:
         """On the first rank: note what a rank waits for, and end all waits if that closes a cycle."""
         self._notices.pop(rank, None)
         if text:
-            *wait, begun = json.loads(text)
-            self._notices[rank] = _Wait(*wait), Counter(begun)
+            *wait, begun, closed = json.loads(text)
+            self._notices[rank] = _Wait(*wait), Counter(begun), closed
             if (cycle := self._cycle([rank])) is None:
                 return
             waits = {each: self._notices[each][0] for each in sorted(cycle)}
@@ -146,14 +158,19 @@ class _Watchdog(Lifelines):
 
     def _cycle(self, path: list[int]) -> list[int] | None:
         """The ranks of a cycle, of which each waits for the next, that begins with a path of them."""
-        wait, _ = self._notices[path[-1]]
-        for other, (_, begun) in self._notices.items():
-            if begun[wait.key] < wait.ordinal:
+        wait = self._notices[path[-1]][0]
+        for other, (_, begun, closed) in self._notices.items():
+            if begun[wait.key] < wait.ordinal and _engine_in(wait.key) not in closed:
                 if other == path[0]:
                     return path
                 if other not in path and (found := self._cycle([*path, other])) is not None:
                     return found
         return None
+
+
+def _engine_in(key: str) -> str:
+    """The name of the engine in the key of a wait."""
+    return key.partition(": ")[0]
 
 
 class Watch:
@@ -188,6 +205,10 @@ class Watch:
         ordinal = self.begin(what) if ordinal is None else ordinal
         key = f"{self._name}: {what}"
         return self._watchdog.waiting(_Wait(key, what, ordinal, time.monotonic(), may_be_refused))
+
+    def close(self) -> None:
+        """Forget the engine's collectives."""
+        self._watchdog.close_engine(self._name)
 
     @property
     def ended(self) -> set[int]:

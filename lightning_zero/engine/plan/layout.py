@@ -11,8 +11,10 @@ Segments start at multiples of ``ALIGNMENT`` elements so that a view of one is a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import overload
 
 import torch
 
@@ -74,6 +76,11 @@ class BucketLayout:
         """``[start, stop)`` of a rank's shard in the bucket."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
+    @property
+    def shard_ranges(self) -> Sequence[tuple[int, int]]:
+        """``shard_range`` of every rank. Computed when asked for: each of a thousand ranks needs its own alone."""
+        return _ShardRanges(self)
+
     def owned_range(self, first: int, last: int, rank: int) -> tuple[int, int]:
         """The range ``[start, stop)`` of segments ``first`` to ``last`` (inclusive) that a rank owns; may be empty."""
         low, high = self.shard_range(rank)
@@ -96,6 +103,24 @@ class BucketLayout:
         for segment, end in zip(self.segments, [*(other.start for other in self.segments[1:]), self.padded_numel]):
             sizes += [segment.numel, end - segment.stop]
         return sizes
+
+
+class _ShardRanges(Sequence[tuple[int, int]]):
+    def __init__(self, layout: BucketLayout) -> None:
+        self._layout = layout
+
+    def __len__(self) -> int:
+        return self._layout.world_size
+
+    @overload
+    def __getitem__(self, rank: int) -> tuple[int, int]: ...
+
+    @overload
+    def __getitem__(self, rank: slice) -> list[tuple[int, int]]: ...
+
+    def __getitem__(self, rank: int | slice) -> tuple[int, int] | list[tuple[int, int]]:
+        ranks = range(len(self))[rank]
+        return self._layout.shard_range(ranks) if isinstance(ranks, int) else list(map(self._layout.shard_range, ranks))
 
 
 def _align(numel: int) -> int:

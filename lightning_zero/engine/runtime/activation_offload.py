@@ -249,18 +249,19 @@ class _Form:
 
     def __init__(self, tensor: Tensor) -> None:
         self._size, self._stride, self.nbytes = tensor.size(), tensor.stride(), tensor.nbytes
-        self._options: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
+        self._dtype, self._device = tensor.dtype, tensor.device
         self._dense = torch.empty_like(tensor, device="meta").stride()  # the same order of dimensions, without gaps
         self._lead = tensor.data_ptr() % 64 // tensor.element_size()  # elements after a multiple of 64 bytes
 
     def on_host(self, memory: Tensor) -> Tensor:
         """View bytes in host memory as the tensor's elements, without gaps."""
-        return memory[: self.nbytes].view(self._options["dtype"]).as_strided(self._size, self._dense)
+        return memory[: self.nbytes].view(self._dtype).as_strided(self._size, self._dense)
 
     def empty(self) -> Tensor:
         """New memory on the device with the same layout."""
         span = 1 + sum((count - 1) * step for count, step in zip(self._size, self._stride))
-        return torch.empty(self._lead + span, **self._options).as_strided(self._size, self._stride, self._lead)
+        memory = torch.empty(self._lead + span, dtype=self._dtype, device=self._device)
+        return memory.as_strided(self._size, self._stride, self._lead)
 
 
 class _Copies:

@@ -107,7 +107,7 @@ class Bucket:
         self.is_replicated = residency.plan.is_replicated
         self.state = BucketState.GATHERED if self.is_replicated else BucketState.SHARDED
         self._buffer = GatheredBuffer(full, self.layout, self.ledger, stays=self.is_replicated)
-        self.ranges = [self.layout.shard_range(rank) for rank in range(self.communicator.size)]
+        self.ranges = self.layout.shard_ranges
         self._low, self._high = self.ranges[self.communicator.rank]
         self._pending: list[Pending] = []  # the running gather, if there is one
         weakref.finalize(self, _let_go, self._pending).atexit = False
