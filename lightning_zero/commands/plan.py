@@ -127,7 +127,7 @@ def _batch(given: list[str]) -> Any:
         dtype = getattr(torch, declared[1], None) if declared is not None else None
         if declared is None or not isinstance(dtype, torch.dtype):
             raise ValueError(f"--batch {text!r} must be package.module:function, or tensors such as 'int64[4,1024]'")
-        tensors.append(torch.zeros(*map(int, declared[2].split(",")), dtype=dtype))
+        tensors.append(torch.zeros(*map(int, declared[2].split(",")), dtype=dtype, device="cpu"))
     return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
 

@@ -61,7 +61,7 @@ def _of_one(rank: int, ranks: int, port: int, device: str) -> tuple[Resources, d
     a = torch.randn(1024, 1024, device=place)
     large = torch.randn(2**24, device=place)
     other, small = torch.empty_like(large), torch.zeros(8, device=place)
-    on_host = torch.randn(2**22)
+    on_host = torch.randn(2**22, device="cpu")
     averages = [torch.zeros_like(on_host) for _ in range(2)]
 
     def adam() -> None:

@@ -83,7 +83,7 @@ class _Rows(nn.Module):
         self.layers, self._widths = nn.ModuleList(layers), [layer.in_features for layer in layers]
 
     def forward(self) -> torch.Tensor:
-        rows = [torch.ones(1, width, dtype=torch.bfloat16) for width in self._widths]
+        rows = [torch.ones(1, width, dtype=torch.bfloat16, device="cpu") for width in self._widths]
         return torch.stack([layer(row).float().mean() for layer, row in zip(self.layers, rows)]).sum()
 
 

@@ -110,7 +110,8 @@ class Assumptions(TorchDispatchMode):
             value: Any = first.dtype.is_floating_point and 1.0 or (False if first.dtype == torch.bool else 1)
             return f"a value that is read from a tensor is {value}", value
         if func is aten.nonzero.default:
-            return "every element is nonzero", torch.empty(first.numel(), first.dim(), dtype=torch.int64)
+            shape = first.numel(), first.dim()
+            return "every element is nonzero", torch.empty(shape, dtype=torch.int64, device=first.device)
         if func is aten.masked_select.default:
             return "a mask selects every element", first.broadcast_to(
                 torch.broadcast_shapes(first.shape, args[0].shape)
@@ -124,7 +125,7 @@ class Assumptions(TorchDispatchMode):
 
 def _all_of(mask: Tensor) -> tuple[Tensor, ...]:
     """Indices of all elements of a mask, as ``nonzero(as_tuple=True)`` gives them."""
-    return tuple(torch.empty(mask.numel(), dtype=torch.int64) for _ in range(mask.dim()))
+    return tuple(torch.empty(mask.numel(), dtype=torch.int64, device=mask.device) for _ in range(mask.dim()))
 
 
 def _line_of_the_project() -> str:
