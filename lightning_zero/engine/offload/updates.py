@@ -208,6 +208,7 @@ class Update(NamedTuple):
     """
 
     kind: type[Optimizer]
+    unhooked: type[Optimizer]  # derived from it, with a ``step`` that calls no hooks
     attributes: dict[str, Any]  # of the optimizer
     group: dict[str, Any]
     dtype: torch.dtype  # of step counts
@@ -220,27 +221,37 @@ class Update(NamedTuple):
         if device.type != "cpu" and options.get("fused", False) is None and not options.get("foreach"):
             options["fused"] = kind.__name__ in _FUSED
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-        return cls(_without_hooks(kind), dict(optimizer.__dict__), options, dtype)
+        return cls(kind, _without_hooks(kind), dict(optimizer.__dict__), options, dtype)
 
     def act(self, values: Tensor, gradient: Tensor | None, state: dict[str, Any]) -> dict[str, Any]:
         """Update one tensor and its state in place, as the optimizer's ``step`` does; returns the state.
 
         May be called in any thread.
         """
-        is_new = not state
-        parameter = nn.Parameter(values)
-        parameter.grad = _on_device_of(gradient, values) if gradient is not None else None
-        alone = object.__new__(self.kind)
+        (after,) = self.act_on([values], [gradient], [state])
+        return after
+
+    def act_on(
+        self, values: Sequence[Tensor], gradients: Sequence[Tensor | None], states: Sequence[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Update several tensors by one ``step``; see ``act``."""
+        parameters = [nn.Parameter(each) for each in values]
+        for parameter, gradient in zip(parameters, gradients):
+            parameter.grad = _on_device_of(gradient, parameter) if gradient is not None else None
+        alone = object.__new__(self.unhooked)
         alone.__dict__ = {
             **self.attributes,
-            "param_groups": [{**self.group, "params": [parameter]}],
-            "state": defaultdict(dict, {parameter: state} if state else {}),
+            "param_groups": [{**self.group, "params": parameters}],
+            "state": defaultdict(dict, {p: state for p, state in zip(parameters, states) if state}),
         }
-        self.kind.step(alone)  # not that of the instance, which schedulers replace
-        after = alone.state[parameter]
-        if is_new:  # step counts have the default dtype, which another thread may have set for its forward
-            counts = {key: value for key, value in after.items() if isinstance(value, Tensor) and value.dim() == 0}
-            after |= {key: value.to(self.dtype) for key, value in counts.items() if value.is_floating_point()}
+        self.unhooked.step(alone)  # not that of the instance, which schedulers replace
+        after = [alone.state[parameter] for parameter in parameters]
+        for each, before in zip(after, states):
+            if before:
+                continue
+            # New step counts have the default dtype, which another thread may have set for its forward.
+            counts = {key: value for key, value in each.items() if isinstance(value, Tensor) and value.dim() == 0}
+            each |= {key: value.to(self.dtype) for key, value in counts.items() if value.is_floating_point()}
         return after
 
     def fields(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -282,9 +293,17 @@ def _without_hooks(kind: Any) -> type[Optimizer]:
         return step.__wrapped__ if getattr(step, "hooked", False) else step
 
     bases = [base for base in kind.__mro__[:-1] if "step" in vars(base)]
+    steps = tuple(vars(base)["step"] for base in bases)  # which tests of projects replace
+    if (known := _unhooked.get(kind)) is not None and known[0] == steps:
+        return known[1]
     # in the method resolution order each unwrapped ``step`` comes before the class that it is taken from
     between = [type(base.__name__, (base,), {"step": unhooked(base)}) for base in bases if base is not kind]
-    return type(kind.__name__, (kind, *between), {"step": unhooked(bases[0])})
+    made = type(kind.__name__, (kind, *between), {"step": unhooked(bases[0])})
+    _unhooked[kind] = steps, made
+    return made
+
+
+_unhooked: dict[Any, tuple[tuple[Any, ...], type[Optimizer]]] = {}
 
 
 def _on_device_of(gradient: Tensor, values: Tensor) -> Tensor:

@@ -18,40 +18,46 @@ from lightning_zero.engine.optim.kinds import copied, is_by_element
 from lightning_zero.engine.optim.master import Master
 from lightning_zero.engine.state.bucket import Bucket
 
-CHUNK_NUMEL = 2**20
-"""Elements of a chunk. A multiple of ``ALIGNMENT``."""
+CHUNK_NUMEL = 2**18
+"""Elements of a chunk: a megabyte each of values, gradient and two states, in fp32. A multiple of ``ALIGNMENT``."""
 
 
 def gains_by_chunks(kind: type, group: dict[str, Any], values: Tensor) -> bool:
     """Whether an update in chunks is faster, by an optimizer of this class with these options.
 
-    Unless it is fused, an optimizer of torch allocates temporary tensors of the parameter's size, and glibc maps and
-    unmaps blocks of 32 MiB and more each time: ``AdamW`` takes twice as long. With smaller ones nothing is gained, nor
-    with fake tensors, which have no memory.
+    Unless it is fused, an optimizer of torch passes over a tensor once for each of its operations (Adam nine times),
+    and a tensor larger than the cache comes from memory each time. Fake tensors have no memory.
     """
-    is_large = values.numel() >= 8 * CHUNK_NUMEL and values.device.type == "cpu"
-    if isinstance(values, FakeTensor):
+    if values.numel() < 2 * CHUNK_NUMEL or values.device.type != "cpu" or isinstance(values, FakeTensor):
         return False
-    return is_large and is_torchs_elementwise(kind) and not group.get("fused") and not group.get("foreach")
+    return is_torchs_elementwise(kind) and not any(
+        group.get(option) for option in ("fused", "foreach", "differentiable", "capturable")
+    )
 
 
 def updated(update: Update, values: Tensor, gradient: Tensor | None, state: dict[str, Any]) -> dict[str, Any]:
     """Update a tensor as ``update.act`` does, in chunks if that is faster. Every bit of the result is the same."""
     if gradient is None or not gains_by_chunks(update.kind, update.group, values):
         return update.act(values, gradient, state)
-    fields = {key: value for key, value in state.items() if is_by_element(key, value, values.shape)}
-    after: dict[str, Any] = {}
-    for start in range(0, values.numel(), CHUNK_NUMEL):
-        chunk = slice(start, start + CHUNK_NUMEL)
-        part = values.view(-1)[chunk]
-        before = {key: fields[key].view(-1)[chunk] if key in fields else copied(state[key]) for key in state}
-        after = update.act(part, gradient.view(-1)[chunk], before)
-        for key, value in after.items():
-            if is_by_element(key, value, part.shape) and value is not before.get(key):
-                if key not in fields:
-                    fields[key] = torch.empty_like(values, dtype=value.dtype)
-                fields[key].view(-1)[chunk] = value
-    return {key: fields.get(key, value) for key, value in after.items()}
+    fields = {key: _split(value) for key, value in state.items() if is_by_element(key, value, values.shape)}
+    parts = _split(values)
+    before = [
+        {key: fields[key][number] if key in fields else copied(value) for key, value in state.items()}
+        for number in range(len(parts))
+    ]
+    after = update.act_on(parts, _split(gradient), before)
+    first = dict(after[0])
+    for key, value in first.items():
+        if is_by_element(key, value, parts[0].shape):
+            if all(new[key] is old.get(key) for new, old in zip(after, before)):
+                first[key] = state[key]
+            else:
+                first[key] = torch.cat([new.pop(key) for new in after]).view(values.shape)
+    return first
+
+
+def _split(tensor: Tensor) -> tuple[Tensor, ...]:
+    return tensor.view(-1).split(CHUNK_NUMEL)
 
 
 class OffloadedStep:
