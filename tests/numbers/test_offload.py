@@ -428,12 +428,21 @@ class Keeping(nn.Linear):
         return super().forward(x)
 
 
-def kept_parts(offload: str | None, stage: int = 2, sharded: bool = True) -> list[torch.Tensor]:
+def kept_parts(
+    offload: str | None, stage: int = 2, sharded: bool = True, with_others: bool = False
+) -> list[torch.Tensor]:
+    """
+    Args:
+        with_others: something else has tensors over the buffers until the first backward is over, as a thread of Gloo
+            may, which lets go of what it has broadcast late.
+    """
     module, optimizer = prepare(Recipe(lambda: nn.Sequential(Keeping(5, 7), nn.Tanh(), Keeping(7, 1))))
     engine = Engine(module, [optimizer], stage=stage, offload=option(offload, stage)) if sharded else None
     x, rows = torch.randn(6, 5), []
+    others = [bucket.full[:1] for bucket in engine.buckets] if engine is not None and with_others else []
     for _ in range(3):
         module(x).square().mean().backward()
+        others.clear()
         time.sleep(0.2 * rank())  # the other ranks have their own shards long before
         optimizer.step()
         optimizer.zero_grad()
@@ -455,6 +464,13 @@ def test_so_it_has_when_the_parts_of_other_ranks_come_late(run_on, stage, offloa
     (expected,) = run_on(1, kept_parts, offload=None, sharded=False)
     for found in run_on(2, kept_parts, offload=offload, stage=stage):
         same_values(found, expected, offload or "")
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_so_it_has_where_something_else_had_a_view_of_the_weights_before(run_on, stage):
+    (expected,) = run_on(1, kept_parts, offload=None, sharded=False)
+    for found in run_on(2, kept_parts, offload=None, stage=stage, with_others=True):
+        same_values(found, expected, "")
 
 
 def traffic_on_disk(stage: int) -> None:

@@ -234,7 +234,7 @@ class Bucket:
         if self.state is BucketState.STALE:
             self.gather()
         self._finish_gather()
-        self._buffer.count_holders()
+        self._buffer.count_holders(len(self.views) + self.is_in_buffer)
 
     def _finish_gather(self) -> None:
         if self._pending:

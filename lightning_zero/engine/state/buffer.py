@@ -80,10 +80,16 @@ class GatheredBuffer:
 
     # -- tensors over the buffer ------------------------------------------------------------------------------------
 
-    def count_holders(self) -> None:
-        """Count the engine's own tensors over the buffer, unless that is done; user code has none yet."""
+    def count_holders(self, others: int) -> None:
+        """Count the engine's own tensors over the buffer, unless that is done; user code has none yet.
+
+        Args:
+            others: that are over the buffer beside ``tensor`` and ``segments``. More may be counted for a moment: a
+                thread of Gloo lets go of what it has broadcast after the end of the wait for it.
+        """
         if self._own_holders is None:
-            self._own_holders = self._holders_but_masters()
+            of_this_call = 1
+            self._own_holders = min(self._holders_but_masters(), 1 + len(self.segments) + others + of_this_call)
 
     def forget_holders(self) -> None:
         """Count the engine's own tensors again next time, since some were created or deleted."""
