@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,7 +14,7 @@ from fsspec.core import url_to_fs
 
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
-from lightning_zero.commands.showing import in_bytes, progress, show
+from lightning_zero.commands.showing import in_bytes, progress, show, size_of
 from lightning_zero.io.labels import new_label
 
 EPILOG = "PATH is a checkpoint of any writer: a Lightning file, or a folder of torch.distributed.checkpoint."
@@ -67,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--max-shard-size",
         metavar="SIZE",
-        type=_size,
+        type=size_of,
         default="5GB",
         help="of a file; larger exports become several files with an index (default: 5GB)",
     )
@@ -88,16 +87,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     foreign.add_argument("--model", metavar="ENTRY", help="of fsdp: the entry that contains the weights")
     return parser
-
-
-def _size(text: str) -> int:
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
-    size = 0
-    if found is not None:
-        size = int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size: write 500MB, 5GB or 4GiB")
-    return size
 
 
 def _open(options: Any) -> Any:

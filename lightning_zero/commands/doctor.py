@@ -60,9 +60,11 @@ def _versions() -> dict[str, str]:
 def _machine() -> dict[str, Any]:
     import torch
 
+    from lightning_zero.planning.measure import host_memory
+
     return {
         "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_bytes": host_memory(),
         "free_on_disk_bytes": shutil.disk_usage(tempfile.gettempdir()).free,
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
     }

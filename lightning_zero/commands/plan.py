@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
+import pkgutil
 import re
 import sys
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_zero.commands.showing import in_bytes, show
+from lightning_zero.commands.showing import in_bytes, show, size_of
 
 USAGE = "lightning-zero plan package.module:Module [width=512 ...] --batch package.module:make_batch [options]"
 
@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
 
         make_module = partial(_found(parsed.module), **dict(map(_setting, parsed.settings)))
         resources = _resources(parsed)
-        memory = _bytes(parsed.memory) if parsed.memory else resources.memory if resources is not None else None
+        memory = _memory(parsed.memory) if parsed.memory else resources.memory if resources is not None else None
         plans = make_plans(
             make_module,
             _batch(parsed.batch),
@@ -100,12 +100,9 @@ def _found(name: str) -> Callable[..., Any]:
     Raises:
         ValueError: if there is no such thing.
     """
-    module, colon, attribute = name.partition(":")
-    if not colon:
+    if ":" not in name:
         raise ValueError(f"{name!r} must be package.module:Name")
-    found: Any = importlib.import_module(module)
-    for part in attribute.split("."):
-        found = getattr(found, part)
+    found: Any = pkgutil.resolve_name(name)
     if not callable(found):
         raise ValueError(f"{name!r} must be a class or function, and is a {type(found).__name__}")
     return found
@@ -141,25 +138,10 @@ def _setting(text: str) -> tuple[str, Any]:
         return name, value
 
 
-_UNITS = {
-    "": 1.0,
-    "B": 1.0,
-    "KB": 1e3,
-    "MB": 1e6,
-    "GB": 1e9,
-    "TB": 1e12,
-    "KIB": 2.0**10,
-    "MIB": 2.0**20,
-    "GIB": 2.0**30,
-}
-
-
-def _bytes(text: str) -> float:
-    digits = text.strip().rstrip("BbKkMmGgTtIi")
-    unit = text.strip()[len(digits) :].strip().upper()
+def _memory(text: str) -> int:
     try:
-        return float(digits) * _UNITS[unit]
-    except (ValueError, KeyError):
+        return size_of(text)
+    except argparse.ArgumentTypeError:
         raise ValueError(f"--memory {text!r} must be a number with a unit, such as 80GB or 24GiB") from None
 
 

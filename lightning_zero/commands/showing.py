@@ -1,7 +1,9 @@
-"""Terminal output of commands: tables, and progress of long operations in bytes."""
+"""Terminal output of commands: tables, progress of long operations, and sizes in bytes as text."""
 
 from __future__ import annotations
 
+import argparse
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +25,17 @@ def in_bytes(number: float) -> str:
             return f"{number:.3g} {unit}"
         number /= 1000
     return f"{number:.3g} TB"
+
+
+def size_of(text: str) -> int:
+    """Bytes of a size such as 500MB, 5GB or 4GiB; a type for argparse."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    size = 0
+    if found is not None:
+        size = int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: write 500MB, 5GB or 4GiB")
+    return size
 
 
 def show(table: list[tuple[str, ...]], right: tuple[int, ...]) -> None:

@@ -84,11 +84,10 @@ def make_plans(
         make_module, batch, options: as for ``fake_run``.
         micro_batches: first dimensions of the batch's tensors; None for the batch as it is.
         resources: the machine's speed; None for plans without times.
-        memory: bytes of the device.
+        memory: bytes of the device; None for plans that do not say whether they fit.
         accumulate: micro-batches a step.
     """
     plans = []
-    memory = memory if memory is not None else resources.memory if resources is not None else None
     for micro_batch, stage, offload, recompute in product(micro_batches, stages, offloads, checkpointing):
         if stage == 0 and (offload != "none" or recompute):
             continue
@@ -156,9 +155,10 @@ def advise(plans: list[Plan], memory: float | None) -> list[str]:
     if not fitting:
         best = min(plans, key=lambda plan: plan.peak_bytes["total"])
         assert memory is not None
+        largest = _largest(best)
         return [
             f"Nothing fits: the least is {best.name} with {_gb(best.peak_bytes['total'])} of {_gb(ROOM * memory)} "
-            f"usable. Its largest part is {_largest(best)}. {_way_out(best)}"
+            f"usable. Its largest part is {largest} ({_gb(best.peak_bytes[largest])}). {_way_out(best)}"
         ]
     timed = [plan for plan in fitting if plan.samples_per_second is not None]
     ddp = next((plan for plan in plans if plan.stage == 0), None)
@@ -201,13 +201,12 @@ def advise(plans: list[Plan], memory: float | None) -> list[str]:
 
 
 def _largest(plan: Plan) -> str:
-    parts = {name: nbytes for name, nbytes in plan.peak_bytes.items() if name != "total"}
-    name = max(parts, key=parts.__getitem__)
-    return f"{name} ({_gb(parts[name])})"
+    """The category with the most bytes."""
+    return max(plan.peak_bytes.keys() - {"total"}, key=plan.peak_bytes.__getitem__)
 
 
 def _way_out(plan: Plan) -> str:
-    if _largest(plan).startswith("activations"):
+    if _largest(plan) == "activations":
         return "Use smaller micro-batches (--micro-batch) or activation checkpointing (--checkpointing on)."
     if plan.stage == 3 and plan.offload != "none":
         return "Use more ranks, or wrap smaller units."

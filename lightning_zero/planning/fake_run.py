@@ -60,6 +60,9 @@ class _Pretending:
         """Bytes by kind of collective so far."""
         raise NotImplementedError
 
+    def forget_gradients(self) -> None:
+        """Called before gradients are set to None."""
+
     def host_bytes(self) -> int:
         """Bytes of master weights that ``held`` counts, and that lie in the host's memory."""
         return 0
@@ -121,6 +124,7 @@ class PretendingDDPStrategy(_Pretending, SingleDeviceStrategy):
         # DDP's default, which copies each gradient to a bucket and back
         self._buckets = [torch.empty_like(parameter) for parameter in trained] if self._ranks > 1 else []
         self._now["reduction"] = sum(bucket.nbytes for bucket in self._buckets)
+        self._trained_bytes = sum(parameter.nbytes for parameter in trained)
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(self._take)
 
@@ -130,11 +134,6 @@ class PretendingDDPStrategy(_Pretending, SingleDeviceStrategy):
         self._collected += parameter.grad.nbytes
         if self._collected >= DDP_BUCKET_BYTES:
             self._reduce()
-
-    @property
-    def _trained_bytes(self) -> int:
-        assert self.model is not None
-        return sum(parameter.nbytes for parameter in self.model.parameters() if parameter.requires_grad)
 
     def _reduce(self) -> None:
         if self._ranks > 1 and self._collected:
@@ -218,14 +217,28 @@ class _SecondStep(Callback):
             self._recorder.events.clear()
 
     def on_before_zero_grad(self, *_: Any) -> None:
-        if isinstance(self._strategy, PretendingDDPStrategy):
-            self._strategy.forget_gradients()
+        self._strategy.forget_gradients()
 
     def on_train_end(self, *_: Any) -> None:
         self.events = list(self._recorder.events)
         self.traffic = {kind: nbytes - self._before.get(kind, 0) for kind, nbytes in self._strategy.traffic().items()}
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Context without what Lightning says of a Trainer, and torch of fake tensors' addresses."""
+    logger = logging.getLogger("lightning.pytorch")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+@_quiet()
 def fake_run(
     make_module: Callable[[], LightningModule],
     batch: Any,
@@ -251,21 +264,6 @@ def fake_run(
         with_values: compute with real tensors, to check what fake ones give.
         options: of ``ZeroStrategy``.
     """
-    with _quiet():
-        return _run(make_module, batch, ranks, stage, accumulate, precision, clip, with_values, options)
-
-
-def _run(
-    make_module: Callable[[], LightningModule],
-    batch: Any,
-    ranks: int,
-    stage: int | None,
-    accumulate: int,
-    precision: Any,
-    clip: float | None,
-    with_values: bool,
-    options: dict[str, Any],
-) -> FakeRun:
     with torch.device("meta"):
         module = make_module()
     mode, recorder, assumptions = FakeTensorMode(allow_non_fake_inputs=True), Recorder(), Assumptions()
@@ -300,20 +298,6 @@ def _run(
     host = peak.pop("host", 0) + offloaded
     peak["parameters"] -= offloaded
     return FakeRun(peak, host, second.traffic, numel, second.events, tuple(assumptions.made))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Context without what Lightning says of a Trainer, and torch of fake tensors' addresses."""
-    logger = logging.getLogger("lightning.pytorch")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(before)
 
 
 def leave_meta(module: nn.Module) -> None:

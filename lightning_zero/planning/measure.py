@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import statistics
 import time
 from collections.abc import Callable
@@ -27,33 +26,28 @@ def measure(ranks: int = 2, device: str = "cpu") -> tuple[Resources, dict[str, A
 
     Returns:
         The resources as one rank sees them while all are busy, and what was measured beside them.
+
+    Raises:
+        RuntimeError: if a rank cannot be measured.
     """
     if ranks == 1:
         return _of_one(0, 1, 0, device)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    queue = context.SimpleQueue()
-    processes = [context.Process(target=_worker, args=(rank, ranks, port, device, queue)) for rank in range(ranks)]
-    for process in processes:
-        process.start()
-    found = queue.get()
-    for process in processes:
-        process.join()
-    if isinstance(found, str):
-        raise RuntimeError(found)
-    return found
-
-
-def _worker(rank: int, ranks: int, port: int, device: str, queue: Any) -> None:
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    # This process hosts the store, so that its port is open before the ranks learn the number.
+    store = process_group.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    results = multiprocessing.get_context("spawn").SimpleQueue()
     try:
-        found: Any = _of_one(rank, ranks, port, device)
-    except Exception as error:
-        found = f"rank {rank} could not be measured: {error}"
-    if rank == 0 or isinstance(found, str):
-        queue.put(found)
+        multiprocessing.start_processes(_worker, (ranks, store.port, device, results), ranks)
+    except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise RuntimeError(f"rank {error.error_index} could not be measured: {reason}") from None
+    return results.get()
+
+
+def _worker(rank: int, ranks: int, port: int, device: str, results: Any) -> None:
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    found = _of_one(rank, ranks, port, device)
+    if rank == 0:
+        results.put(found)
 
 
 def _of_one(rank: int, ranks: int, port: int, device: str) -> tuple[Resources, dict[str, Any]]:
@@ -86,7 +80,7 @@ def _of_one(rank: int, ranks: int, port: int, device: str) -> tuple[Resources, d
 
 def _link(rank: int, ranks: int, port: int, place: torch.device) -> tuple[dict[str, float], str]:
     """Latency and bandwidth of an all-gather, by its smallest and its largest size; and the name of its transport."""
-    store = process_group.TCPStore("127.0.0.1", port, ranks, is_master=rank == 0)
+    store = process_group.TCPStore("127.0.0.1", port, is_master=False)
     backend = "gloo" if place.type == "cpu" else "nccl"
     process_group.start(backend, store, rank, ranks)
     communicator = Communicator(None, place)
@@ -125,4 +119,9 @@ def _finish(place: torch.device) -> None:
 def _memory(place: torch.device) -> float:
     if place.type == "cuda":
         return float(torch.cuda.get_device_properties(place).total_memory)
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return float(host_memory())
+
+
+def host_memory() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from lightning_zero.commands import doctor
 from lightning_zero.commands.plan import main
 
 PROJECT = ["tests.planning.projects:Net", "width=32", "--batch", "tests.planning.projects:narrow"]
@@ -76,3 +77,19 @@ def test_what_fits_nowhere_is_said_with_the_way_out(capsys):
 def test_wrong_arguments_get_one_line(capsys, arguments, message):
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_doctor_measures_gives_plans_their_times(capsys, tmp_path):
+    assert doctor.main(["--ranks", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["machine"]["ranks"] == 2 and found["machine"]["transport"] in ("shared memory", "gloo")
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps(found))
+    (plan,) = planned(capsys, "--ranks", "2", "--stage", "3", "--resources", str(file))
+    assert plan["seconds_per_step"] > 0 and plan["fits"]
+
+
+def test_a_rank_that_cannot_be_measured_ends_doctor_with_one_line(capfd):
+    assert doctor.main(["--ranks", "2", "--device", "nowhere"]) == 1
+    errors = capfd.readouterr().err
+    assert "lightning-zero doctor: rank" in errors and "could not be measured: " in errors

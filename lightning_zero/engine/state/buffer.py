@@ -60,7 +60,8 @@ class GatheredBuffer:
 
     def _find_segments(self) -> None:
         ranges = self.tensor.split_with_sizes(self._layout.sizes())[::2]
-        self.segments = [part.view(segment.shape) for part, segment in zip(ranges, self._layout.segments)]
+        # detached, since a view of a view that is a fake tensor holds the one between
+        self.segments = [part.view(segment.shape).detach() for part, segment in zip(ranges, self._layout.segments)]
         self.forget_holders()
 
     # -- streams ----------------------------------------------------------------------------------------------------
