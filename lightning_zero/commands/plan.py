@@ -14,37 +14,41 @@ from typing import Any
 
 from lightning_zero.commands.showing import in_bytes, show, size_of
 
-USAGE = "lightning-zero plan package.module:Module [width=512 ...] --batch package.module:make_batch [options]"
+USAGE = """lightning-zero plan package.module:Module [width=512 ...] --batch package.module:make_batch [options]
+       lightning-zero plan train.py [options] [-- arguments of the script]
+       lightning-zero plan [model=gpt_small ...] [options]"""
 
 
 def main(arguments: list[str]) -> int:
-    parsed = parser().parse_args(arguments)
+    where = arguments.index("--") if "--" in arguments else len(arguments)
+    of_script = arguments[where + 1 :]
+    parsed = parser().parse_args(arguments[:where])
     if parsed.paper:
         return _paper(parsed)
-    if parsed.module is None or parsed.batch is None:
-        parser().error("give the module and --batch, or --paper; see lightning-zero plan --help")
+    if not parsed.project:
+        parser().error("give what to plan, or --paper; see lightning-zero plan --help")
     sys.path.insert(0, "")
     try:
         from lightning_zero.planning.advice import advise, make_plans
 
-        make_module = partial(_found(parsed.module), **dict(map(_setting, parsed.settings)))
-        resources = _resources(parsed)
+        measured = json.loads(parsed.resources.read_text()) if parsed.resources is not None else {}
+        resources = _resources(parsed, measured.get("resources", {}))
         memory = _memory(parsed.memory) if parsed.memory else resources.memory if resources is not None else None
+        project = _project(parsed, of_script)
+        settings = {name: value for name in _SETTINGS if (value := getattr(parsed, name)) is not None}
         plans = make_plans(
-            make_module,
-            _batch(parsed.batch),
-            ranks=parsed.ranks,
+            project.make_module,
+            project.batch,
             stages=parsed.stage,
             offloads=parsed.offload,
             micro_batches=parsed.micro_batch or [None],
             checkpointing=[{"off": False, "on": True}[each] for each in parsed.checkpointing],
             resources=resources,
             memory=memory,
-            accumulate=parsed.accumulate,
-            precision=parsed.precision,
-            clip=parsed.clip,
+            transport=parsed.transport or measured.get("machine", {}).get("transport") or "nccl",
+            **{"ranks": 1, **project.settings, **settings},
         )
-    except (ValueError, TypeError, ImportError, AttributeError) as error:
+    except (ValueError, ImportError, OSError) as error:
         print(f"lightning-zero plan: {error}", file=sys.stderr)
         return 2
     if parsed.json:
@@ -58,28 +62,56 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+_SETTINGS = ("ranks", "accumulate", "precision", "clip")
+"""Options that come before what the project's own Trainer is given."""
+
+
+def _project(parsed: argparse.Namespace, of_script: list[str]) -> Any:
+    """What the first arguments name.
+
+    Raises:
+        ValueError: if they name nothing.
+    """
+    from lightning_zero.planning import projects
+
+    first, *others = parsed.project
+    if "=" in first:
+        return projects.of_config([first, *others])
+    if ":" not in first and first.endswith(".py"):
+        return projects.of_script(Path(first), [*others, *of_script])
+    make_module = partial(_found(first), **dict(map(_setting, others)))
+    if parsed.batch is None:
+        raise ValueError("--batch is missing: package.module:function, or tensors such as 'int64[4,1024]'")
+    return projects.Project(make_module, _batch(parsed.batch))
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="lightning-zero plan",
         usage=USAGE,
         description="Run the real Trainer and engine for two steps on fake tensors, as one rank of many.",
     )
-    made.add_argument("module", nargs="?", help="LightningModule class or function that makes one: package.module:Name")
-    made.add_argument("settings", nargs="*", metavar="name=value", help="arguments of the module, read as JSON")
+    made.add_argument(
+        "project",
+        nargs="*",
+        help="a LightningModule class or a function that makes one, with its arguments; a script, which is run up to "
+        "Trainer.fit; or overrides of the configuration that lightning-zero train has",
+    )
     made.add_argument(
         "--batch",
         nargs="+",
         metavar="BATCH",
-        help="package.module:function that returns a batch as the loader does, or tensors such as 'int64[4,1024]'",
+        help="of a class: package.module:function that returns a batch as the loader does, or tensors such as "
+        "'int64[4,1024]'",
     )
-    made.add_argument("--ranks", type=int, default=1, help="world size (default: 1)")
+    made.add_argument("--ranks", type=int, help="world size (default: that of the project's Trainer, or 1)")
     made.add_argument("--stage", type=int, nargs="+", default=[0, 1, 2, 3], choices=[0, 1, 2, 3], help="0 is DDP")
     made.add_argument("--offload", nargs="+", default=["none"], choices=["none", "cpu"])
     made.add_argument("--micro-batch", type=int, nargs="+", help="samples a rank computes at once")
     made.add_argument("--checkpointing", nargs="+", default=["off"], choices=["off", "on"], help="of activations")
-    made.add_argument("--accumulate", type=int, default=1, help="micro-batches a step")
-    made.add_argument("--precision", default="32-true", help="the Trainer's (default: 32-true)")
-    made.add_argument("--clip", type=float, help="the Trainer's gradient_clip_val")
+    made.add_argument("--accumulate", type=int, help="micro-batches a step (default: the Trainer's, or 1)")
+    made.add_argument("--precision", help="as the Trainer names it (default: the Trainer's, or 32-true)")
+    made.add_argument("--clip", type=float, help="gradient_clip_val (default: the Trainer's)")
     made.add_argument("--memory", help="of the device, such as 80GB: says which choices fit")
     made.add_argument("--resources", type=Path, help="file that lightning-zero doctor --json has written")
     made.add_argument("--flops", type=float, help="floating-point operations a second of matrix products")
@@ -87,6 +119,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--link-bandwidth", type=float, help="bytes a second that a rank sends in a collective")
     made.add_argument("--link-seconds", type=float, help="latency of a collective")
     made.add_argument("--host-bandwidth", type=float, help="bytes a second of updates in the host's memory")
+    made.add_argument(
+        "--transport",
+        choices=["nccl", "gloo", "shared memory"],
+        help="between the ranks (default: what --resources says, or nccl): each takes other buffers for a reduction",
+    )
     made.add_argument("--json", action="store_true", help="the plans as JSON")
     made.add_argument(
         "--paper", action="store_true", help="Table 1 of the ZeRO paper, by its formula and by the engine"
@@ -102,7 +139,10 @@ def _found(name: str) -> Callable[..., Any]:
     """
     if ":" not in name:
         raise ValueError(f"{name!r} must be package.module:Name")
-    found: Any = pkgutil.resolve_name(name)
+    try:
+        found: Any = pkgutil.resolve_name(name)
+    except AttributeError as error:
+        raise ValueError(f"{name!r}: {error}") from None
     if not callable(found):
         raise ValueError(f"{name!r} must be a class or function, and is a {type(found).__name__}")
     return found
@@ -145,11 +185,11 @@ def _memory(text: str) -> int:
         raise ValueError(f"--memory {text!r} must be a number with a unit, such as 80GB or 24GiB") from None
 
 
-def _resources(parsed: argparse.Namespace) -> Any:
-    """The machine's speed from a file and from options, which come before it; None if nothing is given."""
+def _resources(parsed: argparse.Namespace, measured: dict[str, Any]) -> Any:
+    """The machine's speed as measured, and from options, which come before it; None if nothing is given."""
     from lightning_zero.planning.timeline import Resources
 
-    given = json.loads(parsed.resources.read_text())["resources"] if parsed.resources is not None else {}
+    given = dict(measured)
     for name in ("flops", "memory_bandwidth", "link_bandwidth", "link_seconds", "host_bandwidth"):
         if (value := getattr(parsed, name)) is not None:
             given[name] = value

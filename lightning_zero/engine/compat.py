@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    unset_fake_temporarily,
 )
 from torch._weights_only_unpickler import Unpickler
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys

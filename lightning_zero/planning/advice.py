@@ -86,7 +86,12 @@ def make_plans(
         resources: the machine's speed; None for plans without times.
         memory: bytes of the device; None for plans that do not say whether they fit.
         accumulate: micro-batches a step.
+
+    Raises:
+        ValueError: if there are no ranks, or micro-batches cannot be varied.
     """
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks} must be a whole number, 1 or more.")
     plans = []
     for micro_batch, stage, offload, recompute in product(micro_batches, stages, offloads, checkpointing):
         if stage == 0 and (offload != "none" or recompute):

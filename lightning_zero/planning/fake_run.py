@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
-from lightning_zero.engine.compat import FakeTensorMode, tree_map
+from lightning_zero.engine.compat import FakeTensorMode, tree_leaves, tree_map
 from lightning_zero.engine.state.residency import Medium
 from lightning_zero.planning.pretend import pretending
 from lightning_zero.planning.timeline import Event, Recorder
@@ -63,6 +64,13 @@ class _Pretending:
     def forget_gradients(self) -> None:
         """Called before gradients are set to None."""
 
+    def reset_peak(self) -> None:
+        """Called before the step that is measured."""
+
+    def report_peak(self) -> dict[str, int]:
+        """``Report.peak`` of the engine; empty where there is none."""
+        return {}
+
     def host_bytes(self) -> int:
         """Bytes of master weights that ``held`` counts, and that lie in the host's memory."""
         return 0
@@ -77,12 +85,13 @@ class PretendingZeroStrategy(_Pretending, ZeroStrategy):
     Arguments:
         ranks: how many.
         recorder: notes the collectives.
+        transport: as for ``pretending``.
         options: as for ``ZeroStrategy``.
     """
 
-    def __init__(self, ranks: int, recorder: Recorder, **options: Any) -> None:
+    def __init__(self, ranks: int, recorder: Recorder, transport: str, **options: Any) -> None:
         self._ranks, self._recorder, self.leave_modes = ranks, recorder, ExitStack()
-        self._engine_class = pretending(ranks, recorder)  # type: ignore[misc]
+        self._engine_class = pretending(ranks, recorder, transport)  # type: ignore[misc]
         super().__init__(**options)
 
     @property
@@ -96,6 +105,14 @@ class PretendingZeroStrategy(_Pretending, ZeroStrategy):
         assert self.engine is not None
         return self.engine.report().bytes  # which enters the optimizer states in the ledger, too
 
+    def reset_peak(self) -> None:
+        assert self.engine is not None
+        self.engine.reset_peak()
+
+    def report_peak(self) -> dict[str, int]:
+        assert self.engine is not None
+        return self.engine.report().peak
+
     def host_bytes(self) -> int:
         assert self.engine is not None
         at_rest = (part for bucket in self.engine.buckets for part in bucket.residency.plan.at_rest())
@@ -105,7 +122,9 @@ class PretendingZeroStrategy(_Pretending, ZeroStrategy):
 class PretendingDDPStrategy(_Pretending, SingleDeviceStrategy):
     """One rank of ``DistributedDataParallel``: every rank holds all; gradients are averaged while backward goes on.
 
-    Arguments: as for ``PretendingZeroStrategy``.
+    Arguments:
+        ranks: how many.
+        recorder: notes the collectives.
     """
 
     def __init__(self, ranks: int, recorder: Recorder) -> None:
@@ -172,14 +191,16 @@ class FakeRun:
         peak_bytes: by category, on the device that computes, when their sum is highest: ``parameters`` (with master
             weights), ``gathered``, ``gradients``, ``reduction``, ``optimizer``, and ``activations`` (with the batch,
             buffers, and all else that the project makes).
+        report_peak: bytes by category when those of the engine alone are highest, as in the ``Report`` of a real run.
         host_bytes: of what is offloaded to the host's memory.
         traffic: bytes of a step by kind of collective.
         numel: elements of all parameters.
         events: of the step; see ``replay``.
-        assumptions: made where the project reads values, which fake tensors do not have.
+        assumptions: made where the project reads values, which fake tensors do not have; and what of it did not run.
     """
 
     peak_bytes: dict[str, int]
+    report_peak: dict[str, int]
     host_bytes: int
     traffic: dict[str, int]
     numel: int
@@ -189,6 +210,20 @@ class FakeRun:
     @property
     def total_bytes(self) -> int:
         return sum(self.peak_bytes.values())
+
+
+def _made_on_meta(make_module: Callable[[], LightningModule]) -> LightningModule:
+    try:
+        with torch.device("meta"):
+            module = make_module()
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"The module could not be made on the meta device: {error}. Tensors whose values __init__ reads must be "
+            'made with device="cpu".'
+        ) from error
+    if not isinstance(module, LightningModule):
+        raise ValueError(f"What is planned must be a LightningModule, and is a {type(module).__name__}.")
+    return module
 
 
 class _Batches:
@@ -213,6 +248,7 @@ class _SecondStep(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx == self._accumulate:
             self._before = self._strategy.traffic()
+            self._strategy.reset_peak()
             self._tracker.reset()
             self._recorder.events.clear()
 
@@ -220,7 +256,7 @@ class _SecondStep(Callback):
         self._strategy.forget_gradients()
 
     def on_train_end(self, *_: Any) -> None:
-        self.events = list(self._recorder.events)
+        self.events, self.report_peak = list(self._recorder.events), self._strategy.report_peak()
         self.traffic = {kind: nbytes - self._before.get(kind, 0) for kind, nbytes in self._strategy.traffic().items()}
 
 
@@ -248,6 +284,7 @@ def fake_run(
     accumulate: int = 1,
     precision: Any = "32-true",
     clip: float | None = None,
+    transport: str = "nccl",
     with_values: bool = False,
     **options: Any,
 ) -> FakeRun:
@@ -261,16 +298,19 @@ def fake_run(
         accumulate: micro-batches a step.
         precision: of the Trainer.
         clip: the Trainer's ``gradient_clip_val``.
+        transport: between the ranks, ``"nccl"``, ``"gloo"`` or ``"shared memory"``: which buffers a reduction takes.
         with_values: compute with real tensors, to check what fake ones give.
         options: of ``ZeroStrategy``.
+
+    Raises:
+        ValueError: if the module cannot be made on the meta device.
     """
-    with torch.device("meta"):
-        module = make_module()
+    module = _made_on_meta(make_module)
     mode, recorder, assumptions = FakeTensorMode(allow_non_fake_inputs=True), Recorder(), Assumptions()
     strategy: Any = (
         PretendingDDPStrategy(ranks, recorder)
         if stage is None
-        else PretendingZeroStrategy(ranks, recorder, stage=stage, **options)
+        else PretendingZeroStrategy(ranks, recorder, transport, stage=stage, **options)
     )
     tracker = MemoryTracker(strategy.held)
     strategy.modes = [nullcontext() if with_values else mode, tracker, recorder, assumptions]
@@ -288,7 +328,8 @@ def fake_run(
         barebones=True,  # no checkpoints, and nothing is logged
     )
     if not with_values:
-        batch = tree_map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+        batch = tree_map(lambda leaf: mode.from_tensor(leaf) if _is_data(leaf) else leaf, batch)
+    tracker.count(tree_leaves(batch))
     with strategy.leave_modes:
         trainer.fit(module, _Batches(batch, 2 * accumulate))
         numel = sum(parameter.numel() for parameter in module.parameters())
@@ -297,7 +338,22 @@ def fake_run(
     peak["activations"] = tracker.peak - sum(peak.values())
     host = peak.pop("host", 0) + offloaded
     peak["parameters"] -= offloaded
-    return FakeRun(peak, host, second.traffic, numel, second.events, tuple(assumptions.made))
+    return FakeRun(
+        peak, second.report_peak, host, second.traffic, numel, second.events, (*assumptions.made, *_left_out(module))
+    )
+
+
+def _is_data(leaf: Any) -> bool:
+    """Whether a part of a batch becomes fake. Ids, labels and masks stay, since code looks at their values."""
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.uint8)
+
+
+def _left_out(module: LightningModule) -> list[str]:
+    """Names what the project does beside training, which a plan leaves out."""
+    beside = re.compile("validation|test|predict|checkpoint")
+    own = {name for cls in type(module).__mro__ if not issubclass(LightningModule, cls) for name in vars(cls)}
+    names = sorted(name for name in own if hasattr(LightningModule, name) and beside.search(name))
+    return [f"training takes the most ({', '.join(names)} did not run)"] if names else []
 
 
 def leave_meta(module: nn.Module) -> None:

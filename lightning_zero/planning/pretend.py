@@ -14,11 +14,14 @@ import torch
 from torch import Tensor
 
 from lightning_zero.engine import Engine
+from lightning_zero.engine.comm.backend_transport import BackendTransport
 from lightning_zero.engine.comm.codec import Codec
-from lightning_zero.engine.comm.collectives import Pending
+from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.counters import Counters
+from lightning_zero.engine.comm.gloo_transport import GlooTransport
 from lightning_zero.engine.comm.rendezvous import Absence
-from lightning_zero.engine.comm.transport import Ranges, Started
+from lightning_zero.engine.comm.shared_memory_transport import SharedMemoryTransport
+from lightning_zero.engine.comm.transport import Piece, Ranges, Started, Transport, slices_of
 from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.offload.updates import Updates
 from lightning_zero.planning.timeline import Recorder
@@ -65,45 +68,77 @@ class PretendWatch:
         return nullcontext()
 
 
-class PretendCommunicator:
-    """Rank 0 of so many ranks. See ``Communicator`` for the methods.
+class _PretendTransport(Transport):
+    """What the transports have in common that allocate what the real ones do, and send nothing."""
 
-    Buffers are allocated as the backend's own reduce-scatter needs them (NCCL): the result's shard, and the encoded
-    gradients where they are encoded.
+    def __init__(self, recorder: Recorder, size: int) -> None:
+        self._recorder, self._size, self._rank = recorder, size, 0
+
+    def all_gather(self, full: Tensor, ranges: Ranges, number: int, own: Tensor | None = None) -> Started:
+        return Started([self._sent_of(full.nbytes)], [full])
+
+    def _sent_of(self, nbytes: int) -> Callable[[], None]:
+        """Note a collective over a full buffer, of which a rank sends all but its own part; returns the wait for it."""
+        return partial(self._recorder.wait, self._recorder.launch(nbytes * (self._size - 1) / self._size))
+
+
+class PretendBackendTransport(_PretendTransport, BackendTransport):
+    def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
+        sent = codec.encode(flat)
+        shard = torch.empty_like(sent[: sent.numel() // self._size])
+        return Started([self._sent_of(sent.nbytes)], [sent], lambda: codec.decode(shard, flat.dtype))
+
+
+class PretendGlooTransport(_PretendTransport, GlooTransport):
+    def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
+        own, *others = slices_of(flat, ranges)
+        dtype = flat.dtype
+        sent = [codec.encode(part) for part in others]
+        received = [own.new_empty(codec.size(len(own)), dtype=codec.dtype) for _ in others]
+        waits = [self._sent_of(codec.size(len(flat)) * codec.dtype.itemsize)]
+        return Started(waits, [own, *sent, *received], lambda: codec.decode(received[0], dtype))
+
+
+class PretendSharedMemoryTransport(_PretendTransport, SharedMemoryTransport):
+    def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
+        own, *others = slices_of(flat, ranges)
+        sent = [codec.encode(part) for part in others]
+        return self._sum_of([own, *sent], codec.size(len(flat)) * codec.dtype.itemsize, torch.empty_like(own))
+
+    def reduce_pieces(self, pieces: list[list[Piece]], dtype: torch.dtype, factor: float) -> Started:
+        kept = [piece.values for part in pieces for piece in part if piece.values is not None]
+        numel = [sum(piece.numel for piece in part) for part in pieces]
+        total = torch.empty(numel[0], dtype=dtype, device="cpu")
+        return self._sum_of(kept, sum(numel) * dtype.itemsize, total)
+
+    def _sum_of(self, kept: list[Tensor], nbytes: int, total: Tensor) -> Started:
+        return Started([self._sent_of(nbytes)], kept, lambda: total)
+
+
+TRANSPORTS: dict[str, type[_PretendTransport]] = {
+    "nccl": PretendBackendTransport,
+    "gloo": PretendGlooTransport,
+    "shared memory": PretendSharedMemoryTransport,
+}
+"""By the name that ``doctor`` prints. Each holds other buffers while gradients are reduced."""
+
+
+class PretendCommunicator(Communicator):
+    """Rank 0 of so many ranks.
 
     Args:
         size: the number of ranks.
         device: where the flat buffers live.
         recorder: notes the collectives.
+        transport: one of ``TRANSPORTS``.
     """
 
-    takes_pieces = False
-    rank = 0
     name = "pretend"
 
-    def __init__(self, size: int, device: torch.device, recorder: Recorder) -> None:
-        self.size, self.device, self._recorder = size, device, recorder
-        self.counters, self.watch, self.control = Counters(), PretendWatch(), PretendControlPlane(size)
-
-    def all_gather(self, full: Tensor, ranges: Ranges, number: int, what: str, own: Tensor | None = None) -> Pending:
-        if self.size == 1:
-            return Pending(what)
-        self.counters.add("all_gather", full.numel(), full.nbytes)
-        return Pending(what, Started([self._sent_of(full.nbytes)], [full]), self.watch)  # type: ignore[arg-type]
-
-    def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec, what: str) -> Pending:
-        sent = codec.encode(flat)
-        self.counters.add("reduce_scatter", flat.numel(), sent.nbytes)
-        shard = torch.empty_like(sent[: sent.numel() // self.size])
-        started = Started([self._sent_of(sent.nbytes)], [sent], lambda: codec.decode(shard, flat.dtype))
-        return Pending(what, started, self.watch)  # type: ignore[arg-type]
-
-    def _sent_of(self, nbytes: int) -> Callable[[], None]:
-        """Note a collective over a full buffer, of which a rank sends all but its own part; returns the wait for it."""
-        return partial(self._recorder.wait, self._recorder.launch(nbytes * (self.size - 1) / self.size))
-
-    def reduction_bytes(self, flat: Tensor, ranges: Ranges, codec: Codec) -> int:
-        return codec.size(flat.numel() // self.size) * codec.dtype.itemsize * (self.size + 1)
+    def __init__(self, size: int, device: torch.device, recorder: Recorder, transport: str) -> None:
+        self.size, self.rank, self.device, self.counters = size, 0, device, Counters()
+        self.watch, self.control = PretendWatch(), PretendControlPlane(size)  # type: ignore[assignment]
+        self._transport = TRANSPORTS[transport](recorder, size) if size > 1 else None
 
     def broadcast_ranges(self, flat: Tensor, ranges: list[tuple[int, int]], what: str) -> None:
         pass
@@ -116,9 +151,6 @@ class PretendCommunicator:
 
     def copy_from_first(self, tensors: list[Tensor]) -> None:
         pass
-
-    def waiting(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def close(self) -> None:
         pass
@@ -166,8 +198,12 @@ class InlineUpdates(Updates):
             self._recorder.on_host = False
 
 
-def pretending(ranks: int, recorder: Recorder) -> type[Engine]:
-    """A class of engines that run as rank 0 of so many ranks, none of which exists."""
+def pretending(ranks: int, recorder: Recorder, transport: str = "nccl") -> type[Engine]:
+    """A class of engines that run as rank 0 of so many ranks, none of which exists.
+
+    Args:
+        transport: one of ``TRANSPORTS``.
+    """
 
     class PretendingEngine(Engine):
         _check_room = staticmethod(lambda *_: None)  # type: ignore[assignment]  # these ranks run on other hosts
@@ -176,7 +212,7 @@ def pretending(ranks: int, recorder: Recorder) -> type[Engine]:
             return ranks
 
         def _connect(self, group: Any, device: torch.device) -> None:
-            self.communicator = PretendCommunicator(ranks, device, recorder)  # type: ignore[assignment]
+            self.communicator = PretendCommunicator(ranks, device, recorder, transport)
             self.rendezvous = PretendRendezvous()  # type: ignore[assignment]
 
         def _updates_thread(self, config: EngineConfig) -> Updates:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.compat import DATA_DEPENDENT, TorchDispatchMode
+from lightning_zero.engine.compat import (
+    DATA_DEPENDENT,
+    TorchDispatchMode,
+    tree_leaves,
+    unset_fake_temporarily,
+)
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
 aten = torch.ops.aten
@@ -62,14 +67,18 @@ class MemoryTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, (tuple, list)) else (result,):
+        self.count(result if isinstance(result, (tuple, list)) else (result,))
+        return result
+
+    def count(self, values: Iterable[Any]) -> None:
+        """Count the storages of those that are tensors."""
+        for value in values:
             if isinstance(value, Tensor) and not isinstance(value, WrapperTensor):
                 storage = value.untyped_storage()
                 if id(storage) not in self._sizes:
                     self._references[id(storage)] = weakref.ref(storage, partial(self._forget, id(storage)))
                     self._sizes[id(storage)] = 0
                     self._count(storage)
-        return result
 
     def _count(self, storage: Any) -> None:
         nbytes = storage.nbytes()
@@ -86,6 +95,8 @@ class MemoryTracker(TorchDispatchMode):
 class Assumptions(TorchDispatchMode):
     """Answers operators whose result depends on values, which fake tensors do not have.
 
+    What is computed from real tensors alone, as from a batch's token ids and masks, is computed.
+
     Attributes:
         made: each assumption with the line of the project that needs it.
     """
@@ -95,8 +106,12 @@ class Assumptions(TorchDispatchMode):
         self.made: dict[str, None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _are_real(args, kwargs):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
         try:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         except DATA_DEPENDENT:
             answer = self._answer(func, *args)
             if answer is None:
@@ -121,6 +136,11 @@ class Assumptions(TorchDispatchMode):
             flat = [part for each in where for part in (each if isinstance(each, tuple) else (each,))]
             return "a mask selects every element", aten.index.Tensor(first, flat)
         return None
+
+
+def _are_real(*arguments: Any) -> bool:
+    tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    return bool(tensors) and all(type(tensor) is Tensor and tensor.device.type != "meta" for tensor in tensors)
 
 
 def _all_of(mask: Tensor) -> tuple[Tensor, ...]:

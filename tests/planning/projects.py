@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torchmetrics import Accuracy
+from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification
 
 
 class Block(nn.Module):
@@ -47,6 +49,14 @@ class Reading(Net):
         return loss
 
 
+class LooksAtWeights(Net):
+    """Reads a weight where it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.blocks[0].up.weight[0, 0].item()
+
+
 class Adversaries(LightningModule):
     """Two optimizers in turn, as in PyTorch's DCGAN tutorial."""
 
@@ -68,6 +78,74 @@ class Adversaries(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return [torch.optim.Adam(each.parameters()) for each in (self.generator, self.critic)]
+
+
+class Llama(LightningModule):
+    """A language model of transformers, with a scheduler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = LlamaForCausalLM(
+            LlamaConfig(
+                hidden_size=128,
+                intermediate_size=256,
+                num_hidden_layers=3,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                vocab_size=500,
+            )
+        )
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self.model(**batch).loss
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.model(**batch).loss)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))]
+
+
+class ViT(LightningModule):
+    """A vision model of transformers, with a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.model = ViTForImageClassification(
+            ViTConfig(
+                hidden_size=96,
+                num_hidden_layers=3,
+                num_attention_heads=4,
+                intermediate_size=192,
+                image_size=32,
+                patch_size=8,
+                num_labels=10,
+            )
+        )
+        self.accuracy = Accuracy("multiclass", num_classes=10)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        pictures, labels = batch
+        found = self.model(pixel_values=pictures, labels=labels)
+        self.accuracy(found.logits, labels)
+        self.log("accuracy", self.accuracy)
+        return found.loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def tokens() -> dict[str, Tensor]:
+    ids = torch.randint(0, 500, (2, 32))
+    return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def labelled_pictures() -> tuple[Tensor, Tensor]:
+    return torch.randn(4, 3, 32, 32), torch.randint(0, 10, (4,))
 
 
 def batch() -> Tensor:

@@ -46,6 +46,46 @@ def test_a_batch_may_be_declared_by_its_shapes(capsys):
     assert json.loads(capsys.readouterr().out) == planned(capsys, "--stage", "2")
 
 
+SCRIPT = """
+import argparse, sys
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
+from tests.planning.projects import Net
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", type=int)
+width = parser.parse_args().width
+print("a line of the script")
+trainer = Trainer(accelerator="gpu", devices=8, num_nodes=2, strategy="zero3", accumulate_grad_batches=2)
+try:
+    trainer.fit(Net(width), DataLoader(torch.randn(8, 16, width), batch_size=4))
+except Exception:
+    raise SystemExit("fit was not to end like this")
+raise SystemExit("the script was to end at fit")
+"""
+
+
+def test_a_script_is_planned_as_its_trainer_is_made_without_its_devices(capsys, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    assert main([str(tmp_path / "train.py"), "--stage", "2", "--json", "--", "--width", "32"]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)
+    (expected,) = planned(capsys, "--stage", "2", "--ranks", "16", "--accumulate", "2")
+    assert plan == expected
+    assert main([str(tmp_path / "train.py"), "--stage", "2", "--ranks", "4", "--json", "--", "--width", "32"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["ranks"] == 4
+
+
+def test_a_configuration_is_planned_as_train_would_make_it(capsys):
+    overrides = ["model=vit_tiny", "data=digits", "trainer.devices=4", "precision=bf16-mixed"]
+    assert main([*overrides, "--stage", "3", "--json"]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)
+    assert plan["ranks"] == 4 and plan["micro_batch"] == 32
+    assert main([*overrides, "--ranks", "8", "--stage", "3", "--json"]) == 0
+    (wider,) = json.loads(capsys.readouterr().out)
+    assert wider["ranks"] == 8 and wider["peak_bytes"]["optimizer"] < plan["peak_bytes"]["optimizer"]
+
+
 def test_micro_batches_and_checkpointing_are_varied(capsys):
     plans = planned(capsys, "--stage", "2", "--micro-batch", "2", "8", "--checkpointing", "off", "on")
     by_choice = {(p["micro_batch"], p["activation_checkpointing"]): p["peak_bytes"]["activations"] for p in plans}
@@ -71,6 +111,14 @@ def test_what_fits_nowhere_is_said_with_the_way_out(capsys):
         ([*PROJECT, "--memory", "large"], "--memory 'large' must be a number with a unit, such as 80GB or 24GiB"),
         ([*PROJECT, "--link-bandwidth", "1e9"], "--flops must be given with the machine's other speeds"),
         (["tests.planning.projects:Net", "width", "--batch", "a:b"], "'width' must be name=value"),
+        (["tests.planning.projects:Net"], "--batch is missing"),
+        ([PROJECT[0], "wide=3", *PROJECT[2:]], "unexpected keyword argument 'wide'"),
+        (["tests.planning.projects:LooksAtWeights", *PROJECT[2:]], "could not be made on the meta device"),
+        (["tests.planning.projects:Block", "width=8", *PROJECT[2:]], "must be a LightningModule, and is a Block"),
+        (["no_script.py"], "'no_script.py' must be a script, package.module:Name, or name=value of a configuration"),
+        (["tests/planning/projects.py"], "tests/planning/projects.py ended without a call of Trainer.fit"),
+        (["model=gpt_huge"], "model=gpt_huge: no such option; there are gpt_medium, gpt_small, gpt_tiny, vit_tiny"),
+        ([*PROJECT, "--ranks", "0"], "ranks=0 must be a whole number, 1 or more"),
         ([*PROJECT[:2], "--batch", "float[4]", "four[4]"], "'four[4]' must be package.module:function, or tensors"),
     ],
 )
