@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from lightning_zero.checkpoint.weights import load_weights
     from lightning_zero.engine.access import full_grad, full_optimizer_state, full_parameters, shard_of, uneven_forwards
     from lightning_zero.engine.config import OffloadConfig
+    from lightning_zero.planning.automatic import ZeroAutoStrategy
     from lightning_zero.strategies.trainer import ZeroStrategy
 
 for _package, _ours in (
     ("lightning.fabric", "strategies.fabric"),
-    ("lightning.pytorch", "strategies.trainer"),
+    ("lightning.pytorch", "planning.automatic"),
     ("lightning_fabric", "lightning_fabric"),
     ("pytorch_lightning", "pytorch_lightning"),
 ):
@@ -29,6 +30,7 @@ for _package, _ours in (
 
 _MODULE_OF = {
     "OffloadConfig": "engine.config",
+    "ZeroAutoStrategy": "planning.automatic",
     "ZeroStrategy": "strategies.trainer",
     "full_grad": "engine.access",
     "full_optimizer_state": "engine.access",
@@ -41,6 +43,7 @@ _SUBMODULES = ("engine", "fabric", "monitoring")
 
 __all__ = [
     "OffloadConfig",
+    "ZeroAutoStrategy",
     "ZeroStrategy",
     "__version__",
     "full_grad",

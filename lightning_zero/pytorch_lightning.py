@@ -8,6 +8,7 @@ from pytorch_lightning import Callback
 from pytorch_lightning.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
 
 from lightning_zero.monitoring import callback
+from lightning_zero.planning import automatic
 from lightning_zero.strategies import trainer
 
 
@@ -16,9 +17,15 @@ class ZeroStrategy(trainer.TrainerStrategy, ParallelStrategy):  # type: ignore[m
     lightning: ClassVar[ModuleType] = pytorch_lightning
 
 
+class ZeroAutoStrategy(automatic.AutomaticStrategy, ParallelStrategy):  # type: ignore[misc]
+    __doc__ = automatic.AutomaticStrategy.__doc__
+    lightning: ClassVar[ModuleType] = pytorch_lightning
+
+
 class ZeroMonitor(callback.Monitor, Callback):  # type: ignore[misc]
     __doc__ = callback.Monitor.__doc__
 
 
-DDPStrategy.register(ZeroStrategy)
-ZeroStrategy.register_strategies(StrategyRegistry)
+for _strategy in (ZeroStrategy, ZeroAutoStrategy):
+    DDPStrategy.register(_strategy)
+    _strategy.register_strategies(StrategyRegistry)

@@ -76,13 +76,37 @@ def _project(parsed: argparse.Namespace, of_script: list[str]) -> Any:
 
     first, *others = parsed.project
     if "=" in first:
-        return projects.of_config([first, *others])
+        return _of_config([first, *others])
     if ":" not in first and first.endswith(".py"):
         return projects.of_script(Path(first), [*others, *of_script])
     make_module = partial(_found(first), **dict(map(_setting, others)))
     if parsed.batch is None:
         raise ValueError("--batch is missing: package.module:function, or tensors such as 'int64[4,1024]'")
     return projects.Project(make_module, _batch(parsed.batch))
+
+
+def _of_config(overrides: list[str]) -> Any:
+    """What ``lightning-zero train`` would train with these overrides.
+
+    Raises:
+        ValueError: if the configuration is wrong.
+    """
+    from hydra import compose, initialize_config_module
+    from hydra.errors import HydraException
+    from hydra.utils import instantiate
+
+    from lightning_zero.commands.check import ConfigError, check, in_one_line
+    from lightning_zero.planning.projects import Project, first_batch, settings_of
+
+    try:
+        with initialize_config_module("lightning_zero.conf", version_base="1.3"):
+            config = compose("train", [*overrides, "folder=."])
+        of_trainer = dict(config.trainer)
+        config.trainer.update(accelerator="cpu", devices=1, num_nodes=1)  # its own devices need not be here
+        config = check(config)
+    except (ConfigError, HydraException) as error:
+        raise ValueError(in_one_line(error) if isinstance(error, HydraException) else str(error)) from None
+    return Project(partial(instantiate, config.model), first_batch(instantiate(config.data)), settings_of(of_trainer))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -17,6 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
+from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.compat import FakeTensorMode, tree_leaves, tree_map
 from lightning_zero.engine.state.residency import Medium
 from lightning_zero.planning.pretend import pretending
@@ -275,6 +276,7 @@ def _quiet() -> Iterator[None]:
 
 
 @_quiet()
+@process_group.hidden()
 def fake_run(
     make_module: Callable[[], LightningModule],
     batch: Any,

@@ -31,7 +31,7 @@ def measure(ranks: int = 2, device: str = "cpu") -> tuple[Resources, dict[str, A
         RuntimeError: if a rank cannot be measured.
     """
     if ranks == 1:
-        return _of_one(0, 1, 0, device)
+        return measure_rank(torch.device(device), 1)
     # This process hosts the store, so that its port is open before the ranks learn the number.
     store = process_group.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results = multiprocessing.get_context("spawn").SimpleQueue()
@@ -45,13 +45,21 @@ def measure(ranks: int = 2, device: str = "cpu") -> tuple[Resources, dict[str, A
 
 def _worker(rank: int, ranks: int, port: int, device: str, results: Any) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
-    found = _of_one(rank, ranks, port, device)
+    place = torch.device(device if device == "cpu" else f"{device}:{rank}")
+    store = process_group.TCPStore("127.0.0.1", port, is_master=False)
+    process_group.start("gloo" if place.type == "cpu" else "nccl", store, rank, ranks)
+    found = measure_rank(place, ranks)
+    process_group.destroy()
     if rank == 0:
         results.put(found)
 
 
-def _of_one(rank: int, ranks: int, port: int, device: str) -> tuple[Resources, dict[str, Any]]:
-    place = torch.device(device if device == "cpu" else f"{device}:{rank}")
+def measure_rank(place: torch.device, ranks: int) -> tuple[Resources, dict[str, Any]]:
+    """Measure this rank's device and its links in the default process group. Collective.
+
+    Returns:
+        As ``measure``.
+    """
     a = torch.randn(1024, 1024, device=place)
     large = torch.randn(2**24, device=place)
     other, small = torch.empty_like(large), torch.zeros(8, device=place)
@@ -66,7 +74,7 @@ def _of_one(rank: int, ranks: int, port: int, device: str) -> tuple[Resources, d
     about: dict[str, Any] = {"device": str(place), "threads": torch.get_num_threads(), "ranks": ranks}
     link: dict[str, float] = {}
     if ranks > 1:
-        link, about["transport"] = _link(rank, ranks, port, place)
+        link, about["transport"] = _link(ranks, place)
     resources = Resources(
         flops=flops,
         memory_bandwidth=2 * large.nbytes / _seconds(lambda: other.copy_(large), place),
@@ -78,11 +86,8 @@ def _of_one(rank: int, ranks: int, port: int, device: str) -> tuple[Resources, d
     return resources, about
 
 
-def _link(rank: int, ranks: int, port: int, place: torch.device) -> tuple[dict[str, float], str]:
+def _link(ranks: int, place: torch.device) -> tuple[dict[str, float], str]:
     """Latency and bandwidth of an all-gather, by its smallest and its largest size; and the name of its transport."""
-    store = process_group.TCPStore("127.0.0.1", port, is_master=False)
-    backend = "gloo" if place.type == "cpu" else "nccl"
-    process_group.start(backend, store, rank, ranks)
     communicator = Communicator(None, place)
     seconds = []
     for size in _SIZES:
@@ -91,10 +96,9 @@ def _link(rank: int, ranks: int, port: int, place: torch.device) -> tuple[dict[s
         ranges = [(start, start + part) for start in range(0, part * ranks, part)]
         gather = partial(communicator.all_gather, full, ranges, 0, "a measurement")
         seconds.append(_seconds(lambda gather=gather: gather().wait(), place))  # type: ignore[misc]
+    transport = "shared memory" if communicator.counters.link == "within" else "gloo" if place.type == "cpu" else "nccl"
     communicator.close()
-    process_group.destroy()
     bandwidth = (_SIZES[-1] - _SIZES[0]) * (ranks - 1) / max(seconds[-1] - seconds[0], 1e-9)
-    transport = "shared memory" if communicator.counters.link == "within" else backend
     return {"link_bandwidth": bandwidth, "link_seconds": seconds[0]}, transport
 
 

@@ -1,4 +1,4 @@
-"""Projects to plan: by a class and a batch, by the Trainer that a script makes, or by a Hydra configuration."""
+"""Projects to plan: by a class and a batch, or by the Trainer that a script makes."""
 
 from __future__ import annotations
 
@@ -74,30 +74,6 @@ def of_script(script: Path, arguments: list[str]) -> Project:
     batch = first_batch(given["data"] if given["data"] is not None else model)
     model.to("meta")
     return Project(lambda: copy.deepcopy(model), batch, settings_of(made[given["trainer"]]))
-
-
-def of_config(overrides: list[str]) -> Project:
-    """What ``lightning-zero train`` would train with these overrides.
-
-    Raises:
-        ValueError: if the configuration is wrong.
-    """
-    from hydra import compose, initialize_config_module
-    from hydra.errors import HydraException
-    from hydra.utils import instantiate
-
-    from lightning_zero.commands.check import ConfigError, check, in_one_line
-
-    try:
-        with initialize_config_module("lightning_zero.conf", version_base="1.3"):
-            config = compose("train", [*overrides, "folder=.", "stage='3'"])
-        # the Trainer's devices are not here: only what it is told is read
-        arguments = dict(config.trainer)
-        config.trainer.update(accelerator="cpu", devices=1, num_nodes=1)
-        config = check(config)
-    except (ConfigError, HydraException) as error:
-        raise ValueError(in_one_line(error) if isinstance(error, HydraException) else str(error)) from None
-    return Project(lambda: instantiate(config.model), first_batch(instantiate(config.data)), settings_of(arguments))
 
 
 def first_batch(data: Any) -> Any:

@@ -350,15 +350,23 @@ class ZeroProcesses(ParallelStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the names ``zero1`` to ``zero3_nvme``, each also with DDP's suffixes for start methods."""
-        places = {"": {}, "_offload": {"offload": "cpu"}, "_nvme": {"offload": "nvme"}}
+        """Register the names of ``_named``, each also with DDP's suffixes for start methods."""
         fork = {"start_method": "fork"}
         launches = {"": {}, "_spawn": {"start_method": "spawn"}, "_fork": fork, "_notebook": fork}
-        for stage, (place, offload), (launch, start) in product((1, 2, 3), places.items(), launches.items()):
-            name, options = f"zero{stage}{place}{launch}", {"stage": stage, **offload, **start}
-            if name not in strategy_registry:
+        for (name, chosen), (launch, start) in product(cls._named().items(), launches.items()):
+            if name + launch not in strategy_registry:
+                options = {**chosen, **start}
                 description = f"ZeRO: {', '.join(f'{option}={value!r}' for option, value in options.items())}"
-                strategy_registry.register(name, cls, description=description, **options)
+                strategy_registry.register(name + launch, cls, description=description, **options)
+
+    @classmethod
+    def _named(cls) -> dict[str, dict[str, Any]]:
+        """Options by name: ``zero1`` to ``zero3_nvme``."""
+        places = {"": {}, "_offload": {"offload": "cpu"}, "_nvme": {"offload": "nvme"}}
+        return {
+            f"zero{stage}{place}": {"stage": stage, **offload}
+            for stage, (place, offload) in product((1, 2, 3), places.items())
+        }
 
 
 class _Telling:

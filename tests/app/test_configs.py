@@ -22,7 +22,7 @@ CHOICES = [
     f'{file.parent}="{file.stem}"'
     for file in FILES
     if len(file.parts) == 2 and file.parts[0] not in ("hydra", "hparams_search", "stage")
-] + [f'stage="{stage}"' for stage in ("1", "2", "3", "ddp")]
+] + [f'stage="{stage}"' for stage in ("1", "2", "3", "auto", "ddp")]
 ON_GPUS = [f'trainer="{name}"' for name in ("gpu", "one_gpu", "eight_gpus", "slurm")]
 PACKAGES = {f'logger="{name}"': name for name in ("tensorboard", "wandb", "mlflow")}
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +21,17 @@ DistError = dist.DistError
 def is_initialized() -> bool:
     """Whether this process has a default process group."""
     return dist.is_available() and dist.is_initialized()
+
+
+@contextmanager
+def hidden() -> Iterator[None]:
+    """Context in which this process seems to have no default group: code within communicates with nobody."""
+    before = dist.group.WORLD
+    dist.group.WORLD = None
+    try:
+        yield
+    finally:
+        dist.group.WORLD = before
 
 
 def world_size(group: ProcessGroup | None = None) -> int:

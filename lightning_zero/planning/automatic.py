@@ -1,0 +1,237 @@
+"""``strategy="zero_auto"``: the advisor chooses stage, offload and checkpointing of activations when a fit begins."""
+
+from __future__ import annotations
+
+import copy
+import json
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from lightning import pytorch
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import nn
+from torch.nn import Parameter
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_zero.engine.plan.placement import placements_of, replicated_bytes
+from lightning_zero.strategies.trainer import TrainerStrategy
+
+if TYPE_CHECKING:
+    from lightning_zero.planning.advice import Plan
+    from lightning_zero.planning.timeline import Resources
+
+_REST = 1.3
+"""Bytes that a training takes for each byte of model states, where it cannot be planned."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the advisor has chosen.
+
+    Attributes:
+        stage, offload, activation_checkpointing: as the options of ``ZeroStrategy``.
+        why: in sentences, with their figures.
+    """
+
+    stage: int
+    offload: str | None
+    activation_checkpointing: str | None
+    why: tuple[str, ...]
+
+
+class AutomaticStrategy(TrainerStrategy):
+    """ZeRO with the stage that the advisor chooses when a fit begins: the quickest one that fits on the device.
+
+    The machine is measured, and the training planned on fake tensors as ``lightning-zero plan`` does. The numbers are
+    those of any stage. Where one choice does not fit the next is taken: another stage, offload to the host's memory,
+    ``activation_checkpointing="units"``. One sample of the training data is read if they are map-style, on rank 0.
+
+    Arguments:
+        resources: the machine's speed instead of a measurement: a file that ``lightning-zero doctor --json`` has
+            written, or what is in it under ``"resources"``.
+        options: as for ``ZeroStrategy``, without those that are chosen.
+
+    Attributes:
+        choice: the last one; None before the first fit.
+
+    Raises:
+        TypeError, ValueError: if an option does not exist, is one of those chosen, or its value is not allowed.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> strategy = lightning_zero.ZeroAutoStrategy(prefetch=2)
+        >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
+    """
+
+    def __init__(self, resources: str | Path | dict[str, float] | None = None, **options: Any) -> None:
+        chosen = ("stage", "offload", "activation_checkpointing")
+        given = [name for name in chosen if options.pop(name, None)]  # configurations name them without a value
+        if given:
+            raise TypeError(
+                f"{', '.join(given)}: zero_auto chooses this. Write strategy=ZeroStrategy({given[0]}=...) to choose it "
+                "yourself."
+            )
+        super().__init__(stage=3, **options)  # parameters may wait for the choice without memory, as at stage 3
+        self.choice: Choice | None = None
+        self._resources = _declared(resources) if resources is not None else None
+
+    @classmethod
+    def _named(cls) -> dict[str, dict[str, Any]]:
+        return {"zero_auto": {}}
+
+    def setup(self, trainer: Trainer) -> None:
+        if trainer.state.fn == TrainerFn.FITTING and self.choice is None:
+            self.choice = self._choose(trainer)
+            self.stage = self.choice.stage
+            self.config = replace(
+                self.config,
+                stage=self.choice.stage,
+                offload=self.choice.offload,  # type: ignore[arg-type]
+                activation_checkpointing=self.choice.activation_checkpointing,
+            )
+            for sentence in self.choice.why:
+                rank_zero_info(sentence)
+        super().setup(trainer)
+
+    def _choose(self, trainer: Trainer) -> Choice:
+        from lightning_zero.planning.measure import measure_rank
+
+        resources, transport = self._resources, "nccl" if self.root_device.type == "cuda" else "shared memory"
+        if resources is None:
+            with isolate_rng():
+                resources, about = measure_rank(self.root_device, self.world_size)
+            transport = about.get("transport", transport)
+        memory = resources.memory
+        if memory is not None and self.root_device.type == "cpu" and self._resources is None:
+            resources = replace(resources, memory=memory / self.num_processes)
+        choice = self._advised(trainer, resources, transport) if self.is_global_zero else None
+        chosen: Choice = self.broadcast(choice)
+        return chosen
+
+    def _advised(self, trainer: Trainer, resources: Resources, transport: str) -> Choice:
+        module = self.lightning_module
+        assert module is not None
+        try:
+            with isolate_rng():
+                batch = sample_batch(trainer)
+                return self._planned(trainer, on_meta(module), batch, resources, transport)
+        except Exception as error:  # a plan that fails must not end a training
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            reason = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+        return by_formula(module, self.world_size, resources.memory, f"this training cannot be planned ({reason})")
+
+    def _planned(
+        self,
+        trainer: Trainer,
+        make_module: Callable[[], LightningModule],
+        batch: Any,
+        resources: Resources,
+        transport: str,
+    ) -> Choice:
+        from lightning_zero.planning.advice import advise, make_plans
+
+        def plans_of(stages: tuple[int, ...], offload: str = "none", recompute: bool = False) -> list[Plan]:
+            return make_plans(
+                make_module,
+                batch,
+                ranks=self.world_size,
+                stages=stages,
+                offloads=[offload],
+                checkpointing=[recompute],
+                resources=resources,
+                memory=resources.memory,
+                accumulate=trainer.accumulate_grad_batches,
+                precision=trainer.precision,
+                clip=trainer.gradient_clip_val,
+                transport=transport,
+            )
+
+        ddp = plans_of((0,))
+        plans = plans_of((1, 2, 3))
+        for rest in ({"offload": "cpu"}, {"recompute": True}, {"offload": "cpu", "recompute": True}):
+            if any(plan.fits is not False for plan in plans):
+                break
+            plans += plans_of((2, 3), **rest)
+        fitting = [plan for plan in plans if plan.fits is not False]
+        # of equally quick ones the one that takes less
+        best = min(fitting or plans[-1:], key=lambda plan: (round(plan.seconds_per_step or 0.0, 4), _total(plan)))
+        why = (f"zero_auto: {best.name}.", *advise([*ddp, *plans], resources.memory))
+        return Choice(
+            best.stage,
+            None if best.offload == "none" else best.offload,
+            "units" if best.activation_checkpointing else None,
+            why,
+        )
+
+
+def _total(plan: Plan) -> int:
+    return plan.peak_bytes["total"]
+
+
+def _declared(resources: str | Path | dict[str, float]) -> Resources:
+    from lightning_zero.planning.timeline import Resources
+
+    values = resources if isinstance(resources, dict) else json.loads(Path(resources).read_text())["resources"]
+    return Resources(**values)
+
+
+def sample_batch(trainer: Trainer) -> Any:
+    """A batch of the training loader's size that repeats the first sample.
+
+    Raises:
+        ValueError: if the data are not map-style: reading from a stream would take its first batch away.
+    """
+    loader = trainer.fit_loop._data_source.dataloader()
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        raise ValueError("only samples of one map-style dataset in a DataLoader can be read twice")
+    if loader.batch_size is None:
+        return loader.collate_fn(loader.dataset[0])
+    return loader.collate_fn([loader.dataset[0]] * min(loader.batch_size, len(loader.dataset)))  # type: ignore[arg-type]
+
+
+def on_meta(module: LightningModule) -> Callable[[], LightningModule]:
+    """A function that copies a module without the values of its tensors."""
+    memo: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+        memo[id(tensor)] = (
+            Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, Parameter) else empty
+        )
+    bare = copy.deepcopy(module, memo)
+    return lambda: copy.deepcopy(bare)
+
+
+def by_formula(module: nn.Module, ranks: int, memory: float | None, reason: str) -> Choice:
+    """The lowest stage whose model states, by the paper's formula with 30 % for all else, fit."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
+    needed = {
+        stage: _REST
+        * sum(placements_of(stage).model_state_bytes(n, ranks, parameter_bytes=4, trains=t) for n, t in sizes)
+        for stage in (1, 2, 3)
+    }
+    ddp = _REST * sum(replicated_bytes(n, 4, trains=t) for n, t in sizes)
+    stage = next((stage for stage in needed if memory is None or needed[stage] <= memory), 3)
+    fits = memory is None or needed[stage] <= memory
+    why = (
+        f"zero_auto: zero{stage}{'' if fits else '_offload'}, since {reason}.",
+        f"Model states and 30 % for all else take {needed[stage] / 1e9:.3g} GB a rank; with DDP, {ddp / 1e9:.3g} GB.",
+    )
+    return Choice(stage, None if fits else "cpu", None, why)
+
+
+class ZeroAutoStrategy(AutomaticStrategy, ParallelStrategy):
+    __doc__ = AutomaticStrategy.__doc__
+    lightning: ClassVar[ModuleType] = pytorch
+
+
+DDPStrategy.register(ZeroAutoStrategy)
+ZeroAutoStrategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,110 @@
+"""``strategy="zero_auto"``: the advisor's choice, whose numbers are those of any stage."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_zero import ZeroAutoStrategy
+from tests.planning.projects import Net
+from tests.support.trainer import make_trainer
+
+SPEED = {"flops": 1e11, "memory_bandwidth": 1e10, "link_bandwidth": 1e9}
+
+
+class Rows(Dataset):
+    """Random rows, drawn when they are asked for: an advisor that draws changes what follows."""
+
+    read = 0
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        Rows.read += 1
+        return torch.randn(16, 64)
+
+
+class Stream(IterableDataset):
+    taken = 0
+
+    def __iter__(self):
+        for _ in range(16):
+            Stream.taken += 1
+            yield torch.randn(16, 64)
+
+
+class Says(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def trained(strategy: str, memory: float | None = None, stream: bool = False) -> dict[str, Any]:
+    said, log = Says(), logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    log.addHandler(said)
+    seed_everything(3, verbose=False)
+    Stream.taken = Rows.read = 0
+    chosen: Any = strategy
+    if memory is not None:
+        chosen = ZeroAutoStrategy(resources={**SPEED, "memory": memory})
+    module = Net()
+    trainer = make_trainer(chosen, max_steps=3)
+    log.setLevel(logging.INFO)
+    trainer.fit(module, DataLoader(Stream() if stream else Rows(), batch_size=4))
+    log.removeHandler(said)
+    choice = getattr(trainer.strategy, "choice", None)
+    return {
+        "weights": [parameter.detach().clone() for parameter in module.parameters()],
+        "choice": choice,
+        "stage": getattr(trainer.strategy, "stage", None),
+        "said": [sentence for sentence in said.said if "zero" in sentence],
+        "taken": Stream.taken,
+        "read": Rows.read,
+    }
+
+
+def test_the_choice_gives_ddps_numbers(run_on):
+    expected, found = run_on(2, trained, strategy="ddp"), run_on(2, trained, strategy="zero_auto")
+    for theirs, ours in zip(expected, found):
+        assert all(map(torch.equal, theirs["weights"], ours["weights"]))
+        assert ours["choice"] == found[0]["choice"]
+    assert found[0]["said"][0].startswith(f"zero_auto: zero{found[0]['stage']}")
+    assert any("samples/s" in sentence for sentence in found[0]["said"])
+    assert found[1]["said"] == []
+    assert found[0]["read"] == expected[0]["read"] + 1 and found[1]["read"] == expected[1]["read"]
+
+
+def test_with_less_memory_it_shards_more_and_then_offloads(run_on):
+    # of two ranks; the bytes a parameter at rest are 12 and more at stage 1, 8 at stage 3, and less with offload
+    states = 16 * sum(parameter.numel() for parameter in Net().parameters())
+    choices = [run_on(2, trained, strategy="", memory=part * states)[0]["choice"] for part in (8, 1.6, 1.2, 0.5)]
+    assert choices[0].offload is None and choices[0].activation_checkpointing is None
+    assert choices[1:] and any(choice.offload == "cpu" or choice.stage == 3 for choice in choices[1:])
+    assert any("Nothing fits" in sentence for sentence in choices[-1].why)
+    assert choices[-1].offload == "cpu" and choices[-1].activation_checkpointing == "units"
+
+
+def test_a_stream_is_not_read_for_the_choice(run_on):
+    expected, found = (
+        run_on(2, trained, strategy="ddp", stream=True),
+        run_on(2, trained, strategy="zero_auto", stream=True),
+    )
+    assert [each["taken"] for each in found] == [each["taken"] for each in expected]
+    assert found[0]["choice"].why[0].startswith("zero_auto: zero1, since this training cannot be planned")
+    assert all(map(torch.equal, expected[0]["weights"], found[0]["weights"]))
+
+
+@pytest.mark.parametrize("name", ["stage", "offload", "activation_checkpointing"])
+def test_what_is_chosen_cannot_be_given(name):
+    ZeroAutoStrategy(**{name: None})
+    with pytest.raises(TypeError, match=f"{name}: zero_auto chooses this. Write strategy=ZeroStrategy"):
+        ZeroAutoStrategy(**{name: 1})
