@@ -7,7 +7,7 @@ import pytorch_lightning
 from pytorch_lightning import Callback
 from pytorch_lightning.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
 
-from lightning_zero.monitoring import callback
+from lightning_zero.monitoring import callback, non_finite
 from lightning_zero.planning import automatic
 from lightning_zero.strategies import trainer
 
@@ -24,6 +24,10 @@ class ZeroAutoStrategy(automatic.AutomaticStrategy, ParallelStrategy):  # type: 
 
 class ZeroMonitor(callback.Monitor, Callback):  # type: ignore[misc]
     __doc__ = callback.Monitor.__doc__
+
+
+class FindNonFinite(non_finite.Finder, Callback):  # type: ignore[misc]
+    __doc__ = non_finite.Finder.__doc__
 
 
 for _strategy in (ZeroStrategy, ZeroAutoStrategy):

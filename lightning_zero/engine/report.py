@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.counters import by_kind
-from lightning_zero.engine.plan.placement import Placements, replicated_bytes
+from lightning_zero.engine.plan.placement import Placements, placements_of, replicated_bytes
 from lightning_zero.engine.runtime.schedule import Unit
+from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.ledger import Ledger
 
 
@@ -67,17 +68,6 @@ def report_of(
     """Make the report of an engine."""
     buckets = [bucket for unit in units for bucket in unit.buckets]
     counters = communicator.counters
-    formula = replicated = 0
-    for bucket in buckets:
-        trains = bucket.views[0].requires_grad
-        formula += placements.model_state_bytes(
-            bucket.layout.numel,
-            bucket.layout.world_size,
-            parameter_bytes=bucket.full.element_size(),
-            master_bytes=bucket.master_dtype.itemsize,
-            trains=trains,
-        )
-        replicated += replicated_bytes(bucket.layout.numel, bucket.dtype.itemsize, trains=trains)
     return Report(
         stage=placements.stage,
         world_size=communicator.size,
@@ -90,7 +80,24 @@ def report_of(
         bytes=by_kind(counters.bytes),
         steps=steps,
         backwards=backwards,
-        formula=formula,
-        replicated=replicated,
+        formula=formula_bytes(placements.stage, buckets),
+        replicated=sum(
+            replicated_bytes(bucket.layout.numel, bucket.dtype.itemsize, trains=bucket.views[0].requires_grad)
+            for bucket in buckets
+        ),
         units={unit.name: unit.numel for unit in units},
+    )
+
+
+def formula_bytes(stage: int, buckets: Sequence[Bucket]) -> int:
+    """Bytes of a rank's model states by the paper's formula, at any stage."""
+    return sum(
+        placements_of(stage).model_state_bytes(
+            bucket.layout.numel,
+            bucket.layout.world_size,
+            parameter_bytes=bucket.full.element_size(),
+            master_bytes=bucket.master_dtype.itemsize,
+            trains=bucket.views[0].requires_grad,
+        )
+        for bucket in buckets
     )

@@ -28,6 +28,7 @@ from lightning_zero.engine.init.sources import leave_in_files
 from lightning_zero.strategies.loops import attend, leave, meet_between_batches, meets_between_batches, take_turns
 from lightning_zero.strategies.optimizer_in_backward import EarlyUpdates
 from lightning_zero.strategies.options import TrainerOptions, takes_options
+from lightning_zero.strategies.out_of_memory import say_who_holds_memory
 from lightning_zero.strategies.processes import ZeroProcesses
 from lightning_zero.strategies.resuming import Bookmark
 from lightning_zero.strategies.signals import Signals
@@ -200,6 +201,7 @@ class TrainerStrategy(TrainerCheckpoints):
 
     def on_exception(self, exception: BaseException) -> None:
         self._backward.__exit__(type(exception), exception, exception.__traceback__)
+        say_who_holds_memory(exception, self.engine)
         super().on_exception(exception)
 
     @contextmanager

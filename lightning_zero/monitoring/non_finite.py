@@ -1,0 +1,232 @@
+"""Callback that ends a fit at its first value that is not finite, and says where it came from."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.call import _call_strategy_hook
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+
+from lightning_zero.engine.access import shard_of
+from lightning_zero.engine.compat import tree_leaves
+
+
+class NonFiniteError(FloatingPointError):
+    """A loss or gradient is infinite or not a number. The weights are those before the step."""
+
+
+class Finder:
+    """Ends a fit at its first loss or gradient that is not finite, before the optimizer uses it.
+
+    The error names rank, step, micro-batch, module and parameters: the step's micro-batches are computed again from
+    the same weights, buffers and random numbers, under hooks. Each step costs a norm of this rank's gradients, the wait
+    for it, one exchange of one number, and a copy of the module's buffers. Works with every strategy.
+
+    With manual optimization the step is not computed again, and with ``16-mixed`` only losses are looked at, since
+    infinite gradients are part of its search for a scale.
+
+    Raises:
+        NonFiniteError: on every rank, within the fit.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(callbacks=[lightning_zero.monitoring.FindNonFinite()], accelerator="cpu", logger=False)
+    """
+
+    def __init__(self) -> None:
+        self._window: list[_MicroBatch] = []
+        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._losses: list[Tensor] = []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if not self._window:
+            self._buffers = [(buffer, buffer.clone()) for buffer in pl_module.buffers()]
+        self._window.append(_MicroBatch(batch, batch_idx, _collect_rng_states()))
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        self._losses.append(loss.detach())
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        window, self._window, losses, self._losses = self._window, [], self._losses, []
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        looked_at = [loss.reshape(-1) for loss in losses]
+        if getattr(trainer.precision_plugin, "scaler", None) is None:
+            looked_at += [shard_of(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        if trainer.strategy.reduce_boolean_decision(are_finite(looked_at)):
+            return
+        found = self._search(trainer, pl_module, optimizer, window)
+        ranks = range(trainer.world_size)
+        every = [trainer.strategy.broadcast(found if rank == trainer.global_rank else None, rank) for rank in ranks]
+        found_by_any = [each for each in every if each is not None]
+        where = "not found again when the step was computed a second time"
+        if found_by_any:
+            # each rank sees its own part of sharded gradients
+            broken = {name for each in found_by_any for name in each.gradients}
+            where = min(found_by_any, key=lambda each: each.order).text
+            if names := [name for name, _ in pl_module.named_parameters() if name in broken]:
+                where += f"; gradients that are not finite: {_listed(names)}"
+        raise NonFiniteError(f"A loss or gradient is not finite at step {trainer.global_step}: {where}")
+
+    def _search(
+        self, trainer: Trainer, module: LightningModule, optimizer: Any, window: list[_MicroBatch]
+    ) -> _Found | None:
+        """What this rank finds; None once another one has found something before. Every rank goes on as long."""
+        rank, found = trainer.global_rank, None
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        if broken := [name for parameter, name in names.items() if not are_finite([shard_of(parameter)])]:
+            found = _Found(-1, 0, rank, f"rank {rank}: the weights were not finite before the step: {_listed(broken)}")
+        if not trainer.strategy.reduce_boolean_decision(found is None):
+            return found
+        if not module.automatic_optimization:
+            broken = _broken_gradients(module)
+            text = (
+                "with manual optimization the step is not computed again; Trainer(detect_anomaly=True) finds the module"
+            )
+            return _Found(0, 1, rank, text, broken) if broken else None
+        for buffer, before in self._buffers:
+            buffer.detach().copy_(before)
+        optimizer.zero_grad()
+        for number, micro_batch in enumerate(window):
+            place = f"micro-batch {number} (batch_idx={micro_batch.index})"
+            watch, broken = _computed_again(trainer, module, micro_batch)
+            if watch.first is not None:
+                found = _Found(number, 0, rank, f"rank {rank}, {place}: {watch.first}", broken)
+            elif broken:  # on every rank, where gradients are averaged as they come
+                found = _Found(number, 1, rank, f"{place}: nothing before the gradients", broken)
+            if not trainer.strategy.reduce_boolean_decision(found is None):
+                break
+        return found
+
+
+class FindNonFinite(Finder, Callback):
+    __doc__ = Finder.__doc__
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    """What a step is computed again from."""
+
+    batch: Any
+    index: int
+    rng_states: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What one rank has found, in words, and the parameters whose gradients are not finite there.
+
+    The least in order is the cause.
+    """
+
+    micro_batch: int
+    is_consequence: int
+    rank: int
+    text: str
+    gradients: list[str] = field(default_factory=list)
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        return self.micro_batch, self.is_consequence, self.rank
+
+
+def are_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether all elements of all tensors are; waits for the device once."""
+    floats = [tensor for tensor in tensors if tensor.numel() and tensor.dtype.is_floating_point]
+    return bool(get_total_norm(floats, float("inf")).isfinite())
+
+
+def _computed_again(trainer: Trainer, module: LightningModule, micro_batch: _MicroBatch) -> tuple[_Watch, list[str]]:
+    """What hooks have found in a micro-batch, and the parameters whose gradients are not finite."""
+    _set_rng_states(micro_batch.rng_states)
+    strategy = trainer.strategy
+    no_sync = strategy.block_backward_sync() if hasattr(strategy, "block_backward_sync") else nullcontext()
+    arguments = trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), micro_batch.batch, micro_batch.index)
+    with torch.enable_grad(), _watching(module) as watch, no_sync:
+        for tensor in _floats(micro_batch.batch):
+            watch.note(tensor, "the batch")
+        result = _call_strategy_hook(trainer, "training_step", *arguments.values())
+        loss = result["loss"] if isinstance(result, dict) else result
+        watch.note(loss, "the loss")
+        loss.backward()  # on every rank, since it gathers parameters at stage 3
+    return watch, _broken_gradients(module)
+
+
+def _broken_gradients(module: nn.Module) -> list[str]:
+    gradients = ((name, parameter.grad) for name, parameter in module.named_parameters())
+    return [name for name, gradient in gradients if gradient is not None and not are_finite([shard_of(gradient)])]
+
+
+@dataclass
+class _Watch:
+    """Hooks on all modules that note the first values that are not finite.
+
+    Attributes:
+        first: where, in words.
+    """
+
+    first: str | None = None
+    _inputs_of: dict[int, str] = field(default_factory=dict)  # by tensor: the innermost module that takes it
+    _kept: list[Tensor] = field(default_factory=list)  # so that their identities are not given away
+
+    def enter(self, name: str, inputs: Any) -> None:
+        for tensor in _floats(inputs):
+            self.note(tensor, f"the input of {name}")
+            self._inputs_of[id(tensor)] = name
+            self._follow(tensor)
+
+    def leave(self, name: str, output: Any) -> None:
+        for tensor in _floats(output):
+            self.note(tensor, f"the output of {name}")
+            self._follow(tensor, f"the gradient that arrives at the output of {name}")
+
+    def note(self, tensor: Tensor, what: str) -> None:
+        if self.first is None and not are_finite([tensor.detach()]):
+            bad = int((~tensor.detach().isfinite()).sum())
+            self.first = f"{what} is not finite ({bad} of {tensor.numel()} elements), and nothing before it"
+
+    def _follow(self, tensor: Tensor, otherwise: str = "") -> None:
+        if tensor.requires_grad and not any(tensor is other for other in self._kept):
+            self._kept.append(tensor)
+
+            def look(gradient: Tensor) -> None:
+                taker = self._inputs_of.get(id(tensor))
+                self.note(gradient, f"in backward, the gradient that {taker} computes" if taker else otherwise)
+
+            tensor.register_hook(look)
+
+
+@contextmanager
+def _watching(module: nn.Module) -> Iterator[_Watch]:
+    watch, handles = _Watch(), []
+    for name, inner in module.named_modules():
+        if not name:
+            continue  # DDP calls the whole module for a training step
+        title = f"{name} ({type(inner).__name__})"
+        handles.append(
+            inner.register_forward_pre_hook(
+                lambda _, args, kwargs, title=title: watch.enter(title, (args, kwargs)), with_kwargs=True
+            )
+        )
+        handles.append(inner.register_forward_hook(lambda _, args, output, title=title: watch.leave(title, output)))
+    try:
+        yield watch
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _floats(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _listed(names: list[str], most: int = 5) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest

@@ -1,0 +1,78 @@
+"""What an error of memory says in addition: who holds how much, and what each remedy would free."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from lightning_zero.engine import Engine
+from lightning_zero.engine.report import formula_bytes
+
+
+def say_who_holds_memory(error: BaseException, engine: Engine | None) -> None:
+    """Add the holders and the remedies to an error of memory; other errors stay as they are."""
+    if engine is None or not _is_of_memory(error) or not error.args:
+        return
+    error.args = (f"{error.args[0]}\n{_holders(engine)}\n{_remedies(engine)}", *error.args[1:])
+
+
+def _is_of_memory(error: BaseException) -> bool:
+    said = str(error)
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and ("can't allocate memory" in said or "not enough memory" in said)
+    )
+
+
+def _holders(engine: Engine) -> str:
+    held = {category: nbytes for category, nbytes in engine.report().at_rest.items() if nbytes}
+    states = ", ".join(f"{category} {_gb(held[category])}" for category in sorted(held, key=held.__getitem__)[::-1])
+    text = f"When it failed rank {engine.communicator.rank} held {_gb(sum(held.values()))} of model states and buffers"
+    text += f" ({states}), and {_gb(_rest(engine))} of activations and all else."
+    unused = _unused(engine.communicator.device)
+    if unused > 0.1 * sum(held.values()):
+        text += (
+            f" {_gb(unused)} more are reserved in fragments: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the "
+            "environment makes them usable."
+        )
+    return text
+
+
+def _remedies(engine: Engine) -> str:
+    stage, rest, on_cpu = engine.placements.stage, _rest(engine), engine.communicator.device.type == "cpu"
+    remedies = []
+    if stage < 3:
+        less = formula_bytes(stage, engine.buckets) - formula_bytes(3, engine.buckets)
+        remedies.append((less, f"stage=3 frees {_gb(less)}"))
+    optimizer = engine.report().at_rest.get("optimizer", 0)
+    place = "nvme" if on_cpu else "cpu"
+    if optimizer:
+        remedies.append((optimizer, f'offload="{place}" frees {_gb(optimizer)}'))
+    if engine.config.activation_checkpointing is None:
+        remedies.append((rest, f'activation_checkpointing="units" frees most of the {_gb(rest)} of activations'))
+    remedies.append((rest // 2, f"half the batch with accumulate_grad_batches=2 frees up to {_gb(rest // 2)}"))
+    said = "; ".join(text for _, text in sorted(remedies, key=lambda remedy: -remedy[0]))
+    return f"What helps: {said}. lightning-zero plan says beforehand what fits."
+
+
+def _rest(engine: Engine) -> int:
+    """Bytes in use beside what the engine holds."""
+    device = engine.communicator.device
+    if device.type == "cuda":
+        in_use = torch.cuda.memory_allocated(device)
+    else:
+        statm = Path("/proc/self/statm")
+        in_use = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
+    on_device = sum(nbytes for category, nbytes in engine.ledger.now.items() if category != "host")
+    return max(in_use - on_device, 0)
+
+
+def _unused(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.3g} GB"

@@ -1,0 +1,37 @@
+"""An error of memory names who holds how much, and what would free how much."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.trainer import Learner, make_trainer
+
+
+class Greedy(Learner):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2:
+            torch.empty(2**52, device="cpu")  # the allocator of the CPU refuses
+        return loss
+
+
+def error_of(stage: int) -> str:
+    module = Greedy()
+    with pytest.raises(RuntimeError) as raised:
+        make_trainer(f"zero{stage}", max_epochs=1).fit(module)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_out_of_memory_names_holders_and_priced_remedies(run_on, stage):
+    for number, said in enumerate(run_on(2, error_of, stage=stage)):
+        first, holders, remedies = said.splitlines()[-3:]
+        assert "can't allocate memory" in said
+        assert holders.startswith(f"When it failed rank {number} held ") and "optimizer" in holders
+        assert remedies.startswith("What helps: ") and 'offload="nvme"' in remedies
+        assert ("stage=3" in remedies) == (stage < 3)
+        assert len(re.findall(r"frees [^;]*?[\d.e-]+ GB", remedies)) == (4 if stage < 3 else 3)
