@@ -1,8 +1,8 @@
 """What the engine costs beside the arithmetic, against the number of tensors, of units and of ranks.
 
-    python benchmarks/growth.py
-    python benchmarks/growth.py --tensors 10,100 --units 2,8 --ranks 2,64 --processes 2 --rounds 1 --steps 3
-    python benchmarks/growth.py --memory                                   # model states as on 64 ranks
+    lightning-zero bench growth
+    lightning-zero bench growth --tensors 10,100 --units 2,8 --ranks 2,64 --processes 2 --rounds 1 --steps 3
+    lightning-zero bench growth --memory                                   # model states as on 64 ranks
 
 A step's cost is the CPU time of the thread that trains less that of the same forward and backward in plain torch on one
 process, and less that of Adam's arithmetic: what the machine does beside it does not count, and where processes share
@@ -16,6 +16,7 @@ import json
 import math
 import os
 import statistics
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -23,6 +24,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common import GPTS, REPOSITORY, describe, in_turn, markdown_table, run_workers, write_results
+
+from lightning_zero.commands.parsing import Parser
+from lightning_zero.commands.showing import print_json
 
 SYSTEMS = ["zero1", "zero2", "zero3"]
 COLORS = {"single": "grey", "ddp": "tab:red", "zero1": "tab:blue", "zero2": "tab:green", "zero3": "tab:orange"}
@@ -65,25 +69,30 @@ class Series(NamedTuple):
         return LINEAR if self.name in ("tensors", "units") else CONSTANT
 
 
-def parse_arguments() -> argparse.Namespace:
+def parser() -> Parser:
     def numbers(text: str) -> list[int]:
         return sorted({int(number) for number in text.split(",") if number})
 
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--systems", default="zero1,zero3", help="comma-separated, of: " + " ".join(SYSTEMS))
-    parser.add_argument("--tensors", type=numbers, default=[10, 100, 1000, 10000], help="numbers of tensors")
-    parser.add_argument("--units", type=numbers, default=[2, 10, 50, 100, 500], help="numbers of units")
-    parser.add_argument("--ranks", type=numbers, default=[2, 8, 64, 1024], help="numbers of ranks of the fake group")
-    parser.add_argument("--processes", type=numbers, default=[2, 4, 8], help="numbers of real ranks; '' for none")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each system is run and timed")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps a round, after the warm-up")
-    parser.add_argument("--memory", action="store_true", help="instead: model states as on 64 ranks, to the formula")
-    parser.add_argument("--model", default="25m", choices=GPTS, help="with --memory")
-    parser.add_argument("--device", default="cpu", help="with --memory: cpu, or cuda")
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
-    parser.add_argument("--points", type=json.loads, help=argparse.SUPPRESS)  # of a worker
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # the parent starts workers with it
-    arguments = parser.parse_args()
+    made = Parser("lightning-zero bench growth", description=__doc__.partition("\n")[0])
+    made.add_argument("--systems", default="zero1,zero3", help="comma-separated, of: " + " ".join(SYSTEMS))
+    made.add_argument("--tensors", type=numbers, default=[10, 100, 1000, 10000], help="numbers of tensors")
+    made.add_argument("--units", type=numbers, default=[2, 10, 50, 100, 500], help="numbers of units")
+    made.add_argument("--ranks", type=numbers, default=[2, 8, 64, 1024], help="numbers of ranks of the fake group")
+    made.add_argument("--processes", type=numbers, default=[2, 4, 8], help="numbers of real ranks; '' for none")
+    made.add_argument("--rounds", type=int, default=3, help="how often each system is run and timed")
+    made.add_argument("--steps", type=int, default=5, help="timed steps a round, after the warm-up")
+    made.add_argument("--memory", action="store_true", help="instead: model states as on 64 ranks, to the formula")
+    made.add_argument("--model", default="25m", choices=GPTS, help="with --memory")
+    made.add_argument("--device", default="cpu", help="with --memory: cpu, or cuda")
+    made.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
+    made.add_argument("--json", action="store_true", help="print the results as JSON")
+    made.add_argument("--points", type=json.loads, help=argparse.SUPPRESS)  # of a worker
+    made.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # the parent starts workers with it
+    return made
+
+
+def check(parser: Parser, arguments: argparse.Namespace) -> None:
+    """End with one line for a mistake, before anything is started."""
     unknown = set(arguments.systems.split(",")) - {*SYSTEMS, *(("single", "ddp") if arguments.worker else ())}
     if unknown:
         parser.error(f"--systems: {', '.join(sorted(unknown))} is not among {', '.join(SYSTEMS)}")
@@ -93,7 +102,6 @@ def parse_arguments() -> argparse.Namespace:
         values = getattr(arguments, name)
         if len(values) < 2 or values[0] < least:
             parser.error(f"--{name} takes two numbers or more, of at least {least}")
-    return arguments
 
 
 def all_series(arguments: argparse.Namespace) -> list[Series]:
@@ -153,17 +161,19 @@ def memory_of_stages(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 # -- in the parent ----------------------------------------------------------------------------------------------------
 
 
-def main() -> None:
-    arguments = parse_arguments()
+def main(given: list[str]) -> int:
+    arguments = parser().parse_args(given)
+    check(parser(), arguments)
     if arguments.worker:
         work(arguments)
-    elif arguments.memory:
-        compare_memory(arguments)
-    else:
-        compare_growth(arguments)
+        return 0
+    result = (compare_memory if arguments.memory else compare_growth)(arguments)
+    if arguments.json:
+        print_json(result)
+    return 0
 
 
-def compare_growth(arguments: argparse.Namespace) -> None:
+def compare_growth(arguments: argparse.Namespace) -> dict[str, Any]:
     chosen = all_series(arguments)
     rounds: dict[str, Rounds] = {
         series.name: {system: [] for system in ("single", *series.systems)} for series in chosen
@@ -178,7 +188,7 @@ def compare_growth(arguments: argparse.Namespace) -> None:
                     rounds[series.name][system].append([next(found) for _ in series.points])
                 where = "over Gloo" if processes else "as one of many"
                 print(f"{where}, round {number + 1} of {arguments.rounds}: {system}", flush=True)
-    report(arguments, chosen, rounds)
+    return report(arguments, chosen, rounds)
 
 
 def run(system: str, points: list[Point], processes: bool, arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -198,7 +208,7 @@ def run(system: str, points: list[Point], processes: bool, arguments: argparse.N
     return found
 
 
-def report(arguments: argparse.Namespace, chosen: list[Series], rounds: dict[str, Rounds]) -> None:
+def report(arguments: argparse.Namespace, chosen: list[Series], rounds: dict[str, Rounds]) -> dict[str, Any]:
     results: dict[str, Any] = {}
     lines = introduction(arguments)
     for series in chosen:
@@ -209,6 +219,7 @@ def report(arguments: argparse.Namespace, chosen: list[Series], rounds: dict[str
     result = {"about": describe(__file__, ("torch", "lightning")), "series": results}
     write_results(arguments.output, "growth", result, lines)
     plot(arguments.output / "growth.png", results)
+    return result
 
 
 def costs_of(series: Series, rounds: Rounds) -> dict[str, Any]:
@@ -299,7 +310,7 @@ def plot(path: Path, results: dict[str, Any]) -> None:
     figure.savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def compare_memory(arguments: argparse.Namespace) -> None:
+def compare_memory(arguments: argparse.Namespace) -> dict[str, Any]:
     options = ["--memory", "--model", arguments.model, "--device", arguments.device]
     (stages,) = run_workers(__file__, options, 1, {}, WORKER_TIMEOUT)
     rows = []
@@ -325,7 +336,8 @@ def compare_memory(arguments: argparse.Namespace) -> None:
     ]
     result = {"about": describe(__file__, ("torch", "lightning")), "holds": holds, "stages": stages}
     write_results(arguments.output, "growth_memory", result, lines)
+    return result
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -42,6 +42,9 @@ from common import (
     write_results,
 )
 
+from lightning_zero.commands.parsing import Parser
+from lightning_zero.commands.showing import print_json
+
 PACKAGES = {
     "single": "torch",
     "ddp": "torch.nn.parallel",
@@ -65,34 +68,28 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 OVERHEAD_STEPS = 20  # of the shrunk model
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser("lightning-zero bench peers", description=__doc__.partition("\n")[0])
-    parser.add_argument("--systems", default=",".join(PACKAGES), help="comma-separated, of: " + " ".join(PACKAGES))
-    parser.add_argument("--models", default="25m", help="comma-separated, of: " + " ".join(MODELS))
-    parser.add_argument("--rounds", type=int, default=5, help="how often each system is run and timed")
-    parser.add_argument("--steps", type=int, default=8, help="timed steps a round, after the warm-up")
-    parser.add_argument("--batch", type=int, default=2, help="sequences or samples a rank and micro-batch")
-    parser.add_argument("--sequence", type=int, help="tokens in a sequence, where the models read some (default: 128)")
-    parser.add_argument("--precision", default="fp32", choices=list(TOLERANCE))
-    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches a step")
-    parser.add_argument("--checkpoint-activations", action="store_true", help="compute blocks again in backward")
-    parser.add_argument(
-        "--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: GPUs, if there are any"
-    )
-    parser.add_argument("--ranks", type=int, help="processes; by default 2 on a CPU, and one a GPU")
-    parser.add_argument("--shrunk", action="store_true", help="models of as many modules that compute next to nothing")
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # the parent starts workers with it
-    parser.add_argument("--readings", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    arguments.systems = arguments.systems.split(",")
-    arguments.models = arguments.models.split(",")
-    if not arguments.worker:
-        check(parser, arguments)
-    return arguments
+def parser() -> Parser:
+    made = Parser("lightning-zero bench peers", description=__doc__.partition("\n")[0])
+    made.add_argument("--systems", default=",".join(PACKAGES), help="comma-separated, of: " + " ".join(PACKAGES))
+    made.add_argument("--models", default="25m", help="comma-separated, of: " + " ".join(MODELS))
+    made.add_argument("--rounds", type=int, default=5, help="how often each system is run and timed")
+    made.add_argument("--steps", type=int, default=8, help="timed steps a round, after the warm-up")
+    made.add_argument("--batch", type=int, default=2, help="sequences or samples a rank and micro-batch")
+    made.add_argument("--sequence", type=int, help="tokens in a sequence, where the models read some (default: 128)")
+    made.add_argument("--precision", default="fp32", choices=list(TOLERANCE))
+    made.add_argument("--accumulate", type=int, default=1, help="micro-batches a step")
+    made.add_argument("--checkpoint-activations", action="store_true", help="compute blocks again in backward")
+    made.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: GPUs, if there are any")
+    made.add_argument("--ranks", type=int, help="processes; by default 2 on a CPU, and one a GPU")
+    made.add_argument("--shrunk", action="store_true", help="models of as many modules that compute next to nothing")
+    made.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
+    made.add_argument("--json", action="store_true", help="print the results as JSON, by model")
+    made.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # the parent starts workers with it
+    made.add_argument("--readings", action="store_true", help=argparse.SUPPRESS)
+    return made
 
 
-def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+def check(parser: Parser, arguments: argparse.Namespace) -> None:
     """Ends with one line for a mistake, before anything is started; else fills in what was left to the machine."""
     for option, known in (("systems", PACKAGES), ("models", MODELS)):
         unknown = [name for name in getattr(arguments, option) if name not in known]
@@ -299,7 +296,7 @@ def is_wrong(found: dict[str, Any], precision: str) -> bool:
     return "error" in found or not found.get("losses_off", 0.0) <= TOLERANCE[precision]
 
 
-def report(model: str, arguments: argparse.Namespace, measured: dict[str, dict[str, Any]]) -> None:
+def report(model: str, arguments: argparse.Namespace, measured: dict[str, dict[str, Any]]) -> dict[str, Any]:
     reference = compare_losses(measured, arguments.ranks)
     done = {system: found for system, found in measured.items() if "error" not in found}
     for found in done.values():
@@ -321,6 +318,7 @@ def report(model: str, arguments: argparse.Namespace, measured: dict[str, dict[s
     ]
     result = {"about": about, "reference": reference, "systems": measured}
     write_results(arguments.output, file_name(model, arguments), result, lines)
+    return result
 
 
 def description(
@@ -383,22 +381,27 @@ def file_name(model: str, arguments: argparse.Namespace) -> str:
     return "_".join(parts)
 
 
-def main() -> int:
-    arguments = parse_arguments()
+def main(given: list[str]) -> int:
+    arguments = parser().parse_args(given)
+    arguments.systems = arguments.systems.split(",")
+    arguments.models = arguments.models.split(",")
     if arguments.worker:
         work(arguments)
         return 0
-    wrong = []
+    check(parser(), arguments)
+    wrong, results = [], {}
     for model in arguments.models:
         measured = measure(model, arguments)
-        report(model, arguments, measured)
+        results[model] = report(model, arguments, measured)
         for system, found in measured.items():
             if is_wrong(found, arguments.precision):
                 what = "failed" if "error" in found else f"has LOSSES THAT DIFFER, by {found['losses_off']:.1e}"
                 wrong.append(f"{model}: {system} {what}")
+    if arguments.json:
+        print_json(results)
     print("\n".join(wrong), file=sys.stderr)
     return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -20,6 +20,9 @@ from typing import Any
 import psutil
 from common import MODELS, REPOSITORY, describe, run_workers
 
+from lightning_zero.commands.parsing import Parser
+from lightning_zero.commands.showing import print_json
+
 STORED = REPOSITORY / "benchmarks" / "results" / "ratios.json"
 SYSTEMS = ("ddp", "zero1", "zero2", "zero3")
 TURNS = {"deep": 40, "wide2m": 60}  # bound by overhead; by communication
@@ -31,16 +34,14 @@ UNKNOWN = 3  # exit code
 WORKER_TIMEOUT = 300.0  # seconds
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser("lightning-zero bench ratios", description=__doc__.partition("\n")[0])
-    parser.add_argument("--store", action="store_true", help=f"write {STORED.relative_to(REPOSITORY)} anew")
-    parser.add_argument("--stored", type=Path, default=STORED, help="the file to compare with, or to write")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # the parent starts workers with it
-    parser.add_argument("--model", choices=list(MODELS), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if not (arguments.store or arguments.worker or arguments.stored.exists()):
-        parser.error(f"--stored {arguments.stored}: there is no such file; --store writes it")
-    return arguments
+def parser() -> Parser:
+    made = Parser("lightning-zero bench ratios", description=__doc__.partition("\n")[0])
+    made.add_argument("--store", action="store_true", help=f"write {STORED.relative_to(REPOSITORY)} anew")
+    made.add_argument("--stored", type=Path, default=STORED, help="the file to compare with, or to write")
+    made.add_argument("--json", action="store_true", help="print the result as JSON")
+    made.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # the parent starts workers with it
+    made.add_argument("--model", choices=list(MODELS), help=argparse.SUPPRESS)
+    return made
 
 
 def work(arguments: argparse.Namespace) -> None:
@@ -96,7 +97,7 @@ def own_seconds() -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-def store(path: Path) -> None:
+def store(path: Path) -> dict[str, Any]:
     """Of three measurements the median: one that was disturbed, on either side, must not become the measure."""
     result: dict[str, Any] = {"about": describe(__file__, ("torch",)), "others": {}, "ratios": {}}
     for model in TURNS:
@@ -105,6 +106,7 @@ def store(path: Path) -> None:
         result["ratios"][model] = {name: statistics.median(found[name] for found in ratios) for name in ratios[0]}
         result["others"][model] = max(others for _, others in measured)
     path.write_text(json.dumps(result, indent=1) + "\n")
+    return result
 
 
 def slower_ones(found: dict[str, float], stored: dict[str, float]) -> list[str]:
@@ -115,15 +117,17 @@ def slower_ones(found: dict[str, float], stored: dict[str, float]) -> list[str]:
     ]
 
 
-def compare(stored: dict[str, Any]) -> int:
-    """Says what became slower; the exit code."""
+def compare(stored: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Says what became slower; the exit code, and what was measured."""
     codes = {0}
+    result: dict[str, Any] = {"about": describe(__file__, ("torch",)), "others": {}, "ratios": {}, "slower": {}}
     for model in TURNS:
         for _ in range(2):  # once more if it seems slower: the machine has other things to do, too
             found, others = measure(model)
             slower = slower_ones(found, stored["ratios"][model])
             if not slower:
                 break
+        result["others"][model], result["ratios"][model], result["slower"][model] = others, found, slower
         if slower and others > BUSY:
             print(f"{model}: cannot be told while other programs take {others:.0%} of the machine", file=sys.stderr)
             codes.add(UNKNOWN)
@@ -136,19 +140,24 @@ def compare(stored: dict[str, Any]) -> int:
             f"{stored['about']['commit']}. If it is meant to be: lightning-zero bench ratios --store",
             file=sys.stderr,
         )
-    return 1 if 1 in codes else max(codes)
+    return 1 if 1 in codes else max(codes), {**result, "stored": stored["ratios"]}
 
 
-def main() -> int:
-    arguments = parse_arguments()
+def main(given: list[str]) -> int:
+    arguments = parser().parse_args(given)
     if arguments.worker:
         work(arguments)
-    elif arguments.store:
-        store(arguments.stored)
+        return 0
+    if not (arguments.store or arguments.stored.exists()):
+        parser().error(f"--stored {arguments.stored}: there is no such file; --store writes it")
+    if arguments.store:
+        code, result = 0, store(arguments.stored)
     else:
-        return compare(json.loads(arguments.stored.read_text()))
-    return 0
+        code, result = compare(json.loads(arguments.stored.read_text()))
+    if arguments.json:
+        print_json(result)
+    return code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

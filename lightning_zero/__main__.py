@@ -1,16 +1,50 @@
-"""`lightning-zero SUBCOMMAND ...`, the same as `python -m lightning_zero SUBCOMMAND ...`."""
+"""`lightning-zero COMMAND ...`, the same as `python -m lightning_zero COMMAND ...`."""
 
-import argparse
+import contextlib
 import importlib
+import itertools
 import sys
+
+from lightning_zero.commands.parsing import Menu
+from lightning_zero.commands.showing import CLOSED_PIPE, discard_stdout, stdout_for_json, stdout_is_closed
+from lightning_zero.version import __version__
+
+COMMANDS = {
+    "train": "train a model, or a sweep of models, by Hydra's groups",
+    "plan": "predict memory, traffic and time without training",
+    "doctor": "measure this machine, and say what works on it",
+    "checkpoint": "inspect, verify, export, convert or import checkpoints",
+    "bench": "run a benchmark of the repository",
+    "completion": "let bash, zsh or fish complete this command",
+}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser("lightning-zero", epilog="lightning-zero SUBCOMMAND --help lists its arguments.")
-    parser.add_argument("subcommand", choices=("train", "plan", "doctor", "checkpoint", "bench"))
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    given = parser.parse_args(sys.argv[1:] or ["--help"])
-    return importlib.import_module(f"lightning_zero.commands.{given.subcommand}").main(given.arguments)
+    menu = Menu(
+        "lightning-zero",
+        COMMANDS,
+        lambda name: importlib.import_module(f"lightning_zero.commands.{name}"),
+        description="ZeRO for PyTorch Lightning: train, plan, measure, and work with checkpoints.",
+        epilog="lightning-zero COMMAND --help lists the command's arguments.",
+    )
+    menu.add_argument("-V", "--version", action="version", version=f"lightning-zero {__version__}")
+    try:
+        try:
+            if sys.argv[1:2] == ["-sc"]:  # a shell asks at Tab
+                return menu.load("completion").answer(menu, sys.argv[1:])
+            ours = itertools.takewhile("--".__ne__, sys.argv[1:])  # what follows belongs to a script that is planned
+            wants_json = any(len(word) > 2 and "--json".startswith(word) for word in ours)
+            with stdout_for_json() if wants_json else contextlib.nullcontext():
+                return menu.run(sys.argv[1:])
+        finally:
+            sys.stdout.flush()  # here, where the next line catches the error of a closed pipe
+    except BrokenPipeError:
+        if not stdout_is_closed():
+            raise
+        discard_stdout()
+        return CLOSED_PIPE
+    except KeyboardInterrupt:
+        return 130  # a shell's exit code after Ctrl-C
 
 
 if __name__ == "__main__":

@@ -1,32 +1,48 @@
 """`lightning-zero bench`: run a benchmark from the repository that this package was installed from."""
 
-import argparse
+import importlib
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from lightning_zero.commands.parsing import Menu
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
 
+BENCHMARKS = {
+    "peers": "time, memory and communication beside DDP, FSDP and DeepSpeed",
+    "ratios": "whether a stage has become slower beside DDP",
+    "growth": "what the engine costs as tensors, units and ranks grow",
+}
+
+
+def parser() -> Menu:
+    return Menu(
+        "lightning-zero bench",
+        BENCHMARKS,
+        _load,
+        description="Run a benchmark of the repository; docs/development/benchmarks.md explains the results.",
+        epilog="lightning-zero bench COMMAND --help lists the benchmark's options.",
+    )
+
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        "lightning-zero bench",
-        epilog="lightning-zero bench peers --help lists its options; see docs/development/benchmarks.md.",
-    )
-    parser.add_argument("name", choices=("peers", "ratios", "growth"))
-    parser.add_argument("options", nargs=argparse.REMAINDER)
-    given = parser.parse_args(arguments or ["--help"])
-    script = SCRIPTS / f"{given.name}.py"
-    if not script.exists():
-        parser.error(
+    if arguments[:1] and arguments[0] in BENCHMARKS:
+        sys.argv = [str(SCRIPTS / f"{arguments[0]}.py"), *arguments[1:]]  # the command that results record
+    return parser().run(arguments)
+
+
+def _load(name: str) -> Any:
+    """Import a benchmark's script; as it imports no torch itself, it takes no core from what it measures."""
+    if not (SCRIPTS / f"{name}.py").exists():
+        parser().error(
             "benchmarks are part of the repository, not of the installed package. Clone the repository and run "
-            f"`python -m lightning_zero bench {given.name}` in it."
+            f"`python -m lightning_zero bench {name}` in it."
         )
     if importlib.util.find_spec("psutil") is None:
-        parser.error("the package psutil is missing, which describes the machine: pip install 'lightning_zero[bench]'")
-    try:
-        # Runs in a new process: this one imports no torch, and takes no core from the benchmark.
-        return subprocess.call([sys.executable, str(script), *given.options])
-    except KeyboardInterrupt:
-        return 130  # a shell's exit code after Ctrl-C; the script received the signal, too
+        parser().error(
+            "the package psutil is missing, which describes the machine: pip install 'lightning_zero[bench]'"
+        )
+    sys.path.insert(0, str(SCRIPTS))  # the scripts import each other
+    return importlib.import_module(name)

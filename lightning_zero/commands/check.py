@@ -1,12 +1,18 @@
 """Find invalid configuration values before any process is started; each error is one line that names the key."""
 
+import copy
 import importlib.util
+import inspect
 import logging
+import operator
 import os
 import re
 from collections.abc import Callable
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hydra.errors import (
     ConfigCompositionException,
@@ -17,10 +23,16 @@ from hydra.errors import (
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_zero.engine.config import suggestion
+from lightning_zero.io.names import suggestion
 
 
-class ConfigError(Exception):
+class JobFailed(Exception):
+    """A job cannot be started, or a rank of it ended with an exit code other than 0 after printing the reason."""
+
+    exit_code = 1
+
+
+class ConfigError(JobFailed):
     """A mistake in the config; the message is one line that names the key."""
 
     exit_code = 2
@@ -34,6 +46,7 @@ def _whole(least: int) -> Rule:
 
 
 ABOVE_0: Rule = (lambda v: type(v) in (int, float) and v > 0, "a number above 0")
+NOT_NEGATIVE: Rule = (lambda v: v is None or (type(v) in (int, float) and v >= 0), "a number, 0 or more")
 
 # Values that the configured objects would accept and fail on later, when processes have been started.
 RULES: dict[str, Rule] = {
@@ -42,6 +55,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("data.context", "data.batch_size", "data.max_bytes"), _whole(1)),
     **dict.fromkeys(("trainer.num_nodes", "trainer.accumulate_grad_batches"), _whole(1)),
     **dict.fromkeys(("trainer.val_check_interval", "trainer.limit_val_batches"), ABOVE_0),
+    **dict.fromkeys(("optimizer.lr", "optimizer.weight_decay"), NOT_NEGATIVE),
     "model.prompt": (lambda v: isinstance(v, str) and v != "", "a text of at least one character"),
     "data.validation_percent": (lambda v: type(v) in (int, float) and 0 < v < 100, "a number between 0 and 100"),
     "trainer.devices": (lambda v: v == "auto" or (type(v) is int and v >= 1), 'a whole number, 1 or more, or "auto"'),
@@ -72,6 +86,7 @@ def check(config: DictConfig) -> DictConfig:
     if not resolved.trainer.get("enable_progress_bar", True):
         resolved.callbacks.pop("progress", None)  # Lightning rejects one together with enable_progress_bar=false
     _choose_devices(resolved.trainer)
+    _check_types(resolved.trainer)
     _check_packages(resolved)
     _check_made(resolved)
     return resolved
@@ -86,6 +101,41 @@ def _choose_devices(trainer: DictConfig) -> None:
     trainer.accelerator = "gpu" if device_count() else "cpu"
     if trainer.accelerator == "cpu" and trainer.devices == "auto":
         trainer.devices = int(os.environ.get("LOCAL_WORLD_SIZE", 2))  # torchrun has started as many
+
+
+_KINDS: dict[Any, Rule] = {
+    bool: (lambda v: v in (True, False), "true or false"),
+    int: (lambda v: type(v) is int or (type(v) is float and v.is_integer()), "a whole number"),
+    float: (lambda v: type(v) in (int, float), "a number"),
+    type(None): (lambda v: v is None, "null"),
+}
+
+
+def _check_types(trainer: DictConfig) -> None:
+    """Check the Trainer's arguments against its annotations; the Trainer itself compares some of them late, or never.
+
+    An argument that also takes text or objects is left to the Trainer.
+    """
+    from lightning.pytorch import Trainer
+
+    hints = get_type_hints(Trainer.__init__)
+    for name, value in trainer.items():
+        rules = _rules_of(hints.get(str(name)))
+        if rules and not any(accepts(value) for accepts, _ in rules):
+            words = dict.fromkeys(words for _, words in rules)
+            if "a number" in words:
+                words.pop("a whole number", None)
+            raise ConfigError(f"trainer.{name!s}={value!s}: expected {', '.join(words)}")
+
+
+def _rules_of(hint: Any) -> list[Rule]:
+    """Rules of which a value must meet one: those of a union's members. None where a member has no rule."""
+    if get_origin(hint) in (Union, UnionType):
+        rules = [_rules_of(member) for member in get_args(hint)]
+        return list(chain(*rules)) if all(rules) else []
+    if get_origin(hint) is Literal:
+        return [(partial(operator.eq, each), str(each)) for each in get_args(hint)]
+    return [_KINDS[hint]] if hint in _KINDS else []
 
 
 # By target: the package that its object imports, and the extra of this package that installs it.
@@ -119,29 +169,60 @@ def _check_made(config: DictConfig) -> None:
     import torch
     from hydra.utils import instantiate
 
+    def make_model(model: DictConfig) -> None:
+        with torch.device("meta"):
+            instantiate(model)
+
+    makers: dict[str, Callable[[DictConfig], Any]] = {
+        "data": lambda data: instantiate(data).setup(),
+        "model": make_model,
+        "optimizer": lambda partial: instantiate(partial)([torch.nn.Parameter(torch.empty(1, device="cpu"))]),
+        "stage": instantiate,
+        "callbacks": lambda callbacks: [instantiate(callback) for callback in callbacks.values()],
+        "trainer": lambda trainer: instantiate(
+            trainer, callbacks=[instantiate(callback) for callback in config.callbacks.values()], logger=False
+        ),
+    }
     lightning = logging.getLogger("lightning.pytorch")
     level = lightning.level
     lightning.setLevel(logging.ERROR)  # the training process repeats its messages about the Trainer
-    group = "data"
     try:
-        instantiate(config.data).setup()
-        group = "model"
-        with torch.device("meta"):
-            instantiate(config.model)
-        group = "optimizer"
-        instantiate(config.optimizer)([torch.nn.Parameter(torch.empty(1, device="cpu"))])
-        group = "stage"
-        instantiate(config.stage)
-        group = "callbacks"
-        callbacks = [instantiate(callback) for callback in config.callbacks.values()]
-        group = "trainer"
-        instantiate(config.trainer, callbacks=callbacks, logger=False)
-    except (InstantiationException, ValueError, OSError) as error:
-        text = in_one_line(error)
-        # Errors of the models, the data and offload begin with the argument's name: heads=3 must ...
-        raise ConfigError(f"{group}.{text}" if re.match(r"\w+=|offload: ", text) else f"{group}: {text}") from error
+        for group, make in makers.items():
+            try:
+                make(config[group])
+            except _REFUSALS as error:
+                raise ConfigError(_with_key(error, group, config, make)) from error
     finally:
         lightning.setLevel(level)
+
+
+# What objects raise for values that they refuse.
+_REFUSALS = (InstantiationException, ValueError, TypeError, OSError)
+
+
+def _with_key(error: Exception, group: str, config: DictConfig, make: Callable[[DictConfig], Any]) -> str:
+    """Return the error in one line that begins with the key: the one without which ``make`` succeeds."""
+    from hydra.utils import get_object
+
+    text = in_one_line(error)
+    if re.match(r"\w+=|offload: ", text):  # errors of the models, the data and offload: heads=3 must ...
+        return f"{group}.{text}"
+    found = re.search(r"^full_key: (.+)$", str(error), flags=re.MULTILINE)
+    key = found[1] if found else group
+    node = OmegaConf.select(config, key)
+    if unknown := re.search(r"unexpected keyword argument '(\w+)'", text):
+        return _unknown(f"{key}.{unknown[1]}", inspect.signature(get_object(node._target_)).parameters)
+    for name, value in node.items():
+        if name.startswith("_"):
+            continue
+        without = copy.deepcopy(config)
+        del OmegaConf.select(without, key)[name]
+        try:
+            make(without[group])
+        except _REFUSALS:
+            continue
+        return f"{key}.{name}={value}: {text}"
+    return f"{key}: {text}"
 
 
 def in_one_line(error: BaseException) -> str:
@@ -158,6 +239,8 @@ def in_one_line(error: BaseException) -> str:
         if "is not in struct" in str(cause) and cause.parent_node is not None:
             return _unknown(cause.full_key or str(cause.key), cause.parent_node)
         return in_one_line(cause)
+    if isinstance(error, ConfigCompositionException) and cause is None:
+        return " ".join(str(error).split())  # later lines say what to write
     if isinstance(error, OmegaConfBaseException) and error.full_key:
         return f"{error.full_key}: {_first_line(error)}"
     return _first_line(error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,17 +13,28 @@ from fsspec.core import url_to_fs
 
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
-from lightning_zero.commands.showing import in_bytes, progress, show, size_of
+from lightning_zero.commands.parsing import Parser
+from lightning_zero.commands.showing import in_bytes, print_json, progress, show, size_of
 from lightning_zero.io.labels import new_label
 
 EPILOG = "PATH is a checkpoint of any writer: a Lightning file, or a folder of torch.distributed.checkpoint."
 
 
 def main(arguments: list[str]) -> int:
-    options = _parser().parse_args(arguments)
+    if not arguments:
+        parser().error("give a command: inspect, verify, export, convert or import")
+    options = parser().parse_args(arguments)
     try:
-        return int(options.run(options) or 0)
+        options.run(options)
+        return 0
+    except BrokenPipeError:
+        raise
     except (OSError, ValueError) as error:
+        from lightning_zero.checkpoint.checksums import DamagedCheckpointError
+
+        if options.json and isinstance(error, DamagedCheckpointError):
+            print_json({"path": options.path, "whole": False, "damage": str(error)})
+            return 1
         print(f"lightning-zero checkpoint {options.command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -32,11 +42,11 @@ def main(arguments: list[str]) -> int:
         return 130  # a shell's exit code after Ctrl-C
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("lightning-zero checkpoint", epilog=EPILOG)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="inspect|verify|export|convert|import")
+def parser() -> Parser:
+    made = Parser("lightning-zero checkpoint", description="Inspect and convert checkpoints.", epilog=EPILOG)
+    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
 
-    def command(name: str, run: Callable[[Any], int | None], does: str) -> argparse.ArgumentParser:
+    def command(name: str, run: Callable[[Any], None], does: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=does, description=does, epilog=EPILOG if name != "import" else None)
         added.set_defaults(run=run)
         if name == "import":
@@ -51,15 +61,15 @@ def _parser() -> argparse.ArgumentParser:
                 action="store_true",
                 help="unpickle objects of any class in PATH, which can run any code (weights_only=False)",
             )
+        added.add_argument("--json", action="store_true", help="print the result as JSON")
         return added
 
     inspect = command("inspect", _inspect, "show what is in a checkpoint, without reading its values")
     inspect.add_argument("--all", action="store_true", help="every tensor, optimizer states included")
-    inspect.add_argument("--json", action="store_true", help="print everything as JSON")
 
-    command("verify", _verify, "read all of a checkpoint and list damage; exit code 1 if there is any")
+    command("verify", _verify, "read all of a checkpoint; exit code 1 if it is damaged")
 
-    export = command("export", _export, "write the weights to OUT, a .safetensors file, for any framework")
+    export = command("export", _export, "write the weights to OUT.safetensors, for any framework")
     export.add_argument(
         "--dtype", choices=("fp32", "bf16", "fp16"), help="of floating-point weights; default: as saved"
     )
@@ -80,13 +90,13 @@ def _parser() -> argparse.ArgumentParser:
     convert = command("convert", _convert, "write all of a checkpoint in the other form")
     convert.add_argument("--to", choices=("full", "sharded"), required=True, help="one file, or a folder")
 
-    foreign = command("import", _import, "turn a checkpoint of DeepSpeed ZeRO or of FSDP into one of Lightning")
+    foreign = command("import", _import, "make a Lightning checkpoint of one by DeepSpeed or FSDP")
     foreign.add_argument("--to", choices=("full", "sharded"), default="full", help="one file (default) or a folder")
     foreign.add_argument(
         "--prefix", default="", help="put before each parameter's name: model. if the module holds it as self.model"
     )
     foreign.add_argument("--model", metavar="ENTRY", help="of fsdp: the entry that contains the weights")
-    return parser
+    return made
 
 
 def _open(options: Any) -> Any:
@@ -127,8 +137,13 @@ def _export(options: Any) -> None:
         files = write_safetensors(content, place, most_bytes=options.max_shard_size, advance=advance)
     if content.left_out:
         _say(f"left out: {listed(content.left_out)}")
-    if beyond := [weight.name for weight in content.weights if weight.overflows]:
+    beyond = [weight.name for weight in content.weights if weight.overflows]
+    if beyond:
         _say(f"out of the range of fp16, so now infinite: {listed(beyond)}; --dtype bf16 has the range of fp32")
+    if options.json:
+        counts = {"tensors": len(content.weights), "tied": len(content.tied), "bytes": content.bytes}
+        print_json({"files": files, **counts, "left_out": content.left_out, "infinite": beyond})
+        return
     tied = f", {len(content.tied)} tied" if content.tied else ""
     print(f"{listed(files)}: {len(content.weights)} tensors{tied}, {in_bytes(content.bytes)}")
 
@@ -143,27 +158,20 @@ def _refuse_existing(paths: Iterable[str], options: Any) -> None:
         Destination(path, new_label()).check_replaceable()
 
 
-def _inspect(options: Any) -> int:
+def _inspect(options: Any) -> None:
     from dataclasses import asdict
 
-    from lightning_zero.checkpoint.checksums import DamagedCheckpointError
     from lightning_zero.checkpoint.inspecting import rows_of
 
-    try:
-        opened = _open(options)
-    except DamagedCheckpointError as error:
-        if not options.json:
-            raise
-        print(json.dumps({"path": options.path, "whole": False, "damage": str(error)}, indent=1))
-        return 1
+    opened = _open(options)
     rows = rows_of(opened)
     own = [row for row in rows if row.tied_to is None]
     known = {key: opened.checkpoint[key] for key in ("epoch", "global_step") if key in opened.checkpoint}
     if options.json:
         about = {"path": opened.path, "whole": True, "form": opened.form, "written_by": opened.written_by, **known}
         size = sum(row.bytes for row in own)
-        print(json.dumps({**about, "bytes": size, "tensors": [asdict(row) for row in rows]}, indent=1))
-        return 0
+        print_json({**about, "bytes": size, "tensors": [asdict(row) for row in rows]})
+        return
     print(f"{opened.path}: {opened.form}, {in_bytes(sum(row.bytes for row in own))} in {len(own)} tensors")
     by = ", ".join(f"{what} {which}" for what, which in opened.written_by.items())
     print(f"written by: {by or 'unknown'}")
@@ -183,14 +191,16 @@ def _inspect(options: Any) -> int:
         table.append((part, str(len(of_part)), in_bytes(sum(row.bytes for row in of_part))))
     show(table, right=(1, 2))
     print("no file is missing or truncated; 'lightning-zero checkpoint verify' checks the values")
-    return 0
 
 
 def _verify(options: Any) -> None:
     opened = _open(options)
     with progress("verifying", opened.bytes_to_verify) as advance:
         opened.verify(advance)
-    print(f"{opened.path}: undamaged")
+    if options.json:
+        print_json({"path": opened.path, "whole": True, "bytes": opened.bytes_to_verify})
+    else:
+        print(f"{opened.path}: undamaged")
 
 
 def _convert(options: Any) -> None:
@@ -216,4 +226,7 @@ def _write(opened: Any, options: Any) -> None:
     is_assembled = options.to == "full" and opened.form == "sharded"  # then the values are written twice
     with progress("converting", 2 * total if is_assembled else total) as advance:
         (write_full if options.to == "full" else write_sharded)(opened, options.out, advance)
-    print(f"{options.out}: {options.to}, {in_bytes(total)}")
+    if options.json:
+        print_json({"path": options.out, "form": options.to, "bytes": total})
+    else:
+        print(f"{options.out}: {options.to}, {in_bytes(total)}")

@@ -7,8 +7,6 @@ from typing import Any, ClassVar
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_zero.monitoring.report import figures, make_console, missing, plot_losses
-
 
 class CompareJobs(Callback):
     """Hydra callback that records the folder of a sweep.
@@ -18,27 +16,38 @@ class CompareJobs(Callback):
     """
 
     folder: ClassVar[Path | None] = None
+    report: ClassVar[Path | None] = None  # results.json of a job, or comparison.json of a sweep
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         CompareJobs.folder = Path(config.hydra.sweep.dir).absolute()
 
 
-def compare(folder: Path) -> None:
-    """Print the table and write ``comparison.png`` and ``comparison.json`` for the jobs in a sweep's ``folder``."""
+def compare(folder: Path) -> Path:
+    """Print the table and write ``comparison.png`` and ``comparison.json`` for the jobs in a sweep's ``folder``.
+
+    Returns:
+        The path of ``comparison.json``.
+    """
+    from lightning_zero.monitoring.report import missing, plot_losses
+
     jobs = _jobs(folder)
     done = {label: results for label, results in jobs.items() if results is not None}
-    (folder / "comparison.json").write_text(json.dumps(jobs, indent=1))
+    written = folder / "comparison.json"
+    written.write_text(json.dumps(jobs, indent=1))
     if note := missing("rich"):
         print("table", note)
     else:
         _print_table(jobs, done)
-    print("comparison", folder / "comparison.json")
+    print("comparison", written)
     if done:
         print("plot", plot_losses(folder / "comparison.png", done), flush=True)
+    return written
 
 
 def _print_table(jobs: dict[str, dict[str, Any] | None], done: dict[str, dict[str, Any]]) -> None:
     from rich.table import Table
+
+    from lightning_zero.monitoring.report import figures, make_console
 
     table = Table(title=f"{len(done)} of {len(jobs)} jobs")
     table.add_column("job", overflow="fold")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import platform
 import shutil
@@ -13,18 +11,23 @@ from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
-from lightning_zero.commands.showing import in_bytes, show
+from lightning_zero.commands.parsing import Parser
+from lightning_zero.commands.showing import in_bytes, print_json, show
 
 
-def main(arguments: list[str]) -> int:
-    made = argparse.ArgumentParser(
+def parser() -> Parser:
+    made = Parser(
         prog="lightning-zero doctor",
         description="Measure this machine for lightning-zero plan --resources FILE, and say what works on it.",
     )
     made.add_argument("--ranks", type=int, default=2, help="processes that are measured together (default: 2)")
     made.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     made.add_argument("--json", action="store_true", help="as JSON; what --resources reads")
-    parsed = made.parse_args(arguments)
+    return made
+
+
+def main(arguments: list[str]) -> int:
+    parsed = parser().parse_args(arguments)
     from lightning_zero.planning.measure import measure
 
     try:
@@ -35,7 +38,7 @@ def main(arguments: list[str]) -> int:
     found = {"versions": _versions(), "machine": {**_machine(), **about}, "resources": asdict(resources)}
     findings = _findings(found)
     if parsed.json:
-        print(json.dumps({**found, "findings": findings}, indent=1))
+        print_json({**found, "findings": findings})
         return 0
     rows: list[tuple[str, ...]] = [("", "")]
     rows += [(name, version) for name, version in found["versions"].items()]

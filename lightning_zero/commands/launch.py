@@ -15,32 +15,20 @@ from typing import NoReturn
 
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 from torch.cuda import device_count
 from torch.multiprocessing import ProcessExitedException, start_processes
 
-from lightning_zero.commands.check import ConfigError
+from lightning_zero.commands.check import ConfigError, JobFailed
 from lightning_zero.engine.comm import process_group
 
 Job = Callable[[DictConfig], None]
 GRACE = 5.0  # seconds for ranks to end by themselves before they are terminated, and again before they are killed
 
 
-class RankFailed(Exception):
-    """A rank ended with an exit code other than 0, after printing the reason."""
-
-    exit_code = 1
-
-
 def ranks_exist() -> bool:
     """Whether this process was started as one of several ranks, by torchrun, SLURM or another launcher."""
     return "LOCAL_RANK" in os.environ or TorchElasticEnvironment.detect() or SLURMEnvironment.detect()
-
-
-def this_rank() -> int:
-    """The rank that torchrun, SLURM or another launcher gave this process; 0 without a launcher."""
-    return int(getattr(rank_zero_only, "rank", 0))
 
 
 def launch(job: Job, config: DictConfig) -> None:
@@ -65,7 +53,7 @@ def launch(job: Job, config: DictConfig) -> None:
             pass
     except ProcessExitedException as error:
         how = f"by {error.signal_name}" if error.signal_name else f"with exit code {error.exit_code}"
-        raise RankFailed(f"rank {error.error_index} of {world_size} ended {how}") from None
+        raise JobFailed(f"rank {error.error_index} of {world_size} ended {how}") from None
     finally:
         for process in ranks.processes:
             process.terminate()

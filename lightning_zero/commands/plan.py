@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_zero.commands.showing import in_bytes, show, size_of
+from lightning_zero.commands.parsing import Parser
+from lightning_zero.commands.showing import in_bytes, print_json, show, size_of
 
 USAGE = """lightning-zero plan package.module:Module [width=512 ...] --batch package.module:make_batch [options]
        lightning-zero plan train.py [options] [-- arguments of the script]
@@ -26,7 +27,7 @@ def main(arguments: list[str]) -> int:
     if parsed.paper:
         return _paper(parsed)
     if not parsed.project:
-        parser().error("give what to plan, or --paper; see lightning-zero plan --help")
+        parser().error("give what to plan, or --paper")
     sys.path.insert(0, "")
     try:
         from lightning_zero.planning.advice import advise, make_plans
@@ -52,7 +53,7 @@ def main(arguments: list[str]) -> int:
         print(f"lightning-zero plan: {error}", file=sys.stderr)
         return 2
     if parsed.json:
-        print(json.dumps([plan.as_json() for plan in plans], indent=1))
+        print_json([plan.as_json() for plan in plans])
         return 0
     _print(plans)
     for sentence in advise(plans, memory):
@@ -109,8 +110,8 @@ def _of_config(overrides: list[str]) -> Any:
     return Project(partial(instantiate, config.model), first_batch(instantiate(config.data)), settings_of(of_trainer))
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+def parser() -> Parser:
+    made = Parser(
         prog="lightning-zero plan",
         usage=USAGE,
         description="Run the real Trainer and engine for two steps on fake tensors, as one rank of many.",
@@ -263,7 +264,7 @@ def _paper(parsed: argparse.Namespace) -> int:
 
     cells = table_1()
     if parsed.json:
-        print(json.dumps([cell._asdict() for cell in cells], indent=1))
+        print_json([cell._asdict() for cell in cells])
         return 0
     by_place = {(cell.ranks, cell.parameters, cell.stage): cell for cell in cells}
     rows = [("ranks", *(f"{size / 1e9:g} B, stage {stage}" for size in TABLE_1_SIZES for stage in (1, 2, 3)))]

@@ -1,12 +1,17 @@
-"""Terminal output of commands: tables, progress of long operations, and sizes in bytes as text."""
+"""Output of commands: tables, JSON, progress of long operations, sizes in bytes as text, and closed pipes."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import re
+import select
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -44,3 +49,64 @@ def show(table: list[tuple[str, ...]], right: tuple[int, ...]) -> None:
     for row in table:
         cells = [cell.rjust(n) if i in right else cell.ljust(n) for i, (cell, n) in enumerate(zip(row, widths))]
         print("  ".join(cells).rstrip())
+
+
+CLOSED_PIPE = 128 + signal.SIGPIPE
+"""Exit code of a command whose reader has closed the pipe, as of programs that the signal ends."""
+
+
+_stdout_for_json: TextIO | None = None
+
+
+@contextmanager
+def stdout_for_json() -> Iterator[None]:
+    """Context in which stdout gets what ``print_json`` prints, and all else, child processes' too, goes to stderr."""
+    global _stdout_for_json
+    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "w") as _stdout_for_json:
+        os.dup2(2, 1)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            os.dup2(_stdout_for_json.fileno(), 1)
+    _stdout_for_json = None
+
+
+def print_json(document: Any) -> None:
+    print(json.dumps(document, indent=1), file=_stdout_for_json, flush=True)
+
+
+def stdout_is_closed() -> bool:
+    """Whether standard output is a pipe that its reader has closed."""
+    poll = select.poll()
+    poll.register(1, 0)  # errors are reported without being asked for
+    return bool(poll.poll(0))
+
+
+def discard_stdout() -> None:
+    """Discard what is still to be written to standard output, so that the end of the process does not fail on it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+class OptionalStdout:
+    """Standard output that a job writes to as long as anybody reads it; a training does not end with its reader."""
+
+    def __init__(self) -> None:
+        self._stream = sys.stdout
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            discard_stdout()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            discard_stdout()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

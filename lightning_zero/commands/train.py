@@ -1,24 +1,31 @@
 """`lightning-zero train`: a Hydra app that trains one model, or with -m a sweep of models, and writes reports."""
 
+import contextlib
 import json
 import os
 import re
 import signal
 import sys
 import tempfile
+import textwrap
 import warnings
 from pathlib import Path
+from typing import TextIO, cast
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_zero.commands.check import ConfigError, check, in_one_line
+from lightning_zero.commands.check import JobFailed, check, in_one_line
 from lightning_zero.commands.compare import CompareJobs, compare
-from lightning_zero.commands.launch import RankFailed, launch, ranks_exist, this_rank
+from lightning_zero.commands.parsing import Parser
+from lightning_zero.commands.showing import OptionalStdout, print_json
+
+# torch and Lightning are imported within functions: help, --cfg and completion do without.
 
 
 def train(config: DictConfig) -> None:
@@ -28,6 +35,7 @@ def train(config: DictConfig) -> None:
 
     from lightning_zero.monitoring import ZeroMonitor, report
 
+    sys.stdout = cast(TextIO, OptionalStdout())  # until the end of the process, which flushes it once more
     # Validating on several ranks is intended; the treespec warning comes from Lightning itself with torch 2.13.
     for message in ("Using `DistributedSampler`", r"`isinstance\(treespec", ".*does not have many workers"):
         warnings.filterwarnings("ignore", message=message)
@@ -53,19 +61,29 @@ def job(config: DictConfig) -> float | None:
     Returns:
         What a sweeper minimizes: the validation metric that ``objective`` names. None on ranks without the report.
     """
+    from lightning_zero.commands.launch import launch, ranks_exist
+
     try:
         resolved = check(config)
         if ranks_exist():
             train(resolved)
         else:
             launch(train, resolved)
-    except (ConfigError, RankFailed) as error:
+    except JobFailed as error:
         complain(str(error))
         if HydraConfig.get().mode is RunMode.MULTIRUN:
             raise  # Hydra continues with the sweep's other jobs and raises this at the end
         raise SystemExit(error.exit_code) from None  # for other exceptions Hydra prints two more lines
     results = Path(resolved.folder) / "results.json"
+    if HydraConfig.get().mode is RunMode.RUN:
+        CompareJobs.report = results
     return json.loads(results.read_text())["validation"].get(resolved.objective) if results.exists() else None
+
+
+def this_rank() -> int:
+    """The rank that torchrun, SLURM or another launcher gave this process, as Lightning reads it; 0 without one."""
+    names = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
+    return next((int(os.environ[name]) for name in names if name in os.environ), 0)
 
 
 def complain(text: str) -> None:
@@ -79,8 +97,38 @@ def _quote_stage(argument: str) -> str:
     return key + equals + re.sub(r"(?<![\w\"'])(\d+)(?![\w\"'])", r'"\1"', value) if key == "stage" else argument
 
 
+def parser() -> Parser:
+    """Parser of Hydra's own options, and of --json."""
+    made = Parser(
+        "lightning-zero train",
+        usage="lightning-zero train [GROUP=OPTION] [KEY=VALUE] ... [options]",
+        description="Train a model under ZeRO, and report what it learned, how fast, and in how much memory.",
+        parents=[get_args_parser()],
+        add_help=False,
+    )
+    # Hydra's own help of this option is several lines, which argparse cannot format.
+    (completion,) = (action for action in made._actions if "-sc" in action.option_strings)
+    completion.help = "install or uninstall completion by a shell; see lightning-zero completion --help"
+    made.add_argument("--json", action="store_true", help="print the results of the job, or of a sweep's jobs, as JSON")
+    return made
+
+
+def show_help(overrides: list[str]) -> None:
+    """Print options, groups and the configuration as Hydra's help does, which takes a second longer to find groups."""
+    with hydra.initialize_config_module("lightning_zero.conf", version_base="1.3"):
+        config = hydra.compose("train", overrides)
+    print(parser().format_help())
+    print("groups (GROUP=OPTION):")
+    folder = Path(__file__).parents[1] / "conf"
+    for group in sorted(path for path in folder.iterdir() if path.is_dir() and path.name != "hydra"):
+        print(f"  {group.name}: {', '.join(sorted(option.stem for option in group.glob('*.yaml')))}")
+    print(f"\nvalues (KEY=VALUE):\n{textwrap.indent(OmegaConf.to_yaml(config), '  ')}")
+
+
 def main(arguments: list[str]) -> int:
     """Run the app with Hydra's arguments and return the exit code."""
+    given = parser().parse_args(arguments)  # ends with one line where Hydra would print its usage
+    arguments = [argument for argument in arguments if argument != "--json"]
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing several lines and exiting
     with tempfile.TemporaryDirectory() as nowhere:
@@ -88,12 +136,19 @@ def main(arguments: list[str]) -> int:
             # Ranks started by torchrun or SLURM are one job, whose results go to rank 0's folder only.
             arguments = [*arguments, f"hydra.run.dir={nowhere}", f"hydra.sweep.dir={nowhere}"]
             arguments += ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
-        sys.argv = [sys.argv[0], *map(_quote_stage, arguments)]
+        sys.argv = ["lightning-zero", *map(_quote_stage, arguments)]  # the name that shells complete
         app = hydra.main(config_path="pkg://lightning_zero.conf", config_name="train", version_base="1.3")(job)
         code = 0
         try:
-            app()
-        except (ConfigError, RankFailed) as error:
+            if given.help and not (given.config_dir or given.config_path or given.config_name):
+                show_help(list(map(_quote_stage, given.overrides)))
+            elif given.help or given.hydra_help or given.cfg or given.info or given.shell_completion:
+                app()
+            else:
+                with contextlib.redirect_stdout(cast(TextIO, OptionalStdout())) as stdout:
+                    app()
+                    stdout.flush()
+        except JobFailed as error:
             code = error.exit_code
         except (HydraException, OmegaConfBaseException) as error:
             if wants_traceback:
@@ -102,6 +157,9 @@ def main(arguments: list[str]) -> int:
             code = 2
         except KeyboardInterrupt:
             code = 128 + signal.SIGINT
-        if CompareJobs.folder is not None and this_rank() == 0:
-            compare(CompareJobs.folder)
+        if this_rank() == 0:
+            if CompareJobs.folder is not None:
+                CompareJobs.report = compare(CompareJobs.folder)
+            if given.json and CompareJobs.report is not None and CompareJobs.report.exists():
+                print_json(json.loads(CompareJobs.report.read_text()))
     return code

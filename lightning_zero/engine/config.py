@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from lightning_zero.io.disk import is_in_memory
+from lightning_zero.io.names import suggestion
 
 Modules = str | type[nn.Module] | Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]
 """How an option chooses modules: a keyword, one or several classes, or a predicate of (qualified name, module)."""
@@ -274,12 +274,6 @@ def check_names(given: Iterable[str], known: Iterable[str], what: str) -> None:
     for name in given:
         if name not in known:
             raise TypeError(f"{what} has no option {name!r}: {suggestion(name, known, repr)}")
-
-
-def suggestion(name: str, known: Sequence[str], spell: Callable[[str], str] = str) -> str:
-    """Say what to write instead of an unknown name: the nearest known name, spelled for the reader, or all of them."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {spell(near[0])}?" if near else f"there are {', '.join(known)}"
 
 
 def names_of_options(config: type) -> list[str]:

@@ -1,1 +1,1 @@
-"""Files on disk, and labels that say which process made them."""
+"""Files on disk, labels that say which process made them, and suggestions for misspelt names."""

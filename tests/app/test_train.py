@@ -97,9 +97,10 @@ def test_sweep_ends_with_a_comparison(sweep: tuple[Path, str]) -> None:
 
 @pytest.mark.exhaustive
 def test_sweep_over_offload_trains_alike_wherever_states_are(tmp_path: Path, alone: tuple[Path, str]) -> None:
-    output = succeed("train", "-m", *TINY, "offload=cpu,cpu_params", "hydra.sweep.dir=sweep", folder=tmp_path)
+    arguments = [*TINY, "offload=cpu,cpu_params", "hydra.sweep.dir=sweep", "--json"]
+    output = succeed("train", "-m", *arguments, folder=tmp_path)
     comparison = json.loads((tmp_path / "sweep/comparison.json").read_text())
-    assert list(comparison) == ["offload=cpu", "offload=cpu_params"] and "2 of 2 jobs" in output
+    assert list(comparison) == ["offload=cpu", "offload=cpu_params"] and json.loads(output) == comparison
     output = succeed("train", *TINY, "offload=nvme", "stage.offload.path=here", "hydra.run.dir=job", folder=tmp_path)
     assert list((tmp_path / "here").iterdir()) == [], "files are gone with the run"
     for job in ("sweep/0", "sweep/1", "job"):
@@ -117,7 +118,8 @@ def test_resumed_run_goes_on_where_the_other_stopped(tmp_path: Path, alone: tupl
     checkpoint = alone[0] / "checkpoints" / "step_6.ckpt"
     arguments = [*TINY, "stage=2", "trainer.max_steps=9", f"resume={checkpoint}", "hydra.run.dir=job"]
     arguments[arguments.index("trainer.max_steps=6")] = "trainer.log_every_n_steps=1"
-    succeed("train", *arguments, folder=tmp_path)
+    printed = succeed("train", *arguments, "--json", folder=tmp_path)
+    assert json.loads(printed) == results(tmp_path / "job"), "progress and the report's table went to stderr"
     assert [step for step, _ in results(tmp_path / "job")["loss_curve"]] == [7, 8, 9]
 
 
@@ -127,6 +129,18 @@ def test_digits_are_learned(tmp_path: Path) -> None:
     assert results(tmp_path / "job")["validation"]["accuracy"] > 0.8
     assert re.search(r"^validation accuracy 0\.[89]\d*$", output, flags=re.MULTILINE)
     assert "images a second" in output
+
+
+@pytest.mark.exhaustive
+def test_a_job_goes_on_when_nobody_reads_its_output_any_more(tmp_path: Path, alone: tuple[Path, str]) -> None:
+    arguments = [*TINY, "trainer.enable_progress_bar=true", "hydra.run.dir=job"]
+    arguments.remove("trainer.enable_progress_bar=false")
+    process = start("train", *arguments, folder=tmp_path)
+    assert process.stdout is not None
+    process.stdout.close()
+    code, _, errors = finish(process)
+    assert code == 0 and "Traceback" not in errors
+    assert results(tmp_path / "job")["loss_curve"] == results(alone[0])["loss_curve"]
 
 
 @pytest.fixture

@@ -424,6 +424,9 @@ def test_verify_reads_all_and_names_what_is_damaged(tmp_path, form, capsys):
     file.write_bytes(data)
     assert run("verify", path) == 1
     said = capsys.readouterr().err
+    assert run("verify", path, "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["whole"] is False and "state_dict.layer.weight" in found["damage"]
     assert f"{path} is damaged" in said and "state_dict.layer.weight" in said and "bias" not in said
     for out, arguments in (("w.safetensors", ["export"]), ("w.ckpt", ["convert", "--to", "full"])):
         if form == "sharded":  # whose pieces are checked when they are read
@@ -709,7 +712,7 @@ def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path, capsys):
         (["inspect", "nowhere.ckpt"], 1, "Checkpoint file not found: nowhere.ckpt"),
         (["import", "jax", "PATH", "OUT"], 2, "'jax'"),
         (["import", "deepspeed", "PATH", "OUT", "--model", "w"], 1, "--model w works with fsdp only"),
-        ([], 2, "inspect|verify|export|convert|import"),
+        ([], 2, "give a command: inspect, verify, export, convert or import"),
     ],
 )
 def test_wrong_arguments(tmp_path, monkeypatch, capsys, arguments, code, said):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.app.commands import succeed
 from tests.examples.running import SCRIPT, run
 
 SHORT = ["--rounds", "1", "--steps", "2", "--model", "tiny", "--sequence", "32"]
@@ -97,8 +98,10 @@ def test_growth_gives_exponents_against_tensors_units_and_ranks(tmp_path: Path) 
 
 def test_growth_compares_model_states_as_on_64_ranks_with_the_formula(tmp_path: Path) -> None:
     options = ["--memory", "--model", "tiny", "--output", str(tmp_path)]
-    run(SCRIPT, "benchmarks/growth.py", *options, folder=tmp_path)
-    stages = json.loads((tmp_path / "growth_memory.json").read_text())["stages"]
+    printed = succeed("bench", "growth", *options, "--json", folder=tmp_path)
+    result = json.loads((tmp_path / "growth_memory.json").read_text())
+    assert json.loads(printed) == result
+    stages = result["stages"]
     assert [found["stage"] for found in stages] == 2 * [1, 2, 3]
     # its units are so small that a 64th of one is padded to a multiple of 32 elements
     assert all(1.0 <= found["of_formula"] < 1.05 for found in stages)

@@ -1,0 +1,78 @@
+"""`lightning-zero completion`: shells complete subcommands, options and values, by the shell functions of Hydra.
+
+These functions run `lightning-zero -sc query=SHELL` at each Tab, with the line so far in COMP_LINE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+
+from lightning_zero.commands import train
+from lightning_zero.commands.parsing import Parser, chosen, visible
+
+EPILOG = """\
+bash: write  eval "$(lightning-zero completion bash)"  into ~/.bashrc
+zsh:  write  autoload -Uz compinit bashcompinit && compinit && bashcompinit
+      and    eval "$(lightning-zero completion zsh)"  into ~/.zshrc
+fish: write  lightning-zero completion fish | source  into ~/.config/fish/config.fish
+"""
+
+
+def parser() -> Parser:
+    made = Parser(
+        "lightning-zero completion",
+        description="Print what lets a shell complete subcommands, options and the values of lightning-zero train.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("shell", choices=("bash", "zsh", "fish"))
+    return made
+
+
+def main(arguments: list[str]) -> int:
+    return train.main(["-sc", f"install={parser().parse_args(arguments).shell}"])
+
+
+def answer(menu: Parser, request: list[str]) -> int:
+    """Print what can come next on the line in COMP_LINE; ``request`` is ``["-sc", "query=SHELL"]``."""
+    line = os.environ["COMP_LINE"]
+    _, *before, current = f"{line}|".split()  # the mark keeps an empty last word
+    current = current[:-1]
+    if before[:1] == ["train"] and not current.startswith("-"):
+        overrides = [word for word in before[1:] if word != "--json"]
+        os.environ["COMP_LINE"] = " ".join(["lightning-zero", *overrides, current])
+        return train.main(request)
+    # A subcommand that cannot be loaded, such as a benchmark outside of a clone, has no candidates.
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere), contextlib.suppress(SystemExit):
+        print("\n".join(candidates(menu, before, current)))
+    return 0
+
+
+def candidates(parser: argparse.ArgumentParser, before: list[str], current: str) -> list[str]:
+    """What ``current`` can become after the words ``before``; nothing where a file or a free value is expected."""
+    positionals, options = _arguments(parser)
+    pending = None  # an option whose values come next
+    for word in before:
+        if word in options:
+            pending = options[word] if options[word].nargs != 0 else None
+        elif pending is not None:
+            pending = pending if pending.nargs == "+" else None
+        elif (inner := chosen(parser, word)) is not None:
+            parser = inner
+            positionals, options = _arguments(parser)
+        elif positionals:
+            del positionals[0]
+    expected = pending or next(iter(positionals), None)
+    if current.startswith("-") or expected is None:
+        found = list(options)
+    else:
+        found = [str(choice) for choice in expected.choices or ()]
+    return [name for name in found if name.startswith(current)]
+
+
+def _arguments(parser: argparse.ArgumentParser) -> tuple[list[argparse.Action], dict[str, argparse.Action]]:
+    actions = visible(parser)
+    options = {name: action for action in actions for name in action.option_strings}
+    return [action for action in actions if not action.option_strings], options

@@ -1,0 +1,10 @@
+"""Suggestions for misspelt names."""
+
+import difflib
+from collections.abc import Callable, Sequence
+
+
+def suggestion(name: str, known: Sequence[str], spell: Callable[[str], str] = str) -> str:
+    """Say what to write instead of an unknown name: the nearest known name, spelled for the reader, or all of them."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {spell(near[0])}?" if near else f"there are {', '.join(known)}"

@@ -1,0 +1,294 @@
+"""The command line itself: help, suggestions, completion by shells, JSON, closed pipes."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_zero import __version__
+from lightning_zero.__main__ import COMMANDS
+from lightning_zero.commands.bench import BENCHMARKS
+from tests.app.commands import REPOSITORY
+
+CHECKPOINT_COMMANDS = ("inspect", "verify", "export", "convert", "import")
+EVERY = [
+    *COMMANDS,
+    *(f"checkpoint {name}" for name in CHECKPOINT_COMMANDS),
+    *(f"bench {name}" for name in BENCHMARKS),
+]
+COMMAND = [sys.executable, "-m", "lightning_zero"]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "80"}
+ENVIRONMENT.pop("PYTHONUNBUFFERED", None)  # without a buffer argparse itself ignores a closed pipe
+
+
+def run(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments], env=ENVIRONMENT, cwd=folder, capture_output=True, text=True, timeout=120
+    )
+
+
+# -- help --------------------------------------------------------------------------------------------------------------
+
+MEASURE = """
+import sys, time
+from lightning_zero.__main__ import main
+sys.argv = ["lightning-zero", *sys.argv[1:], "--help"]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code
+print([time.process_time(), [name for name in ("torch", "lightning", "numpy") if name in sys.modules]], file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("command", ["", *EVERY])
+def test_help_names_the_command_and_comes_at_once_without_torch(command: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, *command.split()], env=ENVIRONMENT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: lightning-zero {command}".rstrip())
+    seconds, imported = ast.literal_eval(done.stderr)
+    assert imported == []
+    assert seconds < 1.5, "0.1 to 0.4 seconds on a quiet machine; importing torch alone takes 1.8"
+
+
+@pytest.mark.parametrize(
+    ("command", "names"), [("", COMMANDS), ("checkpoint", CHECKPOINT_COMMANDS), ("bench", BENCHMARKS)]
+)
+def test_help_has_one_line_for_each_subcommand(command: str, names: list[str]) -> None:
+    lines = run(*command.split(), "--help").stdout.split("  COMMAND\n")[1].split("\n\n")[0].splitlines()
+    assert [re.match(r"    (\w+)  +\w.*\w", line)[1] for line in lines] == list(names)
+
+
+def test_help_of_train_has_groups_and_the_values_of_the_overrides_given() -> None:
+    said = run("train", "--help", "stage=ddp", "model=gpt_small").stdout
+    assert "  stage: 1, 2, 3, ddp\n" in said and "  optimizer: adam, adamw, sgd\n" in said
+    assert "_target_: lightning.pytorch.strategies.DDPStrategy" in said and "prefetch" not in said
+
+
+def test_version_is_the_package_s() -> None:
+    assert run("--version").stdout == f"lightning-zero {__version__}\n"
+
+
+def test_without_arguments_it_prints_its_help() -> None:
+    assert run().stdout == run("--help").stdout
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+MISTAKES = {
+    "trian": "lightning-zero: argument COMMAND: invalid choice: 'trian'; did you mean train? There are train, plan,",
+    "--vesion": "lightning-zero: no option --vesion; did you mean --version?",
+    "checkpoint inspct": "lightning-zero checkpoint: argument COMMAND: invalid choice: 'inspct'; did you mean inspect?",
+    "checkpoint verify x --jsn": "lightning-zero checkpoint verify: no option --jsn; did you mean --json?",
+    "checkpoint convert x y": "lightning-zero checkpoint convert: the following arguments are required: --to",
+    "bench peer": "lightning-zero bench: argument COMMAND: invalid choice: 'peer'; did you mean peers?",
+    "bench growth --uints 3": "lightning-zero bench growth: no option --uints; did you mean --units?",
+    "plan --stage 7": "lightning-zero plan: argument --stage: invalid choice: 7; there are 0, 1, 2, 3",
+    "plan --ranks two": "lightning-zero plan: argument --ranks: invalid int value: 'two'",
+    "plan": "lightning-zero plan: give the module and --batch, or --paper",
+    "doctor here": "lightning-zero doctor: unexpected argument 'here'",
+    "train --jsno": "lightning-zero train: no option --jsno; did you mean --json?",
+    "train --cfg jobs": "lightning-zero train: argument --cfg/-c: invalid choice: 'jobs'; did you mean job?",
+    "completion bsh": "lightning-zero completion: argument shell: invalid choice: 'bsh'; did you mean bash?",
+}
+
+
+@pytest.mark.parametrize("arguments", MISTAKES)
+def test_a_mistake_gets_one_line_with_what_to_write(arguments: str) -> None:
+    done = run(*arguments.split())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(MISTAKES[arguments]) and done.stderr.count("\n") == 1
+    command = MISTAKES[arguments].partition(":")[0]
+    assert done.stderr.endswith(f"(see {command} --help)\n")
+
+
+# -- completion --------------------------------------------------------------------------------------------------------
+
+COMPLETIONS = {
+    "lightning-zero ": [*COMMANDS],
+    "lightning-zero chec": ["checkpoint"],
+    "lightning-zero checkpoint ": [*CHECKPOINT_COMMANDS],
+    "lightning-zero checkpoint import ": ["deepspeed", "fsdp"],
+    "lightning-zero checkpoint inspect --": ["--help", "--trust", "--json", "--all"],
+    "lightning-zero checkpoint convert a b --to ": ["full", "sharded"],
+    "lightning-zero plan --stage 1 ": ["0", "1", "2", "3"],
+    "lightning-zero plan package.module:Net --ra": ["--ranks"],
+    "lightning-zero bench gr": ["growth"],
+    "lightning-zero bench growth --model ": ["tiny", "25m", "124m", "1.3b", "7b", "13b"],
+    "lightning-zero train stage=": ["stage=1", "stage=2", "stage=3", "stage=ddp"],
+    "lightning-zero train stage=ddp model=gpt_s": ["model=gpt_small"],
+    "lightning-zero train -m --json trainer.max": ["trainer.max_epochs=", "trainer.max_steps="],
+    "lightning-zero train --j": ["--json"],
+}
+
+# What bash does at Tab: it splits the line, and calls the function that `complete` registered.
+ASK = """
+eval "$({install})"
+function=$(complete -p lightning-zero | sed 's/.*-F \\([^ ]*\\) .*/\\1/')
+while IFS= read -r COMP_LINE; do
+    COMP_POINT=${{#COMP_LINE}}
+    IFS=' ' read -r -a COMP_WORDS <<< "${{COMP_LINE//:/ : }}"
+    [[ $COMP_LINE == *' ' ]] && COMP_WORDS+=('')
+    COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
+    COMPREPLY=()
+    $function
+    echo "${{COMPREPLY[*]}}"
+done
+"""
+
+
+@pytest.fixture(scope="module")
+def on_path(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment in which `lightning-zero` is a command, as where the package is installed."""
+    folder = tmp_path_factory.mktemp("bin")
+    script = folder / "lightning-zero"
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} -m lightning_zero "$@"\n')
+    script.chmod(0o700)
+    return {**ENVIRONMENT, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "TERM": "dumb"}
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+@pytest.mark.parametrize("install", ["lightning-zero completion bash", "lightning-zero train -sc install=bash"])
+def test_bash_completes_subcommands_options_and_values(install: str, on_path: dict[str, str], tmp_path: Path) -> None:
+    lines = [*COMPLETIONS] if "train" not in install else [*COMPLETIONS][-4:]
+    done = subprocess.run(
+        ["bash", "--norc", "-c", ASK.format(install=install)],
+        input="".join(f"{line}\n" for line in lines),
+        env=on_path,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    assert done.stderr == ""
+    found = dict(zip(lines, map(str.split, done.stdout.splitlines()), strict=True))
+    assert found == {line: COMPLETIONS[line] for line in lines}
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+def test_a_tab_in_a_terminal_completes_and_a_path_is_completed_as_one(on_path: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "only.ckpt").touch()
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(tmp_path)
+        os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], on_path)
+
+    def until(text: str) -> None:
+        said, end = "", time.monotonic() + 60
+        while text not in said:
+            assert time.monotonic() < end, said
+            if select.select([terminal], [], [], 1)[0]:
+                said += os.read(terminal, 4096).decode(errors="replace")
+
+    try:
+        os.write(terminal, b"PS1=; eval \"$(lightning-zero completion bash)\"; echo rea''dy\n")
+        until("ready")
+        os.write(terminal, b"echo lightning-zero\n")
+        until("lightning-zero\r\n")
+        for typed, shown in (
+            (b"lightning-zero --vers\t\n", f"lightning-zero {__version__}"),
+            (b"lightning-zero train --cfg job --package stage stage=dd\t\n", "DDPStrategy"),
+            (b"lightning-zero checkpoint inspect on\t\n", "only.ckpt"),
+        ):
+            os.write(terminal, typed)
+            until(shown)
+    finally:
+        os.close(terminal)  # which ends the shell
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_get_a_script_too(shell: str) -> None:
+    done = run("completion", shell)
+    assert (done.returncode, done.stderr) == (0, "") and "lightning-zero" in done.stdout and "-sc query=" in done.stdout
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("checkpoint") / "a.ckpt"
+    weights = {"weight": torch.randn(4, 4), "bias": torch.randn(4)}
+    torch.save({"state_dict": weights, "epoch": 1, "global_step": 2, "pytorch-lightning_version": "2.6.0"}, path)
+    return path
+
+
+REPORTS = {
+    "checkpoint inspect {path} --json": {"whole": True, "bytes": 80, "epoch": 1, "global_step": 2},
+    "checkpoint verify {path} --json": {"whole": True},
+    "checkpoint export {path} {out}.safetensors --json": {"tensors": 2, "tied": 0, "bytes": 80, "left_out": []},
+    "checkpoint convert {path} {out} --to sharded --json": {"form": "sharded"},
+}
+
+
+@pytest.mark.parametrize("arguments", REPORTS, ids=lambda arguments: arguments.split()[1])
+def test_json_is_the_only_output_of_checkpoint_commands(arguments: str, checkpoint: Path, tmp_path: Path) -> None:
+    done = run(*(word.format(path=checkpoint, out=tmp_path / "out") for word in arguments.split()))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout).items() >= REPORTS[arguments].items()
+
+
+def test_json_of_a_plan_is_the_only_output_although_the_project_prints(tmp_path: Path) -> None:
+    (tmp_path / "project.py").write_text(
+        "import os, torch\n"
+        "from lightning.pytorch import LightningModule\n"
+        "class Net(LightningModule):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.layer = torch.nn.Linear(8, 8)\n"
+        "    def training_step(self, batch, _):\n"
+        "        print('a step')\n"
+        "        os.system('echo of a child')\n"
+        "        return self.layer(batch).sum()\n"
+        "    def configure_optimizers(self):\n"
+        "        return torch.optim.Adam(self.parameters())\n"
+    )
+    done = run("plan", "project:Net", "--batch", "float32[2,8]", "--stage", "2", "--js", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (plan,) = json.loads(done.stdout)
+    assert plan["stage"] == 2
+    assert "a step\n" in done.stderr and "of a child\n" in done.stderr
+
+
+# -- closed pipes ------------------------------------------------------------------------------------------------------
+
+PRINT_MUCH = ["--help", "train --help", "train --cfg job", "train -sc install=bash", "bench growth --help"]
+
+
+@pytest.mark.parametrize("arguments", PRINT_MUCH)
+def test_a_pipe_that_closes_early_is_no_traceback(arguments: str) -> None:
+    reading, writing = os.pipe()
+    process = subprocess.Popen(
+        [*COMMAND, *arguments.split()], env=ENVIRONMENT, stdout=writing, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writing)
+    os.close(reading)
+    _, errors = process.communicate(timeout=120)
+    assert (process.returncode, errors) == (141, "")
+
+
+def test_head_ends_a_checkpoint_listing_longer_than_a_buffer(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    path = tmp_path / "many.ckpt"
+    torch.save({"state_dict": {f"layer_{index}.weight": torch.randn(2) for index in range(5000)}}, path)
+    script = '"$@" | head -1; echo "${PIPESTATUS[@]}"'
+    for more in ([], ["--json"]):
+        command = ["bash", "-c", script, "bash", *COMMAND, "checkpoint", "inspect", str(path), *more]
+        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+        assert done.stdout.splitlines()[-1] == "141 0" and done.stderr == ""
