@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
             resources=resources,
             memory=memory,
             transport=parsed.transport or measured.get("machine", {}).get("transport") or "nccl",
-            **{"ranks": 1, **project.settings, **settings},
+            **{"ranks": 1, **project.settings, **settings, **_options(parsed.option)},
         )
     except (ValueError, ImportError, OSError) as error:
         print(f"lightning-zero plan: {error}", file=sys.stderr)
@@ -132,6 +132,13 @@ def parser() -> Parser:
     made.add_argument("--ranks", type=int, help="world size (default: that of the project's Trainer, or 1)")
     made.add_argument("--stage", type=int, nargs="+", default=[0, 1, 2, 3], choices=[0, 1, 2, 3], help="0 is DDP")
     made.add_argument("--offload", nargs="+", default=["none"], choices=["none", "cpu"])
+    made.add_argument(
+        "--option",
+        nargs="+",
+        default=[],
+        metavar="name=value",
+        help="other options of ZeroStrategy, such as prefetch=0",
+    )
     made.add_argument("--micro-batch", type=int, nargs="+", help="samples a rank computes at once")
     made.add_argument("--checkpointing", nargs="+", default=["off"], choices=["off", "on"], help="of activations")
     made.add_argument("--accumulate", type=int, help="micro-batches a step (default: the Trainer's, or 1)")
@@ -201,6 +208,22 @@ def _setting(text: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except json.JSONDecodeError:
         return name, value
+
+
+def _options(given: list[str]) -> dict[str, Any]:
+    """Options of ZeroStrategy.
+
+    Raises:
+        ValueError: if one does not exist or has a wrong value.
+    """
+    from lightning_zero import ZeroStrategy
+
+    options = dict(map(_setting, given))
+    try:
+        ZeroStrategy(**options)
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+    return options
 
 
 def _memory(text: str) -> int:

@@ -92,6 +92,15 @@ def test_micro_batches_and_checkpointing_are_varied(capsys):
     assert by_choice[8, False] > 2 * by_choice[2, False] and by_choice[8, True] < by_choice[8, False]
 
 
+def test_other_options_of_the_strategy_are_planned(capsys):
+    wide = [PROJECT[0], "width=256", "--batch", "float32[4,16,256]", "--ranks", "4", "--stage", "3", "--json"]
+    assert main(wide) == 0
+    (usual,) = json.loads(capsys.readouterr().out)
+    assert main([*wide, "--option", "prefetch=0", "reduction_buffers=1"]) == 0
+    (lean,) = json.loads(capsys.readouterr().out)
+    assert lean["peak_bytes"]["gathered"] < usual["peak_bytes"]["gathered"]
+
+
 def test_the_table_ends_with_advice(capsys):
     assert main([*PROJECT, "--ranks", "8", "--memory", "1GB", "--flops", "1e15", "--link-bandwidth", "1e6"]) == 0
     printed = capsys.readouterr().out
@@ -112,6 +121,7 @@ def test_what_fits_nowhere_is_said_with_the_way_out(capsys):
         ([*PROJECT, "--link-bandwidth", "1e9"], "--flops must be given with the machine's other speeds"),
         (["tests.planning.projects:Net", "width", "--batch", "a:b"], "'width' must be name=value"),
         (["tests.planning.projects:Net"], "--batch is missing"),
+        ([*PROJECT, "--option", "prefetsch=0"], "ZeroStrategy has no option 'prefetsch': did you mean 'prefetch'?"),
         ([PROJECT[0], "wide=3", *PROJECT[2:]], "unexpected keyword argument 'wide'"),
         (["tests.planning.projects:LooksAtWeights", *PROJECT[2:]], "could not be made on the meta device"),
         (["tests.planning.projects:Block", "width=8", *PROJECT[2:]], "must be a LightningModule, and is a Block"),

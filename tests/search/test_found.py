@@ -103,6 +103,18 @@ def test_a_gradient_from_another_parameter_updates_one_that_lies_on_one_rank(run
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_gradient_from_another_parameter_is_added_to_by_a_loss_that_uses_the_parameter_itself(run_on, stage):
+    """Autograd adds to the tensor in ``p.grad``, which knows another parameter."""
+    nothing = ((("",) * 4,) * 2,)
+    program = Program(
+        replace(SETUP, stage=stage, blocks=4, optimizers=("sgd",), owner_of=(*[0] * 8, *[None] * 8, 0)),
+        (Backward(nothing, scaled=True), Gradient(4, "other"), Backward(nothing, direct=4), Step(0), Check()),
+    )
+    found = run_on(2, execute, program=program)
+    assert found == [None, None], "\n".join(filter(None, found))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_layer_is_used_again_on_one_rank(run_on, stage):
     """Its gradient comes when that of its neighbour, which was alone before, has been taken."""
     program = Program(replace(SETUP, ranks=1, stage=stage), (Backward(((("b",),),)), Backward(((("ab",),),)), Check()))

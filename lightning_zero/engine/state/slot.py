@@ -128,8 +128,8 @@ class BucketSlot:
         bucket.communicator.broadcast_ranges(flat, self.ranges(), f"the gather of '{self.name}'")
         return flat.view(self.shape)
 
-    def accumulate(self, target: Tensor, gradient: Tensor) -> bool:
-        if self.add_gradient is None or self.parameter.grad is not target:
+    def accumulate(self, gradient: Tensor) -> bool:
+        if self.add_gradient is None:
             return False
         self.add_gradient(gradient)
         return True

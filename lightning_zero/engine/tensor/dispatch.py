@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.engine.comm.process_group import ReduceOp, wait_for
-from lightning_zero.engine.compat import current_graph_task, tree_flatten, tree_map, tree_unflatten
+from lightning_zero.engine.compat import current_autograd_node, current_graph_task, tree_flatten, tree_map, tree_unflatten
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.tensor.slot import Slot
 from lightning_zero.engine.tensor.wrapper import RecordedView, WrapperTensor
@@ -306,7 +306,8 @@ def _accumulate(func: Any, args: Any, kwargs: Any) -> Any:
     """``add_``; on a parameter's ``.grad`` within a backward it is autograd accumulating a local gradient."""
     target = args[0]
     if isinstance(target, ShardedTensor) and current_graph_task() != -1:
-        if target.slot.accumulate(target, args[1]):
+        leaf = getattr(current_autograd_node(), "variable", None)  # a tensor of another parameter may be in ``.grad``
+        if isinstance(leaf, ShardedTensor) and leaf.grad is target and leaf.slot.accumulate(args[1]):
             return target
     return _act_locally(func, args, kwargs)
 

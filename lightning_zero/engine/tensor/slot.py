@@ -66,8 +66,8 @@ class Slot(Protocol):
     def ranges(self) -> list[tuple[int, int]]:
         """The range of the flattened parameter that each rank holds, in the order of ranks."""
 
-    def accumulate(self, target: Tensor, gradient: Tensor) -> bool:
-        """Accumulate a local gradient that autograd adds to a tensor; False if it is not the parameter's ``.grad``."""
+    def accumulate(self, gradient: Tensor) -> bool:
+        """Accumulate a local gradient that autograd adds to the parameter's ``.grad``; False if none are reduced."""
 
     def reduce(self, value: Tensor, op: Any, what: str | None = None) -> Tensor:
         """Reduce a small tensor over ranks, in place. Collective; ``what`` describes it in errors."""
