@@ -69,6 +69,7 @@ class TrainerStrategy(TrainerCheckpoints):
         self.last_report: Report | None = None
         self._early_updates: EarlyUpdates | None = None
         self._signals: Signals | None = None
+        self._was_sharded = False  # before this run, by an engine that it continues with
         self._backward = ExitStack()  # contexts to exit when backward ends
         super().__init__(stage=stage, **options)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.engine.comm.collectives import Communicator
+from lightning_zero.engine.compat import tree_leaves
 from lightning_zero.engine.config import OffloadConfig
 from lightning_zero.engine.init.bucketing import UncutBucket
 from lightning_zero.engine.init.sources import Source
@@ -122,15 +123,10 @@ def without_room_for_whole(
         if communicator.device.type == "cpu":  # one bucket at a time is gathered there
             gathered = bucket.layout.padded_numel * bucket.master_dtype.itemsize
             need["a gathered bucket"] = max(need["a gathered bucket"], gathered)
-    own_states = sum(
-        value.numel() * value.dtype.itemsize
-        for optimizer in optimizers
-        for state in dict.values(optimizer.state)  # past the mapping's own ``values``, which waits and raises
-        for value in state.values()
-        if isinstance(value, Tensor)
-    )
-    states_of_ranks = communicator.control.gather_numbers(own_states, "the optimizer states of each rank")
-    need["optimizer states"] = sum(states_of_ranks)
+    # past the mapping's own ``values``, which waits for updates and raises their errors
+    states = tree_leaves([list(dict.values(optimizer.state)) for optimizer in optimizers])
+    own_states = sum(value.numel() * value.dtype.itemsize for value in states if isinstance(value, Tensor))
+    need["optimizer states"] = sum(communicator.control.gather_numbers(own_states, "a count of optimizer states"))
     return _without_room(+need, communicator, may_take=0.9)
 
 
