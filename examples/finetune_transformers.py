@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 from torchmetrics.text import Perplexity
 
-import lightning_zero  # noqa: F401  - registers the strategies, so that `trainer.strategy=zero2` works as well
+import lightning_zero  # also registers the strategies, so that `trainer.strategy=zero2` works as well
 from lightning_zero.monitoring import ZeroMonitor, report
 
 
@@ -294,8 +294,10 @@ def main(config: DictConfig) -> None:
     (metrics,) = trainer.validate(module, data, ckpt_path=best or None, verbose=False)
 
     folder = Path(trainer.strategy.broadcast(config.folder))
+    with lightning_zero.full_parameters(module):  # for a module that stays sharded after a run
+        if trainer.is_global_zero:
+            save(module.network, tokenizer, folder)
     if trainer.is_global_zero:
-        save(module.network, tokenizer, folder)
         results = report.collect(trainer, monitor, metrics, best)
         report.write_report(folder, results, module.sample)
         print("model", folder / "model", flush=True)

@@ -44,7 +44,12 @@ def size_of(text: str) -> int:
 
 
 def show(table: list[tuple[str, ...]], right: tuple[int, ...]) -> None:
-    """Print a table whose first row is the heading, with the columns ``right`` right-aligned."""
+    """Print a table in plain text, not by rich: a wheel alone has no rich, and programs read these lines.
+
+    Args:
+        table: rows of cells; the first row is the heading.
+        right: the columns to align to the right.
+    """
     widths = [max(map(len, column)) for column in zip(*table)]
     for row in table:
         cells = [cell.rjust(n) if i in right else cell.ljust(n) for i, (cell, n) in enumerate(zip(row, widths))]

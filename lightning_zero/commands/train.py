@@ -33,6 +33,7 @@ def train(config: DictConfig) -> None:
     from hydra.utils import instantiate
     from lightning.pytorch import Trainer, seed_everything
 
+    from lightning_zero.engine import engine_of
     from lightning_zero.monitoring import ZeroMonitor, report
 
     sys.stdout = cast(TextIO, OptionalStdout())  # until the end of the process, which flushes it once more
@@ -49,9 +50,10 @@ def train(config: DictConfig) -> None:
     trainer.fit(model, data, ckpt_path=config.resume)
     (metrics,) = trainer.validate(model, data, verbose=False)
 
+    is_sharded = engine_of(model) is not None  # then every rank takes part in the sample
+    sample = model.sample() if hasattr(model, "sample") and (trainer.is_global_zero or is_sharded) else None
     if trainer.is_global_zero:
         best = getattr(trainer.checkpoint_callback, "best_model_path", "")
-        sample = model.sample() if hasattr(model, "sample") else None
         report.write_report(Path(config.folder), report.collect(trainer, monitor, metrics, best), sample)
 
 

@@ -22,7 +22,7 @@ from lightning_zero.engine.comm.streams import Streams
 from lightning_zero.engine.compat import tree_leaves
 from lightning_zero.engine.config import EngineConfig, check_names, names_of_options, wire_dtype_of
 from lightning_zero.engine.init.bucketing import assign_to_buckets, reserve_disk
-from lightning_zero.engine.init.host_room import check_room
+from lightning_zero.engine.init.host_room import Shortage, check_room, without_room_for_whole
 from lightning_zero.engine.init.materialise import Materialiser, check_can_be_initialised, detach_kept_graphs
 from lightning_zero.engine.init.restore import restore_parameters
 from lightning_zero.engine.init.sources import agree_on_sources, check_ordinary, common_device
@@ -464,6 +464,19 @@ class Engine:
             bucket.abandon()
             bucket.rejoin(self.communicator, self.rendezvous)
 
+    def without_room(self, *, keeps_masters: bool) -> list[Shortage]:
+        """Where host memory lacks for the ordinary tensors that ``close(device="cpu")`` makes. Collective.
+
+        Args:
+            keeps_masters: whether this rank keeps the result of ``masters_by_name`` as well.
+
+        Raises:
+            Exception: of a failed update.
+        """
+        self._finish_updates()
+        with self.rendezvous.met("the module's parameters"):
+            return without_room_for_whole(self.buckets, self.optimizers, self.communicator, keeps_masters=keeps_masters)
+
     def close(self, *, communicate: bool = True, device: torch.device | str | None = None) -> None:
         """Turn sharded parameters and optimizer state back into ordinary full tensors. Collective.
 
@@ -478,10 +491,7 @@ class Engine:
         device = torch.device(device) if device is not None else self.communicator.device
         error = None
         try:
-            synchronize(self.background)
-            for bucket in self.buckets:
-                if bucket.update is not None:
-                    bucket.update.work.wait()
+            self._finish_updates()
         except Exception as raised:
             error = raised
         may_communicate = not self._has_failed_update and (communicate or self.communicator.size == 1)
@@ -500,6 +510,13 @@ class Engine:
             self._clear_disk()
         if error is not None:
             raise error
+
+    def _finish_updates(self) -> None:
+        """Wait for updates in the background; raises the error of one that failed, each time."""
+        synchronize(self.background)
+        for bucket in self.buckets:
+            if bucket.update is not None:
+                bucket.update.work.wait()
 
     def _make_ordinary(self, device: torch.device, alone: bool) -> None:
         """Remove all hooks, and give the module and the optimizers ordinary tensors.

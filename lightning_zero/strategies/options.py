@@ -55,14 +55,15 @@ class TrainerOptions(StrategyOptions):
     """Options of the Trainer's strategy in addition to ``StrategyOptions``.
 
     Arguments:
-        after_fit: ``"full"`` turns the module back into an ordinary, unsharded one on the CPU when a run ends;
-            ``"sharded"`` leaves it sharded, for models that do not fit into the CPU's memory: then every rank must take
-            part in every use of the module, and the next run with the same options continues with it.
+        after_fit: ``"full"`` turns the module back into an ordinary, unsharded one on the CPU of every rank when a run
+            ends; ``"sharded"`` leaves it sharded: then every rank must take part in every use of the module, and the
+            next run with the same options continues with it. ``"auto"`` is ``"full"`` where nine tenths of the
+            available host memory suffice for all ranks of each host, and otherwise ``"sharded"``, with a warning.
         exclude_frozen_parameters: leave parameters with ``requires_grad=False`` out of checkpoints, and accept
             checkpoints without them; for adapters of a large model that is stored separately.
     """
 
-    after_fit: Literal["full", "sharded"] = "full"
+    after_fit: Literal["auto", "full", "sharded"] = "auto"
     exclude_frozen_parameters: bool = False
 
 

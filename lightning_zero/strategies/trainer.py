@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 from lightning import pytorch
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.overrides.distributed import _sync_module_states
@@ -25,6 +26,7 @@ from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.init.consolidate import consolidate
 from lightning_zero.engine.init.deferred_param import awaits_values, is_on_meta, values_may_wait
 from lightning_zero.engine.init.sources import leave_in_files
+from lightning_zero.engine.tensor.sharded_tree import on_cpu, on_meta, walk
 from lightning_zero.strategies.loops import attend, leave, meet_between_batches, meets_between_batches, take_turns
 from lightning_zero.strategies.optimizer_in_backward import EarlyUpdates
 from lightning_zero.strategies.options import TrainerOptions, takes_options
@@ -67,6 +69,7 @@ class TrainerStrategy(TrainerCheckpoints):
         self.last_report: Report | None = None
         self._early_updates: EarlyUpdates | None = None
         self._signals: Signals | None = None
+        self._was_sharded = False  # before this run, by an engine that it continues with
         self._backward = ExitStack()  # contexts to exit when backward ends
         super().__init__(stage=stage, **options)
 
@@ -108,6 +111,7 @@ class TrainerStrategy(TrainerCheckpoints):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.engine = self._kept_engine()
+        self._was_sharded = self.engine is not None
         offload, precisions = self.config.offloads, self.lightning.plugins.precision
         overlaps = offload is not None and offload.optimizer is not None and offload.overlap and self.config.overlap
         self._early_updates = EarlyUpdates(self.lightning) if fitting and overlaps else None
@@ -142,7 +146,7 @@ class TrainerStrategy(TrainerCheckpoints):
             self._bookmark = Bookmark(trainer, self.root_device)
 
     def _kept_engine(self) -> Engine | None:
-        """Return the engine left by an earlier run (``after_fit="sharded"``), or None if this run cannot reuse it."""
+        """Return the engine left by an earlier run (see ``after_fit``), or None if this run cannot reuse it."""
         engine = engine_of(self.lightning_module)
         if engine is None:
             return None
@@ -245,23 +249,59 @@ class TrainerStrategy(TrainerCheckpoints):
             if self.lightning_module is not None:
                 leave(self.lightning_module.trainer)
             self.last_report = self.engine.report()
-            if self.options.after_fit == "sharded" and not self._is_cut_off:
-                self._teardown_but_for_module()
-                return
+        stays_sharded, error = False, None
+        try:
+            stays_sharded = self.engine is not None and self._stays_sharded(self.engine)
+        except Exception as raised:
+            error = raised
+        if stays_sharded:
+            if self.options.start_method != "popen":
+                self._gather_for_main_process()
+            self._teardown_but_for_module()
+            return
         engine, self.engine = self.engine, None
         try:
             if engine is not None:
-                self._end(engine)
+                self._end(engine, error)
         finally:
             self._teardown_but_for_engine()
 
-    def _end(self, engine: Engine) -> None:
-        """Turn the module back into an ordinary one, and keep the master weights, which a later checkpoint may need."""
-        error = None
+    def _stays_sharded(self, engine: Engine) -> bool:
+        """Whether the module stays sharded after the run, the same on every rank. Collective."""
+        if self._is_cut_off or self.options.after_fit == "full":
+            return False
+        if self.options.after_fit == "sharded":
+            return True
+        shortages = engine.without_room(keeps_masters=self.is_global_zero and bool(engine.optimizers))
+        if shortages and not self._was_sharded and self.options.start_method == "popen":
+            others = f" (and {len(shortages) - 1} more hosts or ranks lack memory)" if len(shortages) > 1 else ""
+            rank_zero_warn(
+                "The module stays sharded after this run: the host memory, of which a tenth stays free, does not "
+                f"suffice for an ordinary module and its optimizer states on every rank. {shortages[0]}{others}. Every "
+                "rank must take part in every use of the module; the next run continues with it. For all weights in "
+                "one file, call trainer.save_checkpoint('last.ckpt') on every rank and run 'lightning-zero checkpoint "
+                "export last.ckpt model.safetensors'; for an ordinary module in any case, write after_fit='full'."
+            )
+        return bool(shortages)
+
+    def _gather_for_main_process(self) -> None:
+        """Make the state dict full on each host's first rank.
+
+        Processes that Lightning has spawned end with the run, and that rank sends its state dict to the main process.
+        """
+        leaf = on_cpu if self.local_rank == 0 else on_meta
+        self.lightning_module.register_state_dict_post_hook(lambda _, state, *__: state.update(walk({**state}, leaf)))
+
+    def _end(self, engine: Engine, error: Exception | None) -> None:
+        """Turn the module back into an ordinary one, and keep the master weights, which a later checkpoint may need.
+
+        Args:
+            error: that came before, after which the ranks do not communicate.
+        """
         try:
             if engine.optimizers:
                 self._masters_after_fit = WeakKeyDictionary()
-                if not self._is_cut_off:
+                if not self._is_cut_off and error is None:
                     leaf = self._leaf(parts=False, keeps=self.is_global_zero)
                     self._masters_after_fit[engine.module] = engine.masters_by_name(leaf=leaf)
         except Exception as raised:

@@ -129,5 +129,5 @@ class LanguageModel(Supervised):
         return batch[0].numel()
 
     def sample(self) -> str:
-        """Generate text after the prompt; requires ordinary (unsharded) parameters, so call it outside of a fit."""
+        """Generate text after the prompt; if the module is sharded, on every rank."""
         return self.gpt.generate(self.prompt.encode(), length=400).decode("utf-8", errors="replace")

@@ -53,6 +53,12 @@ def test_last_lines_name_the_figures(alone: tuple[Path, str]) -> None:
     assert plot == f"plot {folder / 'loss.png'}"
 
 
+def test_a_model_that_stays_sharded_writes_the_same_sample(alone: tuple[Path, str], tmp_path: Path) -> None:
+    output = succeed("train", *TINY, "stage.after_fit=sharded", "hydra.run.dir=job", folder=tmp_path)
+    ordinary, sharded = (re.findall("\u2500 sample \u2500+\n(.+?)\n\u2500", text, re.S) for text in (alone[1], output))
+    assert sharded == ordinary != []
+
+
 def test_figures_are_those_in_the_results_file(alone: tuple[Path, str]) -> None:
     folder, output = alone
     found = results(folder)

@@ -58,7 +58,7 @@ def test_every_stage_is_registered_with_the_launch_variants_that_ddp_has():
         ),
         ({"reduce_dtype": "fp8"}, r"reduce_dtype='fp8' must be 'fp32', 'bf16', 'fp16', one of these"),
         ({"reduce_dtype": torch.float64}, r"reduce_dtype=torch.float64 must be 'fp32', 'bf16', 'fp16'"),
-        ({"after_fit": "cut"}, r"after_fit='cut' must be 'full' or 'sharded'"),
+        ({"after_fit": "cut"}, r"after_fit='cut' must be 'auto', 'full' or 'sharded'"),
         ({"start_method": "thread"}, r"start_method='thread' must be 'popen'"),
     ],
 )
@@ -244,6 +244,7 @@ SCRIPT = """
     import sys
     import lightning_zero
     from tests.strategy.test_strategy import Everything, loader, torch
+    from lightning_zero import ZeroStrategy
     from lightning.pytorch import Trainer, seed_everything
 
     class Failing(Everything):
@@ -259,7 +260,7 @@ SCRIPT = """
         model = Failing()
         before = model.head.weight.detach().clone()
         trainer = Trainer(
-            strategy="{strategy}", devices=2, accelerator="cpu", max_epochs=1, logger=False,
+            strategy={strategy}, devices=2, accelerator="cpu", max_epochs=1, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         )
         trainer.fit(model, loader())
@@ -269,6 +270,7 @@ SCRIPT = """
 
 
 def run_script(tmp_path, strategy, failing=()):
+    """Run the script with a strategy, given as an expression."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT).format(strategy=strategy, failing=set(failing)))
     begin = time.monotonic()
@@ -284,13 +286,20 @@ def _environment():
 @pytest.mark.behaviour("The Trainer", "Launched as a script, by spawn or by fork: the main process has the weights")
 @pytest.mark.parametrize(("stage", "launch"), [(1, "_fork"), (2, "_fork"), (3, ""), (3, "_spawn")])
 def test_each_launcher_trains_and_the_main_process_has_the_weights(tmp_path, stage, launch):
-    done, _ = run_script(tmp_path, f"zero{stage}{launch}")
+    done, _ = run_script(tmp_path, repr(f"zero{stage}{launch}"))
+    assert done.returncode == 0, done.stderr
+    assert "TRAINED True" in done.stdout
+
+
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.exhaustive)])
+def test_the_main_process_has_the_weights_of_a_module_that_stays_sharded(tmp_path, start_method):
+    done, _ = run_script(tmp_path, f"ZeroStrategy(stage=3, after_fit='sharded', start_method='{start_method}')")
     assert done.returncode == 0, done.stderr
     assert "TRAINED True" in done.stdout
 
 
 def test_an_error_on_one_rank_reaches_the_user_and_ends_every_rank_in_seconds(tmp_path):
-    done, seconds = run_script(tmp_path, "zero3", failing=[1])
+    done, seconds = run_script(tmp_path, "'zero3'", failing=[1])
     assert done.returncode != 0
     assert "KeyError: 'user error'" in done.stderr
     assert seconds < 90

@@ -1,17 +1,26 @@
-"""Check on all ranks together that hosts have memory for offloaded states, before anything is changed."""
+"""Check on all ranks together whether hosts have memory for something, before anything is changed: for offloaded states
+when an engine is made, for the ordinary module and its optimizer states when it ends.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_zero.engine.comm.collectives import Communicator
+from lightning_zero.engine.compat import tree_leaves
 from lightning_zero.engine.config import OffloadConfig
 from lightning_zero.engine.init.bucketing import UncutBucket
 from lightning_zero.engine.init.sources import Source
 from lightning_zero.engine.offload.swap import BUFFERS
+from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.residency import Medium, ResidencyPlan
+from lightning_zero.engine.state.slot import slots_of
 from lightning_zero.io.disk import aligned
 from lightning_zero.io.labels import this_machine
 
@@ -78,28 +87,90 @@ def check_room(
         own = [sources[segment.name] for bucket in buckets for segment in bucket.layout.segments]
         on_host = [s.values for s in own if s.values is not None and not s.everywhere and s.values.device.type == "cpu"]
         freed = sum(values.nbytes for values in on_host)
-    own_need = this_machine(), memory_for(shards, offload), available_memory(), freed
-    machines = defaultdict(list)
-    for name, *of_rank in communicator.control.gather_objects(own_need):
-        machines[name].append(of_rank)
     missing = []
-    for name, ranks in machines.items():
-        needed = sum((need for need, _, _ in ranks), Counter[str]())
-        least = min((available for _, available, _ in ranks if available is not None), default=None)
-        if least is None or needed.total() <= (available := least + sum(given for _, _, given in ranks)):
-            continue
+    for place in _without_room(memory_for(shards, offload), communicator, freed=freed):
         advice = "use more ranks on more machines"
-        if needed["buffers for the disk"]:
+        if place.needed["buffers for the disk"]:
             advice = f"write a smaller sub_group, or {advice}"
-        if needed["master weights"] or needed["optimizer states"]:
+        if place.needed["master weights"] or place.needed["optimizer states"]:
             advice = f"write offload='nvme', or {advice}"
-        purposes = ", ".join(f"{what} {nbytes}" for what, nbytes in needed.items())
-        missing.append(
-            f"The {len(ranks)} rank(s) on {name.partition('.')[0]} need {needed.total()} bytes ({purposes}), and "
-            f"{available} are available: {advice}."
-        )
+        missing.append(f"{place}: {advice}.")
     if missing:
         raise ValueError(f"offload: not enough host memory. {' '.join(missing)}")
+
+
+def without_room_for_whole(
+    buckets: Sequence[Bucket], optimizers: Sequence[Optimizer], communicator: Communicator, *, keeps_masters: bool
+) -> list[Shortage]:
+    """Where host memory lacks for ordinary tensors on every rank, of which a tenth stays free. Collective.
+
+    The shards are not counted as freed, since each is freed only after its full tensors have been made.
+
+    Args:
+        buckets: of all units.
+        optimizers: whose states become full as well.
+        keeps_masters: whether this rank keeps full master weights of low-precision parameters, too.
+    """
+    need: Counter[str] = Counter()
+    for bucket in buckets:
+        need["parameters"] += bucket.layout.numel * bucket.dtype.itemsize
+        for slot in slots_of(bucket):
+            need["tensors made of parameters"] += sum(
+                tensor.numel() * tensor.dtype.itemsize for tensor in slot.derived.values() if not tensor.is_parameter
+            )
+        if keeps_masters and bucket.master_dtype != bucket.dtype:
+            need["master weights"] += bucket.layout.numel * bucket.master_dtype.itemsize
+        if communicator.device.type == "cpu":  # one bucket at a time is gathered there
+            gathered = bucket.layout.padded_numel * bucket.master_dtype.itemsize
+            need["a gathered bucket"] = max(need["a gathered bucket"], gathered)
+    # past the mapping's own ``values``, which waits for updates and raises their errors
+    states = tree_leaves([list(dict.values(optimizer.state)) for optimizer in optimizers])
+    own_states = sum(value.numel() * value.dtype.itemsize for value in states if isinstance(value, Tensor))
+    need["optimizer states"] = sum(communicator.control.gather_numbers(own_states, "a count of optimizer states"))
+    return _without_room(+need, communicator, may_take=0.9)
+
+
+class Shortage(NamedTuple):
+    """A host, or a process with a limit of its own, that lacks memory for what its ranks need."""
+
+    place: str
+    ranks: int
+    needed: Counter[str]  # bytes by purpose
+    available: int
+
+    def __str__(self) -> str:
+        purposes = ", ".join(f"{what} {nbytes}" for what, nbytes in self.needed.items())
+        return (
+            f"The {self.ranks} rank(s) on {self.place} need {self.needed.total()} bytes ({purposes}), and "
+            f"{self.available} are available"
+        )
+
+
+def _without_room(
+    need: Counter[str], communicator: Communicator, *, freed: int = 0, may_take: float = 1.0
+) -> list[Shortage]:
+    """The places that lack memory for the needs of their ranks together, the same on every rank. Collective.
+
+    Args:
+        need: of this rank, in bytes by purpose.
+        freed: bytes that this rank frees before it takes what it needs.
+        may_take: the part of the available memory that may be taken.
+    """
+    host = this_machine()
+    own = {(host, None): available_memory(), (host, communicator.rank): left_to_process()}
+    ranks_at: dict[tuple[str, int | None], list[tuple[Counter[str], int, int]]] = defaultdict(list)
+    for of_rank, given, places in communicator.control.gather_objects((need, freed, own)):
+        for place, available in places.items():
+            if available is not None:
+                ranks_at[place].append((of_rank, given, available))
+    found = []
+    for (host, rank), ranks in ranks_at.items():
+        needed = sum((of_rank for of_rank, _, _ in ranks), Counter[str]())
+        available = min(available for _, _, available in ranks) + sum(given for _, given, _ in ranks)
+        if needed.total() > may_take * available:
+            limit = "" if rank is None else f" within the limits of rank {rank} (ulimit -d, ulimit -v)"
+            found.append(Shortage(f"{host.partition('.')[0]}{limit}", len(ranks), needed, available))
+    return found
 
 
 def _power_of_two(number: int) -> int:
@@ -120,6 +191,17 @@ def available_memory(root: Path = Path("/")) -> int | None:
         _, controllers, path = line.split(":", 2)
         if controllers in ("", "memory"):
             found += _left_in_groups(root / "sys/fs/cgroup" / controllers, Path(path.strip("/")))
+    return min(found, default=None)
+
+
+def left_to_process(root: Path = Path("/")) -> int | None:
+    """Bytes that this process may still take by its own limits, ``RLIMIT_DATA`` and ``RLIMIT_AS``; None without any."""
+    used = dict(line.split()[:2] for line in _lines(root / "proc/self/status") if line.startswith("Vm"))
+    found = []
+    for line in _lines(root / "proc/self/limits"):
+        for name, kind in (("Max data size", "VmData:"), ("Max address space", "VmSize:")):
+            if line.startswith(name) and (soft := line[len(name) :].split()[0]).isdigit():
+                found.append(max(int(soft) - 1024 * int(used[kind]), 0))
     return min(found, default=None)
 
 
