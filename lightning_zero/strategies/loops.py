@@ -123,7 +123,7 @@ class Around:
     @staticmethod
     def take_off(holder: Any, name: str) -> None:
         """Undo ``put``."""
-        own = vars(holder).get(name)
+        own = getattr(holder, "__dict__", {}).get(name)  # a `range` as the dataloader has no attributes
         if isinstance(own, Around):
             method = own._method
             delattr(holder, name)

@@ -216,9 +216,32 @@ def call_other_methods(strategy: str) -> Any:
     return trained(strategy, OtherMethods())
 
 
+def read_any_iterable(strategy: str) -> Any:
+    """Batches from any iterable instead of a `DataLoader`: one without attributes, one read once, a dict of two."""
+
+    def view(samples: int = 24) -> Any:
+        return dict(enumerate(data(samples))).values()
+
+    class Two(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step([torch.cat(part) for part in zip(batch["a"], batch["b"])], batch_idx)
+
+    results = []
+    for module, batches, epochs in (
+        (Net(), view(), 2),
+        (Net(), iter(list(data())), 1),
+        (Two(), {"a": view(), "b": view(8)}, 2),
+    ):
+        trainer = make_trainer(strategy, max_epochs=epochs)
+        trainer.fit(module, batches, view(16))
+        results.append(observed(trainer, module))
+    return results
+
+
 @behaviours(
     "The Trainer",
     train,
+    read_any_iterable,
     evaluate_in_every_order,
     fit_again,
     use_after_training,
