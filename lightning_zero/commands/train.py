@@ -27,6 +27,7 @@ def train(config: DictConfig) -> None:
     from lightning.pytorch import Trainer, seed_everything
 
     from lightning_zero.monitoring import ZeroMonitor, report
+    from lightning_zero.reporting import RunManifest
 
     # Validating on several ranks is intended; the treespec warning comes from Lightning itself with torch 2.13.
     for message in ("Using `DistributedSampler`", r"`isinstance\(treespec", ".*does not have many workers"):
@@ -35,7 +36,8 @@ def train(config: DictConfig) -> None:
     data = instantiate(config.data)
     model = instantiate(config.model)
     monitor = ZeroMonitor()
-    callbacks = [monitor, *(instantiate(callback) for callback in config.callbacks.values())]
+    manifest = RunManifest(config.folder, config=config)
+    callbacks = [monitor, manifest, *(instantiate(callback) for callback in config.callbacks.values())]
     trainer: Trainer = instantiate(config.trainer, callbacks=callbacks, logger=instantiate(config.logger) or False)
 
     trainer.fit(model, data, ckpt_path=config.resume)

@@ -1,0 +1,147 @@
+"""Figures of a report, as SVG to be put into a page. Needs matplotlib."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from lightning_zero.reporting.records import Curve
+from lightning_zero.reporting.summary import CATEGORIES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+POINTS = 500
+"""Points of a curve that are drawn; of longer ones, evenly spread."""
+
+# Text stays text, in the reader's font; `$` and `_` in names are no formulas.
+_STYLE: Any = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "lightning_zero",
+    "text.parse_math": False,
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+}
+
+
+def curves(series: Mapping[str, Curve]) -> str:
+    """Draw curves over steps."""
+    with _figure() as (axes, done):
+        for name, curve in series.items():
+            steps, values = zip(*_thinned(curve))
+            axes.plot(steps, values, label=name, marker="o" if len(steps) < 20 else None, markersize=3)
+        _name_steps(axes)
+        if len(series) > 1:
+            _legend(axes)
+    return done()
+
+
+def memory_over_time(over_time: Mapping[str, Curve], predicted: float | None) -> str:
+    """Draw bytes by category over steps, one above the other, with the predicted peak as a line."""
+    names = [name for name in CATEGORIES if name in over_time]
+    at_step = {name: dict(_thinned(over_time[name])) for name in names}
+    steps = sorted(set.intersection(*map(set, at_step.values())))
+    unit, scale = _unit(max([predicted or 0.0, *(sum(at_step[name][step] for name in names) for step in steps)]))
+    with _figure() as (axes, done):
+        heights = [[at_step[name][step] / scale for step in steps] for name in names]
+        axes.stackplot(steps, heights, labels=names, alpha=0.8)
+        if predicted is not None:
+            axes.axhline(predicted / scale, color="black", linestyle="--", label="predicted peak")
+        _name_steps(axes)
+        axes.set_ylabel(unit)
+        _legend(axes)
+    return done()
+
+
+def memory_bars(bars: Mapping[str, Mapping[str, float]], lines: Mapping[str, float]) -> str:
+    """Draw a bar of categories one above the other for each name, and lines across all of them."""
+    unit, scale = _unit(max([*(sum(shares.values()) for shares in bars.values()), *lines.values()]))
+    names = [name for name in CATEGORIES if any(shares.get(name) for shares in bars.values())]
+    with _figure() as (axes, done):
+        below = [0.0] * len(bars)
+        for name in names:
+            heights = [shares.get(name, 0) / scale for shares in bars.values()]
+            axes.bar(_ticks(bars), heights, bottom=below, width=0.6, label=name)
+            below = [low + height for low, height in zip(below, heights)]
+        _name_ticks(axes, list(bars))
+        for (name, value), style in zip(lines.items(), ("--", ":")):
+            axes.axhline(value / scale, color="black", linestyle=style, label=name)
+        axes.set_ylabel(unit)
+        axes.grid(axis="x", visible=False)
+        _legend(axes)
+    return done()
+
+
+def bars(values: Mapping[str, float], label: str) -> str:
+    """Draw a bar for each name."""
+    with _figure() as (axes, done):
+        axes.bar(_ticks(values), list(values.values()), width=0.6)
+        _name_ticks(axes, list(values))
+        axes.set_ylabel(label)
+        axes.grid(axis="x", visible=False)
+    return done()
+
+
+@contextmanager
+def _figure() -> Iterator[tuple[Axes, Callable[[], str]]]:
+    """Context with axes in the style of reports, and a function that returns them as SVG at its end."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure  # without pyplot, which may need a display
+
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(5.2, 3.2), layout="constrained")
+        drawn: list[str] = []
+        yield figure.add_subplot(), lambda: drawn[0]
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        drawn.append(_for_a_page(file.getvalue()))
+
+
+def _for_a_page(svg: str) -> str:
+    """The SVG without its header, its size, which the page gives, and ids that every figure has."""
+    tag, rest = svg[svg.index("<svg") :].split(">", 1)
+    ids = r' id="(?:figure|axes|patch|matplotlib\.axis|xtick|ytick|line2d|text|legend)_\d+"'
+    return re.sub(r' (?:width|height)="[^"]*"', "", tag) + ">" + re.sub(ids, "", rest)
+
+
+def _thinned(curve: Curve) -> Sequence[tuple[int, float]]:
+    """At most ``POINTS`` of a curve's points, with the first and the last."""
+    if len(curve) <= POINTS:
+        return curve
+    return [curve[round(index * (len(curve) - 1) / (POINTS - 1))] for index in range(POINTS)]
+
+
+def _unit(most: float) -> tuple[str, float]:
+    """The largest unit in which the number is at least one, and its size."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if most >= scale:
+            return unit, scale
+    return "B", 1.0
+
+
+def _name_steps(axes: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _legend(axes: Axes) -> None:
+    """Name what is drawn, under the axes, where it hides nothing."""
+    axes.figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+
+
+def _ticks(names: Any) -> list[int]:
+    return list(range(len(names)))
+
+
+def _name_ticks(axes: Axes, names: list[str]) -> None:
+    axes.set_xticks(_ticks(names), names, rotation=30 if max(map(len, names)) * len(names) > 40 else 0)
