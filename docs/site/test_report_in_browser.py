@@ -37,7 +37,7 @@ def test_every_figure_is_drawn_with_its_text(browser: webdriver.Chrome, page: st
     browser.get(page)
     browser.execute_script("document.querySelectorAll('details').forEach(each => each.open = true)")
     figures = browser.find_elements(By.CSS_SELECTOR, "figure")
-    assert len(figures) >= 5
+    assert len(figures) >= 4
     titles = {figure.find_element(By.TAG_NAME, "figcaption").text for figure in figures}
     assert {"loss", "perplexity", "peak of what a rank holds", "bytes moved"} <= titles
     for figure in figures:

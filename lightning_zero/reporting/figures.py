@@ -32,27 +32,30 @@ _STYLE: Any = {
 }
 
 
-def curves(series: Mapping[str, Curve]) -> str:
-    """Draw curves over steps."""
+def curves(series: Mapping[str, Curve], title: str) -> str:
+    """Draw curves over steps, with their names unless the title is the only one."""
     with _figure() as (axes, done):
         for name, curve in series.items():
             steps, values = zip(*_thinned(curve))
             axes.plot(steps, values, label=name, marker="o" if len(steps) < 20 else None, markersize=3)
         _name_steps(axes)
-        if len(series) > 1:
+        if list(series) != [title]:
             _legend(axes)
     return done()
 
 
 def memory_over_time(over_time: Mapping[str, Curve], predicted: float | None) -> str:
-    """Draw bytes by category over steps, one above the other, with the predicted peak as a line."""
+    """Draw bytes by category over steps, one above the other, with the peak so far and the predicted one as lines."""
     names = [name for name in CATEGORIES if name in over_time]
-    at_step = {name: dict(_thinned(over_time[name])) for name in names}
+    at_step = {name: dict(_thinned(curve)) for name, curve in over_time.items()}
     steps = sorted(set.intersection(*map(set, at_step.values())))
-    unit, scale = _unit(max([predicted or 0.0, *(sum(at_step[name][step] for name in names) for step in steps)]))
+    sums = (sum(at_step[name][step] for name in names) for step in steps)
+    unit, scale = _unit(max([predicted or 0.0, *at_step.get("peak", {}).values(), *sums]))
     with _figure() as (axes, done):
         heights = [[at_step[name][step] / scale for step in steps] for name in names]
         axes.stackplot(steps, heights, labels=names, alpha=0.8)
+        if "peak" in at_step:
+            axes.plot(steps, [at_step["peak"][step] / scale for step in steps], color="black", label="peak so far")
         if predicted is not None:
             axes.axhline(predicted / scale, color="black", linestyle="--", label="predicted peak")
         _name_steps(axes)

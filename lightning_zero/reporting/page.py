@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from lightning_zero.io.sizes import in_bytes
 from lightning_zero.reporting import figures
+from lightning_zero.reporting.records import flat
 from lightning_zero.reporting.summary import CATEGORIES, groups_of, is_detail
 
 MAIN_PACKAGES = ("python", "torch", "lightning", "pytorch-lightning", "lightning_zero", "torchmetrics", "hydra-core")
@@ -68,7 +69,7 @@ def _comparison(jobs: list[dict[str, Any]]) -> Iterator[Drawing]:
     for name in names:
         series = {job["label"]: job["metrics"][name] for job in jobs if name in job["metrics"]}
         if len(series) > 1:
-            yield Drawing(name, figures.curves(series))
+            yield Drawing(name, figures.curves(series, name))
     held = {job["label"]: job["memory"]["measured"] for job in jobs if job["memory"]["measured"]}
     if held:
         yield Drawing("measured peak memory of rank 0", figures.memory_bars(held, {}))
@@ -76,9 +77,13 @@ def _comparison(jobs: list[dict[str, Any]]) -> Iterator[Drawing]:
 
 def _metrics(job: dict[str, Any]) -> Iterator[Drawing]:
     for group, series in groups_of(job["metrics"]).items():
-        shown = series if not group.startswith("memory") else {n: c for n, c in series.items() if n not in CATEGORIES}
+        shown = (
+            series
+            if not group.startswith("memory")
+            else {n: c for n, c in series.items() if n not in (*CATEGORIES, "peak")}
+        )
         if shown:
-            yield Drawing(group, figures.curves(shown))
+            yield Drawing(group, figures.curves(shown, group))
 
 
 def _memory(job: dict[str, Any]) -> Iterator[Drawing]:
@@ -125,15 +130,6 @@ def duration(seconds: float | None) -> str:
 def when(text: str | None) -> str:
     """A time in UTC, as a person reads it."""
     return "" if text is None else f"{datetime.fromisoformat(text):%Y-%m-%d %H:%M:%S} UTC"
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Values of a nested configuration by their full names."""
-    for name, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def percent(measured: float, predicted: float) -> str:

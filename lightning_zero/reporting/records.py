@@ -6,7 +6,7 @@ import csv
 import importlib.util
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -35,12 +35,12 @@ class Run:
 
     Attributes:
         folder: where its records are.
-        label: the overrides in which it differs from the other jobs, or the folder's name with its parent's.
+        label: the overrides or settings in which it differs from the other jobs; otherwise its folder with the parent.
         overrides: Hydra's, as on the command line.
         manifest: of ``RunManifest``; empty without one.
         results: ``results.json`` of ``lightning-zero train``; empty without it.
         config: the configuration, as far as it is known.
-        metrics: of loggers by name, as (step, value).
+        metrics: of loggers and of the results by name, as (step, value).
     """
 
     folder: Path
@@ -64,8 +64,10 @@ def read_runs(folder: Path) -> list[Run]:
     """
     if not folder.is_dir():
         raise ReportError(f"{folder} is not a folder: give the folder of a run or of a sweep")
-    overrides = {each: overrides_of(each) for each in _run_folders(folder, _DEPTH)}
-    runs = [_read(each, label) for each, label in labels_of(overrides).items()]
+    runs = [_read(each) for each in _run_folders(folder, _DEPTH)]
+    labels = labels_of({run.folder: run.overrides or _settings(run.config) for run in runs})
+    for run in runs:
+        run.label = labels[run.folder]
     if not any(run.has_records for run in runs):
         raise ReportError(
             f"{folder} has no records of a run: no {MANIFEST} of RunManifest, no results.json of lightning-zero train, "
@@ -102,17 +104,30 @@ def _run_folders(folder: Path, depth: int) -> list[Path]:
     return [found for child in children if depth for found in _run_folders(child, depth - 1)]
 
 
-def _read(folder: Path, label: str) -> Run:
-    run = Run(folder, label, overrides_of(folder))
+def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Values of a nested configuration by their full names."""
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _settings(config: Mapping[str, Any]) -> list[str]:
+    """A configuration in the form of overrides, for runs that Hydra has not started."""
+    return [f"{name}={value}" for name, value in flat(config)]
+
+
+def _read(folder: Path) -> Run:
+    run = Run(folder, folder.name, overrides_of(folder))
     run.manifest = _read_json(folder / MANIFEST)
     run.results = _read_json(folder / "results.json")
     run.config = run.manifest.get("config") or _read_config(folder)
+    run.metrics = _curves_of(run.results)
     for file in _newest(folder.rglob("metrics.csv")):
         run.metrics |= _read_csv(file)
     for file in _newest(folder.rglob(_EVENTS)):
         run.metrics |= _read_events(file.parent)
-    if not run.metrics and run.results:
-        run.metrics = _curves_of(run.results)
     return run
 
 
@@ -172,7 +187,7 @@ def _read_events(folder: Path) -> dict[str, Curve]:
 
 
 def _curves_of(results: Mapping[str, Any]) -> dict[str, Curve]:
-    """The curves in the results of a run without a logger."""
+    """The curves in the results of ``lightning-zero train``."""
     found: dict[str, Curve] = {"loss": [(step, loss) for step, loss in results.get("loss_curve", ())]}
     for step, metrics in results.get("validation_curve", ()):
         for name, value in metrics.items():

@@ -105,8 +105,8 @@ def _strategy(run: Run) -> str | None:
 def _at_peak(over_time: dict[str, Curve]) -> dict[str, float]:
     """Bytes by category at the step where their sum is highest."""
     by_step: dict[int, dict[str, float]] = {}
-    for name, curve in over_time.items():
-        for step, value in curve:
+    for name in over_time.keys() - {"peak"}:
+        for step, value in over_time[name]:
             by_step.setdefault(step, {})[name] = value
     return max(by_step.values(), key=lambda found: sum(found.values()), default={})
 
@@ -163,12 +163,12 @@ _UNITS = ("MB", "calls", "s")
 
 
 def _memory_over_time(metrics: Mapping[str, Curve]) -> dict[str, Curve]:
-    """Bytes by category, of ZeroMonitor's metrics."""
+    """Bytes by category, and the highest sum so far as ``peak``, of ZeroMonitor's metrics."""
     found = {}
     for name, curve in metrics.items():
         category = name.removeprefix(_PREFIX).removeprefix("memory/")
         is_in_mega = category.endswith("_MB")
-        if is_detail(name) and category.removesuffix("_MB") in CATEGORIES:
+        if is_detail(name) and category.removesuffix("_MB") in (*CATEGORIES, "peak"):
             found[category.removesuffix("_MB")] = [(step, 1e6 * n if is_in_mega else n) for step, n in curve]
     return found
 

@@ -6,10 +6,8 @@ import contextlib
 import csv
 import io
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -24,7 +22,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning_zero.commands import report
 from lightning_zero.io.sizes import in_bytes
 from lightning_zero.reporting import RunManifest
-from tests.app.commands import REPOSITORY, TINY, finish, start, succeed
+from tests.app.commands import TINY, finish, start, succeed
 from tests.reporting.projects import Project, loader
 
 COST = ("--price-per-hour", "2.5", "--power-watts", "400", "--carbon-intensity", "300")
@@ -100,7 +98,7 @@ def test_curves_are_those_of_the_logger(job: Path) -> None:
     expected = [[int(row["step"]), float(row["validation/perplexity"])] for row in rows if row["validation/perplexity"]]
     assert found["metrics"]["validation/perplexity"] == expected and len(expected) == 3
     page = (job / "report.html").read_text()
-    assert page.count("<svg") == page.count("<figure>") >= 5
+    assert page.count("<svg") == page.count("<figure>") >= 4
 
 
 def test_numbers_on_the_page_are_those_of_the_run_s_records(job: Path) -> None:
@@ -264,55 +262,112 @@ def test_why_there_is_no_prediction_is_said(project: Path, tmp_path: Path) -> No
     assert "ModuleNotFoundError" in why(lambda found: found["model"].update({"class": "gone:Net"}))
 
 
-def refused(*arguments: str, folder: Path, blocked: str | None = None) -> str:
-    """What a report that fails says, in one line."""
-    path = []
-    if blocked is not None:
-        (folder / "blocked").mkdir()
-        (folder / "blocked/sitecustomize.py").write_text(f"import sys\nsys.modules[{blocked!r}] = None\n")
-        path.append(folder / "blocked")
-    process = subprocess.run(
-        [sys.executable, "-m", "lightning_zero", "report", *arguments],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [*path, REPOSITORY]))},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert process.returncode == 2 and process.stdout == ""
-    return process.stderr
+def test_memory_over_time_is_what_the_monitor_has_logged(project: Path, tmp_path: Path) -> None:
+    shutil.copy(project / "manifest.json", tmp_path)
+    logger = CSVLogger(tmp_path, name="logs", version="")
+    for step, parameters, gradients in ((10, 2.0, 0.5), (20, 2.0, 1.5), (30, 2.0, 1.0)):
+        held = {"memory/parameters_MB": parameters, "memory/gradients_MB": gradients, "memory/peak_MB": 4.0}
+        logger.log_metrics({**held, "memory/resident_MB": 50.0, "communication/all_gather/within_MB": 3.0}, step)
+    logger.save()
+    (found,) = summary_of(tmp_path)["jobs"]
+    assert found["memory"]["over_time"] == {
+        "parameters": [[10, 2e6], [20, 2e6], [30, 2e6]],
+        "gradients": [[10, 5e5], [20, 1.5e6], [30, 1e6]],
+        "peak": [[10, 4e6], [20, 4e6], [30, 4e6]],
+    }
+    assert report.main([str(tmp_path), "--output", str(tmp_path)]) == 0
+    page = (tmp_path / "report.html").read_text()
+    for text in ("memory over time", "predicted peak", "peak so far", "resident", "communication, MB"):
+        assert text in page, text
 
 
-def test_a_folder_without_records_is_refused_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    assert refused("empty", folder=tmp_path) == (
+def test_a_logger_s_folder_alone_is_a_run_and_its_versions_are_compared_by_their_settings(tmp_path: Path) -> None:
+    for version, width in (("version_0", 8), ("version_1", 32)):
+        logger = CSVLogger(tmp_path, name="lightning_logs", version=version)
+        logger.log_hyperparams({"width": width, "depth": 2})
+        logger.log_metrics({"loss": 1 / width}, 1)
+        logger.save()
+    found = summary_of(tmp_path)["jobs"]
+    assert [(job["label"], job["last"], job["status"]) for job in found] == [
+        ("width=8", {"loss": 1 / 8}, "unknown"),
+        ("width=32", {"loss": 1 / 32}, "unknown"),
+    ]
+    one = tmp_path / "lightning_logs" / "version_0"
+    assert report.main([str(one)]) == 0
+    assert ModelCard.load(one / "README.md").data.eval_results[0].metric_value == 1 / 8
+    assert "0.125" not in (one / "report.html").read_text().partition("<svg")[0], "metrics of no validation are curves"
+
+
+def test_a_run_that_did_not_end_says_so_and_has_no_cost(project: Path, tmp_path: Path) -> None:
+    manifest = read_json(project / "manifest.json")
+    del manifest["end"]
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    (found,) = summary_of(tmp_path, *COST)["jobs"]
+    assert found["status"] == "did not end" and found["cost"] == {} and found["seconds"] is None
+    assert report.main([str(tmp_path), *COST]) == 0
+    assert "whose status is: did not end" in (tmp_path / "README.md").read_text()
+
+
+def refused(*arguments: str) -> str:
+    """What a report says on standard error when it fails."""
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        try:
+            assert report.main([*arguments]) == 2
+        except SystemExit as error:  # of argparse
+            assert error.code == 2
+    return printed.getvalue()
+
+
+def test_a_folder_without_records_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("empty", "broken", "odd"):
+        (tmp_path / name).mkdir()
+    assert refused("empty") == (
         "lightning-zero report: empty has no records of a run: no manifest.json of RunManifest, no results.json of "
         "lightning-zero train, no metrics.csv of CSVLogger, and no event files of TensorBoard\n"
     )
-    assert refused("nowhere", folder=tmp_path) == (
+    assert refused("nowhere") == (
         "lightning-zero report: nowhere is not a folder: give the folder of a run or of a sweep\n"
     )
-    (tmp_path / "broken").mkdir()
     (tmp_path / "broken/results.json").write_text('{"processes": ')
+    assert re.fullmatch(r"lightning-zero report: broken/results\.json cannot be read as JSON: .*\n", refused("broken"))
+    (tmp_path / "odd/metrics.csv").write_text("step,loss\n1,low\n")
     assert re.fullmatch(
-        r"lightning-zero report: broken/results\.json cannot be read as JSON: .*\n", refused("broken", folder=tmp_path)
+        r"lightning-zero report: odd/metrics\.csv is not a file of CSVLogger: .*low.*\n", refused("odd")
     )
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [
+        "broken",
+        "empty",
+        "metrics.csv",
+        "odd",
+        "results.json",
+    ]
 
 
-def test_a_logger_and_packages_that_are_not_installed_are_named_in_one_line(sweep: Path, tmp_path: Path) -> None:
+def test_a_logger_and_packages_that_are_not_installed_are_named_in_one_line(
+    sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(sweep / "1", tmp_path / "job")
-    assert refused("job", folder=tmp_path, blocked="tensorboard") == (
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # Python then finds no such package
+    assert refused("job") == (
         "lightning-zero report: job/logs has records of TensorBoard, and the package tensorboard is missing: "
         'pip install "lightning_zero[tensorboard]"\n'
     )
-    shutil.rmtree(tmp_path / "blocked")
-    assert refused("job", folder=tmp_path, blocked="jinja2") == (
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    assert refused("job") == (
         'lightning-zero report: the package jinja2 is missing: pip install "lightning_zero[report]"\n'
+    )
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert refused("job") == (
+        'lightning-zero report: the packages jinja2, matplotlib are missing: pip install "lightning_zero[report]"\n'
     )
 
 
-def test_wrong_figures_are_refused(tmp_path: Path) -> None:
-    assert "'-1' must be a number above 0" in refused(".", "--price-per-hour", "-1", folder=tmp_path)
-    assert refused(".", "--carbon-intensity", "300", folder=tmp_path) == (
+def test_wrong_figures_are_refused() -> None:
+    assert "'-1' must be a number above 0" in refused(".", "--price-per-hour", "-1")
+    assert "'dear' must be a number above 0" in refused(".", "--power-watts", "dear")
+    assert refused(".", "--carbon-intensity", "300") == (
         "lightning-zero report: --carbon-intensity needs --power-watts: CO2 is grams a kWh times the energy\n"
     )
