@@ -42,7 +42,7 @@ def test_every_figure_is_drawn_with_its_text(browser: webdriver.Chrome, page: st
     assert {"loss", "perplexity", "peak of what a rank holds", "bytes moved"} <= titles
     for figure in figures:
         drawing = figure.find_element(By.TAG_NAME, "svg")
-        assert drawing.size["width"] > 250 and drawing.size["height"] > 150
+        assert drawing.size["width"] > 250 and drawing.size["height"] > 120
         # lines or bars, and the numbers at the axes
         assert drawing.find_elements(By.CSS_SELECTOR, "path") and drawing.find_elements(By.CSS_SELECTOR, "text")
 

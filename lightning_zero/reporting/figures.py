@@ -18,6 +18,7 @@ POINTS = 500
 """Points of a curve that are drawn; of longer ones, evenly spread."""
 
 # Text stays text, in the reader's font; `$` and `_` in names are no formulas.
+_LINES = ("-", "--", ":")
 _STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "lightning_zero",
@@ -25,6 +26,7 @@ _STYLE: Any = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 10,
+    "lines.markersize": 3,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -34,10 +36,13 @@ _STYLE: Any = {
 
 def curves(series: Mapping[str, Curve], title: str) -> str:
     """Draw curves over steps, with their names unless the title is the only one."""
-    with _figure() as (axes, done):
-        for name, curve in series.items():
+    with _figure(list(series)) as (axes, done):
+        for number, (name, curve) in enumerate(series.items()):
             steps, values = zip(*_thinned(curve))
-            axes.plot(steps, values, label=name, marker="o" if len(steps) < 20 else None, markersize=3)
+            dots = "o" if len(steps) < 20 else None
+            axes.plot(
+                steps, values, color=f"C{number % 10}", linestyle=_LINES[number // 10 % 3], marker=dots, label=name
+            )
         _name_steps(axes)
         if list(series) != [title]:
             _legend(axes)
@@ -51,7 +56,7 @@ def memory_over_time(over_time: Mapping[str, Curve], predicted: float | None) ->
     steps = sorted(set.intersection(*map(set, at_step.values())))
     sums = (sum(at_step[name][step] for name in names) for step in steps)
     unit, scale = _unit(max([predicted or 0.0, *at_step.get("peak", {}).values(), *sums]))
-    with _figure() as (axes, done):
+    with _figure([*names, "peak so far", "predicted peak"]) as (axes, done):
         heights = [[at_step[name][step] / scale for step in steps] for name in names]
         axes.stackplot(steps, heights, labels=names, alpha=0.8)
         if "peak" in at_step:
@@ -65,42 +70,44 @@ def memory_over_time(over_time: Mapping[str, Curve], predicted: float | None) ->
 
 
 def memory_bars(bars: Mapping[str, Mapping[str, float]], lines: Mapping[str, float]) -> str:
-    """Draw a bar of categories one above the other for each name, and lines across all of them."""
+    """Draw a bar for each name, of categories one after the other, and lines across all of them."""
     unit, scale = _unit(max([*(sum(shares.values()) for shares in bars.values()), *lines.values()]))
-    names = [name for name in CATEGORIES if any(shares.get(name) for shares in bars.values())]
-    with _figure() as (axes, done):
-        below = [0.0] * len(bars)
-        for name in names:
-            heights = [shares.get(name, 0) / scale for shares in bars.values()]
-            axes.bar(_ticks(bars), heights, bottom=below, width=0.6, label=name)
-            below = [low + height for low, height in zip(below, heights)]
-        _name_ticks(axes, list(bars))
-        for (name, value), style in zip(lines.items(), ("--", ":")):
-            axes.axhline(value / scale, color="black", linestyle=style, label=name)
-        axes.set_ylabel(unit)
-        axes.grid(axis="x", visible=False)
+    categories = [name for name in CATEGORIES if any(shares.get(name) for shares in bars.values())]
+    with _figure([*categories, *lines], list(bars)) as (axes, done):
+        ends = [0.0] * len(bars)
+        for name in categories:
+            lengths = [shares.get(name, 0) / scale for shares in bars.values()]
+            axes.barh(list(bars), lengths, left=ends, height=0.6, label=name)
+            ends = [end + length for end, length in zip(ends, lengths)]
+        for (name, value), style in zip(lines.items(), _LINES[1:]):
+            axes.axvline(value / scale, color="black", linestyle=style, label=name)
+        _name_bars(axes, unit)
         _legend(axes)
     return done()
 
 
-def bars(values: Mapping[str, float], label: str) -> str:
+def bars(values: Mapping[str, float], unit: str) -> str:
     """Draw a bar for each name."""
-    with _figure() as (axes, done):
-        axes.bar(_ticks(values), list(values.values()), width=0.6)
-        _name_ticks(axes, list(values))
-        axes.set_ylabel(label)
-        axes.grid(axis="x", visible=False)
+    with _figure([], list(values)) as (axes, done):
+        axes.barh(list(values), list(values.values()), height=0.6)
+        _name_bars(axes, unit)
     return done()
 
 
 @contextmanager
-def _figure() -> Iterator[tuple[Axes, Callable[[], str]]]:
-    """Context with axes in the style of reports, and a function that returns them as SVG at its end."""
+def _figure(named: Sequence[str], rows: Sequence[str] = ()) -> Iterator[tuple[Axes, Callable[[], str]]]:
+    """Context with axes in the style of reports, and a function that returns them as SVG at its end.
+
+    Args:
+        named: what its legend is to name, for which there is room under the axes.
+        rows: the bars, for which there is height.
+    """
     from matplotlib import rc_context
     from matplotlib.figure import Figure  # without pyplot, which may need a display
 
+    height = 0.45 * len(rows) + 1.0 if rows else 2.8
     with rc_context(_STYLE):
-        figure = Figure(figsize=(5.2, 3.2), layout="constrained")
+        figure = Figure(figsize=(5.2, height + 0.2 * len(named) / _columns(named)), layout="constrained")
         drawn: list[str] = []
         yield figure.add_subplot(), lambda: drawn[0]
         file = io.StringIO()
@@ -137,14 +144,17 @@ def _name_steps(axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
+def _name_bars(axes: Axes, unit: str) -> None:
+    axes.set_xlabel(unit)
+    axes.invert_yaxis()  # the first on top
+    axes.grid(axis="y", visible=False)
+
+
 def _legend(axes: Axes) -> None:
     """Name what is drawn, under the axes, where it hides nothing."""
-    axes.figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    lines, names = axes.get_legend_handles_labels()
+    axes.figure.legend(lines, names, loc="outside lower center", ncols=_columns(names), frameon=False, fontsize=9)
 
 
-def _ticks(names: Any) -> list[int]:
-    return list(range(len(names)))
-
-
-def _name_ticks(axes: Axes, names: list[str]) -> None:
-    axes.set_xticks(_ticks(names), names, rotation=30 if max(map(len, names)) * len(names) > 40 else 0)
+def _columns(names: Sequence[str]) -> int:
+    return max(1, min(3, 60 // (max(map(len, names), default=0) + 6)))

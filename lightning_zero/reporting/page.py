@@ -47,7 +47,7 @@ def columns_of(jobs: list[dict[str, Any]]) -> dict[str, list[str]]:
     metrics = {f"validation {name}": [number(job["validation"].get(name)) for job in jobs] for name in names}
     if not names:
         metrics = {f"last {name}": [number(job["last"].get(name)) for job in jobs] for name in last}
-    return {
+    columns = {
         "status": [job["status"] for job in jobs],
         "strategy": [job["strategy"] or "" for job in jobs],
         **metrics,
@@ -61,6 +61,7 @@ def columns_of(jobs: list[dict[str, Any]]) -> dict[str, list[str]]:
         ],
         "time": [duration(job["seconds"]) for job in jobs],
     }
+    return {name: texts for name, texts in columns.items() if any(texts)}
 
 
 def _comparison(jobs: list[dict[str, Any]]) -> Iterator[Drawing]:

@@ -8,7 +8,6 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ class Run:
 
     Attributes:
         folder: where its records are.
-        label: the overrides or settings in which it differs from the other jobs; otherwise its folder with the parent.
+        label: the overrides or settings in which it differs from the other jobs, or the name of its folder.
         overrides: Hydra's, as on the command line.
         manifest: of ``RunManifest``; empty without one.
         results: ``results.json`` of ``lightning-zero train``; empty without it.
@@ -65,9 +64,10 @@ def read_runs(folder: Path) -> list[Run]:
     if not folder.is_dir():
         raise ReportError(f"{folder} is not a folder: give the folder of a run or of a sweep")
     runs = [_read(each) for each in _run_folders(folder, _DEPTH)]
-    labels = labels_of({run.folder: run.overrides or _settings(run.config) for run in runs})
-    for run in runs:
-        run.label = labels[run.folder]
+    if len(runs) > 1:
+        labels = labels_of({run.folder: run.overrides or _settings(run.config) for run in runs})
+        for run in runs:
+            run.label = labels[run.folder]
     if not any(run.has_records for run in runs):
         raise ReportError(
             f"{folder} has no records of a run: no {MANIFEST} of RunManifest, no results.json of lightning-zero train, "
@@ -84,15 +84,16 @@ def overrides_of(folder: Path) -> list[str]:
 
 def labels_of(overrides: Mapping[Path, list[str]]) -> dict[Path, str]:
     """For each job's folder the overrides that not all jobs have; with the folder's name where that is not enough."""
-    common = set.intersection(*map(set, overrides.values())) if len(overrides) > 1 else {*chain(*overrides.values())}
+    common = set.intersection(*map(set, overrides.values())) if len(overrides) > 1 else set()
     own = {
         job: " ".join(override for override in given if override not in common).replace('"', "")
         for job, given in overrides.items()
     }
     times = Counter(own.values())
+    has_names = len({job.name for job in own}) == len(own)
+    places = {job: job.name if has_names else f"{job.parent.name}/{job.name}" for job in own}
     return {
-        job: label if label and times[label] == 1 else f"{label} {job.parent.name}/{job.name}".strip()
-        for job, label in own.items()
+        job: label if label and times[label] == 1 else f"{label} {places[job]}".strip() for job, label in own.items()
     }
 
 
