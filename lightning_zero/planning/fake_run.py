@@ -192,8 +192,8 @@ class FakeRun:
         peak_bytes: by category, on the device that computes, when their sum is highest: ``parameters`` (with master
             weights), ``gathered``, ``gradients``, ``reduction``, ``optimizer``, and ``activations`` (with the batch,
             buffers, and all else that the project makes).
-        report_peak: bytes by category when those of the engine alone are highest, as in the ``Report`` of a real run; of DDP
-            after a step.
+        report_peak: bytes by category when those of the engine alone are highest, as in the ``Report`` of a real run;
+            of DDP after a step.
         host_bytes: of what is offloaded to the host's memory.
         traffic: bytes of a step by kind of collective.
         numel: elements of all parameters.

@@ -228,7 +228,8 @@ def _strategy(trainer: Trainer) -> dict[str, Any]:
     if engine is not None:
         is_within = engine.communicator.counters.link == "within"
         found["stage"] = strategy.stage
-        found["transport"] = "shared memory" if is_within else strategy.process_group_backend
+        backend = "gloo" if strategy.root_device.type == "cpu" else "nccl"
+        found["transport"] = "shared memory" if is_within else backend
         found["options"] = {
             field.name: plain(getattr(strategy.config, field.name))
             for field in fields(strategy.config)

@@ -45,6 +45,7 @@ def predicted(manifest: Mapping[str, Any]) -> dict[str, Any]:
             accumulate=manifest["accumulate_grad_batches"],
             precision=manifest["precision"],
             clip=manifest["gradient_clip_val"],
+            transport=strategy.get("transport", "nccl"),  # DDP's buckets are the same over each
             **options,
         )
     except NotPredicted:
