@@ -38,7 +38,7 @@ def write(job: Mapping[str, Any], path: Path) -> None:
         )
         for metric, value in metrics.items()
     ]
-    strategy = (job["strategy"] or "").lower().replace("zero stage ", "zero")
+    strategy = (job["strategy"] or "").lower().replace("zero stage ", "zero").removesuffix("strategy")
     grams = 1000 * job["cost"].get("co2_kg", 0.0)
     emissions: dict[str, Any] = {"emissions": grams, "source": "declared power and carbon intensity"}
     held = job["memory"]["measured"]

@@ -187,7 +187,7 @@ def test_a_sweep_is_one_page_that_compares_its_jobs_by_what_differs(sweep: Path)
     assert found["cost"]["price"] == pytest.approx(sum(job["cost"]["price"] for job in found["jobs"]))
     manifests = [read_json(sweep / name / "manifest.json") for name in "01"]
     assert manifests[0]["data"] == manifests[1]["data"], "both jobs have the same data"
-    assert ModelCard.load(sweep / "0" / "README.md").data.tags == ["lightning_zero", "ddpstrategy"]
+    assert ModelCard.load(sweep / "0" / "README.md").data.tags == ["lightning_zero", "ddp"]
 
 
 def test_curves_are_read_from_tensorboard_s_files(sweep: Path) -> None:
