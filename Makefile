@@ -30,7 +30,7 @@ search: $(INSTALLED)
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs $(or $(ARGS),build --quiet)
 
-# The site in a headless Chromium: navigation, search, copied code, a phone. Needs chromium and chromedriver.
+# The site and reports in a headless Chromium: navigation, search, copied code, a phone. Needs chromium and chromedriver.
 docs-test: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m pytest docs/site $(ARGS)
 

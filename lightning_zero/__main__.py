@@ -13,6 +13,7 @@ COMMANDS = {
     "train": "train a model, or a sweep of models, by Hydra's groups",
     "plan": "predict memory, traffic and time without training",
     "doctor": "measure this machine, and say what works on it",
+    "report": "write a page and a model card of a run or a sweep",
     "checkpoint": "inspect, verify, export, convert or import checkpoints",
     "bench": "run a benchmark of the repository",
     "completion": "let bash, zsh or fish complete this command",

@@ -16,6 +16,7 @@ PACKAGE = "lightning_zero"
 ROOMS = (
     "face",
     "commands",
+    "reporting",
     "planning",
     "zoo",
     "monitoring",

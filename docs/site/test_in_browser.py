@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import shutil
 import subprocess
 import sys
 import threading
@@ -21,18 +20,6 @@ from selenium.webdriver.support.wait import WebDriverWait
 pytestmark = pytest.mark.timeout(600)  # on a busy machine the site is built, and a browser started, in minutes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-# Without a sandbox, for containers; without the connections that Chromium opens by itself.
-OPTIONS = (
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-)
 
 
 class _Quiet(SimpleHTTPRequestHandler):
@@ -56,26 +43,6 @@ def site(site_folder: Path) -> Iterator[str]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[webdriver.Chrome]:
-    program, driver = next(filter(None, map(shutil.which, BROWSERS)), None), shutil.which("chromedriver")
-    assert program and driver, "install a browser and its driver, Debian's packages chromium and chromium-driver"
-    options = webdriver.ChromeOptions()
-    options.binary_location = program
-    for option in OPTIONS:
-        options.add_argument(option)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-    yield browser
-    browser.quit()
-
-
-@pytest.fixture(autouse=True)
-def a_desktop(browser: webdriver.Chrome) -> None:
-    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-    browser.set_window_size(1400, 1000)
 
 
 def shown(browser: webdriver.Chrome, selector: str) -> list[WebElement]:

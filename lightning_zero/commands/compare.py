@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 
 class CompareJobs(Callback):
@@ -62,13 +62,9 @@ def _print_table(jobs: dict[str, dict[str, Any] | None], done: dict[str, dict[st
 
 def _jobs(folder: Path) -> dict[str, dict[str, Any] | None]:
     """Return each job's results, or None if it failed, by the overrides in which the jobs differ."""
-    overrides = {}
-    for file in sorted(folder.glob("*/.hydra/overrides.yaml"), key=lambda file: (len(file.parts[-3]), file)):
-        overrides[file.parent.parent] = [str(override) for override in OmegaConf.load(file)]
-    common = set.intersection(*map(set, overrides.values())) if len(overrides) > 1 else set()
-    jobs = {}
-    for job, given in overrides.items():
-        label = " ".join(override for override in given if override not in common).replace('"', "") or job.name
-        file = job / "results.json"
-        jobs[label] = json.loads(file.read_text()) if file.exists() else None
-    return jobs
+    from lightning_zero.reporting.records import OVERRIDES, labels_of, overrides_of
+
+    files = sorted(folder.glob(f"*/{OVERRIDES}"), key=lambda file: (len(file.parts[-3]), file))
+    labels = labels_of({job: overrides_of(job) for job in (file.parent.parent for file in files)})
+    results = {label: job / "results.json" for job, label in labels.items()}
+    return {label: json.loads(file.read_text()) if file.exists() else None for label, file in results.items()}

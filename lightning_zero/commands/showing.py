@@ -15,21 +15,14 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from lightning_zero.io.sizes import in_bytes as in_bytes
+
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], Any]]:
     """Context that shows progress; yields a function to call with the number of bytes done since its last call."""
     with tqdm(desc=what, total=total, unit="B", unit_scale=True, leave=False, delay=1) as bar:
         yield bar.update
-
-
-def in_bytes(number: float) -> str:
-    """Format a number of bytes in decimal units."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{number:.3g} TB"
 
 
 def size_of(text: str) -> int:

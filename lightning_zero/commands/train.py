@@ -35,6 +35,7 @@ def train(config: DictConfig) -> None:
 
     from lightning_zero.engine import engine_of
     from lightning_zero.monitoring import ZeroMonitor, report
+    from lightning_zero.reporting import RunManifest
 
     sys.stdout = cast(TextIO, OptionalStdout())  # until the end of the process, which flushes it once more
     # Validating on several ranks is intended; the treespec warning comes from Lightning itself with torch 2.13.
@@ -44,7 +45,8 @@ def train(config: DictConfig) -> None:
     data = instantiate(config.data)
     model = instantiate(config.model)
     monitor = ZeroMonitor()
-    callbacks = [monitor, *(instantiate(callback) for callback in config.callbacks.values())]
+    manifest = RunManifest(config.folder, config=config)
+    callbacks = [monitor, manifest, *(instantiate(callback) for callback in config.callbacks.values())]
     trainer: Trainer = instantiate(config.trainer, callbacks=callbacks, logger=instantiate(config.logger) or False)
 
     trainer.fit(model, data, ckpt_path=config.resume)

@@ -69,8 +69,8 @@ class _Pretending:
         """Called before the step that is measured."""
 
     def report_peak(self) -> dict[str, int]:
-        """``Report.peak`` of the engine; empty where there is none."""
-        return {}
+        """``Report.peak`` of the engine; of DDP what a rank holds after a step."""
+        return dict(self.held())
 
     def host_bytes(self) -> int:
         """Bytes of master weights that ``held`` counts, and that lie in the host's memory."""
@@ -192,7 +192,8 @@ class FakeRun:
         peak_bytes: by category, on the device that computes, when their sum is highest: ``parameters`` (with master
             weights), ``gathered``, ``gradients``, ``reduction``, ``optimizer``, and ``activations`` (with the batch,
             buffers, and all else that the project makes).
-        report_peak: bytes by category when those of the engine alone are highest, as in the ``Report`` of a real run.
+        report_peak: bytes by category when those of the engine alone are highest, as in the ``Report`` of a real run;
+            of DDP after a step.
         host_bytes: of what is offloaded to the host's memory.
         traffic: bytes of a step by kind of collective.
         numel: elements of all parameters.

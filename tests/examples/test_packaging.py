@@ -34,11 +34,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return wheel
 
 
-def test_wheel_carries_every_yaml_file_and_the_mark_of_typed_packages_and_nothing_of_others(wheel: Path) -> None:
+def test_wheel_carries_every_yaml_file_templates_and_the_mark_of_typed_packages_and_nothing_of_others(
+    wheel: Path,
+) -> None:
     carried = set(zipfile.ZipFile(wheel).namelist())
     configuration = REPOSITORY / "conf"
     wanted = {f"lightning_zero/conf/{path.relative_to(configuration)}" for path in configuration.rglob("*.yaml")}
-    assert len(wanted) > 30 and {*wanted, "lightning_zero/py.typed"} <= carried
+    templates = {f"lightning_zero/reporting/{name}.jinja" for name in ("page.html", "card.md")}
+    assert len(wanted) > 30 and {*wanted, *templates, "lightning_zero/py.typed"} <= carried
     assert {name.partition("/")[0].partition("-")[0] for name in carried} == {"lightning_zero"}
 
 

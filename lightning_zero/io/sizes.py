@@ -1,0 +1,12 @@
+"""Sizes in bytes as text."""
+
+from __future__ import annotations
+
+
+def in_bytes(number: float) -> str:
+    """Format a number of bytes in decimal units."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} TB"

@@ -1,0 +1,156 @@
+"""Fingerprints of training data: equal for equal data, different after a change, and bounded in work.
+
+The hash is BLAKE2b of Python's standard library, which is always there; xxh3 would need a package.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from lightning_zero.engine.compat import tree_leaves
+
+MOST_BYTES = 2**30
+"""Bytes that are read of files."""
+MOST_FILES = 10_000
+"""Files whose contents are read; the names and sizes of all files count."""
+MOST_SAMPLES = 2_000
+"""Samples that are read of a dataset, fewer where ``SAMPLE_BYTES`` are reached."""
+LEAST_SAMPLES = 16
+SAMPLE_BYTES = 2**26
+
+
+class _Hash:
+    def __init__(self) -> None:
+        self._state = hashlib.blake2b(digest_size=16)
+        self.nbytes = 0
+
+    def add(self, *parts: bytes) -> None:
+        for part in parts:
+            self._state.update(len(part).to_bytes(8, "little"))  # so that ("ab", "c") differs from ("a", "bc")
+            self._state.update(part)
+            self.nbytes += len(part)
+
+    def hex(self) -> str:
+        return self._state.hexdigest()
+
+
+def fingerprint_of_files(paths: Iterable[str | Path]) -> dict[str, Any]:
+    """Fingerprint files, and all files in folders, by relative name, size and content.
+
+    Of more than ``MOST_BYTES``, the beginning and end of evenly spread files are read.
+
+    Raises:
+        FileNotFoundError: a path does not exist.
+    """
+    found: list[tuple[str, Path]] = []
+    for path in map(Path, paths):
+        if not path.exists():
+            raise FileNotFoundError(f"data={path} is neither a file nor a folder")
+        if path.is_file():
+            found.append((path.name, path))
+        else:
+            found += [(file.relative_to(path).as_posix(), file) for file in path.rglob("*") if file.is_file()]
+    found.sort(key=lambda each: each[0])
+    state, read = _Hash(), 0
+    sizes = [file.stat().st_size for _, file in found]
+    opened = set(_spread(len(found), MOST_FILES))
+    is_whole = sum(sizes) <= MOST_BYTES and len(found) <= MOST_FILES
+    most = MOST_BYTES // max(1, len(opened))
+    for index, ((name, file), size) in enumerate(zip(found, sizes)):
+        state.add(name.encode(), size.to_bytes(8, "little"))
+        if index not in opened:
+            continue
+        with file.open("rb") as stream:
+            if is_whole or size <= most:
+                while block := stream.read(2**20):
+                    state.add(block)
+                read += size
+            else:
+                state.add(stream.read(most // 2))
+                stream.seek(size - most // 2)
+                state.add(stream.read(most // 2))
+                read += most // 2 * 2
+    method = "BLAKE2b of names, sizes and contents of files"
+    return {"fingerprint": state.hex(), "method": method, "files": len(found), "bytes": sum(sizes), "bytes_read": read}
+
+
+def fingerprint_of_datasets(datasets: Sequence[Any]) -> dict[str, Any]:
+    """Fingerprint datasets by their lengths and by evenly spread samples, as ``dataset[index]`` returns them.
+
+    Random transforms draw from generators with a fixed seed; Python's, NumPy's and torch's generators have their states
+    back afterwards. ``fingerprint`` is None where a dataset has no samples by index.
+    """
+    state, read, length = _Hash(), 0, 0
+    for dataset in datasets:
+        has_samples = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+        if isinstance(dataset, IterableDataset) or not has_samples:
+            why = f"{type(dataset).__name__} has no samples by index: name its files, RunManifest(data=[...])"
+            return {"fingerprint": None, "method": why}
+        state.add(len(dataset).to_bytes(8, "little"))
+        length += len(dataset)
+        with isolate_rng():
+            torch.manual_seed(0)
+            np.random.seed(0)
+            random.seed(0)
+            before = state.nbytes
+            if len(dataset):
+                _add(state, dataset[0])  # its size says how many more are read
+            most = max(LEAST_SAMPLES, min(MOST_SAMPLES, SAMPLE_BYTES // max(1, state.nbytes - before)))
+            indices = _spread(len(dataset), most)
+            for index in indices[1:]:
+                _add(state, dataset[index])
+            read += len(indices)
+    return {
+        "fingerprint": state.hex(),
+        "method": "BLAKE2b of evenly spread samples and of the number of samples",
+        "samples": length,
+        "samples_read": read,
+    }
+
+
+def datasets_of(loaders: Any) -> list[Any]:
+    """The datasets of a loader, or of a collection of loaders; a loader that is none of torch's is its own dataset."""
+    return [getattr(loader, "dataset", loader) for loader in tree_leaves(loaders)]
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """At most so many of the indices below ``count``, evenly spread, with 0."""
+    return list(range(count)) if count <= most else [index * count // most for index in range(most)]
+
+
+def _add(state: _Hash, value: Any) -> None:
+    """Add a sample with its structure, types and shapes."""
+    state.add(type(value).__name__.encode())
+    if isinstance(value, Tensor):
+        state.add(str((value.dtype, tuple(value.shape))).encode())
+        state.add(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, np.ndarray) and value.dtype != object:
+        state.add(str((value.dtype, value.shape)).encode(), value.tobytes())
+    elif isinstance(value, Mapping):
+        state.add(str(len(value)).encode())
+        for key in sorted(value, key=str):
+            _add(state, key)
+            _add(state, value[key])
+    elif isinstance(value, (list, tuple)):
+        state.add(str(len(value)).encode())
+        for each in value:
+            _add(state, each)
+    elif is_dataclass(value):
+        for field in fields(value):
+            _add(state, getattr(value, field.name))
+    elif hasattr(value, "__array_interface__"):  # PIL's images
+        _add(state, np.asarray(value))
+    else:
+        state.add(value if isinstance(value, bytes) else pickle.dumps(value, protocol=4))

@@ -1,0 +1,107 @@
+"""What a run was to take by the planner: a fake run with the settings in its manifest."""
+
+from __future__ import annotations
+
+import pkgutil
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+class NotPredicted(Exception):
+    """Why there is no prediction, as the end of a sentence."""
+
+
+def predicted(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Run two steps on fake tensors as the manifest describes them, with zeros in the shape of its first batch.
+
+    Returns:
+        ``peak_bytes`` by category when what the engine holds is highest, as ``Report.peak`` has it, and when the whole
+        process does (``process_peak_bytes``, with activations); ``host_bytes``; ``assumptions``.
+
+    Raises:
+        NotPredicted: the manifest does not say enough, or its module cannot be made here.
+    """
+    from lightning_zero.planning.fake_run import fake_run
+
+    if "batch" not in manifest:
+        raise NotPredicted(f"there is no first batch in a manifest.json: {_ADVICE}")
+    strategy = manifest["strategy"]
+    stage = strategy["stage"]
+    if stage is None and not strategy["class"].endswith((":DDPStrategy", ":SingleDeviceStrategy")):
+        raise NotPredicted(f"{strategy['class']} is planned neither as ZeRO nor as DDP")
+    options = {name: _restored(value) for name, value in strategy.get("options", {}).items()}
+    batch = _zeros(manifest["batch"])
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # the project's own modules, as `python script.py` finds them
+    try:
+        run = fake_run(
+            lambda: _module(manifest),
+            batch,
+            ranks=manifest["ranks"],
+            stage=stage,
+            accumulate=manifest["accumulate_grad_batches"],
+            precision=manifest["precision"],
+            clip=manifest["gradient_clip_val"],
+            transport=strategy.get("transport", "nccl"),  # DDP's buckets are the same over each
+            **options,
+        )
+    except NotPredicted:
+        raise
+    except Exception as error:  # of the project's code, which may need more than the manifest has
+        text = (str(error).strip() or "no message").splitlines()[0]
+        raise NotPredicted(f"the planner ended with {type(error).__name__}: {text}") from error
+    unseen = () if stage else ("reduction",)  # DDP's buckets, which nothing measures
+    return {
+        "peak_bytes": {name: nbytes for name, nbytes in run.report_peak.items() if name not in unseen},
+        "process_peak_bytes": run.peak_bytes,
+        "host_bytes": run.host_bytes,
+        "assumptions": list(run.assumptions),
+    }
+
+
+_ADVICE = "add the callback lightning_zero.reporting.RunManifest to the Trainer"
+
+
+def _module(manifest: Mapping[str, Any]) -> Any:
+    """The run's module: by the configuration of ``lightning-zero train``, or by its class and hyperparameters."""
+    from hydra.utils import instantiate
+
+    if "_target_" in (manifest["config"].get("model") or {}):
+        return instantiate(manifest["config"]["model"])
+    model = manifest["model"]
+    if model["class"].startswith("__main__:"):
+        raise NotPredicted(f"{model['class']} is in a script, which a report cannot import: move it to a module")
+    return pkgutil.resolve_name(model["class"])(
+        **{name: _restored(value) for name, value in model["hyperparameters"].items()}
+    )
+
+
+def _restored(value: Any) -> Any:
+    """The value of which ``manifest.plain`` has made this."""
+    if isinstance(value, list):
+        return [_restored(each) for each in value]
+    if isinstance(value, dict):
+        if "repr" in value:
+            raise NotPredicted(f"{value['repr']} is not known from its text")
+        if "class" in value:
+            return pkgutil.resolve_name(value["class"])
+        if "dtype" in value:
+            return getattr(torch, value["dtype"])
+        return {name: _restored(each) for name, each in value.items()}
+    return value
+
+
+def _zeros(shape: Mapping[str, Any]) -> Any:
+    """A batch of which ``manifest.shapes_of`` has made this."""
+    ((kind, value),) = shape.items()
+    if kind == "tensor":
+        dtype, sizes = value
+        return torch.zeros(sizes, dtype=getattr(torch, dtype), device="cpu")
+    if kind == "mapping":
+        return {name: _zeros(each) for name, each in value.items()}
+    if kind == "value":
+        return _restored(value)
+    return {"list": list, "tuple": tuple}[kind](map(_zeros, value))

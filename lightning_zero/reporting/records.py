@@ -1,0 +1,196 @@
+"""Records of runs: what the command, the manifest and loggers have written into a folder."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from yaml import YAMLError
+
+from lightning_zero.reporting.manifest import NAME as MANIFEST
+
+Curve = list[tuple[int, float]]
+
+OVERRIDES = ".hydra/overrides.yaml"
+_EVENTS = "events.out.tfevents.*"
+_DEPTH = 3
+"""Folders between the given one and a run's: sweeps have one, a day of runs two."""
+
+
+class ReportError(Exception):
+    """What is wrong with the records or their folder, in one line."""
+
+
+@dataclass
+class Run:
+    """One run, or one job of a sweep.
+
+    Attributes:
+        folder: where its records are.
+        label: the overrides or settings in which it differs from the other jobs, or the name of its folder.
+        overrides: Hydra's, as on the command line.
+        manifest: of ``RunManifest``; empty without one.
+        results: ``results.json`` of ``lightning-zero train``; empty without it.
+        config: the configuration, as far as it is known.
+        metrics: of loggers and of the results by name, as (step, value).
+    """
+
+    folder: Path
+    label: str
+    overrides: list[str] = field(default_factory=list)
+    manifest: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Curve] = field(default_factory=dict)
+
+    @property
+    def has_records(self) -> bool:
+        return bool(self.manifest or self.results or self.metrics)
+
+
+def read_runs(folder: Path) -> list[Run]:
+    """Read the run in a folder, or the runs in its subfolders: the jobs of a sweep, or the versions of a logger.
+
+    Raises:
+        ReportError: there is no such folder, no run has records, or a record cannot be read.
+    """
+    if not folder.is_dir():
+        raise ReportError(f"{folder} is not a folder: give the folder of a run or of a sweep")
+    runs = [_read(each) for each in _run_folders(folder, _DEPTH)]
+    if len(runs) > 1:
+        labels = labels_of({run.folder: run.overrides or _settings(run.config) for run in runs})
+        for run in runs:
+            run.label = labels[run.folder]
+    if not any(run.has_records for run in runs):
+        raise ReportError(
+            f"{folder} has no records of a run: no {MANIFEST} of RunManifest, no results.json of lightning-zero train, "
+            "no metrics.csv of CSVLogger, and no event files of TensorBoard"
+        )
+    return runs
+
+
+def overrides_of(folder: Path) -> list[str]:
+    """Hydra's overrides of the job in a folder; none where Hydra has written none."""
+    file = folder / OVERRIDES
+    return [str(override) for override in OmegaConf.load(file)] if file.exists() else []
+
+
+def labels_of(overrides: Mapping[Path, list[str]]) -> dict[Path, str]:
+    """For each job's folder the overrides that not all jobs have; with the folder's name where that is not enough."""
+    common = set.intersection(*map(set, overrides.values())) if len(overrides) > 1 else set()
+    own = {
+        job: " ".join(override for override in given if override not in common).replace('"', "")
+        for job, given in overrides.items()
+    }
+    times = Counter(own.values())
+    has_names = len({job.name for job in own}) == len(own)
+    places = {job: job.name if has_names else f"{job.parent.name}/{job.name}" for job in own}
+    return {
+        job: label if label and times[label] == 1 else f"{label} {places[job]}".strip() for job, label in own.items()
+    }
+
+
+def _run_folders(folder: Path, depth: int) -> list[Path]:
+    names = (MANIFEST, "results.json", "metrics.csv", OVERRIDES)
+    if any((folder / name).exists() for name in names) or any(folder.glob(_EVENTS)):
+        return [folder]
+    children = sorted(filter(Path.is_dir, folder.iterdir()), key=lambda child: (len(child.name), child.name))
+    return [found for child in children if depth for found in _run_folders(child, depth - 1)]
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Values of a nested configuration by their full names."""
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _settings(config: Mapping[str, Any]) -> list[str]:
+    """A configuration in the form of overrides, for runs that Hydra has not started."""
+    return [f"{name}={value}" for name, value in flat(config)]
+
+
+def _read(folder: Path) -> Run:
+    run = Run(folder, folder.name, overrides_of(folder))
+    run.manifest = _read_json(folder / MANIFEST)
+    run.results = _read_json(folder / "results.json")
+    run.config = run.manifest.get("config") or _read_config(folder)
+    run.metrics = _curves_of(run.results)
+    for file in _newest(folder.rglob("metrics.csv")):
+        run.metrics |= _read_csv(file)
+    for file in _newest(folder.rglob(_EVENTS)):
+        run.metrics |= _read_events(file.parent)
+    return run
+
+
+def _newest(files: Iterable[Path]) -> list[Path]:
+    """The newest of a logger's files, in a list; a run that was resumed in its folder may have left several."""
+    return sorted(files, key=lambda file: file.stat().st_mtime)[-1:]
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.exists():
+        return {}
+    try:
+        found = json.loads(file.read_text())
+    except ValueError as error:
+        raise ReportError(f"{file} cannot be read as JSON: {error}") from None
+    return found if isinstance(found, dict) else {}
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Hydra's configuration, or what a logger has written of the module's hyperparameters."""
+    for file in (folder / ".hydra/config.yaml", *_newest(folder.rglob("hparams.yaml"))):
+        if file.exists():
+            try:
+                return dict(OmegaConf.to_container(OmegaConf.load(file)))  # type: ignore[arg-type]
+            except YAMLError:  # objects of Python, which a logger writes with their classes
+                continue
+    return {}
+
+
+def _read_csv(file: Path) -> dict[str, Curve]:
+    """The metrics of Lightning's CSVLogger by name."""
+    found: dict[str, Curve] = {}
+    with file.open(newline="") as stream:
+        for row in csv.DictReader(stream):
+            step = row.pop("step", None)
+            for name, text in row.items():
+                if step and text and name != "epoch":
+                    try:
+                        found.setdefault(name, []).append((int(float(step)), float(text)))
+                    except ValueError as error:
+                        raise ReportError(f"{file} is not a file of CSVLogger: {error}") from None
+    return found
+
+
+def _read_events(folder: Path) -> dict[str, Curve]:
+    """The scalars of TensorBoard's event files in a folder by name."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ReportError(
+            f"{folder} has records of TensorBoard, and the package tensorboard is missing: "
+            'pip install "lightning_zero[tensorboard]"'
+        )
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()  # 0: all of them
+    names = (name for name in events.Tags()["scalars"] if name not in ("epoch", "hp_metric"))
+    return {name: [(each.step, each.value) for each in events.Scalars(name)] for name in names}
+
+
+def _curves_of(results: Mapping[str, Any]) -> dict[str, Curve]:
+    """The curves in the results of ``lightning-zero train``."""
+    found: dict[str, Curve] = {"loss": [(step, loss) for step, loss in results.get("loss_curve", ())]}
+    for step, metrics in results.get("validation_curve", ()):
+        for name, value in metrics.items():
+            found.setdefault(name, []).append((step, value))
+    return {name: curve for name, curve in found.items() if curve}

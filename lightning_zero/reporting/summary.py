@@ -1,0 +1,187 @@
+"""What a report says, as plain values: what the page shows and ``--json`` prints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_zero.reporting.prediction import NotPredicted, predicted
+from lightning_zero.reporting.records import Curve, Run
+from lightning_zero.version import __version__
+
+CATEGORIES = ("parameters", "gathered", "gradients", "reduction", "optimizer", "activations", "host")
+"""Of memory, in the order in which figures stack them."""
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What a user declares of one rank's device, to estimate the cost of runs; None for what is not asked for.
+
+    Attributes:
+        price: of an hour.
+        watts: that it draws.
+        carbon: grams of CO2 a kWh.
+    """
+
+    price: float | None = None
+    watts: float | None = None
+    carbon: float | None = None
+
+
+def summarize(
+    runs: list[Run], declared: Declared, predict: Callable[[Mapping[str, Any]], dict[str, Any]] | None = predicted
+) -> dict[str, Any]:
+    """Describe runs.
+
+    Args:
+        runs: one, or the jobs of a sweep.
+        declared: for the cost.
+        predict: makes a prediction from a manifest, or raises ``NotPredicted``; None for none.
+    """
+    jobs = [_job(run, declared, predict) for run in runs]
+    costs = [job["cost"] for job in jobs if job["cost"]]
+    total = {name: sum(cost[name] for cost in costs) for name in costs[0]} if len(jobs) > 1 and costs else {}
+    return {"lightning_zero": __version__, "jobs": jobs, "cost": total}
+
+
+def _job(run: Run, declared: Declared, predict: Callable[[Mapping[str, Any]], dict[str, Any]] | None) -> dict[str, Any]:
+    manifest, results = run.manifest, run.results
+    end = manifest.get("end", {})
+    engine = end.get("engine") or {}
+    ranks = manifest.get("ranks") or results.get("processes")
+    seconds = end.get("seconds")
+    over_time = _memory_over_time(run.metrics)
+    return {
+        "label": run.label,
+        "folder": run.folder.name,
+        "overrides": run.overrides,
+        "status": _status(run),
+        "started": manifest.get("started"),
+        "seconds": seconds,
+        "steps": end.get("steps") or results.get("steps"),
+        "ranks": ranks,
+        "nodes": manifest.get("nodes"),
+        "strategy": _strategy(run),
+        "precision": manifest.get("precision") or results.get("precision"),
+        "parameters": manifest.get("model", {}).get("parameters") or results.get("parameters"),
+        "last": {name: curve[-1][1] for name, curve in run.metrics.items()},
+        "validation": results.get("validation", {}),
+        "throughput": _throughput(run),
+        "memory": {
+            "measured": engine.get("peak") or results.get("peak_bytes") or _at_peak(over_time),
+            "formula": engine.get("formula") or results.get("formula_bytes"),
+            "ddp": engine.get("replicated") or results.get("ddp_bytes"),
+            "device": end.get("device_peak_bytes"),
+            "over_time": over_time,
+            **_prediction(manifest, predict),
+        },
+        "communication": end.get("communication", []),
+        "communicated_psi": results.get("communicated_psi"),
+        "expected_psi": results.get("expected_psi"),
+        "cost": _cost(seconds, ranks, declared),
+        "config": run.config,
+        "metrics": run.metrics,
+        "manifest": {name: value for name, value in manifest.items() if name not in ("config", "end")},
+    }
+
+
+def _status(run: Run) -> str:
+    if not run.has_records:
+        return "no records"
+    if not run.manifest:
+        return "unknown"
+    return run.manifest["end"]["status"] if "end" in run.manifest else "did not end"
+
+
+def _strategy(run: Run) -> str | None:
+    strategy = run.manifest.get("strategy")
+    if strategy is None:
+        return run.results.get("strategy")
+    return f"ZeRO stage {strategy['stage']}" if strategy["stage"] else strategy["class"].rpartition(":")[2]
+
+
+def _at_peak(over_time: dict[str, Curve]) -> dict[str, float]:
+    """Bytes by category at the step where their sum is highest."""
+    by_step: dict[int, dict[str, float]] = {}
+    for name in over_time.keys() - {"peak"}:
+        for step, value in over_time[name]:
+            by_step.setdefault(step, {})[name] = value
+    return max(by_step.values(), key=lambda found: sum(found.values()), default={})
+
+
+def _prediction(
+    manifest: Mapping[str, Any], predict: Callable[[Mapping[str, Any]], dict[str, Any]] | None
+) -> dict[str, Any]:
+    if predict is None:
+        return {"predicted": None, "not_predicted": "it was not asked for"}
+    try:
+        return {"predicted": predict(manifest), "not_predicted": None}
+    except NotPredicted as error:
+        return {"predicted": None, "not_predicted": str(error)}
+
+
+def _cost(seconds: float | None, ranks: int | None, declared: Declared) -> dict[str, float]:
+    """Hours of all ranks, with the price, the energy in kWh and the CO2 in kg of what is declared; empty if unknown."""
+    if seconds is None or ranks is None:
+        return {}
+    hours = seconds * ranks / 3600
+    found = {"rank_hours": hours}
+    if declared.price is not None:
+        found["price"] = hours * declared.price
+    if declared.watts is not None:
+        found["kwh"] = hours * declared.watts / 1000
+        if declared.carbon is not None:
+            found["co2_kg"] = found["kwh"] * declared.carbon / 1000
+    return found
+
+
+def groups_of(metrics: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
+    """Metrics by figure: of training and validation, of a step and an epoch, or one part and unit of ZeroMonitor's."""
+    found: dict[str, dict[str, Curve]] = {}
+    for name, curve in metrics.items():
+        part, _, rest = name.removeprefix(_PREFIX).partition("/")
+        if is_detail(name):
+            series, _, unit = rest.rpartition("_")
+            group = f"{part}, {unit}" if unit in _UNITS else part
+            series = series if unit in _UNITS else rest
+        else:
+            group = re.sub(r"^(train|training|val|valid|validation|test)[/_]|_(step|epoch)$", "", name)
+            series = name
+        found.setdefault(group, {})[series] = curve
+    return found
+
+
+def is_detail(name: str) -> bool:
+    """Whether a metric is one of ZeroMonitor's on memory, communication or waits, of which a run has many."""
+    return name.removeprefix(_PREFIX).partition("/")[0] in ("memory", "communication", "time", "wait")
+
+
+_PREFIX = "zero/"
+_UNITS = ("MB", "calls", "s")
+
+
+def _memory_over_time(metrics: Mapping[str, Curve]) -> dict[str, Curve]:
+    """Bytes by category, and the highest sum so far as ``peak``, of ZeroMonitor's metrics."""
+    found = {}
+    for name, curve in metrics.items():
+        category = name.removeprefix(_PREFIX).removeprefix("memory/")
+        is_in_mega = category.endswith("_MB")
+        if is_detail(name) and category.removesuffix("_MB") in (*CATEGORIES, "peak"):
+            found[category.removesuffix("_MB")] = [(step, 1e6 * n if is_in_mega else n) for step, n in curve]
+    return found
+
+
+def _throughput(run: Run) -> dict[str, Any] | None:
+    """What was counted, and how much of it a second: by the results of ``lightning-zero train``, or by ZeroMonitor."""
+    if run.results.get("per_second"):
+        return {"counted": run.results["counted"], "per_second": run.results["per_second"]}
+    found = {
+        match[1]: curve[-1][1]
+        for name, curve in run.metrics.items()
+        if (match := re.fullmatch(rf"(?:{_PREFIX})?throughput/(\w+)_per_sec", name))
+    }
+    general = ("samples", "batches", "flops")  # after what the module counts, such as tokens
+    counted = min(found, key=lambda name: general.index(name) if name in general else -1, default=None)
+    return None if counted is None else {"counted": counted, "per_second": found[counted]}

@@ -1,0 +1,183 @@
+"""A fingerprint changes with the data and with nothing else, and its work is bounded."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from lightning_zero.reporting import fingerprint
+from lightning_zero.reporting.fingerprint import datasets_of, fingerprint_of_datasets, fingerprint_of_files
+
+
+def numbers(count: int = 50, seed: int = 0) -> Tensor:
+    return torch.randn(count, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def of(*datasets: Any) -> str:
+    return fingerprint_of_datasets(datasets)["fingerprint"]
+
+
+def test_equal_data_has_an_equal_fingerprint_and_one_changed_element_another():
+    before = of(TensorDataset(numbers()))
+    assert before == of(TensorDataset(numbers().clone()))
+    changed = numbers()
+    changed[49, 7] += 1e-6
+    assert before != of(TensorDataset(changed))
+    assert before != of(TensorDataset(numbers(count=49)))
+
+
+@dataclass
+class Sample:
+    values: Any
+    label: str
+
+
+class Listed(Dataset[Any]):
+    def __init__(self, *samples: Any) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]
+
+
+def test_samples_of_any_structure_differ_by_value_type_shape_and_place():
+    samples = [
+        torch.zeros(2, 3),
+        torch.zeros(3, 2),
+        torch.zeros(2, 3, dtype=torch.bfloat16),
+        np.zeros((2, 3), dtype=np.float32),
+        {"a": 1, "b": 2},
+        {"a": 2, "b": 1},
+        ["ab", "c"],
+        ["a", "bc"],
+        ("a", "bc"),
+        [["a"], "bc"],
+        "abc",
+        b"abc",
+        3,
+        3.0,
+        None,
+        Sample(torch.zeros(2), "x"),
+        Sample(torch.zeros(2), "y"),
+    ]
+    found = [of(Listed(sample)) for sample in samples]
+    assert len(set(found)) == len(samples)
+    assert found == [of(Listed(sample)) for sample in samples]
+    assert of(Listed({"b": 2, "a": 1})) == of(Listed({"a": 1, "b": 2})), "the order of a dictionary's keys says nothing"
+
+
+class Augmented(Listed):
+    """Draws from each of the three generators, as random transforms do."""
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index] + torch.rand(8) + np.random.rand() + random.random()
+
+
+def test_random_transforms_leave_the_fingerprint_and_the_generators_as_they_were():
+    dataset = Augmented(*numbers())
+    torch.manual_seed(1), np.random.seed(1), random.seed(1)
+    expected = torch.rand(()), np.random.rand(), random.random()
+    torch.manual_seed(1), np.random.seed(1), random.seed(1)
+    first = of(dataset)
+    assert (torch.rand(()), np.random.rand(), random.random()) == expected
+    assert of(dataset) == first
+
+
+class Counting(Dataset[Tensor]):
+    def __init__(self, count: int, nbytes: int) -> None:
+        self.count, self.nbytes = count, nbytes
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.read.append(index)
+        return torch.zeros(self.nbytes, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("count", "nbytes", "most"), [(10**9, 100, 2_000), (10**6, 2**20, 2**26 // 2**20), (50, 10, 50)]
+)
+def test_of_a_large_dataset_evenly_spread_samples_are_read(count: int, nbytes: int, most: int):
+    dataset = Counting(count, nbytes)
+    found = fingerprint_of_datasets([dataset])
+    assert found["samples"] == count and found["samples_read"] == len(dataset.read) <= most
+    assert len(dataset.read) >= 0.9 * most
+    assert dataset.read[0] == 0 and max(dataset.read) >= 0.95 * count - 1
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self):
+        return iter(range(3))
+
+
+def test_data_without_samples_by_index_has_no_fingerprint_and_says_what_to_write():
+    found = fingerprint_of_datasets([Stream()])
+    assert found["fingerprint"] is None
+    assert found["method"] == "Stream has no samples by index: name its files, RunManifest(data=[...])"
+
+
+def test_datasets_of_one_loader_of_several_and_of_none_of_torch_s():
+    one, two = TensorDataset(numbers(4)), TensorDataset(numbers(5))
+    assert datasets_of(DataLoader(one)) == [one]
+    assert datasets_of({"a": DataLoader(one), "b": [DataLoader(two)]}) == [one, two]
+    own = Listed(1, 2)
+    assert datasets_of(own) == [own]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in {"a.txt": "first", "deep/b.txt": "second", "deep/c.bin": "x" * 5_000}.items():
+        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data" / name).write_text(text)
+    return tmp_path / "data"
+
+
+def test_files_count_by_name_and_content_and_not_by_time_or_place(folder: Path, tmp_path: Path):
+    before = fingerprint_of_files([folder])
+    assert before["files"] == 3 and before["bytes"] == before["bytes_read"] == 5 + 6 + 5_000
+    (folder / "a.txt").touch()
+    folder.rename(tmp_path / "moved")
+    moved = tmp_path / "moved"
+    assert fingerprint_of_files([moved]) == before
+    (moved / "a.txt").write_text("fjrst")
+    changed = fingerprint_of_files([moved])
+    assert changed["fingerprint"] != before["fingerprint"]
+    (moved / "a.txt").write_text("first")
+    (moved / "a.txt").rename(moved / "b.txt")
+    assert fingerprint_of_files([moved])["fingerprint"] != before["fingerprint"]
+
+
+def test_of_large_files_the_beginning_and_the_end_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fingerprint, "MOST_BYTES", 300)
+    before = fingerprint_of_files([folder])
+    assert before["bytes_read"] == 5 + 6 + 100 and before["bytes"] == 5_011
+    (folder / "deep/c.bin").write_text("x" * 4_999 + "y")
+    assert fingerprint_of_files([folder])["fingerprint"] != before["fingerprint"]
+
+
+def test_of_many_files_evenly_spread_ones_are_opened_and_all_count_by_size(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(fingerprint, "MOST_FILES", 1)
+    before = fingerprint_of_files([folder])
+    assert (before["files"], before["bytes_read"]) == (3, 5)
+    (folder / "deep/b.txt").write_text("second!")
+    assert fingerprint_of_files([folder])["fingerprint"] != before["fingerprint"]
+
+
+def test_a_path_that_does_not_exist_is_named(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match=r"^data=.*/nowhere is neither a file nor a folder$"):
+        fingerprint_of_files([tmp_path / "nowhere"])
