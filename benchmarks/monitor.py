@@ -156,8 +156,8 @@ def main() -> None:
     ]
     lines = [
         f"Two processes of one thread, model `{arguments.model}`, fp32, AdamW, {arguments.batch} x "
-        f"{arguments.sequence} tokens a rank and step, `ZeroMonitor(every_n_steps={arguments.every})` with a CSVLogger. {arguments.pairs} "
-        "pairs of parts with and without the monitor; medians over pairs.",
+        f"{arguments.sequence} tokens a rank and step, `ZeroMonitor(every_n_steps={arguments.every})` with a "
+        f"CSVLogger. {arguments.pairs} pairs of parts with and without the monitor; medians over pairs.",
         "",
         *markdown_table(head, rows),
     ]
