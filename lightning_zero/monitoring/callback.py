@@ -144,10 +144,12 @@ class Monitor:
         self._reset()
         self.counted = getattr(pl_module, "counted", "steps")
         self.numel = sum(p.numel() for p in pl_module.parameters())
-        self._step = self._observed_at = trainer.global_step
         if not trainer.loggers:
             rank_zero_info("ZeroMonitor: this Trainer has no logger, so figures are only in the attribute `metrics`.")
         self._find_flops(trainer, pl_module)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._step = self._observed_at = trainer.global_step  # of the checkpoint that a run resumes from
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._flop_counter is not None and not self._counts:
