@@ -173,6 +173,8 @@ class Monitor:
         if (loss := _loss_in(outputs)) is not None:
             self._losses.append((step, loss))
         if self._began is None:
+            if engine_of_run(trainer) is None:
+                self._note_peak(model_state_bytes(trainer))  # with the gradients, which a validation would drop
             self._resume(trainer)
         else:
             part.steps += 1
@@ -202,7 +204,6 @@ class Monitor:
         if total.steps:
             self.per_second = (total.items * trainer.world_size or total.steps) / total.seconds
         if engine is None:
-            self._note_peak(model_state_bytes(trainer))
             # Every rank holds all parameters, gradients and two moments.
             self.formula_bytes = self.ddp_bytes = sum(
                 replicated_bytes(p.numel(), p.element_size(), trains=p.requires_grad) for p in pl_module.parameters()
