@@ -14,6 +14,7 @@ COMMANDS = {
     "plan": "predict memory, traffic and time without training",
     "doctor": "measure this machine, and say what works on it",
     "report": "write a page and a model card of a run or a sweep",
+    "drift": "compare data with a saved reference",
     "checkpoint": "inspect, verify, export, convert or import checkpoints",
     "bench": "run a benchmark of the repository",
     "completion": "let bash, zsh or fish complete this command",

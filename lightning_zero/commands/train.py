@@ -44,9 +44,11 @@ def train(config: DictConfig) -> None:
     seed_everything(config.seed, workers=True, verbose=False)
     data = instantiate(config.data)
     model = instantiate(config.model)
-    monitor = ZeroMonitor()
-    manifest = RunManifest(config.folder, config=config)
-    callbacks = [monitor, manifest, *(instantiate(callback) for callback in config.callbacks.values())]
+    callbacks = [RunManifest(config.folder, config=config)]
+    callbacks += [instantiate(callback) for callback in config.callbacks.values()]
+    monitor = next((callback for callback in callbacks if isinstance(callback, ZeroMonitor)), None)
+    if monitor is None:  # the report needs one
+        callbacks.insert(0, monitor := ZeroMonitor())
     trainer: Trainer = instantiate(config.trainer, callbacks=callbacks, logger=instantiate(config.logger) or False)
 
     trainer.fit(model, data, ckpt_path=config.resume)

@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch._weights_only_unpickler import Unpickler
+from torch.autograd import profiler
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -64,6 +65,12 @@ keep_version = torch.autograd._unsafe_preserve_version_counter
 
 # Checkpointing that hooks can enter and leave; the public function would have to wrap the module's call.
 checkpoint_generator = _checkpoint_without_reentrant_generator
+
+
+def is_profiling() -> bool:
+    """Whether a profiler runs: a label costs microseconds in any case, this check some nanoseconds."""
+    return profiler._is_profiler_enabled
+
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
 

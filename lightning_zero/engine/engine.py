@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine.comm.background_work import synchronize
 from lightning_zero.engine.comm.collectives import Communicator
+from lightning_zero.engine.comm.phases import Phases
 from lightning_zero.engine.comm.process_group import ProcessGroup, world_size
 from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.streams import Streams
@@ -111,6 +112,7 @@ class Engine:
             let_freed_memory_stay()
         self.ledger = Ledger()
         self.streams = Streams(device)
+        self.phases = Phases(device)
         self._connect(group, device)
         sources = agree_on_sources(module, self.communicator)
         check_can_be_initialised(module, sources)
@@ -129,7 +131,9 @@ class Engine:
             # so that no more than a quarter of a small model is in reduction at once
             min(config.bucket_numel, share_of(module)),
             optimizers,
-            SharedByBuckets(self.communicator, self.rendezvous, self.streams, self.ledger, self.background),
+            SharedByBuckets(
+                self.communicator, self.rendezvous, self.streams, self.ledger, self.phases, self.background
+            ),
         )
         try:
             if offload is not None:
@@ -154,6 +158,7 @@ class Engine:
             self.schedule,
             self.communicator,
             self.streams,
+            self.phases,
             reduce_dtype=wire_dtype_of(config.reduce_dtype),
             in_flight=config.reduction_buffers,
             overlap=config.overlap,
@@ -340,7 +345,7 @@ class Engine:
 
     def sync_buffers(self) -> None:
         """Broadcast rank 0's buffers, as DDP does. Collective."""
-        with torch.no_grad():
+        with torch.no_grad(), self.phases("wait for the other ranks", "buffers of rank 0"):
             self.communicator.copy_from_first(list(self.module.buffers()))
 
     def begin_update(self) -> None:

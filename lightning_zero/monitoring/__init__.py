@@ -1,6 +1,8 @@
-"""Monitoring: a callback that measures while a run trains, and a report at its end."""
+"""Monitoring: callbacks that measure or watch while a run trains, evaluates or predicts, and a report at its end."""
 
 from lightning_zero.monitoring.callback import ZeroMonitor
+from lightning_zero.monitoring.drift import DriftMonitor
 from lightning_zero.monitoring.non_finite import FindNonFinite, NonFiniteError
+from lightning_zero.monitoring.slices import SliceMetrics
 
-__all__ = ["FindNonFinite", "NonFiniteError", "ZeroMonitor"]
+__all__ = ["DriftMonitor", "FindNonFinite", "NonFiniteError", "SliceMetrics", "ZeroMonitor"]

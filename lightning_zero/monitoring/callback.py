@@ -1,34 +1,120 @@
-"""Callback that measures a fit: loss, throughput, memory of the model states, and communication volume."""
+"""Callback that monitors a fit: figures for the loggers, warnings, and the data of a report."""
 
+from __future__ import annotations
+
+import json
+import math
+import statistics
 import time
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.fabric.utilities.throughput import Throughput, get_available_flops
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from lightning_zero.engine.compat import tree_leaves
 from lightning_zero.engine.plan.placement import replicated_bytes
+from lightning_zero.engine.runtime.compile_hooks import is_compiled
+from lightning_zero.monitoring.band import Band
+from lightning_zero.monitoring.flops import FlopCounter
+from lightning_zero.monitoring.measured import (
+    MEGA,
+    Measured,
+    engine_of_run,
+    gradient_norm,
+    loss_scale,
+    memory_metrics,
+    model_state_bytes,
+    traffic_of,
+)
+
+_DTYPES = {"16": torch.float16, "bf16": torch.bfloat16, "64": torch.float64}
+
+
+class _Copies(NamedTuple):
+    """Values on their way to the host: the losses of some steps and the gradient norm after the last one."""
+
+    steps: list[int]
+    losses: Tensor
+    norm: Tensor | None
+    arrived: torch.Event | None  # None on the CPU
+
+
+class _Rank(NamedTuple):
+    """What ranks tell each other: seconds in which a rank did not wait for others, and its mean loss."""
+
+    seconds: float
+    loss: float | None
 
 
 class Monitor:
-    """Shows loss, throughput and memory in the progress bar, and collects the data for the report.
+    """Logs throughput, memory, communication, waits and stragglers, and warns when throughput or loss leaves its band.
 
-    A module defines the unit of throughput by a method ``count(batch) -> int`` and an attribute ``counted``, for
-    example ``"tokens"``; otherwise optimizer steps are counted. Works with every strategy; values that only the ZeRO
-    engine knows are None with others.
+    Every ``every_n_steps`` optimizer steps rank 0 writes to all loggers of the Trainer. Works with every strategy; what
+    only the ZeRO engine knows (memory by category, traffic, waits, the slowest rank) is left out with others.
+
+    A module may define a unit of throughput by a method ``count(batch) -> int`` and an attribute ``counted``, for
+    example ``"tokens"``.
+
+    Args:
+        every_n_steps: optimizer steps from one observation to the next.
+        batch_size_fn: samples in a batch of one rank; by default the first dimension of the batch's first tensor.
+        length_fn: items (such as tokens) in a batch of one rank, as for Lightning's ``ThroughputMonitor``.
+        flops_per_batch: floating-point operations of a rank's micro-batch, forward and backward; by default the
+            module's attribute ``flops_per_batch``, otherwise they are counted once, in the first micro-batch.
+        available_flops: floating-point operations a second of one device, for the MFU, or a file that
+            ``lightning-zero doctor --json`` wrote; by default Lightning's table, which lists GPUs.
+        top_units: number of units whose waits are logged: those that were waited for longest.
+        window: number of observations that the band of throughput and loss is made from.
+        band_width: half the width of the band, in robust standard deviations.
 
     Attributes:
         loss_curve: (step, training loss on rank 0) of each optimizer step.
         validation_curve: (step, metrics) of each validation during the fit.
-        per_second: Throughput in ``counted`` per second, over all ranks, during training only.
-        elements_per_step: Elements communicated by a rank per optimizer step, during training only.
-        peak_bytes: Peak memory of a rank in bytes, by category.
-        formula_bytes: Bytes of model states according to the stage's formula, with Adam as the optimizer.
-        ddp_bytes: Bytes of model states under DDP, which keeps all of them on every rank.
-        units: Number of elements of each unit (gathered and reduced together), by name; empty with other strategies.
-        numel: Number of elements of all parameters.
+        counted: what ``per_second`` counts.
+        per_second: throughput in ``counted`` per second, over all ranks, during training only.
+        elements_per_step: elements communicated by a rank per optimizer step, during training only.
+        peak_bytes: peak memory of a rank in bytes, by category.
+        formula_bytes: bytes of model states according to the stage's formula, with Adam as the optimizer.
+        ddp_bytes: bytes of model states under DDP, which keeps all of them on every rank.
+        units: number of elements of each unit (gathered and reduced together), by name; empty with other strategies.
+        waited: seconds per optimizer step that rank 0 waited for each unit, longest first.
+        numel: number of elements of all parameters.
+        metrics: the figures of the last observation, by name, on rank 0.
+
+    Raises:
+        ValueError: for an argument that is out of range.
+        OSError: if the file with the available FLOP/s cannot be read.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        every_n_steps: int = 50,
+        *,
+        batch_size_fn: Callable[[Any], int] | None = None,
+        length_fn: Callable[[Any], int] | None = None,
+        flops_per_batch: float | None = None,
+        available_flops: float | str | Path | None = None,
+        top_units: int = 5,
+        window: int = 50,
+        band_width: float = 8.0,
+    ) -> None:
+        given = {"every_n_steps": every_n_steps, "top_units": top_units, "window": window, "band_width": band_width}
+        for (name, value), least in zip(given.items(), (1, 0, 2, 1)):
+            if value < least:
+                raise ValueError(f"ZeroMonitor({name}={value}) must be at least {least}.")
+        self.every_n_steps, self._top_units = every_n_steps, top_units
+        self._batch_size_fn, self._length_fn = batch_size_fn or _first_dimension, length_fn
+        self._given_flops, self._available_flops = flops_per_batch, _flops_a_second(available_flops)
+        self._make_band = partial(Band, window, band_width)
+        self._reset()
+
+    def _reset(self) -> None:
         self.loss_curve: list[tuple[int, float]] = []
         self.validation_curve: list[tuple[int, dict[str, float]]] = []
         self.counted = "steps"
@@ -38,92 +124,286 @@ class Monitor:
         self.formula_bytes: int | None = None
         self.ddp_bytes: int | None = None
         self.units: dict[str, int] = {}
+        self.waited: dict[str, float] = {}
         self.numel = 0
-        self._losses: list[tuple[int, Tensor]] = []  # kept on the device: reading a value would synchronize
-        self._step_began: tuple[float, int] | None = None
-        self._measured: list[tuple[float, int, int]] = []  # seconds, count and elements of each measured step
-        self._window_count = 0
+        self.metrics: dict[str, float] = {}
+        self._step = self._observed_at = 0
+        self._began: float | None = None  # when the measured time began that has not been added yet
+        self._part, self._total = Measured(), Measured()  # since the last observation; before it
+        self._losses: list[tuple[int, Tensor]] = []  # left on the device: reading a value would synchronize
+        self._copied: _Copies | None = None
+        self._throughput: Throughput | None = None
+        self._flops_per_batch: float | None = None
+        self._flop_counter: FlopCounter | None = None  # until the first micro-batch has ended
+        self._counts = False  # whether the counter has been entered
+        self._time_band, self._loss_band = self._make_band(), self._make_band()
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    # -- hooks ------------------------------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._reset()
         self.counted = getattr(pl_module, "counted", "steps")
         self.numel = sum(p.numel() for p in pl_module.parameters())
+        if not trainer.loggers:
+            rank_zero_info("ZeroMonitor: this Trainer has no logger, so figures are only in the attribute `metrics`.")
+        self._find_flops(trainer, pl_module)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._step = self._observed_at = trainer.global_step  # of the checkpoint that a run resumes from
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._flop_counter is not None and not self._counts:
+            self._flop_counter.__enter__()
+            self._counts = True
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._stop_counting()
+        part = self._part
+        if self._began is not None:
+            count = self._length_fn or getattr(pl_module, "count", None)
+            part.batches += 1
+            part.samples += self._batch_size_fn(batch)
+            part.items += count(batch) if count is not None else 0
+        step = trainer.global_step
+        if step == self._step:
+            return  # between micro-batches
+        self._step = step
+        if (loss := _loss_in(outputs)) is not None:
+            self._losses.append((step, loss))
+        if self._began is None:
+            if engine_of_run(trainer) is None:
+                self._note_peak(model_state_bytes(trainer))  # with the gradients, which a validation would drop
+            self._resume(trainer)
+        else:
+            part.steps += 1
+        if step - self._observed_at >= self.every_n_steps:
+            self._observed_at = step
+            if part.steps:
+                self._observe(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # The step after a validation is not measured: the time since the last step includes the validation, and some of
-        # its communication may be missing (at stages 1 and 2 the validation may have gathered the parameters already).
-        self._step_began = None
+        # Measuring resumes after the next step: at stages 1 and 2 validation may have gathered the parameters that this
+        # step would have gathered.
+        self._pause(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit":  # includes the sanity check before the first step, as the curve's first point
             metrics = {k: v.item() for k, v in trainer.callback_metrics.items() if k.startswith("validation/")}
             self.validation_curve.append((trainer.global_step, metrics))
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        count = getattr(pl_module, "count", None)
-        self._window_count += count(batch) if count is not None else 0
-        step = trainer.global_step
-        if step == (self._losses[-1][0] if self._losses else 0):
-            return  # between micro-batches
-
-        self._losses.append((step, outputs["loss"].detach()))
-        pl_module.log("loss", outputs["loss"], prog_bar=True)
-        counted = self._window_count * trainer.world_size if count is not None else 1
-        self._window_count = 0
-        now, elements = time.perf_counter(), _elements(trainer)
-        if self._step_began is not None:
-            began, elements_before = self._step_began
-            self._measured.append((now - began, counted, elements - elements_before))
-            pl_module.log(f"{self.counted}/s", counted / (now - began), prog_bar=True)
-        self._step_began = now, elements
-
-        held = model_state_bytes(trainer)
-        if sum(held.values()) > sum(self.peak_bytes.values()):
-            self.peak_bytes = held
-        pl_module.log("MB/rank", sum(held.values()) / 1e6, prog_bar=True)
-
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.loss_curve = [(step, loss.item()) for step, loss in self._losses]
-        seconds, count, elements = map(sum, zip((0.0, 0, 0), *self._measured))
-        if self._measured:
-            self.per_second = count / seconds
-        engine = getattr(trainer.strategy, "engine", None)
+        self._stop_counting()
+        self._pause(trainer)
+        self._read_losses()
+        self._copy_losses(None)
+        self._read_losses()
+        total, engine = self._total, engine_of_run(trainer)
+        total.add(self._part)
+        if total.steps:
+            self.per_second = (total.items * trainer.world_size or total.steps) / total.seconds
         if engine is None:
             # Every rank holds all parameters, gradients and two moments.
             self.formula_bytes = self.ddp_bytes = sum(
                 replicated_bytes(p.numel(), p.element_size(), trains=p.requires_grad) for p in pl_module.parameters()
             )
-        else:
-            report = engine.report()
-            # Only the engine sees peaks within a step.
-            self.peak_bytes, self.formula_bytes, self.numel = dict(report.peak), report.formula, report.numel
-            self.ddp_bytes, self.units = report.replicated, report.units
-            self.elements_per_step = elements / len(self._measured) if self._measured else None
+            return
+        report = engine.report()
+        # Only the engine sees peaks within a step.
+        self.peak_bytes, self.formula_bytes, self.numel = dict(report.peak), report.formula, report.numel
+        self.ddp_bytes, self.units = report.replicated, report.units
+        if total.steps:
+            self.elements_per_step = total.elements() / total.steps
+            self.waited = {unit: seconds / total.steps for unit, seconds in total.waited_by_unit().most_common()}
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._stop_counting()
+
+    # -- floating-point operations ----------------------------------------------------------------------------------
+
+    def _find_flops(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find what the MFU needs, or say why there is none."""
+        dtype = _DTYPES.get(str(trainer.precision).partition("-")[0], torch.float32)
+        available = self._available_flops or get_available_flops(trainer.strategy.root_device, dtype)
+        self._throughput = Throughput(available, trainer.world_size, window_size=2)  # of two observations
+        self._throughput.update(time=0.0, batches=0, samples=0, lengths=self._length_fn and 0, flops=available and 0)
+        self._flops_per_batch = self._given_flops or getattr(pl_module, "flops_per_batch", None)
+        if available is None:
+            rank_zero_info(
+                "ZeroMonitor logs no MFU: the FLOP/s of this device are not known. Pass "
+                "ZeroMonitor(available_flops=...), a number or a file written by `lightning-zero doctor --json`."
+            )
+        elif self._flops_per_batch is None and any(map(is_compiled, pl_module.modules())):
+            rank_zero_info(
+                "ZeroMonitor logs no MFU: operations of compiled modules cannot be counted. Pass "
+                "ZeroMonitor(flops_per_batch=...)."
+            )
+        elif self._flops_per_batch is None and trainer.is_global_zero:
+            self._flop_counter = FlopCounter()
+
+    def _stop_counting(self) -> None:
+        if self._flop_counter is not None and self._counts:
+            self._flop_counter.__exit__(None, None, None)
+            self._flops_per_batch, self._flop_counter = self._flop_counter.total, None
+
+    # -- measured time ----------------------------------------------------------------------------------------------
+
+    def _resume(self, trainer: Trainer) -> None:
+        if (engine := engine_of_run(trainer)) is not None:
+            engine.phases.measures = True
+            self._part.traffic.subtract(traffic_of(engine))
+        self._began = time.perf_counter()
+
+    def _pause(self, trainer: Trainer) -> None:
+        if self._began is None:
+            return
+        self._part.seconds += time.perf_counter() - self._began
+        self._began = None
+        if (engine := engine_of_run(trainer)) is not None:
+            engine.phases.measures = False
+            self._part.waited.update(engine.phases.take())
+            self._part.traffic.update(traffic_of(engine))
+
+    # -- observations -----------------------------------------------------------------------------------------------
+
+    def _observe(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log what was measured since the last observation. Collective with the ZeRO engine."""
+        self._pause(trainer)
+        part, self._part = self._part, Measured()
+        self._total.add(part)
+        self._resume(trainer)  # what follows counts for the next observation
+        # Copies of an accelerator's values are read at the next observation, when they have arrived.
+        read = self._read_losses()
+        self._copy_losses(gradient_norm(trainer))
+        if trainer.strategy.root_device.type == "cpu":
+            read = self._read_losses()
+        loss = read.get("training/loss")
+        ranks = _exchanged(trainer, _Rank(part.seconds - part.waited_for_ranks(), loss))
+        held, engine = model_state_bytes(trainer), engine_of_run(trainer)
+        self._note_peak(held if engine is None else engine.ledger.peak)
+        if not trainer.is_global_zero:
+            return
+        losses = [rank.loss for rank in ranks if rank.loss is not None]
+        found = self._throughput_of(part, trainer.world_size) | part.metrics(self._top_units)
+        found |= memory_metrics(trainer, held, self.peak_bytes) | _slowest(ranks) | read
+        if losses:
+            found["training/loss"] = loss = statistics.fmean(losses)
+        if (scale := loss_scale(trainer)) is not None:
+            found["training/loss_scale"] = scale
+        self._warn(part, found)
+        self.metrics = found
+        for logger in trainer.loggers:
+            logger.log_metrics(found, self._step)
+        if trainer.progress_bar_callback is not None:
+            shown = {f"{self.counted}/s": (part.items * trainer.world_size or part.steps) / part.seconds}
+            shown |= {"MB/rank": sum(held.values()) / MEGA} | ({"loss": loss} if loss is not None else {})
+            pl_module.log_dict(shown, prog_bar=True, logger=False, rank_zero_only=True)
+
+    def _note_peak(self, held: dict[str, int]) -> None:
+        if sum(held.values()) > sum(self.peak_bytes.values()):
+            self.peak_bytes = dict(held)
+
+    def _throughput_of(self, part: Measured, ranks: int) -> dict[str, float]:
+        throughput, total, flops = self._throughput, self._total, self._flops_per_batch
+        assert throughput is not None
+        throughput.update(
+            time=total.seconds,
+            batches=total.batches,
+            samples=total.samples,
+            lengths=total.items if self._length_fn is not None else None,
+            flops=None if flops is None else round(flops * part.batches),
+        )
+        found = {f"throughput/{name}": value for name, value in throughput.compute().items()}
+        if part.items and self._length_fn is None:
+            found[f"throughput/{self.counted}_per_sec"] = part.items * ranks / part.seconds
+        return found
+
+    def _copy_losses(self, norm: Tensor | None) -> None:
+        """Start to copy the losses since the last observation to the host, without waiting for the device."""
+        losses, self._losses = self._losses, []
+        values = torch.stack([loss.float() for _, loss in losses]) if losses else torch.empty(0)
+        arrived = None
+        if values.device.type != "cpu":
+            values = values.to("cpu", non_blocking=True)
+            norm = norm.to("cpu", non_blocking=True) if norm is not None else None
+            arrived = torch.accelerator.current_stream().record_event()
+        self._copied = _Copies([step for step, _ in losses], values, norm, arrived)
+
+    def _read_losses(self) -> dict[str, float]:
+        """The mean of the losses that were copied last, and the gradient norm."""
+        copied, self._copied = self._copied, None
+        if copied is None:
+            return {}
+        if copied.arrived is not None:
+            copied.arrived.synchronize()
+        losses = copied.losses.tolist()
+        self.loss_curve += zip(copied.steps, losses)
+        found = {"training/loss": statistics.fmean(losses)} if losses else {}
+        return found if copied.norm is None else found | {"training/gradient_norm": copied.norm.item()}
+
+    def _warn(self, part: Measured, found: dict[str, float]) -> None:
+        """Warn when throughput or loss has just left its band."""
+        # By seconds, not by their inverse: that can fall by 100 % only, which in a noisy run is within the band.
+        seconds = part.seconds / part.samples
+        if (band := self._time_band.exceeded_by(seconds)) is not None:
+            low, high = (1 / each if each > 0 else math.inf for each in reversed(band))
+            slowest = ""
+            if "straggler/rank" in found:
+                times = 1 + found["straggler/slower"]
+                slowest = f" Rank {found['straggler/rank']} computed {times:.2f} times as long as the others."
+            rank_zero_warn(
+                f"ZeroMonitor: throughput fell to {1 / seconds:.4g} samples/s a rank at step {self._step}, out of its "
+                f"recent band of {low:.4g} to {high:.4g}.{slowest}"
+            )
+        loss = found.get("training/loss")
+        if loss is not None and (band := self._loss_band.exceeded_by(loss)) is not None:
+            low, high = band
+            rank_zero_warn(
+                f"ZeroMonitor: the training loss rose to {loss:.4g} at step {self._step}, out of its recent band of "
+                f"{low:.4g} to {high:.4g}."
+            )
 
 
 class ZeroMonitor(Monitor, Callback):
     __doc__ = Monitor.__doc__
 
 
-def model_state_bytes(trainer: Trainer) -> dict[str, int]:
-    """Return the bytes of parameters, gradients and optimizer states that this rank holds now, by category."""
-    engine = getattr(trainer.strategy, "engine", None)
-    if engine is not None:
-        return dict(engine.report().at_rest)
-    parameters = list(trainer.lightning_module.parameters())
-    states = [value for o in trainer.optimizers for state in o.state.values() for value in state.values()]
-    return {
-        "parameters": sum(p.nbytes for p in parameters),
-        "gradients": sum(p.grad.nbytes for p in parameters if p.grad is not None),
-        "optimizer": sum(value.nbytes for value in states if isinstance(value, Tensor)),
-    }
+def _first_dimension(batch: Any) -> int:
+    """Samples in a batch: the size of its first tensor; 1 if it has none."""
+    return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
 
 
-def _elements(trainer: Trainer) -> int:
-    """Return the number of elements gathered and reduced so far; 0 with other strategies."""
-    engine = getattr(trainer.strategy, "engine", None)
-    if engine is None:
-        return 0
-    elements = engine.report().elements
-    return elements.get("all_gather", 0) + elements.get("reduce_scatter", 0)
+def _loss_in(outputs: Any) -> Tensor | None:
+    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+    return loss.detach() if isinstance(loss, Tensor) and loss.numel() == 1 else None
+
+
+def _flops_a_second(given: float | str | Path | None) -> float | None:
+    """The number itself, or the one in a file of ``lightning-zero doctor --json``."""
+    if not isinstance(given, (str, Path)):
+        return given
+    try:
+        return float(json.loads(Path(given).read_text())["resources"]["flops"])
+    except (json.JSONDecodeError, KeyError, TypeError):
+        raise ValueError(
+            f"ZeroMonitor(available_flops={str(given)!r}) must be a number of FLOP/s, or a file written by "
+            "`lightning-zero doctor --json > FILE`."
+        ) from None
+
+
+def _exchanged(trainer: Trainer, own: _Rank) -> list[_Rank]:
+    """What each rank of the ZeRO engine says; with other strategies only this one is heard."""
+    if (engine := engine_of_run(trainer)) is None:
+        return [own]
+    with engine.phases("wait for the other ranks", "the monitor"):
+        return engine.communicator.control.gather_objects(own)
+
+
+def _slowest(ranks: list[_Rank]) -> dict[str, float]:
+    """The rank that computed longest, and by which part longer than the median of the others."""
+    if len(ranks) == 1:
+        return {}
+    slowest = max(range(len(ranks)), key=lambda rank: ranks[rank].seconds)
+    others = statistics.median(seconds for rank, (seconds, _) in enumerate(ranks) if rank != slowest)
+    return {"straggler/rank": slowest, "straggler/slower": ranks[slowest].seconds / max(others, 1e-9) - 1}

@@ -49,6 +49,7 @@ def collect(trainer: Trainer, monitor: ZeroMonitor, metrics: Mapping[str, float]
         "units": {name or "root": numel for name, numel in monitor.units.items()},
         "communicated_psi": communicated,
         "expected_psi": expected,
+        "waited": monitor.waited,
         "checkpoint": checkpoint,
         "loss_curve": monitor.loss_curve,
         "validation_curve": monitor.validation_curve,
@@ -123,6 +124,8 @@ def _print_table(results: dict[str, Any], sample: str | None) -> None:
         numels = results["units"].values()
         sizes = f", {min(numels) / 1e6:.2f} to {max(numels) / 1e6:.2f} million"
         table.add_row("units, gathered one after another", f"{len(numels)}{sizes}")
+    for unit, seconds in list(results["waited"].items())[:5]:
+        table.add_row(f"  waited for {unit} a step", f"{1000 * seconds:.2f} ms")
     console.print(table)
     if sample is not None:
         console.rule("sample")

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from lightning_zero.engine.compat import TorchDispatchMode, tree_leaves
+from lightning_zero.monitoring.flops import flops_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +76,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if not func.is_view and func.namespace != "prim" and func not in _FREE:
-            count = flop_registry.get(func._overloadpacket)
-            flops = count(*args, **kwargs, out_val=result) if count is not None else 0
+            flops = flops_of(func, args, kwargs, result)
             nbytes = sum(value.nbytes for value in tree_leaves((args, kwargs, result)) if isinstance(value, Tensor))
             self.events.append(Event("host" if self.on_host else "compute", float(flops), float(nbytes)))
         return result
@@ -94,13 +93,6 @@ class Recorder(TorchDispatchMode):
 
 _aten = torch.ops.aten
 _FREE = {_aten.empty.memory_format, _aten.detach.default, _aten.empty_like.default, _aten.empty_strided.default}
-
-
-def _attention_flops(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
-
-
-flop_registry.setdefault(_aten._scaled_dot_product_flash_attention_for_cpu, _attention_flops)
 
 
 def replay(events: list[Event], resources: Resources) -> dict[str, float]:

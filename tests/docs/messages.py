@@ -11,7 +11,7 @@ from typing import NamedTuple
 PACKAGE = Path(__file__).resolve().parents[2] / "lightning_zero"
 
 # Calls that take a message besides `raise`: warnings, and functions that raise for their caller.
-_CALLS = {"warning", "warn", "fail", "_fail"}
+_CALLS = {"warning", "warn", "rank_zero_warn", "fail", "_fail"}
 _LEAST, _WORDS = 3, 5
 
 

@@ -35,6 +35,7 @@
 #include <torch/library.h>
 
 #include <array>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <list>
@@ -282,6 +283,7 @@ int stream_of_pool() {
 struct Event {
   Clock clock;
   int asked = 0;
+  std::chrono::steady_clock::time_point recorded = std::chrono::steady_clock::now();
 };
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -327,6 +329,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     Lock lock;
     if (event != nullptr && ignored != "host") ::synchronize(((Event*)event)->clock);
+  }
+  double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
+    std::chrono::duration<double, std::milli> between = ((Event*)second)->recorded - ((Event*)first)->recorded;
+    return between.count();
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete (Event*)event; }
   bool queryStream(const c10::Stream& of) const override {

@@ -71,6 +71,13 @@ def test_a_checkpointed_region_is_entered_and_left():
     assert inspect.isgeneratorfunction(inspect.unwrap(compat.checkpoint_generator))
 
 
+def test_whether_a_profiler_runs_is_known():
+    assert not compat.is_profiling()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert compat.is_profiling()
+    assert not compat.is_profiling()
+
+
 def test_a_tensor_becomes_another_and_stays_the_same_object():
     one, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(3))
     reference = weakref.ref(one)

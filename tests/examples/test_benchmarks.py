@@ -106,3 +106,11 @@ def test_growth_compares_model_states_as_on_64_ranks_with_the_formula(tmp_path: 
     # its units are so small that a 64th of one is padded to a multiple of 32 elements
     assert all(1.0 <= found["of_formula"] < 1.05 for found in stages)
     assert "| 3 in bfloat16 |" in (tmp_path / "growth_memory.md").read_text()
+
+
+def test_monitor_compares_parts_of_a_fit_with_the_monitor_and_without_it(tmp_path: Path) -> None:
+    options = ["--strategies", "zero3", "--model", "tiny", "--every", "2", "--pairs", "2", "--output", str(tmp_path)]
+    run(SCRIPT, "benchmarks/monitor.py", *options, folder=tmp_path)
+    found = json.loads((tmp_path / "monitor.json").read_text())["strategies"]["zero3"]
+    assert len(found["seconds"]["on"]) == len(found["seconds"]["off"]) == 2
+    assert 0 < found["hooks"] < max(found["seconds"]["on"])

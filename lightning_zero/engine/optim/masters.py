@@ -139,15 +139,18 @@ class Masters:
                 if not isinstance(each, Master):
                     left.append(each)
                 elif each.bucket.updates is None and each.is_here:
-                    left += self._updated_by_optimizer(each.tensor, gradients[each], group)
+                    left += self._updated_by_optimizer(each.bucket, each.tensor, gradients[each], group)
             group["params"][:] = left  # the list itself, which an optimizer may keep (LBFGS)
 
-    def _updated_by_optimizer(self, master: Tensor, gradient: Tensor | None, group: dict[str, Any]) -> list[Tensor]:
+    def _updated_by_optimizer(
+        self, bucket: Bucket, master: Tensor, gradient: Tensor | None, group: dict[str, Any]
+    ) -> list[Tensor]:
         """The master with its gradient, for the optimizer's ``step``; nothing if it has been updated in chunks."""
         optimizer, states = self.states.optimizer, self.states.by_master
         if gradient is not None and gains_by_chunks(type(optimizer), group, master):
             update = Update.of(optimizer, group, master.device)
-            states[master] = updated(update, master.detach(), gradient, dict.get(states, master, {}))
+            with bucket.phases("update", bucket.unit_name):
+                states[master] = updated(update, master.detach(), gradient, dict.get(states, master, {}))
             return []
         master.grad = gradient.to(master.dtype) if gradient is not None else None
         return [master]

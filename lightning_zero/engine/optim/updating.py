@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -105,7 +107,7 @@ class OffloadedStep:
             for number, master in masters
             if master.is_here
         ]
-        update = _BucketUpdate(optimizer, wanted, shown)
+        update = _BucketUpdate(optimizer, partial(bucket.phases, "update", bucket.unit_name), wanted, shown)
         if bucket.states is None:
             return bucket.background.submit(on_own_stream(device, update.in_memory))
         update.in_memory(only_empty=True)  # which are in no piece
@@ -120,6 +122,7 @@ class _BucketUpdate(NamedTuple):
     """The update of one bucket's masters, each with its gradient or a function that returns it, in any thread."""
 
     optimizer: Optimizer
+    phase: Callable[[], AbstractContextManager[Any]]
     wanted: list[tuple[Update, Master, Any]]
     shown: Tensor | None
 
@@ -127,8 +130,9 @@ class _BucketUpdate(NamedTuple):
         states = self.optimizer.state
         for update, master, gradient in self.wanted:
             if not only_empty or not master.tensor.numel():
-                values = master.values()
-                states[master.tensor] = updated(update, values, _computed(gradient), states.get(master.tensor, {}))
+                values, gradient = master.values(), _computed(gradient)
+                with self.phase():
+                    states[master.tensor] = updated(update, values, gradient, states.get(master.tensor, {}))
                 self._show(master.range, values)
 
     def on_disk(self, start: int, stop: int, fields: dict[str, Tensor]) -> None:
@@ -143,7 +147,8 @@ class _BucketUpdate(NamedTuple):
             before = states.get(master.tensor, {})
             known = {key: fields[key][inside] if key in fields else copied(value) for key, value in before.items()}
             whole = _computed(gradient)
-            after = updated(update, values, whole[low - first : high - first] if whole is not None else None, known)
+            with self.phase():
+                after = updated(update, values, whole[low - first : high - first] if whole is not None else None, known)
             for key in (key for key in after if key in fields and after[key] is not known.get(key)):
                 fields[key][inside] = after[key]
             self._show(slice(low, high), values)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.engine.comm.collectives import Communicator, Pending
+from lightning_zero.engine.comm.phases import Phases
 from lightning_zero.engine.comm.streams import Streams, at, current_stream, wait_for
 from lightning_zero.engine.compat import current_autograd_node, queue_callback
 from lightning_zero.engine.runtime.autograd_patches import with_hooks_of
@@ -22,6 +23,8 @@ from lightning_zero.engine.state.bucket_gradients import BucketGradients
 from lightning_zero.engine.state.gradient_shard import GradientShard
 from lightning_zero.engine.state.slot import BucketSlot, slots_of
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
+
+_END = "the end of backward"
 
 
 @dataclass
@@ -68,13 +71,14 @@ class GradientReducer:
         schedule: Schedule,
         communicator: Communicator,
         streams: Streams,
+        phases: Phases,
         *,
         reduce_dtype: torch.dtype | None,
         in_flight: int,
         overlap: bool,
         reduces_every_backward: bool,
     ) -> None:
-        self._schedule, self._communicator, self._streams = schedule, communicator, streams
+        self._schedule, self._communicator, self._streams, self._phases = schedule, communicator, streams, phases
         self._in_flight = in_flight if overlap else 0
         self._reduces_every_backward = reduces_every_backward
         self.backwards = 0
@@ -207,19 +211,21 @@ class GradientReducer:
             while backward.in_flight and len(backward.in_flight) >= max(self._in_flight, 1):
                 self._finish_oldest(backward)
             backward.sent.update((number, i) for i in range(len(bucket.views)) if gradients.has(i))
-            backward.in_flight.append((number, gradients.start_reduction()))
+            with self._phases("reduce", bucket.unit_name):
+                backward.in_flight.append((number, gradients.start_reduction()))
             if self._in_flight == 0:
                 self._finish_oldest(backward)
 
     def _finish_oldest(self, backward: _Backward) -> None:
         number, pending = backward.in_flight.popleft()
+        bucket = self._buckets[number]
         with at(self._streams.home):
             shards = backward.shards[number] = self._gradients[number].finish_reduction(pending)
         # If a unit ran twice, the other run's backward may need its values although all gradients are there.
         is_done = all(backward.counts[number]) and number not in backward.left and not self._units[number].ran_twice
         if self.on_reduced is not None and backward.expectation.observed and is_done:
             order = [self._buckets[number] for number in backward.expectation.order]
-            self.on_reduced(self._buckets[number], shards, order)
+            self.on_reduced(bucket, shards, order)
 
     # -- at its end -------------------------------------------------------------------------------------------------
 
@@ -265,7 +271,8 @@ class GradientReducer:
             for number, (gradients, counts) in enumerate(zip(self._gradients, backward.counts))
         ]
         late = [number in in_order and gradients.has_any for number, gradients in enumerate(self._gradients)]
-        agreed = iter(self._communicator.control.any_rank([*chain.from_iterable(used), *late], "the end of backward"))
+        with self._phases("wait for the other ranks", _END):
+            agreed = iter(self._communicator.control.any_rank([*chain.from_iterable(used), *late], _END))
         used = [[next(agreed) for _ in flags] for flags in used]
         late = [next(agreed) for _ in late]
 

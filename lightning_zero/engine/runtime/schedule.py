@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.engine.compat import current_autograd_node, current_graph_task, queue_callback
+from lightning_zero.engine.comm.phases import label
+from lightning_zero.engine.compat import current_autograd_node, current_graph_task, is_profiling, queue_callback
 from lightning_zero.engine.plan.units import UnitPlan
 from lightning_zero.engine.runtime.compile_hooks import OwnHook, is_compiled
 from lightning_zero.engine.runtime.saved_tensors import SavedTensors, tensors_in
@@ -38,6 +39,7 @@ class Unit:
         self.held = False  # not to be released now: a resident unit within a window, or any unit under ``torch.func``
         self.depth = 0  # number of nested forwards
         self.outstanding = False  # ran under grad since the last backward
+        self.labels: list[Any] = []  # a profiler's, of the nested forwards
 
     def __repr__(self) -> str:
         return f"Unit({self.name or 'root'}: {self.numel} elements in {len(self.buckets)} bucket(s))"
@@ -135,6 +137,7 @@ class Schedule:
             scope.recover()
         for unit in self.units:
             unit.depth = 0
+            unit.labels.clear()
         if windows == 0:
             self._saved.stop()
             self._watched = False
@@ -157,6 +160,9 @@ class Schedule:
                 return
             self._enter(unit)
             scope.swap_in()
+            if is_profiling():
+                unit.labels.append(label("forward", unit.name))
+                unit.labels[-1].__enter__()
             is_seen = self.windows or unit.stays or unit.held or in_backward()
             if torch.is_grad_enabled() and not is_seen:
                 calls.append(Call.WATCHED)
@@ -171,6 +177,8 @@ class Schedule:
             if call is Call.REPLACED:
                 return None
             scope.swap_out()
+            if unit.labels:
+                unit.labels.pop().__exit__(None, None, None)
             if call is Call.WATCHED:
                 self._saved.unwatch()
             if not self._keeping and not unit.stays:
@@ -330,12 +338,13 @@ class Schedule:
             self._current.turns -= 1
             if self._current.turns <= 0:
                 self.on_left_in_backward(self._current)
-        self._turn_to(unit, is_backward=True)
-        unit.gather()
-        if (position := self._position.get(unit)) is not None:
-            before = self._order[max(0, position - 2 * self.prefetch) : position]
-            self._prefetch(before[::-1], only_outstanding=True)
-        unit.wait()
+        with label("backward", unit.name) if is_profiling() else nullcontext():
+            self._turn_to(unit, is_backward=True)
+            unit.gather()
+            if (position := self._position.get(unit)) is not None:
+                before = self._order[max(0, position - 2 * self.prefetch) : position]
+                self._prefetch(before[::-1], only_outstanding=True)
+            unit.wait()
 
     def release_if_idle(self, unit: Unit) -> None:
         if unit.depth == 0 and not unit.held:

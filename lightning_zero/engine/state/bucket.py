@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from lightning_zero.engine.comm.background_work import BackgroundWork, synchronize
 from lightning_zero.engine.comm.collectives import Communicator, Pending
+from lightning_zero.engine.comm.phases import Phases
 from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.streams import Streams
 from lightning_zero.engine.comm.transport import Started
@@ -70,6 +71,7 @@ class SharedByBuckets(NamedTuple):
     rendezvous: Rendezvous
     streams: Streams
     ledger: Ledger
+    phases: Phases
     updates: Updates
 
 
@@ -99,7 +101,7 @@ class Bucket:
     ) -> None:
         self.residency, self.full, self.layout = residency, full, residency.plan.layout
         self.unit_name, self._number = unit_name, number
-        self.communicator, self.rendezvous, self.streams, self.ledger, updates = shared
+        self.communicator, self.rendezvous, self.streams, self.ledger, self.phases, updates = shared
         self.parameters = [weakref.ref(parameter) for parameter in parameters]
         self.dtype = parameters[0].dtype
         self.background, self.updates = updates, updates if residency.plan.is_offloaded else None
@@ -190,9 +192,10 @@ class Bucket:
         self._finish_gather()
         update = self.update
         if update is not None:
-            update.work.wait()
+            with self.phases("wait for update", self.unit_name):
+                update.work.wait()
         # Autograd may have saved views of this storage, which are valid again once it holds the same values.
-        with torch.no_grad(), keep_version(self.full):
+        with torch.no_grad(), keep_version(self.full), self.phases("gather", self.unit_name):
             self._buffer.allocate()
             is_in_place = update is not None and update.writes_to_buffer
             self._pending.append(self._start_gather(None if is_in_place else self.residency.own_values()))
@@ -238,7 +241,8 @@ class Bucket:
 
     def _finish_gather(self) -> None:
         if self._pending:
-            self._pending.pop().wait()
+            with self.phases("wait for gather", self.unit_name, on_stream=True):
+                self._pending.pop().wait()
             self._buffer.arrived()
             self.state = BucketState.GATHERED
         else:

@@ -257,7 +257,8 @@ class BucketGradients:
     def finish_reduction(self, pending: Pending) -> dict[int, GradientShard]:
         """Wait for a reduction and add the mean over ranks to the gradient shards, which are by parameter's index."""
         with torch.no_grad():
-            total = pending.wait()
+            with self.bucket.phases("wait for reduction", self.bucket.unit_name, on_stream=True):
+                total = pending.wait()
             self.bucket.ledger.add("reduction", -self._reducing_nbytes)
             self._reducing_nbytes = 0
             slots, segments = slots_of(self.bucket), self.bucket.layout.segments

@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 from lightning_zero.engine.comm.process_group import ReduceOp, wait_for
-from lightning_zero.engine.compat import current_autograd_node, current_graph_task, tree_flatten, tree_map, tree_unflatten
+from lightning_zero.engine.compat import (
+    current_autograd_node,
+    current_graph_task,
+    tree_flatten,
+    tree_map,
+    tree_unflatten,
+)
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.tensor.slot import Slot
 from lightning_zero.engine.tensor.wrapper import RecordedView, WrapperTensor

@@ -1,0 +1,38 @@
+"""`lightning-zero drift`: whether recent values have drifted from a reference, as an exit code."""
+
+from __future__ import annotations
+
+import sys
+
+from lightning_zero.commands.parsing import Parser
+from lightning_zero.commands.showing import print_json, show
+
+
+def main(arguments: list[str]) -> int:
+    made = Parser(
+        prog="lightning-zero drift",
+        description="Compare values that DriftMonitor has saved. The exit code is 1 if a quantity has drifted.",
+    )
+    made.add_argument("reference", help="file that DriftMonitor(save_to=...) has written, on data as in training")
+    made.add_argument("recent", help="file that it has written on recent data")
+    made.add_argument("--psi-above", type=float, default=0.2, help="population stability index (default: 0.2)")
+    made.add_argument("--ks-above", type=float, default=0.1, help="Kolmogorov-Smirnov statistic (default: 0.1)")
+    made.add_argument("--json", action="store_true", help="as JSON")
+    given = made.parse_args(arguments)
+    from lightning_zero.monitoring.drift import drift_of, read_values
+
+    try:
+        found = drift_of(read_values(given.reference), read_values(given.recent))
+    except (ImportError, OSError, ValueError) as error:
+        print(f"lightning-zero drift: {error}", file=sys.stderr)
+        return 2
+    drifted = {name: drift.exceeds(given.psi_above, given.ks_above) for name, drift in found.items()}
+    if given.json:
+        print_json({name: {**drift._asdict(), "drifted": drifted[name]} for name, drift in found.items()})
+    else:
+        rows = [
+            (name, f"{d.psi:.3f}", f"{d.ks:.3f}", f"{d.p:.2g}", "yes" if drifted[name] else "no")
+            for name, d in found.items()
+        ]
+        show([("quantity", "psi", "ks", "p", "drifted"), *rows], right=(1, 2, 3))
+    return int(any(drifted.values()))

@@ -1,0 +1,78 @@
+"""What an engine does unit by unit: labels for profilers, and the seconds that a monitor asks for."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from lightning_zero.engine.comm.streams import current_stream
+from lightning_zero.engine.compat import is_profiling
+
+_NOTHING = nullcontext()
+
+
+class Phases:
+    """Around each phase of a unit: a label while a profiler runs, and a clock while ``measures`` is set.
+
+    While neither is the case, a phase costs a function call and two comparisons.
+
+    Attributes:
+        measures: whether to measure; a monitor sets it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.measures = False
+        self._device = device
+        self._seconds: dict[tuple[str, str], float] = defaultdict(float)
+        # Pairs of events on a stream that the device may not have reached yet.
+        self._ahead: deque[tuple[tuple[str, str], torch.Event, torch.Event]] = deque()
+
+    def __call__(self, phase: str, unit: str, *, on_stream: bool = False) -> AbstractContextManager[Any]:
+        """Context of one phase: ``"gather"``, ``"wait for gather"``, ``"forward"`` and so on.
+
+        Args:
+            phase: what is done.
+            unit: the name of the unit; the root unit's is "".
+            on_stream: measure how long the current stream of an accelerator takes, which the host does not wait for.
+        """
+        if not self.measures and not is_profiling():
+            return _NOTHING
+        return self._around((phase, unit or "root"), on_stream)
+
+    @contextmanager
+    def _around(self, key: tuple[str, str], on_stream: bool) -> Iterator[None]:
+        with label(*key) if is_profiling() else _NOTHING:
+            stream = current_stream(self._device) if on_stream else None
+            if not self.measures:
+                yield
+            elif stream is None:
+                began = time.perf_counter()
+                try:
+                    yield
+                finally:
+                    self._seconds[key] += time.perf_counter() - began
+            else:
+                before, after = (torch.Event(self._device, enable_timing=True) for _ in range(2))
+                before.record(stream)
+                yield
+                after.record(stream)
+                self._ahead.append((key, before, after))
+
+    def take(self) -> dict[tuple[str, str], float]:
+        """Seconds by (phase, unit) since the last call, without waiting for the device: the rest comes next time."""
+        while self._ahead and self._ahead[0][2].query():
+            key, before, after = self._ahead.popleft()
+            self._seconds[key] += before.elapsed_time(after) / 1000
+        taken, self._seconds = self._seconds, defaultdict(float)
+        return taken
+
+
+def label(phase: str, unit: str) -> record_function:
+    """A profiler's label: ``zero::gather blocks.0``."""
+    return record_function(f"zero::{phase} {unit or 'root'}")

@@ -1,0 +1,153 @@
+"""Drift of inputs or outputs: their recent values against a saved reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torchmetrics import CatMetric
+
+_BINS = 10
+_LEAST = 1e-4  # the part of values that an empty bin is taken to have
+
+
+class Drift(NamedTuple):
+    """How far recent values of one quantity are from its reference.
+
+    Attributes:
+        psi: the population stability index over the tenths of the reference; 0 for equal distributions.
+        ks: the Kolmogorov-Smirnov statistic: the largest distance of the two distribution functions, 0 to 1.
+        p: the probability of such a statistic for samples of one distribution.
+    """
+
+    psi: float
+    ks: float
+    p: float
+
+    def exceeds(self, psi_above: float, ks_above: float) -> bool:
+        """Whether either figure is above its bound; the statistic only where it is no chance (p < 0.01)."""
+        return self.psi > psi_above or (self.ks > ks_above and self.p < 0.01)
+
+
+def drift_of(reference: Mapping[str, Any], recent: Mapping[str, Any]) -> dict[str, Drift]:
+    """Compare recent values with a reference, by name of quantity.
+
+    Raises:
+        ImportError: if scipy is not installed.
+        ValueError: if a quantity of the reference is missing in the recent values, or one of both has no values.
+    """
+    try:
+        from scipy.stats import ks_2samp
+    except ImportError:
+        raise ImportError('Drift cannot be computed without scipy: pip install "lightning_zero[drift]"') from None
+    found = {}
+    for name in reference:
+        if name not in recent or not len(reference[name]) or not len(recent[name]):
+            raise ValueError(
+                f"there are no values of {name!r} to compare: the reference has {sorted(reference)}, the recent values "
+                f"have {sorted(recent)}. Record both with the same function `values`."
+            )
+        before, now = np.asarray(reference[name]), np.asarray(recent[name])
+        ks, p = ks_2samp(before, now)
+        found[name] = Drift(_psi(before, now), float(ks), float(p))
+    return found
+
+
+def _psi(reference: np.ndarray, recent: np.ndarray) -> float:
+    # Tenths; of a quantity with few different values these values.
+    edges = np.unique(np.quantile(reference, np.linspace(0, 1, _BINS + 1)[1:-1]))
+
+    def parts(values: np.ndarray) -> np.ndarray:
+        counts = np.bincount(np.searchsorted(edges, values, side="right"), minlength=len(edges) + 1)
+        return np.maximum(counts / len(values), _LEAST)
+
+    before, now = parts(reference), parts(recent)
+    return float(((now - before) * np.log(now / before)).sum())
+
+
+class DriftMonitor(Callback):
+    """Records values of an evaluation or prediction over all ranks, and compares them with a reference.
+
+    Args:
+        values: a function of a step's outputs and its batch that returns tensors by name of quantity, of inputs or
+            outputs; every element counts as one value.
+        reference: a file that an earlier run has saved; None compares nothing.
+        save_to: the file (``.npz``) to save this run's values in; None saves nothing.
+        psi_above: the population stability index from which a quantity has drifted.
+        ks_above: the Kolmogorov-Smirnov statistic from which it has drifted, unless that is chance.
+        on_drift: called on rank 0 with the figures of the quantities that have drifted, if any: it may start a
+            retraining.
+
+    Attributes:
+        found: the figures of the last comparison by name, on rank 0.
+        drifted: those of them that are above a bound.
+
+    Raises:
+        OSError: if the reference cannot be read.
+    """
+
+    def __init__(
+        self,
+        values: Callable[[Any, Any], Mapping[str, Tensor]],
+        reference: str | Path | None = None,
+        *,
+        save_to: str | Path | None = None,
+        psi_above: float = 0.2,
+        ks_above: float = 0.1,
+        on_drift: Callable[[dict[str, Drift]], Any] | None = None,
+    ) -> None:
+        self._values, self._save_to, self._on_drift = values, save_to, on_drift
+        self._reference = read_values(reference) if reference is not None else None
+        self._bounds = psi_above, ks_above
+        self._seen: dict[str, CatMetric] = {}
+        self.found: dict[str, Drift] = {}
+        self.drifted: dict[str, Drift] = {}
+
+    def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._seen = {}
+
+    def _update(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        for name, values in self._values(outputs, batch).items():
+            if name not in self._seen:
+                self._seen[name] = CatMetric(nan_strategy="ignore").to(pl_module.device)
+            self._seen[name].update(values.detach().float().flatten())
+
+    def _end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.sanity_checking:
+            return
+        recent = {name: np.atleast_1d(seen.compute().cpu().numpy()) for name, seen in self._seen.items()}
+        if not trainer.is_global_zero:
+            return
+        if self._save_to is not None:
+            np.savez(self._save_to, **recent)  # type: ignore[arg-type]  # which takes them for options
+        if self._reference is None:
+            return
+        self.found = drift_of(self._reference, recent)
+        self.drifted = {name: drift for name, drift in self.found.items() if drift.exceeds(*self._bounds)}
+        metrics = {f"drift/{name}/{key}": value for name, d in self.found.items() for key, value in d._asdict().items()}
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, trainer.global_step)
+        if self.drifted and self._on_drift is not None:
+            self._on_drift(self.drifted)
+
+    on_validation_epoch_start = on_test_epoch_start = on_predict_epoch_start = _start
+    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _update
+    on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _end
+
+
+def read_values(path: str | Path) -> dict[str, Any]:
+    """The values that a ``DriftMonitor`` has saved, by name of quantity."""
+    with np.load(path) as file:
+        return dict(file)

@@ -1,0 +1,49 @@
+"""Floating-point operations, by torch's formulas and one for attention on the CPU, which torch does not count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from lightning_zero.engine.compat import TorchDispatchMode
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Floating-point operations of a call of an operator: of matrix products, convolutions and attention."""
+    count = flop_registry.get(func._overloadpacket)
+    return count(*args, **kwargs, out_val=result) if count is not None else 0
+
+
+class FlopCounter(TorchDispatchMode):
+    """Adds up the operations that run in its context; leaves modules alone, where torch's FlopCounterMode hooks them.
+
+    Attributes:
+        total: so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.total += flops_of(func, args, kwargs, result)
+        return result
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def _attention_backward_flops(
+    grad_out: Any, query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
+    return sdpa_backward_flop_count(grad_out.shape, query.shape, key.shape, value.shape)
+
+
+_aten = torch.ops.aten
+flop_registry.setdefault(_aten._scaled_dot_product_flash_attention_for_cpu, _attention_flops)
+flop_registry.setdefault(_aten._scaled_dot_product_flash_attention_for_cpu_backward, _attention_backward_flops)

@@ -1,0 +1,149 @@
+"""What a monitor reads: sums over measured steps, memory, traffic, gradient norm, and what ranks tell each other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from os import sysconf
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from lightning_zero.engine import Engine
+
+MEGA = 1e6
+_RANK_WAITS = {"wait for gather", "wait for reduction", "wait for the other ranks"}
+
+
+@dataclass
+class Measured:
+    """Sums over the steps of a part of a fit, without validation.
+
+    Attributes:
+        seconds, steps, batches, samples: of this rank; a step has as many batches as are accumulated.
+        items: what the module or the user counts, such as tokens.
+        waited: seconds by (phase, unit).
+        traffic: ``"elements"``, ``"bytes"`` and ``"calls"``, each by (which of them, kind of collective, link).
+    """
+
+    seconds: float = 0.0
+    steps: int = 0
+    batches: int = 0
+    samples: int = 0
+    items: int = 0
+    waited: Counter[tuple[str, str]] = field(default_factory=Counter)
+    traffic: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+
+    def add(self, other: Measured) -> None:
+        for each in fields(self):
+            mine, others = getattr(self, each.name), getattr(other, each.name)
+            if isinstance(mine, Counter):
+                mine.update(others)
+            else:
+                setattr(self, each.name, mine + others)
+
+    def waited_for_ranks(self) -> float:
+        """Seconds in which this rank waited for others, or for what they sent."""
+        return sum(seconds for (phase, _), seconds in self.waited.items() if phase in _RANK_WAITS)
+
+    def waited_by_unit(self) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for (phase, unit), seconds in self.waited.items():
+            if phase.startswith("wait"):
+                found[unit] += seconds
+        return found
+
+    def elements(self) -> int:
+        """Elements of parameters and gradients that were communicated."""
+        kinds = ("all_gather", "reduce_scatter")
+        return sum(n for (what, kind, _), n in self.traffic.items() if what == "elements" and kind in kinds)
+
+    def metrics(self, top_units: int) -> dict[str, float]:
+        """Seconds, megabytes and calls per optimizer step."""
+        found = {"throughput/step_s": self.seconds / self.steps}
+        for (what, kind, link), count in self.traffic.items():
+            if what == "bytes":
+                found[f"communication/{kind}/{link}_MB"] = count / self.steps / MEGA
+            elif what == "calls":
+                found[f"communication/{kind}/{link}_calls"] = count / self.steps
+        for (phase, _), seconds in self.waited.items():
+            if phase.startswith("wait") or phase == "update":
+                name = f"time/{phase.replace(' ', '_')}_s"
+                found[name] = found.get(name, 0.0) + seconds / self.steps
+        for unit, seconds in self.waited_by_unit().most_common(top_units):
+            found[f"wait/{unit.replace(' ', '_')}_s"] = seconds / self.steps
+        return found
+
+
+def engine_of_run(trainer: Trainer) -> Engine | None:
+    """The ZeRO engine of a Trainer's run; None with other strategies."""
+    return getattr(trainer.strategy, "engine", None)
+
+
+def traffic_of(engine: Engine) -> Counter[tuple[str, str, str]]:
+    """What an engine has communicated so far, as in ``Measured.traffic``."""
+    counters = engine.communicator.counters
+    each = {"elements": counters.elements, "bytes": counters.bytes, "calls": counters.calls}
+    return Counter({(what, kind, link): n for what, counts in each.items() for (kind, link), n in counts.items()})
+
+
+def model_state_bytes(trainer: Trainer) -> dict[str, int]:
+    """Return the bytes of parameters, gradients and optimizer states that this rank holds now, by category."""
+    engine = engine_of_run(trainer)
+    if engine is not None:
+        return dict(engine.report().at_rest)
+    parameters = list(trainer.lightning_module.parameters())
+    states = [value for o in trainer.optimizers for state in o.state.values() for value in state.values()]
+    return {
+        "parameters": sum(p.nbytes for p in parameters),
+        "gradients": sum(p.grad.nbytes for p in parameters if p.grad is not None),
+        "optimizer": sum(value.nbytes for value in states if isinstance(value, Tensor)),
+    }
+
+
+def memory_metrics(trainer: Trainer, held: dict[str, int], peak: dict[str, int]) -> dict[str, float]:
+    """Megabytes held now by category, at the peak so far, and what the device or the process has taken for them."""
+    found: dict[str, float] = {f"memory/{category}": nbytes for category, nbytes in held.items()}
+    found["memory/peak"] = sum(peak.values())
+    device = trainer.strategy.root_device
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        found |= {"memory/allocated": allocated, "memory/reserved": reserved, "memory/free": free}
+        found["memory/allocated_peak"] = torch.cuda.max_memory_allocated(device)
+        fragmentation = {"memory/fragmentation": 1 - allocated / reserved} if reserved else {}
+    else:
+        fragmentation = {}
+        if (resident := resident_bytes()) is not None:
+            found |= {"memory/resident": resident, "memory/unaccounted": resident - sum(held.values())}
+    return {f"{name}_MB": nbytes / MEGA for name, nbytes in found.items()} | fragmentation
+
+
+def resident_bytes() -> int | None:
+    """Bytes of physical memory that this process holds; None where the system does not tell as Linux does."""
+    with suppress(OSError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * sysconf("SC_PAGE_SIZE")
+    return None
+
+
+def gradient_norm(trainer: Trainer) -> Tensor | None:
+    """The norm of all gradients that ``p.grad`` shows, after clipping. Collective with the ZeRO engine.
+
+    None where updates in the background may be reading or releasing gradients.
+    """
+    engine = engine_of_run(trainer)
+    if engine is not None and engine.config.offloads is not None:
+        return None
+    gradients = [p.grad for p in trainer.lightning_module.parameters() if p.grad is not None]
+    with torch.no_grad():
+        return get_total_norm(gradients) if gradients else None
+
+
+def loss_scale(trainer: Trainer) -> float | None:
+    scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
+    return scaler.get_scale() if scaler is not None else None

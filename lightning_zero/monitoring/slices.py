@@ -1,0 +1,74 @@
+"""Metrics of slices of the data: for each slice a clone of torchmetrics' metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torchmetrics import MetricCollection, SumMetric
+
+
+class SliceMetrics(Callback):
+    """Logs metrics of each slice of the validation and test data, over all ranks, under ``NAME/SLICE/METRIC``.
+
+    Args:
+        metrics: torchmetrics' metrics, cloned for each slice, for example accuracy and calibration error.
+        slices: by name, a function of a batch that returns which of its samples are in the slice, as a 1-D boolean
+            tensor. Slices may overlap.
+        arguments: a function of a step's outputs and its batch that returns what the metrics' ``update`` takes, such
+            as predictions and targets; the first dimension of each tensor is that of samples.
+        name: the first part of the names of logged values.
+
+    Raises:
+        ValueError: if there is no slice.
+    """
+
+    def __init__(
+        self,
+        metrics: MetricCollection,
+        slices: Mapping[str, Callable[[Any], Tensor]],
+        arguments: Callable[[Any, Any], tuple[Tensor, ...]],
+        name: str = "slices",
+    ) -> None:
+        if not slices:
+            raise ValueError("SliceMetrics(slices={}) needs at least one slice: {'name': function of a batch}.")
+        self._slices, self._arguments, self._name = dict(slices), arguments, name
+        self._metrics = {each: metrics.clone() for each in slices}
+        self._samples = {each: SumMetric() for each in slices}
+
+    def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        every: list[Any] = [*self._metrics.values(), *self._samples.values()]
+        for metric in every:
+            metric.to(pl_module.device)
+            metric.reset()
+
+    def _update(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        given = self._arguments(outputs, batch)
+        for each, slice_of in self._slices.items():
+            members = slice_of(batch)
+            self._samples[each].update(members.sum())
+            if members.any():
+                self._metrics[each].update(*(value[members] for value in given))
+
+    def _end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for each, metrics in self._metrics.items():
+            samples = self._samples[each].compute()
+            pl_module.log(f"{self._name}/{each}/samples", samples, sync_dist=True)
+            if samples:  # on some rank: all ranks take part in what follows
+                for metric, value in metrics.compute().items():
+                    pl_module.log(f"{self._name}/{each}/{metric}", torch.as_tensor(value), sync_dist=True)
+
+    on_validation_epoch_start = on_test_epoch_start = _start
+    on_validation_batch_end = on_test_batch_end = _update
+    on_validation_epoch_end = on_test_epoch_end = _end

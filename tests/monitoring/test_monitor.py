@@ -1,0 +1,385 @@
+"""ZeroMonitor on real ranks: its figures against DDP's, closed forms and torch's own counts; its warnings."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger, Logger
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_zero import ZeroStrategy
+from lightning_zero.monitoring import ZeroMonitor
+from lightning_zero.monitoring.band import Band
+from lightning_zero.monitoring.flops import FlopCounter
+from tests.engine.test_growth import count as instructions_of
+from tests.support.trainer import make_trainer
+from tests.support.workers import rank
+from tests.trainer.cases import Net, behaviours, data, fit, same_as_under_ddp, shared_folder, trained
+
+
+class Written(Logger):
+    """Any logger: keeps what it is told."""
+
+    name, version, experiment = "written", 0, None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if "throughput/step_s" in metrics:
+            assert step is not None
+            self.rows.append((step, metrics))
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+def monitored(strategy: Any, module: LightningModule | None = None, **options: Any) -> tuple[list[Any], ZeroMonitor]:
+    """Fit for 12 steps under a monitor: what a logger was told, and the monitor."""
+    logger = Written()
+    monitor = ZeroMonitor(options.pop("every_n_steps", 2), **options.pop("monitor", {}))
+    fit(
+        strategy,
+        module,
+        callbacks=[monitor, *options.pop("callbacks", [])],
+        logger=logger,
+        **{"max_epochs": 4, **options},
+    )
+    return logger.rows, monitor
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+class Account(Callback):
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.held = trainer.strategy.engine.report().at_rest
+
+
+def figures(stage: int) -> None:
+    torch.manual_seed(0)
+    blocks = ZeroStrategy(stage, units=nn.Sequential, prefetch=0)
+    account = Account()
+    options = {"available_flops": 1e9, "top_units": 2}
+    rows, monitor = monitored(blocks, monitor=options, limit_val_batches=0, callbacks=[account])
+    assert [step for step, _ in rows] == ([2, 4, 6, 8, 10, 12] if rank() == 0 else [])
+    assert [step for step, _ in monitor.loss_curve] == list(range(1, 13))
+    if rank():
+        return
+    found = rows[-1][1]
+    assert found == monitor.metrics
+
+    # memory: the engine's account, which tests/numbers compare with the paper's formulas
+    padded = monitor.peak_bytes["parameters"] / 1e6 * (2 if stage == 3 else 1)
+    held = {name[:-3].removeprefix("memory/"): value for name, value in found.items() if name.startswith("memory/")}
+    assert {name: held.pop(name) for name in account.held} == pytest.approx(
+        {name: nbytes / 1e6 for name, nbytes in account.held.items()}
+    )
+    assert held.pop("peak") == sum(monitor.peak_bytes.values()) / 1e6 >= sum(account.held.values()) / 1e6
+    resident, unaccounted = held.pop("resident"), held.pop("unaccounted")
+    assert 50 < unaccounted == pytest.approx(resident - sum(account.held.values()) / 1e6) and not held
+
+    # traffic (section 7 of the paper): every bucket is reduced once and gathered once; in a model as small as this one
+    # all units stay gathered from forward to backward at stage 3
+    reduced = found["communication/reduce_scatter/within_MB"]
+    gathered = found["communication/all_gather/within_MB"]
+    assert reduced == pytest.approx(padded)
+    assert gathered == pytest.approx(padded)
+    assert monitor.elements_per_step == pytest.approx((reduced + gathered) * 1e6 / 4)
+    assert found["communication/reduce_scatter/within_calls"] == len(monitor.units) > 1
+
+    # throughput: 4 samples a rank and step
+    step_s = found["throughput/step_s"]
+    assert found["throughput/samples_per_sec"] == pytest.approx(2 * 4 / step_s)
+    # products with the weights: forward, gradient of the weights, and of the inputs but for the first layer's
+    forward, first = 2 * 4 * (36 + 36 + 18), 2 * 4 * 36
+    assert found["throughput/device/mfu"] == pytest.approx((3 * forward - first) / step_s / 1e9)
+
+    # waits
+    waits = {name: value for name, value in found.items() if name.startswith("wait/")}
+    assert len(waits) == 2 and all(0 < value < step_s for value in waits.values())
+    units = {name or "root" for name in monitor.units}
+    assert set(monitor.waited) == units | {"the end of backward", "the monitor", "buffers of rank 0"}
+    assert list(monitor.waited.values()) == sorted(monitor.waited.values(), reverse=True)
+    assert found["time/wait_for_gather_s"] > 0 < found["time/wait_for_reduction_s"]
+    assert found["straggler/rank"] in (0, 1) and found["straggler/slower"] >= 0
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_figures_are_those_of_closed_forms(run_on, stage):
+    run_on(2, figures, stage=stage)
+
+
+def with_monitor(strategy: str) -> Any:
+    """`ZeroMonitor`: loss, gradient norm and throughput to any logger; the training is the same"""
+    seen, folder = [], shared_folder()
+    for options in ({}, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2, "precision": "bf16-mixed"}):
+        torch.manual_seed(0)
+        logger, monitor = Written(), ZeroMonitor(1)
+        result = trained(strategy, callbacks=[monitor], logger=[logger, CSVLogger(folder)], **options)
+        torch.manual_seed(0)
+        assert str(result) == str(trained(strategy, **options)), "a monitor changes nothing"
+        norms = [metrics["training/gradient_norm"] for _, metrics in logger.rows]
+        seen.append(([step for step, _ in logger.rows], norms, [metrics["step"] for metrics in read_csv(folder)]))
+        seen.append(monitor.loss_curve)
+        assert rank() or (norms and max(norms) <= options.get("gradient_clip_val", 10) + 1e-6)
+    return seen
+
+
+def read_csv(folder: Path) -> list[dict[str, str]]:
+    if rank():
+        return []
+    (file,) = sorted(folder.rglob("version_*/metrics.csv"))[-1:]
+    return [row for row in csv.DictReader(file.open()) if row["throughput/step_s"]]
+
+
+@behaviours("The Trainer", with_monitor)
+def test_a_monitored_run_is_the_same_as_under_ddp(run_on, case):
+    run_on(2, same_as_under_ddp, case=case, bound=1e-6)
+
+
+def on_one_rank() -> None:
+    for strategy in ("zero3", "ddp"):
+        rows, monitor = monitored(strategy, max_epochs=1)
+        step, found = rows[-1]
+        assert step == 6 and found["throughput/device/samples_per_sec"] > 0 and "straggler/rank" not in found
+        assert not any(name.startswith("communication/") for name in found)
+        assert monitor.peak_bytes["parameters"] > 0
+
+
+def test_one_rank_has_no_stragglers_and_no_traffic(run_on):
+    run_on(1, on_one_rank)
+
+
+def offloaded() -> None:
+    rows, monitor = monitored("zero3_offload")
+    if rank() == 0:
+        found = rows[-1][1]
+        assert (
+            found["time/update_s"] > 0 and "time/wait_for_update_s" in found and "training/gradient_norm" not in found
+        )
+        assert found["memory/host_MB"] > 0
+
+
+def test_offloaded_updates_are_timed(run_on):
+    run_on(2, offloaded)
+
+
+def validated() -> None:
+    """Validation between measured steps counts neither as time nor as traffic."""
+
+    class SlowToValidate(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            time.sleep(0.2)
+
+    _, without = monitored("zero3", limit_val_batches=0)
+    _, monitor = monitored("zero3", SlowToValidate())
+    assert monitor.elements_per_step == without.elements_per_step
+    assert monitor.per_second is not None and 1 / monitor.per_second < 0.2
+    assert len(monitor.validation_curve) == 5  # the sanity check and four epochs
+
+
+def test_validation_is_not_measured(run_on):
+    run_on(2, validated)
+
+
+# -- stragglers --------------------------------------------------------------------------------------------------------
+
+DELAY = 0.3
+
+
+class Delayed(Net):
+    """A rank sleeps in its training steps."""
+
+    def __init__(self, slow: int, steps: range, delay: float = DELAY) -> None:
+        super().__init__()
+        self.slow, self.steps, self.delay = slow, steps, delay
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        time.sleep(self.delay if rank() == self.slow and self.global_step + 1 in self.steps else 0.02)
+        return super().training_step(batch, batch_idx)
+
+
+def straggling(stage: int, slow: int) -> None:
+    rows, monitor = monitored(
+        f"zero{stage}", Delayed(slow, range(100)), every_n_steps=5, max_epochs=2, limit_val_batches=0
+    )
+    if rank() == 0:
+        (_, found), *_ = rows
+        assert found["straggler/rank"] == slow and found["straggler/slower"] > 1
+        if slow == 1:  # rank 0 has waited for it, in some unit
+            assert sum(monitor.waited.values()) > 0.8 * DELAY
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_slowest_rank_is_named(run_on, stage, slow):
+    run_on(2, straggling, stage=stage, slow=slow)
+
+
+# -- warnings ----------------------------------------------------------------------------------------------------------
+
+
+class Jumping(Net):
+    """The loss is multiplied for some steps, as by a bad batch: what is learned from them is lost on the next ones."""
+
+    def __init__(self, steps: range) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        factor = 30.0 if self.global_step + 1 in self.steps else 1.0
+        return super().training_step(batch, batch_idx) * factor
+
+
+def warned(strategy: str, module: LightningModule) -> list[str]:
+    """The warnings in 48 steps with a learning rate of 0."""
+    module.lr = 0.0  # type: ignore[assignment]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        monitored(strategy, module, max_epochs=16, limit_val_batches=0)
+    return [str(warning.message) for warning in caught if "ZeroMonitor" in str(warning.message)]
+
+
+def warnings_of_a_delay() -> None:
+    said = warned("zero2", Delayed(1, range(41, 45), delay=1.0))
+    # where other programs take the machine for a moment, that is warned of, too
+    late = [text for text in said if int(text.partition("at step ")[2].partition(",")[0]) > 40]
+    assert len(late) == (1 if rank() == 0 else 0), said
+    if late:
+        assert "throughput fell to" in late[0] and "at step 42" in late[0] and "Rank 1 computed" in late[0]
+
+
+def warnings_of_a_jump() -> None:
+    said = [text for text in warned("ddp", Jumping(range(43, 46))) if "the training loss rose to" in text]
+    assert len(said) == (1 if rank() == 0 else 0), said
+    if said:
+        assert "at step 44" in said[0]
+
+
+def test_a_delay_on_one_rank_is_warned_of_once(run_on):
+    run_on(2, warnings_of_a_delay)
+
+
+def test_a_jump_of_the_loss_is_warned_of_once(run_on):
+    run_on(2, warnings_of_a_jump)
+
+
+def test_a_band_is_left_once_and_by_a_steady_series_never():
+    for seed in range(20):
+        noise = torch.randn(500, generator=torch.Generator().manual_seed(seed))
+        for steady in (10 + noise, torch.exp(0.2 * noise), 5 - 0.005 * torch.arange(500) + 0.05 * noise):
+            band = Band(50, 8.0)
+            assert [band.exceeded_by(value) for value in steady.tolist()] == [None] * 500
+            jump = 20 + steady[-1].item()
+            low, high = band.exceeded_by(jump) or (0.0, 0.0)
+            assert low < steady[-50:].median() < high < jump
+            assert [band.exceeded_by(jump) for _ in range(100)] == [None] * 100
+            # what was the new range before is out of the band once it has been the old one for long
+            assert [band.exceeded_by(value) for value in steady.tolist()] == [None] * 500
+            assert band.exceeded_by(jump) is not None
+
+
+def test_values_that_are_not_finite_are_always_out():
+    band = Band(50, 8.0)
+    assert band.exceeded_by(float("nan")) is not None and band.exceeded_by(float("inf")) is None
+    assert band.exceeded_by(1.0) is None and band.exceeded_by(float("inf")) is not None
+
+
+# -- input -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("argument", ["every_n_steps", "window", "band_width"])
+def test_arguments_out_of_range_are_named(argument):
+    with pytest.raises(ValueError, match=rf"^ZeroMonitor\({argument}=0\) must be at least \d\.$"):
+        ZeroMonitor(**{argument: 0})
+
+
+def test_available_flops_are_read_from_the_doctors_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps({"resources": {"flops": 2e9}}))
+    found = [_mfu(ZeroMonitor(1, available_flops=given, flops_per_batch=1e6)) for given in (2e9, file, str(file))]
+    assert all(value > 0 for value in found)
+    caplog.set_level(logging.INFO)
+    assert _mfu(ZeroMonitor(1)) is None
+    said = [record.message for record in caplog.records if "MFU" in record.message]
+    assert len(said) == 1 and "available_flops" in said[0]
+    file.write_text("{}")
+    with pytest.raises(ValueError, match="must be a number of FLOP/s, or a file written by `lightning-zero doctor"):
+        ZeroMonitor(available_flops=file)
+
+
+def _mfu(monitor: ZeroMonitor) -> float | None:
+    trainer = Trainer(accelerator="cpu", devices=1, max_steps=3, callbacks=[monitor], **QUIET)
+    trainer.fit(Net(), data())
+    return monitor.metrics.get("throughput/device/mfu")
+
+
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "limit_val_batches": 0,
+}
+
+
+def test_a_trainer_without_a_logger_is_said_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    _mfu(ZeroMonitor(1))
+    (said,) = [record.message for record in caplog.records if "no logger" in record.message]
+    assert said == "ZeroMonitor: this Trainer has no logger, so figures are only in the attribute `metrics`."
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv1d(8, 16, 3, padding=1), nn.ReLU())
+        self.out = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x).transpose(1, 2).unsqueeze(1)
+        return self.out(nn.functional.scaled_dot_product_attention(x, x, x))
+
+
+def test_operations_are_those_that_torch_counts():
+    x = torch.randn(2, 8, 32)
+    own, torchs = FlopCounter(), FlopCounterMode(display=False)
+    for counter in (own, torchs):
+        with counter:
+            Attention()(x).sum().backward()
+    # attention by hand, of which torch counts none on the CPU unless our formulas are known: 2 products forward, 5 back
+    assert own.total == torchs.get_total_flops() > 7 * 2 * 2 * 32 * 32 * 16
+
+
+# -- overhead ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_costs_few_instructions():
+    """Counted, as time is not the same twice: a step without an observation, and one with it."""
+    monitor = ZeroMonitor(every_n_steps=50)
+    counted: list[int] = []
+
+    def counting(hook: Any) -> Any:
+        def call(*args: Any) -> None:
+            counted.append(instructions_of(lambda: hook(*args)))
+
+        return call
+
+    monitor.on_train_batch_end = counting(monitor.on_train_batch_end)  # type: ignore[method-assign]
+    trainer = make_trainer("ddp", max_epochs=None, max_steps=101, callbacks=[monitor], use_distributed_sampler=False)
+    trainer.fit(Net(), data(4 * 101))
+    assert len(counted) == 101
+    assert max(counted[1:49]) < 600, "some microseconds"
+    assert counted[99] < 50_000

@@ -1,0 +1,135 @@
+"""Metrics by slice against torchmetrics on the same samples; drift against closed forms, its hook and its exit code."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassCalibrationError
+
+from lightning_zero.commands import drift as command
+from lightning_zero.monitoring import DriftMonitor, SliceMetrics
+from lightning_zero.monitoring.drift import Drift, drift_of, read_values
+from tests.support.trainer import make_trainer
+from tests.support.workers import rank
+from tests.trainer.cases import Net, data, shared_folder
+
+
+class Predicts(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0])
+
+
+METRICS = MetricCollection(
+    {"accuracy": MulticlassAccuracy(3, average="micro"), "calibration": MulticlassCalibrationError(3)}
+)
+SLICES = {
+    "zeros": lambda batch: batch[1] == 0,
+    "positive": lambda batch: batch[0][:, 0] > 0,
+    "nothing": lambda batch: batch[1] > 5,
+}
+
+
+def sliced(strategy: str) -> None:
+    torch.manual_seed(0)
+    module, loader = Predicts(), data(32)
+    x, y = loader.dataset.tensors
+    expected = {}
+    with torch.no_grad():
+        for name, members in {"zeros": y == 0, "positive": x[:, 0] > 0}.items():
+            metrics = METRICS.clone()(module(x)[members].softmax(-1), y[members])
+            expected |= {f"slices/{name}/{metric}": value for metric, value in metrics.items()}
+            expected[f"slices/{name}/samples"] = members.sum().float()
+    slices = SliceMetrics(METRICS, SLICES, lambda outputs, batch: (outputs.softmax(-1), batch[1]))
+    trainer = make_trainer(strategy, callbacks=[slices])
+    for _ in range(2):  # the second begins anew
+        trainer.validate(module, loader, verbose=False)
+        assert trainer.callback_metrics.pop("slices/nothing/samples") == 0
+        torch.testing.assert_close(dict(trainer.callback_metrics), expected)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+def test_metrics_of_a_slice_are_those_of_its_samples_on_all_ranks(run_on, strategy):
+    run_on(2, sliced, strategy=strategy)
+
+
+def test_slices_are_required():
+    with pytest.raises(ValueError, match="needs at least one slice"):
+        SliceMetrics(METRICS, {}, lambda *_: ())
+
+
+def test_figures_of_drift_are_closed_forms():
+    half = np.repeat([0.0, 1.0], 500)
+    fifth = np.repeat([0.0, 0.0, 0.0, 0.0, 1.0], 200)
+    drift = drift_of({"x": half}, {"x": fifth})["x"]
+    assert drift.psi == pytest.approx(0.3 * math.log(0.8 / 0.5) - 0.3 * math.log(0.2 / 0.5))
+    assert drift.ks == pytest.approx(0.3) and drift.p < 1e-6 and drift.exceeds(0.2, 0.1)
+    # of a uniform distribution moved by half: five of ten bins are empty, the last one has the rest
+    uniform = (np.arange(1000) + 0.5) / 1000
+    drift = drift_of({"x": uniform}, {"x": uniform + 0.5})["x"]
+    assert drift.ks == pytest.approx(0.5, abs=0.01) and drift.psi > 3
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        drift = drift_of({"x": generator.normal(size=2000)}, {"x": generator.normal(size=2000)})["x"]
+        assert not drift.exceeds(0.2, 0.1)
+    with pytest.raises(ValueError, match="there are no values of 'x' to compare"):
+        drift_of({"x": uniform}, {"y": uniform})
+
+
+def inputs(shift: float) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(int(shift))
+    x = torch.randn(400, 6, generator=generator)
+    return DataLoader(TensorDataset(x + shift, torch.zeros(400, dtype=torch.long)), batch_size=25)
+
+
+def watched(strategy: str) -> None:
+    folder, called = shared_folder(), []
+    folder.mkdir(exist_ok=True)
+    torch.manual_seed(0)
+    module = Net()
+
+    def values(outputs: Any, batch: Any) -> dict[str, Any]:
+        return {"first": batch[0][:, 0], "entropy": torch.distributions.Categorical(logits=outputs).entropy()}
+
+    def predict(loader: DataLoader[Any], **options: Any) -> DriftMonitor:
+        monitor = DriftMonitor(values, on_drift=called.append, **options)
+        make_trainer(strategy, callbacks=[monitor], use_distributed_sampler=True).predict(module, loader)
+        torch.distributed.barrier()
+        return monitor
+
+    predict(inputs(0), save_to=folder / "reference.npz")
+    saved = read_values(folder / "reference.npz")
+    expected = inputs(0).dataset.tensors[0][:, 0]
+    assert np.array_equal(np.sort(saved["first"]), np.sort(expected.numpy())), "of both ranks"
+    steady = predict(inputs(0), reference=folder / "reference.npz")
+    assert called == [] and (rank() or steady.found["first"] == Drift(0.0, 0.0, 1.0))
+    moved = predict(inputs(2), reference=folder / "reference.npz", save_to=folder / "recent.npz")
+    assert called == ([moved.drifted] if rank() == 0 else [])
+    if rank() == 0:
+        assert "first" in moved.drifted and set(moved.found) == {"first", "entropy"}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_what_drifts_calls_the_hook_once_on_rank_0(run_on, strategy):
+    run_on(2, watched, strategy=strategy)
+
+
+def test_the_commands_exit_code_says_whether_something_drifted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generator = np.random.default_rng(0)
+    for name, shift in (("reference", 0), ("steady", 0), ("moved", 1)):
+        np.savez(tmp_path / name, x=generator.normal(size=2000) + shift, y=generator.normal(size=2000))
+    reference, steady, moved = (str(tmp_path / f"{name}.npz") for name in ("reference", "steady", "moved"))
+    assert command.main([reference, steady]) == 0
+    assert command.main([reference, moved]) == 1
+    assert capsys.readouterr().out.splitlines()[-2].split()[::4] == ["x", "yes"]
+    assert command.main([reference, moved, "--psi-above", "100", "--ks-above", "1"]) == 0
+    assert command.main([reference, str(tmp_path / "none.npz")]) == 2
+    assert "none.npz" in capsys.readouterr().err
