@@ -44,8 +44,8 @@ def train(config: DictConfig) -> None:
     seed_everything(config.seed, workers=True, verbose=False)
     data = instantiate(config.data)
     model = instantiate(config.model)
-    callbacks = [RunManifest(config.folder, config=config)]
-    callbacks += [instantiate(callback) for callback in config.callbacks.values()]
+    callbacks = [instantiate(callback) for callback in config.callbacks.values()]
+    callbacks.append(RunManifest(config.folder, config=config))
     monitor = next((callback for callback in callbacks if isinstance(callback, ZeroMonitor)), None)
     if monitor is None:  # the report needs one
         callbacks.insert(0, monitor := ZeroMonitor())
