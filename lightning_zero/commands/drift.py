@@ -8,7 +8,7 @@ from lightning_zero.commands.parsing import Parser
 from lightning_zero.commands.showing import print_json, show
 
 
-def main(arguments: list[str]) -> int:
+def parser() -> Parser:
     made = Parser(
         prog="lightning-zero drift",
         description="Compare values that DriftMonitor has saved. The exit code is 1 if a quantity has drifted.",
@@ -18,7 +18,11 @@ def main(arguments: list[str]) -> int:
     made.add_argument("--psi-above", type=float, default=0.2, help="population stability index (default: 0.2)")
     made.add_argument("--ks-above", type=float, default=0.1, help="Kolmogorov-Smirnov statistic (default: 0.1)")
     made.add_argument("--json", action="store_true", help="as JSON")
-    given = made.parse_args(arguments)
+    return made
+
+
+def main(arguments: list[str]) -> int:
+    given = parser().parse_args(arguments)
     from lightning_zero.monitoring.drift import drift_of, read_values
 
     try:
@@ -31,8 +35,8 @@ def main(arguments: list[str]) -> int:
         print_json({name: {**drift._asdict(), "drifted": drifted[name]} for name, drift in found.items()})
     else:
         rows = [
-            (name, f"{d.psi:.3f}", f"{d.ks:.3f}", f"{d.p:.2g}", "yes" if drifted[name] else "no")
-            for name, d in found.items()
+            (name, f"{each.psi:.3f}", f"{each.ks:.3f}", f"{each.p:.2g}", "yes" if drifted[name] else "no")
+            for name, each in found.items()
         ]
         show([("quantity", "psi", "ks", "p", "drifted"), *rows], right=(1, 2, 3))
     return int(any(drifted.values()))
