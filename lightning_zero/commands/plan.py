@@ -216,7 +216,7 @@ def _options(given: list[str]) -> dict[str, Any]:
     Raises:
         ValueError: if one does not exist or has a wrong value.
     """
-    from lightning_zero import ZeroStrategy
+    from lightning_zero.strategies.trainer import ZeroStrategy
 
     options = dict(map(_setting, given))
     try:
