@@ -129,7 +129,7 @@ def _check_types(trainer: DictConfig) -> None:
 
 
 def _rules_of(hint: Any) -> list[Rule]:
-    """Rules of which a value must meet one: those of a union's members. None where a member has no rule."""
+    """Rules of which a value must meet one: those of a union's members. No rules where a member has none."""
     if get_origin(hint) in (Union, UnionType):
         rules = [_rules_of(member) for member in get_args(hint)]
         return list(chain(*rules)) if all(rules) else []
@@ -176,7 +176,7 @@ def _check_made(config: DictConfig) -> None:
     makers: dict[str, Callable[[DictConfig], Any]] = {
         "data": lambda data: instantiate(data).setup(),
         "model": make_model,
-        "optimizer": lambda partial: instantiate(partial)([torch.nn.Parameter(torch.empty(1, device="cpu"))]),
+        "optimizer": lambda optimizer: instantiate(optimizer)([torch.nn.Parameter(torch.empty(1, device="cpu"))]),
         "stage": instantiate,
         "callbacks": lambda callbacks: [instantiate(callback) for callback in callbacks.values()],
         "trainer": lambda trainer: instantiate(

@@ -129,7 +129,7 @@ COMPLETIONS = {
     "lightning-zero plan package.module:Net --ra": ["--ranks"],
     "lightning-zero bench gr": ["growth"],
     "lightning-zero bench growth --model ": ["tiny", "25m", "124m", "1.3b", "7b", "13b"],
-    "lightning-zero train stage=": ["stage=1", "stage=2", "stage=3", "stage=ddp"],
+    "lightning-zero train stage=": ["stage=1", "stage=2", "stage=3", "stage=auto", "stage=ddp"],
     "lightning-zero train stage=ddp model=gpt_s": ["model=gpt_small"],
     "lightning-zero train -m --json trainer.max": ["trainer.max_epochs=", "trainer.max_steps="],
     "lightning-zero train --j": ["--json"],
