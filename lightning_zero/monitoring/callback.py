@@ -376,7 +376,7 @@ def _first_dimension(batch: Any) -> int:
 
 def _loss_in(outputs: Any) -> Tensor | None:
     loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-    return loss.detach() if isinstance(loss, Tensor) and loss.numel() == 1 else None
+    return loss.detach().reshape(()) if isinstance(loss, Tensor) and loss.numel() == 1 else None
 
 
 def _flops_a_second(given: float | str | Path | None) -> float | None:

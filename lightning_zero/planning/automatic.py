@@ -52,8 +52,9 @@ class AutomaticStrategy(TrainerStrategy):
     """ZeRO with the stage that the advisor chooses when a fit begins: the quickest one that fits on the device.
 
     The machine is measured, and the training planned on fake tensors as ``lightning-zero plan`` does. The numbers are
-    those of any stage. Where one choice does not fit the next is taken: another stage, offload to the host's memory,
-    ``activation_checkpointing="units"``. One sample of the training data is read if they are map-style, on rank 0.
+    those of any stage. If no stage fits, the next is taken of these: offload to the host's memory (on a CPU that is the
+    device's), ``activation_checkpointing="units"``, both. One sample of the training data is read if they are
+    map-style, on rank 0.
 
     Arguments:
         resources: the machine's speed instead of a measurement: a file that ``lightning-zero doctor --json`` has
@@ -127,7 +128,9 @@ class AutomaticStrategy(TrainerStrategy):
         except Exception as error:  # a plan that fails must not end a training
             where = traceback.extract_tb(error.__traceback__)[-1]
             reason = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
-        return by_formula(module, self.world_size, resources.memory, f"this training cannot be planned ({reason})")
+        offload = None if self.root_device.type == "cpu" else "cpu"
+        reason = f"this training cannot be planned ({reason})"
+        return by_formula(module, self.world_size, resources.memory, offload, reason)
 
     def _planned(
         self,
@@ -157,10 +160,13 @@ class AutomaticStrategy(TrainerStrategy):
 
         ddp = plans_of((0,))
         plans = plans_of((1, 2, 3))
-        for rest in ({"offload": "cpu"}, {"recompute": True}, {"offload": "cpu", "recompute": True}):
+        rest = [("none", True)]
+        if self.root_device.type != "cpu":  # where the host's memory is the device's
+            rest = [("cpu", False), *rest, ("cpu", True)]
+        for offload, recompute in rest:
             if any(plan.fits is not False for plan in plans):
                 break
-            plans += plans_of((2, 3), **rest)
+            plans += plans_of((2, 3), offload, recompute)
         fitting = [plan for plan in plans if plan.fits is not False]
         # of equally quick ones the one that takes less
         best = min(fitting or plans[-1:], key=lambda plan: (round(plan.seconds_per_step or 0.0, 4), _total(plan)))
@@ -210,8 +216,8 @@ def on_meta(module: LightningModule) -> Callable[[], LightningModule]:
     return lambda: copy.deepcopy(bare)
 
 
-def by_formula(module: nn.Module, ranks: int, memory: float | None, reason: str) -> Choice:
-    """The lowest stage whose model states, by the paper's formula with 30 % for all else, fit."""
+def by_formula(module: nn.Module, ranks: int, memory: float | None, offload: str | None, reason: str) -> Choice:
+    """The lowest stage whose model states, by the paper's formula with 30 % for all else, fit; else with ``offload``."""
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
     needed = {
         stage: _REST
@@ -221,11 +227,12 @@ def by_formula(module: nn.Module, ranks: int, memory: float | None, reason: str)
     ddp = _REST * sum(replicated_bytes(n, 4, trains=t) for n, t in sizes)
     stage = next((stage for stage in needed if memory is None or needed[stage] <= memory), 3)
     fits = memory is None or needed[stage] <= memory
+    offload = None if fits else offload
     why = (
-        f"zero_auto: zero{stage}{'' if fits else '_offload'}, since {reason}.",
+        f"zero_auto: zero{stage}{'_offload' if offload else ''}, since {reason}.",
         f"Model states and 30 % for all else take {needed[stage] / 1e9:.3g} GB a rank; with DDP, {ddp / 1e9:.3g} GB.",
     )
-    return Choice(stage, None if fits else "cpu", None, why)
+    return Choice(stage, offload, None, why)
 
 
 class ZeroAutoStrategy(AutomaticStrategy, ParallelStrategy):

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_zero import ZeroStrategy
+from lightning_zero import ZeroAutoStrategy, ZeroStrategy
 from tests.emulated.device import NAME, in_order
 from tests.support.trainer import TrainerRun, fit, fit_ddp
 from tests.support.training import CLOSE, same_runs
@@ -66,6 +66,20 @@ def fit_as_ddp(strategy: str) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_fit_is_ddps(run_on_device, ranks, strategy):
     run_on_device(ranks, fit_as_ddp, strategy=strategy)
+
+
+@in_order
+def fit_as_chosen() -> None:
+    speed = {"flops": 1e12, "memory_bandwidth": 1e11, "memory": 1.0}  # too little for any choice
+    strategy = ZeroAutoStrategy(resources=speed)
+    found = fit(strategy, accelerator=Emulated())
+    assert strategy.choice is not None
+    assert (strategy.choice.offload, strategy.choice.activation_checkpointing) == ("cpu", "units")
+    same_runs(found, fit_ddp(), CLOSE)
+
+
+def test_zero_auto_offloads_from_a_device_with_little_memory(run_on_device):
+    run_on_device(2, fit_as_chosen)
 
 
 @in_order

@@ -83,14 +83,13 @@ def test_the_choice_gives_ddps_numbers(run_on):
     assert found[0]["read"] == expected[0]["read"] + 1 and found[1]["read"] == expected[1]["read"]
 
 
-def test_with_less_memory_it_shards_more_and_then_offloads(run_on):
-    # of two ranks; the bytes a parameter at rest are 12 and more at stage 1, 8 at stage 3, and less with offload
+def test_with_less_memory_it_shards_more_and_then_recomputes(run_on):
     states = 16 * sum(parameter.numel() for parameter in Net().parameters())
-    choices = [run_on(2, trained, strategy="", memory=part * states)[0]["choice"] for part in (8, 1.6, 1.2, 0.5)]
-    assert choices[0].offload is None and choices[0].activation_checkpointing is None
-    assert choices[1:] and any(choice.offload == "cpu" or choice.stage == 3 for choice in choices[1:])
-    assert any("Nothing fits" in sentence for sentence in choices[-1].why)
-    assert choices[-1].offload == "cpu" and choices[-1].activation_checkpointing == "units"
+    roomy, tight = (run_on(2, trained, strategy="", memory=part * states)[0]["choice"] for part in (8, 0.5))
+    assert roomy.offload is None and roomy.activation_checkpointing is None
+    # on a CPU the host's memory is the device's, so offload would free nothing
+    assert (tight.stage, tight.offload, tight.activation_checkpointing) == (3, None, "units")
+    assert any("Nothing fits" in sentence for sentence in tight.why)
 
 
 def test_a_stream_is_not_read_for_the_choice(run_on):
