@@ -217,7 +217,7 @@ def on_meta(module: LightningModule) -> Callable[[], LightningModule]:
 
 
 def by_formula(module: nn.Module, ranks: int, memory: float | None, offload: str | None, reason: str) -> Choice:
-    """The lowest stage whose model states, by the paper's formula with 30 % for all else, fit; else with ``offload``."""
+    """The lowest stage whose model states, by the paper's formula with 30 % for all else, fit, or offload."""
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
     needed = {
         stage: _REST
