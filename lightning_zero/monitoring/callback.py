@@ -322,7 +322,7 @@ class Monitor:
     def _copy_losses(self, norm: Tensor | None) -> None:
         """Start to copy the losses since the last observation to the host, without waiting for the device."""
         losses, self._losses = self._losses, []
-        values = torch.stack([loss.float() for _, loss in losses]) if losses else torch.empty(0)
+        values = torch.stack([loss.float() for _, loss in losses]) if losses else torch.empty(0, device="cpu")
         arrived = None
         if values.device.type != "cpu":
             values = values.to("cpu", non_blocking=True)

@@ -67,7 +67,9 @@ class SliceMetrics(Callback):
             pl_module.log(f"{self._name}/{each}/samples", samples, sync_dist=True)
             if samples:  # on some rank: all ranks take part in what follows
                 for metric, value in metrics.compute().items():
-                    pl_module.log(f"{self._name}/{each}/{metric}", torch.as_tensor(value), sync_dist=True)
+                    pl_module.log(
+                        f"{self._name}/{each}/{metric}", torch.as_tensor(value, device=pl_module.device), sync_dist=True
+                    )
 
     on_validation_epoch_start = on_test_epoch_start = _start
     on_validation_batch_end = on_test_batch_end = _update
