@@ -12,6 +12,7 @@ from lightning_zero.version import __version__
 COMMANDS = {
     "train": "train a model, or a sweep of models, by Hydra's groups",
     "plan": "predict memory, traffic and time without training",
+    "parity": "train a few steps under DDP and ZeRO, and compare every bit",
     "doctor": "measure this machine, and say what works on it",
     "report": "write a page and a model card of a run or a sweep",
     "drift": "compare data with a saved reference",

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import pkgutil
-import re
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning_zero.commands.parsing import Parser
+from lightning_zero.commands.projects import add_project, cut, project_of, strategy_options
 from lightning_zero.commands.showing import in_bytes, print_json, show, size_of
 
 USAGE = """lightning-zero plan package.module:Module [width=512 ...] --batch package.module:make_batch [options]
@@ -21,9 +18,8 @@ USAGE = """lightning-zero plan package.module:Module [width=512 ...] --batch pac
 
 
 def main(arguments: list[str]) -> int:
-    where = arguments.index("--") if "--" in arguments else len(arguments)
-    of_script = arguments[where + 1 :]
-    parsed = parser().parse_args(arguments[:where])
+    own, of_script = cut(arguments)
+    parsed = parser().parse_args(own)
     if parsed.paper:
         return _paper(parsed)
     if not parsed.project:
@@ -35,7 +31,7 @@ def main(arguments: list[str]) -> int:
         measured = json.loads(parsed.resources.read_text()) if parsed.resources is not None else {}
         resources = _resources(parsed, measured.get("resources", {}))
         memory = _memory(parsed.memory) if parsed.memory else resources.memory if resources is not None else None
-        project = _project(parsed, of_script)
+        project = project_of(parsed, of_script)
         settings = {name: value for name in _SETTINGS if (value := getattr(parsed, name)) is not None}
         plans = make_plans(
             project.make_module,
@@ -47,7 +43,7 @@ def main(arguments: list[str]) -> int:
             resources=resources,
             memory=memory,
             transport=parsed.transport or measured.get("machine", {}).get("transport") or "nccl",
-            **{"ranks": 1, **project.settings, **settings, **_options(parsed.option)},
+            **{"ranks": 1, **project.settings, **settings, **strategy_options(parsed.option)},
         )
     except (ValueError, ImportError, OSError) as error:
         print(f"lightning-zero plan: {error}", file=sys.stderr)
@@ -67,68 +63,13 @@ _SETTINGS = ("ranks", "accumulate", "precision", "clip")
 """Options that come before what the project's own Trainer is given."""
 
 
-def _project(parsed: argparse.Namespace, of_script: list[str]) -> Any:
-    """What the first arguments name.
-
-    Raises:
-        ValueError: if they name nothing.
-    """
-    from lightning_zero.planning import projects
-
-    first, *others = parsed.project
-    if "=" in first:
-        return _of_config([first, *others])
-    if ":" not in first and first.endswith(".py"):
-        return projects.of_script(Path(first), [*others, *of_script])
-    make_module = partial(_found(first), **dict(map(_setting, others)))
-    if parsed.batch is None:
-        raise ValueError("--batch is missing: package.module:function, or tensors such as 'int64[4,1024]'")
-    return projects.Project(make_module, _batch(parsed.batch))
-
-
-def _of_config(overrides: list[str]) -> Any:
-    """What ``lightning-zero train`` would train with these overrides.
-
-    Raises:
-        ValueError: if the configuration is wrong.
-    """
-    from hydra import compose, initialize_config_module
-    from hydra.errors import HydraException
-    from hydra.utils import instantiate
-
-    from lightning_zero.commands.check import ConfigError, check, in_one_line
-    from lightning_zero.planning.projects import Project, first_batch, settings_of
-
-    try:
-        with initialize_config_module("lightning_zero.conf", version_base="1.3"):
-            config = compose("train", [*overrides, "folder=."])
-        of_trainer = dict(config.trainer)
-        config.trainer.update(accelerator="cpu", devices=1, num_nodes=1)  # its own devices need not be here
-        config = check(config)
-    except (ConfigError, HydraException) as error:
-        raise ValueError(in_one_line(error) if isinstance(error, HydraException) else str(error)) from None
-    return Project(partial(instantiate, config.model), first_batch(instantiate(config.data)), settings_of(of_trainer))
-
-
 def parser() -> Parser:
     made = Parser(
         prog="lightning-zero plan",
         usage=USAGE,
         description="Run the real Trainer and engine for two steps on fake tensors, as one rank of many.",
     )
-    made.add_argument(
-        "project",
-        nargs="*",
-        help="a LightningModule class or a function that makes one, with its arguments; a script, which is run up to "
-        "Trainer.fit; or overrides of the configuration that lightning-zero train has",
-    )
-    made.add_argument(
-        "--batch",
-        nargs="+",
-        metavar="BATCH",
-        help="of a class: package.module:function that returns a batch as the loader does, or tensors such as "
-        "'int64[4,1024]'",
-    )
+    add_project(made)
     made.add_argument("--ranks", type=int, help="world size (default: that of the project's Trainer, or 1)")
     made.add_argument("--stage", type=int, nargs="+", default=[0, 1, 2, 3], choices=[0, 1, 2, 3], help="0 is DDP")
     made.add_argument("--offload", nargs="+", default=["none"], choices=["none", "cpu"])
@@ -161,69 +102,6 @@ def parser() -> Parser:
         "--paper", action="store_true", help="Table 1 of the ZeRO paper, by its formula and by the engine"
     )
     return made
-
-
-def _found(name: str) -> Callable[..., Any]:
-    """What `package.module:name` is.
-
-    Raises:
-        ValueError: if there is no such thing.
-    """
-    if ":" not in name:
-        raise ValueError(f"{name!r} must be package.module:Name")
-    try:
-        found: Any = pkgutil.resolve_name(name)
-    except AttributeError as error:
-        raise ValueError(f"{name!r}: {error}") from None
-    if not callable(found):
-        raise ValueError(f"{name!r} must be a class or function, and is a {type(found).__name__}")
-    return found
-
-
-def _batch(given: list[str]) -> Any:
-    """A batch of the project's, or of zeros in declared shapes: one tensor, or a tuple of several.
-
-    Raises:
-        ValueError: for what is neither.
-    """
-    import torch
-
-    tensors = []
-    for text in given:
-        declared = re.fullmatch(r"(\w+)\[(\d+(?:,\d+)*)\]", text)
-        if declared is None and len(given) == 1:
-            return _found(text)()
-        dtype = getattr(torch, declared[1], None) if declared is not None else None
-        if declared is None or not isinstance(dtype, torch.dtype):
-            raise ValueError(f"--batch {text!r} must be package.module:function, or tensors such as 'int64[4,1024]'")
-        tensors.append(torch.zeros(*map(int, declared[2].split(",")), dtype=dtype, device="cpu"))
-    return tensors[0] if len(tensors) == 1 else tuple(tensors)
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ValueError(f"{text!r} must be name=value")
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value
-
-
-def _options(given: list[str]) -> dict[str, Any]:
-    """Options of ZeroStrategy.
-
-    Raises:
-        ValueError: if one does not exist or has a wrong value.
-    """
-    from lightning_zero.strategies.trainer import ZeroStrategy
-
-    options = dict(map(_setting, given))
-    try:
-        ZeroStrategy(**options)
-    except TypeError as error:
-        raise ValueError(str(error)) from None
-    return options
 
 
 def _memory(text: str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import traceback
 from collections.abc import Callable
@@ -11,7 +10,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from lightning import pytorch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import LightningModule, Trainer
@@ -19,7 +17,6 @@ from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
-from torch.nn import Parameter
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero.engine.plan.placement import placements_of, replicated_bytes
@@ -119,12 +116,14 @@ class AutomaticStrategy(TrainerStrategy):
         return chosen
 
     def _advised(self, trainer: Trainer, resources: Resources, transport: str) -> Choice:
+        from lightning_zero.planning.projects import copied
+
         module = self.lightning_module
         assert module is not None
         try:
             with isolate_rng():
                 batch = sample_batch(trainer)
-                return self._planned(trainer, on_meta(module), batch, resources, transport)
+                return self._planned(trainer, lambda: copied(module), batch, resources, transport)
         except Exception as error:  # a plan that fails must not end a training
             where = traceback.extract_tb(error.__traceback__)[-1]
             reason = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
@@ -202,18 +201,6 @@ def sample_batch(trainer: Trainer) -> Any:
     if loader.batch_size is None:
         return loader.collate_fn(loader.dataset[0])
     return loader.collate_fn([loader.dataset[0]] * min(loader.batch_size, len(loader.dataset)))  # type: ignore[arg-type]
-
-
-def on_meta(module: LightningModule) -> Callable[[], LightningModule]:
-    """A function that copies a module without the values of its tensors."""
-    memo: dict[int, Any] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        empty = torch.empty_like(tensor, device="meta", requires_grad=False)
-        memo[id(tensor)] = (
-            Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, Parameter) else empty
-        )
-    bare = copy.deepcopy(module, memo)
-    return lambda: copy.deepcopy(bare)
 
 
 def by_formula(module: nn.Module, ranks: int, memory: float | None, offload: str | None, reason: str) -> Choice:

@@ -263,7 +263,7 @@ class _SecondStep(Callback):
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Context without what Lightning says of a Trainer, and torch of fake tensors' addresses."""
     logger = logging.getLogger("lightning.pytorch")
     before = logger.level
@@ -276,7 +276,7 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(before)
 
 
-@_quiet()
+@quiet()
 @process_group.hidden()
 def fake_run(
     make_module: Callable[[], LightningModule],

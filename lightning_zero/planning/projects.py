@@ -1,4 +1,4 @@
-"""Projects to plan: by a class and a batch, or by the Trainer that a script makes."""
+"""Projects to plan or probe: by a class and a batch, or by the Trainer that a script makes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,21 +17,33 @@ from unittest.mock import patch
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
+from torch.nn import Parameter
 
 
 @dataclass(frozen=True)
 class Project:
-    """What is planned.
+    """What is planned, or probed.
 
     Attributes:
-        make_module: makes the LightningModule; called where parameters are made on the meta device.
-        batch: as the project's loader gives it, on the CPU.
+        make_module: makes the LightningModule; for a plan, where parameters are made on the meta device.
+        batches: for training, as the project's loader gives them, on the CPU.
         settings: of its Trainer, by the argument of ``make_plans``: ``ranks``, ``accumulate``, ``precision``, ``clip``.
     """
 
     make_module: Callable[[], LightningModule]
-    batch: Any
+    batches: Callable[[], Iterator[Any]]
     settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def batch(self) -> Any:
+        """The first batch.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        for batch in self.batches():
+            return batch
+        raise ValueError("The loader of training batches is empty, so there is no batch to plan with.")
 
 
 class _FitCalled(BaseException):
@@ -46,7 +58,7 @@ def of_script(script: Path, arguments: list[str]) -> Project:
         arguments: of the script's command line.
 
     Raises:
-        ValueError: if there is no such script, it ends without a call of ``Trainer.fit``, or its loader is empty.
+        ValueError: if there is no such script, or it ends without a call of ``Trainer.fit``.
     """
     if not script.is_file():
         raise ValueError(f"{str(script)!r} must be a script, package.module:Name, or name=value of a configuration")
@@ -71,25 +83,29 @@ def of_script(script: Path, arguments: list[str]) -> Project:
     if not given:
         raise ValueError(f"{script} ended without a call of Trainer.fit, so there is nothing to plan")
     model = getattr(given["model"], "_orig_mod", given["model"])
-    batch = first_batch(given["data"] if given["data"] is not None else model)
-    model.to("meta")
-    return Project(lambda: copy.deepcopy(model), batch, settings_of(made[given["trainer"]]))
+    data = given["data"] if given["data"] is not None else model
+    return Project(lambda: copied(model), partial(batches_of, data), settings_of(made[given["trainer"]]))
 
 
-def first_batch(data: Any) -> Any:
-    """The first batch that a data module, a loader, or a module with loaders of its own gives for training.
+def copied(module: LightningModule) -> LightningModule:
+    """A copy of a module; on the meta device, if that is the default one, without the values of its tensors."""
+    memo: dict[int, Any] = {}
+    if torch.get_default_device().type == "meta":
+        for tensor in (*module.parameters(), *module.buffers()):
+            empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+            memo[id(tensor)] = Parameter(empty, tensor.requires_grad) if isinstance(tensor, Parameter) else empty
+    return copy.deepcopy(module, memo)
 
-    Raises:
-        ValueError: if there is none.
-    """
+
+def batches_of(data: Any) -> Iterator[Any]:
+    """The batches that a data module, a loader, or a module with loaders of its own gives for training."""
     if hasattr(data, "train_dataloader"):
         data.prepare_data()
         if hasattr(data, "setup"):
             data.setup("fit")
         data = data.train_dataloader()
     for batch in data:
-        return move_data_to_device(batch, torch.device("cpu"))
-    raise ValueError("The loader of training batches is empty, so there is no batch to plan with.")
+        yield move_data_to_device(batch, torch.device("cpu"))
 
 
 def settings_of(trainer: dict[str, Any]) -> dict[str, Any]:

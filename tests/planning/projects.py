@@ -49,6 +49,14 @@ class Reading(Net):
         return loss
 
 
+class KnowsItsStrategy(Net):
+    """Computes another loss under ZeRO from the second batch on."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * 2 if batch_idx and type(self.trainer.strategy).__name__ == "ZeroStrategy" else loss
+
+
 class LooksAtWeights(Net):
     """Reads a weight where it is made."""
 

@@ -1,0 +1,77 @@
+"""`lightning-zero parity`: whether a project trains under ZeRO as under DDP, bit for bit, or where they part."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from lightning_zero.commands.parsing import Parser
+from lightning_zero.commands.projects import add_project, cut, project_of, strategy_options
+from lightning_zero.commands.showing import print_json
+
+USAGE = """lightning-zero parity package.module:Module [width=64 ...] --batch package.module:make_batch [options]
+       lightning-zero parity train.py [options] [-- arguments of the script]
+       lightning-zero parity [model=gpt_tiny ...] [options]"""
+
+
+def main(arguments: list[str]) -> int:
+    own, of_script = cut(arguments)
+    parsed = parser().parse_args(own)
+    if not parsed.project:
+        parser().error("give what to train")
+    sys.path.insert(0, "")
+    try:
+        from lightning_zero.planning.parity import probe
+
+        project = project_of(parsed, of_script)
+        settings = {name: value for name, value in project.settings.items() if name != "ranks"}
+        settings |= {"precision": parsed.precision} if parsed.precision is not None else {}
+        found = probe(
+            project,
+            ranks=parsed.ranks,
+            stages=parsed.stage,
+            steps=parsed.steps,
+            **{**settings, **strategy_options(parsed.option)},
+        )
+    except (ValueError, ImportError, OSError) as error:
+        print(f"lightning-zero parity: {error}", file=sys.stderr)
+        return 2
+    if parsed.json:
+        print_json([asdict(comparison) for comparison in found])
+    else:
+        for comparison in found:
+            print(_said(comparison, parsed))
+    return int(not all(comparison.is_equal for comparison in found))
+
+
+def parser() -> Parser:
+    made = Parser(
+        prog="lightning-zero parity",
+        usage=USAGE,
+        description="Train the same few steps under DDP and under ZeRO in processes on the CPU. The exit code is 1 if "
+        "a loss or a weight differs in any bit.",
+    )
+    add_project(made)
+    made.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
+    made.add_argument("--steps", type=int, default=3, help="of the optimizer (default: 3)")
+    made.add_argument("--stage", type=int, nargs="+", default=[1, 2, 3], choices=[1, 2, 3], help="(default: all)")
+    made.add_argument("--precision", help="as the Trainer names it (default: the project's, or 32-true)")
+    made.add_argument("--option", nargs="+", default=[], metavar="name=value", help="others of ZeroStrategy")
+    made.add_argument("--json", action="store_true", help="what was found as JSON")
+    return made
+
+
+def _said(comparison: Any, parsed: Any) -> str:
+    if comparison.is_equal:
+        return f"zero{comparison.stage}: the same as DDP, bit for bit (steps: {parsed.steps}, ranks: {parsed.ranks})."
+    parts = []
+    if comparison.loss is not None:
+        theirs, ours = (", ".join(f"{loss:.9g}" for loss in losses) for losses in comparison.loss)
+        parts.append(f"the losses of the ranks are {ours}, and under DDP {theirs}")
+    if comparison.weights:
+        worst = sorted(comparison.weights, key=lambda name: -comparison.weights[name])
+        listed = ", ".join(f"{name} by up to {comparison.weights[name]:.3g}" for name in worst[:3])
+        rest = f", and {len(worst) - 3} more" if len(worst) > 3 else ""
+        parts.append(f"weights differ after it: {listed}{rest}")
+    return f"zero{comparison.stage}: differs from DDP at micro-batch {comparison.step}: {'; '.join(parts)}."

@@ -1,0 +1,151 @@
+"""Arguments of commands that name a project: a class and a batch, a script, or a configuration."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pkgutil
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+
+def cut(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """The command's own arguments, and those after ``--``, which belong to a script."""
+    where = arguments.index("--") if "--" in arguments else len(arguments)
+    return arguments[:where], arguments[where + 1 :]
+
+
+def add_project(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that ``project_of`` reads."""
+    parser.add_argument(
+        "project",
+        nargs="*",
+        help="a LightningModule class or a function that makes one, with its arguments; a script, which is run up to "
+        "Trainer.fit; or overrides of the configuration that lightning-zero train has",
+    )
+    parser.add_argument(
+        "--batch",
+        nargs="+",
+        metavar="BATCH",
+        help="of a class: package.module:function that returns a batch as the loader does, or tensors such as "
+        "'int64[4,1024]'",
+    )
+
+
+def project_of(parsed: argparse.Namespace, of_script: list[str]) -> Any:
+    """What the first arguments name.
+
+    Raises:
+        ValueError: if they name nothing.
+    """
+    from lightning_zero.planning import projects
+
+    first, *others = parsed.project
+    if "=" in first:
+        return _of_config([first, *others])
+    if ":" not in first and first.endswith(".py"):
+        return projects.of_script(Path(first), [*others, *of_script])
+    make_module = partial(_found(first), **dict(map(setting, others)))
+    if parsed.batch is None:
+        raise ValueError("--batch is missing: package.module:function, or tensors such as 'int64[4,1024]'")
+    return projects.Project(make_module, partial(_batches, parsed.batch))
+
+
+def _of_config(overrides: list[str]) -> Any:
+    """What ``lightning-zero train`` would train with these overrides.
+
+    Raises:
+        ValueError: if the configuration is wrong.
+    """
+    from hydra import compose, initialize_config_module
+    from hydra.errors import HydraException
+    from hydra.utils import instantiate
+
+    from lightning_zero.commands.check import ConfigError, check, in_one_line
+    from lightning_zero.planning.projects import Project, batches_of, settings_of
+
+    try:
+        with initialize_config_module("lightning_zero.conf", version_base="1.3"):
+            config = compose("train", [*overrides, "folder=."])
+        of_trainer = dict(config.trainer)
+        config.trainer.update(accelerator="cpu", devices=1, num_nodes=1)  # its own devices need not be here
+        config = check(config)
+    except (ConfigError, HydraException) as error:
+        raise ValueError(in_one_line(error) if isinstance(error, HydraException) else str(error)) from None
+    data = partial(batches_of, instantiate(config.data))
+    return Project(partial(instantiate, config.model), data, settings_of(of_trainer))
+
+
+def _found(name: str) -> Callable[..., Any]:
+    """What `package.module:name` is.
+
+    Raises:
+        ValueError: if there is no such thing.
+    """
+    if ":" not in name:
+        raise ValueError(f"{name!r} must be package.module:Name")
+    try:
+        found: Any = pkgutil.resolve_name(name)
+    except AttributeError as error:
+        raise ValueError(f"{name!r}: {error}") from None
+    if not callable(found):
+        raise ValueError(f"{name!r} must be a class or function, and is a {type(found).__name__}")
+    return found
+
+
+def _batches(given: list[str]) -> Iterator[Any]:
+    """Batches of the project's, or of random values in declared shapes: one tensor, or a tuple of several.
+
+    Raises:
+        ValueError: for what is neither.
+    """
+    import torch
+
+    declared = [re.fullmatch(r"(\w+)\[(\d+(?:,\d+)*)\]", text) for text in given]
+    if len(given) == 1 and declared[0] is None:
+        make = _found(given[0])
+        while True:
+            yield make()
+    shapes = []
+    for text, match in zip(given, declared):
+        dtype = getattr(torch, match[1], None) if match is not None else None
+        if match is None or not isinstance(dtype, torch.dtype):
+            raise ValueError(f"--batch {text!r} must be package.module:function, or tensors such as 'int64[4,1024]'")
+        shapes.append((tuple(map(int, match[2].split(","))), dtype))
+    while True:
+        tensors = [
+            torch.randn(shape, dtype=dtype, device="cpu")
+            if dtype.is_floating_point
+            else torch.randint(2, shape, device="cpu").to(dtype)
+            for shape, dtype in shapes
+        ]
+        yield tensors[0] if len(tensors) == 1 else tuple(tensors)
+
+
+def setting(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"{text!r} must be name=value")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def strategy_options(given: list[str]) -> dict[str, Any]:
+    """Options of ZeroStrategy.
+
+    Raises:
+        ValueError: if one does not exist or has a wrong value.
+    """
+    from lightning_zero.strategies.trainer import ZeroStrategy
+
+    options = dict(map(setting, given))
+    try:
+        ZeroStrategy(**options)
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+    return options

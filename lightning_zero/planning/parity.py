@@ -1,0 +1,159 @@
+"""The parity probe: the same few steps under DDP and under ZeRO, bit for bit the same, or where they part."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_zero.engine.access import full_parameters
+from lightning_zero.engine.comm import process_group
+from lightning_zero.planning.fake_run import quiet
+from lightning_zero.planning.projects import Project
+from lightning_zero.strategies.trainer import ZeroStrategy
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One stage beside DDP.
+
+    Attributes:
+        stage: of ZeRO.
+        is_equal: whether every loss of every rank, and every weight after every step, has the same bits.
+        step: the first that differs, from 0; None where none does.
+        loss: of the ranks at that step, under DDP and under ZeRO, where it differs.
+        weights: largest difference by name of parameter after that step, where there is one.
+    """
+
+    stage: int
+    is_equal: bool
+    step: int | None
+    loss: tuple[list[float], list[float]] | None
+    weights: dict[str, float]
+
+
+@quiet()
+def probe(
+    project: Project,
+    *,
+    ranks: int,
+    stages: list[int],
+    steps: int,
+    accumulate: int = 1,
+    precision: Any = "32-true",
+    clip: float | None = None,
+    **options: Any,
+) -> list[Comparison]:
+    """Train a project for a few steps under DDP and each stage, in forked processes on the CPU.
+
+    Every run begins with the same weights, seeds and batches; each rank has batches of its own. Only the module is the
+    project's: its callbacks and validation are left out.
+
+    Args:
+        project: its module is made once, with values.
+        ranks: processes.
+        stages: of ZeRO.
+        steps: of the optimizer.
+        accumulate: micro-batches a step.
+        precision, clip: of the Trainer.
+        options: of ``ZeroStrategy``.
+
+    Raises:
+        ValueError: if the project has not as many batches.
+    """
+    seed_everything(0, verbose=False)
+    module = project.make_module()
+    needed = steps * accumulate * ranks
+    batches = list(itertools.islice(project.batches(), needed))
+    if len(batches) < needed:
+        raise ValueError(f"{steps} steps of {ranks} ranks take {needed} batches, and the project gives {len(batches)}.")
+
+    def recorded(strategy: Any) -> list[list[_Step]]:
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = Trainer(
+                strategy=strategy,
+                accelerator="cpu",
+                devices=ranks,
+                max_steps=steps if module.automatic_optimization else -1,
+                max_epochs=1,
+                precision=precision,
+                accumulate_grad_batches=accumulate,
+                gradient_clip_val=clip,
+                limit_val_batches=0,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                use_distributed_sampler=False,
+                callbacks=[_Recorder(Path(folder))],
+            )
+            trainer.fit(copy.deepcopy(module), DataLoader(_Shares(batches), batch_size=None))
+            return [torch.load(Path(folder, f"{rank}.pt"), weights_only=True) for rank in range(ranks)]
+
+    ddp = recorded(DDPStrategy(start_method="fork", find_unused_parameters=True))
+    return [
+        _compared(stage, ddp, recorded(ZeroStrategy(stage=stage, start_method="fork", **options))) for stage in stages
+    ]
+
+
+_Step = dict[str, Tensor]
+"""A rank's loss of a micro-batch, under ``""``, and on rank 0 the weights after it, by name."""
+
+
+class _Shares(IterableDataset[Any]):
+    """Each rank's share of some batches."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches[process_group.rank() :: process_group.world_size()])
+
+
+class _Recorder(Callback):
+    """Writes losses and weights of each micro-batch to a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._steps = folder, list[_Step]()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        torch.manual_seed(trainer.global_rank)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        step = {"": loss.detach().reshape(()).clone() if isinstance(loss, Tensor) else torch.zeros((), device="cpu")}
+        with full_parameters(pl_module):
+            if trainer.is_global_zero:
+                step |= {name: parameter.detach().clone() for name, parameter in pl_module.named_parameters()}
+        self._steps.append(step)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        torch.save(self._steps, self._folder / f"{trainer.global_rank}.pt")
+
+
+def _compared(stage: int, theirs: list[list[_Step]], ours: list[list[_Step]]) -> Comparison:
+    for number, (of_ddp, of_zero) in enumerate(zip(zip(*theirs), zip(*ours))):
+        losses = [step[""].item() for step in of_ddp], [step[""].item() for step in of_zero]
+        has_same_losses = all(_has_same_bits(a[""], b[""]) for a, b in zip(of_ddp, of_zero))
+        weights = {
+            name: (value.double() - of_zero[0][name].double()).abs().max().item()
+            for name, value in of_ddp[0].items()
+            if name and not _has_same_bits(value, of_zero[0][name])
+        }
+        if not has_same_losses or weights:
+            return Comparison(stage, False, number, None if has_same_losses else losses, weights)
+    return Comparison(stage, True, None, None, {})
+
+
+def _has_same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))

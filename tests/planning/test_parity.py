@@ -1,0 +1,64 @@
+"""`lightning-zero parity`: the same steps under DDP and under ZeRO, or where they part."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.planning.test_command import PROJECT, SCRIPT
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own, since it forks."""
+    command = [sys.executable, "-m", "lightning_zero", "parity", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def probed(*arguments: str) -> tuple[int, list[dict]]:
+    done = run("--json", *arguments)
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_a_project_trains_as_under_ddp():
+    done = run(*PROJECT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        f"zero{stage}: the same as DDP, bit for bit (steps: 3, ranks: 2)." for stage in (1, 2, 3)
+    ]
+
+
+def test_where_they_part_is_named_with_the_weights():
+    """Gradients that are rounded once more part after the first step, whose losses are still the same."""
+    code, (found,) = probed(*PROJECT, "--stage", "2", "--steps", "2", "--option", "reduce_dtype=bf16")
+    assert code == 1 and not found["is_equal"]
+    assert found["step"] == 0 and found["loss"] is None
+    assert "blocks.0.up.weight" in found["weights"] and max(found["weights"].values()) > 0
+    said = run(*PROJECT, "--stage", "2", "--steps", "1", "--option", "reduce_dtype=bf16").stdout
+    assert "zero2: differs from DDP at micro-batch 0: weights differ after it: blocks." in said
+
+
+def test_other_losses_are_named_with_those_of_ddp():
+    other = ["tests.planning.projects:KnowsItsStrategy", *PROJECT[1:]]
+    code, (found,) = probed(*other, "--stage", "3", "--steps", "2")
+    assert code == 1 and found["step"] == 1
+    (theirs, ours) = found["loss"]
+    assert len(theirs) == len(ours) == 2 and all(b == pytest.approx(2 * a) for a, b in zip(theirs, ours))
+
+
+def test_optimization_by_hand_is_probed():
+    project = ["tests.planning.projects:Adversaries", "--batch", "tests.planning.projects:pictures"]
+    code, found = probed(*project, "--stage", "1", "3", "--steps", "2")
+    assert code == 0 and [each["stage"] for each in found] == [1, 3]
+
+
+def test_a_script_is_probed_with_its_own_batches(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    script = [str(tmp_path / "train.py"), "--stage", "3", "--precision", "32-true"]
+    code, (found,) = probed(*script, "--steps", "1", "--ranks", "1", "--", "--width", "32")
+    assert code == 0 and found["is_equal"]
+    done = run(*script, "--", "--width", "32")
+    assert done.returncode == 2
+    assert "3 steps of 2 ranks take 12 batches, and the project gives 2." in done.stderr
