@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import seed_everything
+from lightning_utilities.core import rank_zero
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_zero import ZeroAutoStrategy
@@ -49,7 +50,7 @@ class Says(logging.Handler):
 
 
 def trained(strategy: str, memory: float | None = None, stream: bool = False) -> dict[str, Any]:
-    said, log = Says(), logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    said, log = Says(), rank_zero.log  # of lightning or of pytorch_lightning: the one imported last
     log.addHandler(said)
     seed_everything(3, verbose=False)
     Stream.taken = Rows.read = 0
