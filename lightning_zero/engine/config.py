@@ -50,7 +50,10 @@ class EngineConfig:
             a quarter of the model.
         activation_checkpointing: ``"units"`` recomputes the forward of each unit in backward; module classes or a
             predicate choose other modules, as for ``units``. ``None`` adds no checkpointing.
-        allow_any_optimizer: accept optimizer classes that are not known to be elementwise.
+        whole_parameters: what optimizers of an unknown class need: ``True`` whole parameters, each of which one rank
+            then updates; ``False`` nothing, since they are elementwise; or a predicate of (name, parameter). ``None``
+            accepts known classes alone.
+        allow_any_optimizer: ``True`` is another name of ``whole_parameters=False`` for unknown classes.
         compute_dtype: dtype in which the fp32 parameters of linear, convolution and attention layers are gathered;
             autocast would cast them to it anyway. ``None`` for their own dtype, which all other parameters keep.
         handshake_timeout: seconds to wait for the other ranks where user code reads a sharded tensor.
@@ -69,6 +72,7 @@ class EngineConfig:
     reduce_dtype: torch.dtype | str | None = None
     bucket_numel: int = 2**25
     activation_checkpointing: Modules | None = None
+    whole_parameters: bool | Callable[[str, torch.Tensor], bool] | None = None
     allow_any_optimizer: bool = False
     compute_dtype: torch.dtype | None = None
     handshake_timeout: float = 600.0
@@ -82,6 +86,11 @@ class EngineConfig:
         for name in ("overlap", "allow_any_optimizer"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
+        whole = self.whole_parameters
+        if not (whole is None or isinstance(whole, bool) or callable(whole)):
+            raise TypeError(
+                f"whole_parameters={whole!r} must be True, False, None or a predicate of (name, parameter)."
+            )
         _check_modules("units", self.units, "auto")
         if self.activation_checkpointing is not None:
             _check_modules("activation_checkpointing", self.activation_checkpointing, "units")
@@ -109,6 +118,15 @@ class EngineConfig:
     @property
     def offloads_optimizer(self) -> bool:
         return self.offloads is not None and self.offloads.optimizer is not None
+
+    @property
+    def offloads_to_disk(self) -> bool:
+        return self.offloads is not None and self.offloads.optimizer == "nvme"
+
+    @property
+    def keeps_whole(self) -> bool | Callable[[str, torch.Tensor], bool] | None:
+        """What optimizers of an unknown class need, by either option."""
+        return False if self.whole_parameters is None and self.allow_any_optimizer else self.whole_parameters
 
 
 _PLACES = (None, "cpu", "nvme")

@@ -29,9 +29,9 @@ from lightning_zero.engine.init.restore import restore_parameters
 from lightning_zero.engine.init.sources import agree_on_sources, check_ordinary, common_device
 from lightning_zero.engine.offload.states import Swap
 from lightning_zero.engine.offload.updates import Updates
-from lightning_zero.engine.optim.compatibility import check_optimizers
+from lightning_zero.engine.optim.compatibility import check_optimizers, kept_whole
 from lightning_zero.engine.optim.master import restore_digits
-from lightning_zero.engine.optim.masters import Masters, masters_of
+from lightning_zero.engine.optim.masters import Masters, give_owners, masters_of
 from lightning_zero.engine.optim.state import make_room
 from lightning_zero.engine.plan.placement import Placement, placements_of
 from lightning_zero.engine.plan.units import plan_units, share_of
@@ -228,6 +228,34 @@ class Engine:
             synchronize(self.background)  # an update of a removed optimizer may still be running
         for masters in gone:
             masters.close(None)
+        self._give_owners()
+
+    def _give_owners(self) -> None:
+        """Cut buckets anew whose parameters an optimizer needs as a whole, since it came or got them late. Collective.
+
+        Raises:
+            RuntimeError: if a parameter of such a bucket has a gradient; nothing has been changed.
+        """
+        self._group_sizes = self._sizes_of_groups()
+        is_kept_whole = kept_whole(self.optimizers, self.config, ranks=self.communicator.size)
+        late = [
+            bucket
+            for bucket in self.buckets
+            if not bucket.layout.is_whole and any(is_kept_whole(slot.name, slot.parameter) for slot in slots_of(bucket))
+        ]
+        for slot in (slot for bucket in late for slot in slots_of(bucket)):
+            if slot.parameter.grad is not None:
+                raise RuntimeError(
+                    f"'{slot.name}' has a gradient, and its unit is now to be updated by an optimizer that needs whole "
+                    "parameters. Give parameters to such an optimizer when they have no gradients: after "
+                    "optimizer.zero_grad(), or before the first backward."
+                )
+        if late:
+            synchronize(self.background)
+            give_owners(late, self.buckets, self.masters)
+
+    def _sizes_of_groups(self) -> list[int]:
+        return [len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -318,6 +346,8 @@ class Engine:
                 self.reducer.abort()  # if an exception ended the last backward
                 for masters in self.masters:
                     masters.recover()
+                if self._sizes_of_groups() != self._group_sizes:  # by ``add_param_group``
+                    self._give_owners()
                 self.streams.begin_forward()
             if is_step:
                 self._follow_buffers()

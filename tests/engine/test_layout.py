@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lightning_zero.engine.plan.layout import ALIGNMENT, BucketLayout
+from lightning_zero.engine.plan.ownership import balanced_owners, imbalance
 from lightning_zero.engine.plan.placement import Placement, placements_of
 
 SHAPES = [("a", torch.Size((7, 15))), ("b", torch.Size(())), ("c", torch.Size((0, 3))), ("d", torch.Size((16, 17)))]
@@ -24,9 +25,52 @@ def test_every_element_of_every_parameter_is_owned_by_exactly_one_rank(world_siz
 def test_shards_are_equal_and_cover_the_bucket(world_size):
     layout = BucketLayout.of(SHAPES, world_size)
     ranges = [layout.shard_range(rank) for rank in range(world_size)]
-    assert [stop - start for start, stop in ranges] == [layout.shard_numel] * world_size
+    assert [stop - start for start, stop in ranges] == [layout.shard_numel(0)] * world_size
     assert ranges[0][0] == 0 and ranges[-1][1] == layout.padded_numel
     assert all(before[1] == after[0] for before, after in zip(ranges, ranges[1:]))
+
+
+@pytest.mark.parametrize("owners", [(0, 0, 0, 0), (0, 1, 1, 2), (1, 1, 3, 3), (3, 3, 3, 3)])
+def test_in_a_whole_bucket_each_parameter_has_one_owner_and_shards_cover_the_bucket(owners):
+    layout = BucketLayout.of(SHAPES, 4, owners)
+    ranges = [layout.shard_range(rank) for rank in range(4)]
+    assert ranges[0][0] == 0 and ranges[-1][1] == layout.padded_numel
+    assert all(before[1] == after[0] for before, after in zip(ranges, ranges[1:]))
+    for index, segment in enumerate(layout.segments):
+        owned = [layout.owned_range(index, index, rank) for rank in range(4)]
+        for rank, (start, stop) in enumerate(owned):
+            expected = (segment.start, segment.stop) if rank == owners[index] else None
+            assert (start, stop) == expected or (start == stop and not (expected and segment.numel))
+    assert layout.padded_numel - layout.numel < ALIGNMENT * len(SHAPES)  # nothing is padded to equal shards
+
+
+def llama(width: int, key_value: int, hidden: int, depth: int) -> list[list[int]]:
+    kv = width * key_value
+    return [[width**2, kv, kv, width**2, *[width * hidden] * 3]] * depth
+
+
+MODELS = {
+    "124 M": [[3 * 768**2, 768**2, 4 * 768**2, 4 * 768**2]] * 12,
+    "8 B": llama(4096, 1024, 14336, 32),
+    "70 B": llama(8192, 1024, 28672, 80),
+    "mixture of experts": [[2048**2] * 4 + [2048 * 1408] * 3 * 16] * 16,
+}
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(2, 1.01), (8, 1.12), (64, 1.8)])
+@pytest.mark.parametrize("name", MODELS)
+def test_owners_are_balanced_by_elements(name, ranks, most):
+    buckets = MODELS[name]
+    owners = balanced_owners(buckets, ranks)
+    assert all(of_bucket == sorted(of_bucket) for of_bucket in owners)
+    loads = [0] * ranks
+    for of_bucket, numels in zip(owners, buckets, strict=True):
+        for rank, numel in zip(of_bucket, numels, strict=True):
+            loads[rank] += numel
+    mean = sum(loads) / ranks
+    # no rank can take less than the largest segment, so that few segments over many ranks are uneven in any case
+    assert max(loads) <= most * max(mean, max(max(numels) for numels in buckets))
+    assert imbalance(buckets, owners, ranks) == pytest.approx(max(loads) / mean)
 
 
 def test_segments_and_gaps_cover_the_bucket_once_and_segments_are_aligned():

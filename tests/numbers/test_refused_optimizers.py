@@ -1,4 +1,4 @@
-"""Optimizers that are not elementwise cannot update shards: with several ranks they are refused by name.
+"""Optimizers whose update of a parameter needs others, and unknown ones, are refused by name over several ranks.
 
 A single rank has full parameters, which every optimizer updates as in plain torch.
 """
@@ -35,7 +35,7 @@ class SignDescent(Optimizer):
         return loss
 
 
-REFUSED = [LBFGS, Adafactor, Muon, SparseAdam, SignDescent]
+REFUSED = [(LBFGS, "inner products of whole gradients"), (SparseAdam, "sparse"), (SignDescent, "elementwise")]
 
 
 def make(kind: type[Optimizer], model: nn.Module) -> Optimizer:
@@ -43,7 +43,6 @@ def make(kind: type[Optimizer], model: nn.Module) -> Optimizer:
 
 
 def refuse(stage: int, kind: type[Optimizer], says: str = "elementwise", **options: Any) -> None:
-    """Square has matrices only, which is all that Muon takes."""
     from lightning_zero.engine import Engine
 
     module = Square()
@@ -87,32 +86,93 @@ class ByAHelper(SGD):
 
 @pytest.mark.parametrize("kind", [Reading, Decorated, ByAHelper], ids=lambda kind: kind.__name__)
 def test_a_subclass_whose_step_may_do_more_than_the_known_one_is_refused_with_the_option_that_accepts_it(run_on, kind):
-    run_on(2, refuse, stage=3, kind=kind, says="allow_any_optimizer=True")
+    run_on(2, refuse, stage=3, kind=kind, says="whole_parameters=False.*whole_parameters=True")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
-def test_an_optimizer_that_is_not_known_to_be_elementwise_is_refused_by_name(run_on, stage, kind):
-    run_on(2, refuse, stage=stage, kind=kind)
+@pytest.mark.parametrize(("kind", "says"), REFUSED)
+def test_an_optimizer_that_needs_other_parameters_or_is_not_known_is_refused_by_name(run_on, stage, kind, says):
+    run_on(2, refuse, stage=stage, kind=kind, says=says)
 
 
-@pytest.mark.parametrize("kind", [LBFGS, Adafactor, Muon, SparseAdam], ids=lambda kind: kind.__name__)
-def test_one_that_is_known_not_to_be_elementwise_is_refused_in_any_case(run_on, kind):
-    run_on(2, refuse, stage=3, kind=kind, allow_any_optimizer=True)
+@pytest.mark.parametrize("option", ["allow_any_optimizer", "whole_parameters"])
+@pytest.mark.parametrize(("kind", "says"), REFUSED[:2])
+def test_one_that_is_known_to_need_other_parameters_is_refused_in_any_case(run_on, kind, says, option):
+    run_on(2, refuse, stage=3, kind=kind, says=says, **{option: True})
+
+
+class ByTheLargest(SignDescent):
+    """Divides by the largest gradient of all parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        largest = max(p.grad.abs().max() for p in params)
+        for p in params:
+            p.sub_(p.grad / largest, alpha=0.001)
+
+
+class ByTheMean(SignDescent):
+    """Subtracts the mean of each parameter's gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad - p.grad.mean(), alpha=0.001)
+
+
+@pytest.mark.parametrize(
+    ("kind", "declared", "says"),
+    [
+        (ByTheLargest, True, "depends on the others.*strategy='ddp'"),
+        (ByTheLargest, False, "depends on the others"),
+        (ByTheMean, False, "halves of a matrix differ.*Pass whole_parameters=True"),
+    ],
+)
+def test_a_declaration_that_small_tensors_refute_is_refused_with_what_was_seen(run_on, kind, declared, says):
+    run_on(2, refuse, stage=3, kind=kind, says=says, whole_parameters=declared)
+
+
+def is_always(name: str, parameter: Tensor) -> bool:
+    return True
+
+
+def by_the_mean(model: nn.Module) -> Optimizer:
+    return make(ByTheMean, model)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("declared", [True, is_always], ids=["all", "by a predicate"])
+def test_an_unknown_optimizer_of_whole_parameters_trains_as_under_ddp_when_it_is_declared(run_on, stage, declared):
+    run_on(2, train_both, stage=stage, optimizer=by_the_mean, whole_parameters=declared)
+
+
+def refuse_wrong_declarations() -> None:
+    refuse(
+        stage=3, kind=Adafactor, says="rows and columns of each matrix. Leave whole_parameters", whole_parameters=False
+    )
+    refuse(stage=3, kind=Adafactor, says="states on a disk.*offload='cpu'", offload="nvme")
+
+
+def test_whole_parameters_are_neither_cut_nor_on_a_disk(run_on):
+    run_on(2, refuse_wrong_declarations)
 
 
 def sign_descent(model: nn.Module) -> Optimizer:
     return make(SignDescent, model)
 
 
-def train_both(stage: int) -> None:
-    recipe = Recipe(OddModel, sign_descent)
-    same_runs(train_zero(recipe, stage, allow_any_optimizer=True), train_ddp(recipe))
+def train_both(stage: int, optimizer: Any = sign_descent, **options: Any) -> None:
+    recipe = Recipe(OddModel, optimizer)
+    same_runs(train_zero(recipe, stage, **options), train_ddp(recipe))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_an_unknown_elementwise_optimizer_trains_as_under_ddp_when_the_user_allows_it(run_on, stage):
-    run_on(2, train_both, stage=stage)
+@pytest.mark.parametrize("option", [{"allow_any_optimizer": True}, {"whole_parameters": False}], ids=str)
+def test_an_unknown_elementwise_optimizer_trains_as_under_ddp_when_the_user_allows_it(run_on, stage, option):
+    run_on(2, train_both, stage=stage, **option)
 
 
 class LearnerWithLBFGS(Learner):
@@ -122,7 +182,7 @@ class LearnerWithLBFGS(Learner):
 
 def refuse_in_the_trainer(stage: int) -> None:
     trainer = make_trainer(f"zero{stage}")
-    with pytest.raises((TypeError, ValueError), match=r"\bLBFGS\b.*elementwise"):
+    with pytest.raises((TypeError, ValueError), match=r"\bLBFGS\b.*strategy='ddp'"):
         trainer.fit(LearnerWithLBFGS())
     assert trainer.global_step == 0
 

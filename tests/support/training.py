@@ -106,7 +106,7 @@ def train_zero(recipe: Recipe, stage: int, **options: Any) -> Run:
     from lightning_zero.engine import Engine
 
     module, optimizer = prepare(recipe)
-    engine = Engine(module, [optimizer], stage=stage, **options)
+    engine = Engine(module, getattr(optimizer, "optimizers", [optimizer]), stage=stage, **options)
     no_sync = engine.no_sync if stage == 1 else contextlib.nullcontext
     dtype = options.get("compute_dtype")
     with torch.autocast("cpu", dtype, enabled=dtype is not None):
@@ -174,6 +174,11 @@ def same_values(value: Any, expected: Any, where: str, bound: float = 0) -> None
         assert len(value) == len(expected), f"{where}: {len(value)} instead of {len(expected)}"
         for index, (item, wanted) in enumerate(zip(value, expected, strict=True)):
             same_values(item, wanted, f"{where}[{index}]", bound)
+    elif hasattr(expected, "__tensor_flatten__"):
+        names, context = expected.__tensor_flatten__()
+        assert value.__tensor_flatten__()[1] == context, f"{where}: {value.__tensor_flatten__()[1]}, not {context}"
+        for name in names:
+            same_values(getattr(value, name), getattr(expected, name), f"{where}.{name}", bound)
     elif isinstance(expected, Tensor):
         same_tensors({where: value}, {where: expected}, bound)
     elif isinstance(expected, float):

@@ -15,7 +15,9 @@ from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.init.sources import Source
 from lightning_zero.engine.offload.states import DiskStates, Swap
 from lightning_zero.engine.offload.updates import fields_by_parameter
+from lightning_zero.engine.optim.compatibility import kept_whole
 from lightning_zero.engine.plan.layout import BucketLayout
+from lightning_zero.engine.plan.ownership import balanced_owners
 from lightning_zero.engine.plan.placement import Placements
 from lightning_zero.engine.plan.units import Owner, UnitPlan
 from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
@@ -124,48 +126,52 @@ def assign_to_buckets(
     optimizers: Sequence[Optimizer],
     shared: SharedByBuckets,
 ) -> list[list[UncutBucket]]:
-    """The buckets of each unit, each with parameters of one (compute dtype, dtype, requires_grad).
+    """The buckets of each unit, each with parameters of one (compute dtype, dtype, requires_grad, whole).
 
     A unit of more than ``bucket_numel`` elements is split into several buckets of one kind.
     """
-    number = numel_that_stay = 0
+    numel_that_stay = 0
     if config.offloads is not None:
         trained = sum(p.numel() for plan in plans for p in plan.parameters.values() if p.requires_grad)
         numel_that_stay = round((1 - config.offloads.fraction) * trained)
     groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     group_of = {id(parameter): number for number, group in enumerate(groups) for parameter in group}
     fields_of = fields_by_parameter(optimizers)
-    units: list[list[UncutBucket]] = []
-    for plan in plans:
+    is_kept_whole = kept_whole(optimizers, config, ranks=shared.communicator.size)
+    parts: list[tuple[int, Any, list[tuple[str, nn.Parameter]]]] = []  # each of a unit, by its number, and of a kind
+    for of_unit, plan in enumerate(plans):
         kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in plan.parameters.items():
             compute = _compute_dtype_of(parameter, plan, name, config.compute_dtype)
-            kinds.setdefault((compute, parameter.dtype, parameter.requires_grad), []).append((name, parameter))
-        units.append([])
-        for (compute, dtype, trains), members in kinds.items():
+            kind = compute, parameter.dtype, parameter.requires_grad, is_kept_whole(name, parameter)
+            kinds.setdefault(kind, []).append((name, parameter))
+        for kind, members in kinds.items():
             # Parameters of one optimizer group are adjacent, so that a bucket has one master tensor for them.
             members.sort(key=lambda member: group_of.get(id(member[1]), -1))
-            for part in _split(members, bucket_numel):
-                layout = BucketLayout.of([(name, p.shape) for name, p in part], shared.communicator.size)
-                stays = trains and numel_that_stay >= layout.numel
-                numel_that_stay -= layout.numel if stays else 0
-                residency = ResidencyPlan.of(
-                    layout,
-                    placements,
-                    None if stays else config.offloads,
-                    device=shared.communicator.device,
-                    dtype=dtype,
-                    compute_dtype=compute,
-                    trains=trains,
-                )
-                parameters = [p for _, p in part]
-                fields = fields_of(parameters, residency.master_dtype) if trains and residency.is_offloaded else {}
-                units[-1].append(
-                    UncutBucket(
-                        parameters, residency, fields, number=number, unit_name=plan.name or "root", shared=shared
-                    )
-                )
-                number += 1
+            parts += [(of_unit, kind, part) for part in _split(members, bucket_numel)]
+    whole = [number for number, (_, kind, _) in enumerate(parts) if kind[-1]]
+    numels = [[p.numel() for _, p in parts[number][2]] for number in whole]
+    owners = dict(zip(whole, balanced_owners(numels, shared.communicator.size))) if whole else {}
+    units: list[list[UncutBucket]] = [[] for _ in plans]
+    for number, (of_unit, (compute, dtype, trains, is_whole), part) in enumerate(parts):
+        layout = BucketLayout.of([(name, p.shape) for name, p in part], shared.communicator.size, owners.get(number))
+        stays = trains and numel_that_stay >= layout.numel
+        numel_that_stay -= layout.numel if stays else 0
+        residency = ResidencyPlan.of(
+            layout,
+            placements,
+            None if stays else config.offloads,
+            rank=shared.communicator.rank,
+            device=shared.communicator.device,
+            dtype=dtype,
+            compute_dtype=compute,
+            trains=trains,
+        )
+        parameters = [p for _, p in part]
+        has_fields = trains and residency.is_offloaded
+        fields = fields_of(parameters, residency.master_dtype, whole=is_whole) if has_fields else {}
+        name = plans[of_unit].name or "root"
+        units[of_unit].append(UncutBucket(parameters, residency, fields, number=number, unit_name=name, shared=shared))
     return units
 
 

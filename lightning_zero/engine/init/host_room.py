@@ -39,7 +39,7 @@ def memory_for(shards: Iterable[tuple[ResidencyPlan, list[int] | None]], offload
     for plan, states in shards:
         if not plan.is_offloaded:
             continue
-        numel, master, pins = plan.layout.shard_numel, plan.master_dtype.itemsize, plan.device.type != "cpu"
+        numel, master, pins = plan.shard_numel, plan.master_dtype.itemsize, plan.device.type != "cpu"
         for what, medium, nbytes in plan.at_rest():
             if medium is Medium.HOST:
                 memory[what] += _power_of_two(nbytes) if pins else nbytes

@@ -38,7 +38,7 @@ def restore_parameters(
                 continue  # restored before other ranks failed
             if alone and not bucket.is_whole_here:
                 bucket.update, memory = None, available_memory()  # the update has ended, its error has been reported
-                shard = bucket.layout.shard_numel * bucket.master_dtype.itemsize
+                shard = bucket.residency.plan.shard_numel * bucket.master_dtype.itemsize
                 bucket.leave_disk(may_read=memory is None or memory > 2 * shard)
                 if communicator.size > 1:
                     bucket.abandon()

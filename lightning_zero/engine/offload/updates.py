@@ -11,7 +11,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cache
 from queue import SimpleQueue
 from threading import Lock, Thread
@@ -254,16 +254,16 @@ class Update(NamedTuple):
             each |= {key: value.to(self.dtype) for key, value in counts.items() if value.is_floating_point()}
         return after
 
-    def fields(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """Dtypes of the per-element optimizer states of a tensor, found by an update of one element."""
-        tried = torch.zeros(1, dtype=dtype, device="cpu")
+    def fields(self, dtype: torch.dtype, shape: tuple[int, ...] = (1,)) -> dict[str, torch.dtype]:
+        """Dtypes of the per-element optimizer states of a tensor, found by an update of a small one."""
+        tried = torch.zeros(shape, dtype=dtype, device="cpu")
         state = self.act(tried, torch.zeros_like(tried), {})
-        return {key: value.dtype for key, value in state.items() if isinstance(value, Tensor) and value.shape == (1,)}
+        return {key: value.dtype for key, value in state.items() if isinstance(value, Tensor) and value.shape == shape}
 
 
 def fields_by_parameter(
     optimizers: Sequence[Optimizer],
-) -> Callable[[Iterable[Tensor], torch.dtype], dict[str, torch.dtype]]:
+) -> Callable[..., dict[str, torch.dtype]]:
     """Make a function that gives the dtypes of optimizer states, by name, for parameters with masters of some dtype."""
     group_of = {
         id(parameter): (optimizer, group)
@@ -273,12 +273,16 @@ def fields_by_parameter(
     }
     known: dict[tuple[int, torch.dtype], dict[str, torch.dtype]] = {}
 
-    def fields_of(parameters: Iterable[Tensor], dtype: torch.dtype) -> dict[str, torch.dtype]:
+    def fields_of(parameters: Iterable[Tensor], dtype: torch.dtype, *, whole: bool = False) -> dict[str, torch.dtype]:
         fields: dict[str, torch.dtype] = {}
         for optimizer, group in {id(found[1]): found for p in parameters if (found := group_of.get(id(p)))}.values():
             key = id(group), dtype
-            known[key] = known.get(key) or Update.of(optimizer, group, torch.device("cpu")).fields(dtype)
-            fields.update(known[key])
+            if key not in known:
+                update = Update.of(optimizer, group, torch.device("cpu"))
+                # of a whole one only the size is asked, by an estimate; and it may not take a matrix of zeros
+                with suppress(Exception) if whole else nullcontext():
+                    known[key] = update.fields(dtype, (2, 2) if whole else (1,))
+            fields.update(known.get(key, {}))
         return fields
 
     return fields_of

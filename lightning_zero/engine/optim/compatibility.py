@@ -1,67 +1,112 @@
-"""Which optimizers can update a part of a parameter without the rest."""
+"""Which optimizers can be used, and which parameters each of them needs as a whole."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.engine.config import EngineConfig
+from lightning_zero.engine.optim.classes import TORCHS_ELEMENTWISE, Known, Need, known_class
+from lightning_zero.engine.optim.probe import what_refutes
 
-ELEMENTWISE = frozenset(
-    {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"}
-)
+ELEMENTWISE = frozenset(TORCHS_ELEMENTWISE)
 """The optimizers of ``torch.optim`` that update each element from its own gradient and state alone."""
-
-_WHY_NOT = {
-    "LBFGS": "it takes inner products of whole gradients and calls the closure several times",
-    "Adafactor": "it factors the second moment over the rows and columns of each matrix",
-    "Muon": "it orthogonalises each whole matrix",
-    "SparseAdam": "it takes sparse gradients, which cannot be laid in a flat buffer",
-}
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], config: EngineConfig, *, ranks: int) -> None:
-    """Refuse optimizers that cannot update a part of a parameter without the rest, where they would have to.
+    """Refuse optimizers that would train otherwise than without sharding.
 
     Args:
         ranks: over which parameters are sharded. One rank alone has them whole, unless it offloads their states.
 
     Raises:
-        TypeError: if one is not elementwise, or not known to be and ``allow_any_optimizer`` is not set.
+        TypeError: if one needs other parameters than the one that it updates, or its class is not known and no option
+            says what it needs, or the option is wrong.
     """
     if ranks > 1 or config.offloads_optimizer:
         for optimizer in optimizers:
-            _check_is_elementwise(optimizer, config.allow_any_optimizer, ranks)
+            _check(optimizer, config, ranks)
 
 
-def _check_is_elementwise(optimizer: Optimizer, allow_any: bool, ranks: int) -> None:
-    cls = type(optimizer)
-    known = _known_base(cls)
-    if known.__name__ in ELEMENTWISE and steps_as(optimizer, known):
-        return
-    in_parts = "each rank holds only a part of every parameter" if ranks > 1 else "offload updates parameters in pieces"
+def _check(optimizer: Optimizer, config: EngineConfig, ranks: int) -> None:
+    name, known, declared = type(optimizer).__name__, _known(optimizer), config.keeps_whole
     instead = "strategy='ddp'" if ranks > 1 else "leave offload out"
-    if known.__name__ in _WHY_NOT:
+    base = known or known_class(optimizer)
+    if base is not None and base.need is Need.MODEL:
         raise TypeError(
-            f"{cls.__name__} cannot be used with ZeRO: {_WHY_NOT[known.__name__]}, while {in_parts}. Use an "
-            f"elementwise optimizer ({', '.join(sorted(ELEMENTWISE))}) or {instead}."
+            f"{name} cannot be used with ZeRO: {base.why}, while each rank updates its own part of the parameters. Use "
+            f"an optimizer that updates each parameter by itself, or {instead}."
         )
-    if not allow_any:
+    if known is None:
+        if declared is None:
+            raise TypeError(
+                f"{name} is not known to be elementwise, that is, to update each element from its own gradient and "
+                "state alone. If it is, pass ZeroStrategy(whole_parameters=False). If it updates each parameter from "
+                "its own gradient and state (a matrix as a whole), pass ZeroStrategy(whole_parameters=True), and each "
+                f"parameter is updated by one rank. Otherwise use {instead}."
+            )
+        refuted = what_refutes(optimizer, is_elementwise=declared is False)
+        if refuted is not None:
+            raise TypeError(
+                f"{name} cannot be used with whole_parameters={declared}: {refuted}. "
+                + ("Pass whole_parameters=True, or use " if refuted.is_of_parts else "Use ")
+                + f"{instead}."
+            )
+    elif known.need is Need.PARAMETER and config.whole_parameters is False:
+        raise TypeError(f"{name} needs whole parameters: {known.why}. Leave whole_parameters=False out.")
+    if _needs_whole(known, declared) and config.offloads_to_disk:
         raise TypeError(
-            f"{cls.__name__} is not known to be elementwise, that is, to update each element from its own gradient and "
-            f"state alone; {in_parts}. If you know that it is, pass ZeroStrategy(allow_any_optimizer=True); otherwise "
-            f"use one of {', '.join(sorted(ELEMENTWISE))} or {instead}."
+            f"{name} needs whole parameters{f' ({known.why})' if known is not None else ''}, and states on a disk are "
+            "updated in pieces. Write offload='cpu', or use an elementwise optimizer "
+            f"({', '.join(sorted(ELEMENTWISE))})."
         )
+    if config.offloads_optimizer and getattr(optimizer, "is_paged", False):
+        raise TypeError(
+            f"{name} keeps its states in memory that CUDA pages, which cannot be offloaded: leave offload out, or use "
+            f"{name.removeprefix('Paged')} with is_paged=False."
+        )
+
+
+def _known(optimizer: Optimizer) -> Known | None:
+    """What the table says of a class, unless its ``step`` may do more than that of the class in the table."""
+    known = known_class(optimizer)
+    return known if known is not None and steps_as(optimizer, known.cls) else None
+
+
+def _needs_whole(known: Known | None, declared: Any) -> bool:
+    return known.need is Need.PARAMETER if known is not None else declared not in (None, False)
+
+
+def kept_whole(optimizers: Iterable[Optimizer], config: EngineConfig, *, ranks: int) -> Callable[[str, Tensor], bool]:
+    """Make a function that says, of a parameter and its name, whether one rank has to own it as a whole.
+
+    Args:
+        ranks: as for ``check_optimizers``.
+    """
+    declared = config.keeps_whole
+    rules: dict[int, Any] = {}
+    if ranks > 1 or config.offloads_optimizer:
+        for optimizer in optimizers:
+            known = _known(optimizer)
+            rule = known is not None and known.need is Need.PARAMETER or declared
+            rules |= {id(p): rule for group in optimizer.param_groups for p in group["params"]}
+
+    def is_kept_whole(name: str, parameter: Tensor) -> bool:
+        rule = rules.get(id(parameter), False)
+        return bool(rule(name, parameter) if callable(rule) else rule)
+
+    return is_kept_whole
 
 
 def is_torchs_elementwise(cls: type) -> bool:
     """Whether a class is one of torch's own optimizers that are known to be elementwise."""
-    return cls.__name__ in ELEMENTWISE and _known_base(cls) is cls
+    return cls.__name__ in ELEMENTWISE and cls.__module__.partition(".")[0] == "torch"
 
 
 def steps_as(optimizer: Optimizer, known: type) -> bool:
@@ -73,10 +118,6 @@ def steps_as(optimizer: Optimizer, known: type) -> bool:
     steps = [vars(cls)["step"] for cls in classes[: classes.index(known)] if "step" in vars(cls)]
     # torch wraps the method of every class that is instantiated
     return all(_only_wraps(inspect.unwrap(step), vars(optimizer)) for step in steps)
-
-
-def _known_base(cls: type) -> type:
-    return next((base for base in cls.__mro__ if base.__module__.startswith("torch.optim")), Optimizer)
 
 
 def _only_wraps(step: Any, attributes: dict[str, Any]) -> bool:

@@ -1,17 +1,21 @@
-"""Entries of an optimizer's state are of two kinds, by which they are split, gathered and loaded.
+"""Entries of an optimizer's state are of three kinds, by which they are split, gathered and loaded.
 
 By element: one number for each element of the parameter (``exp_avg``), sharded as the parameter is.
 Small: a count or an option that all ranks hold alike (``step``), sent between ranks with the names of entries.
+Owned: other tensors of a parameter that one rank has as a whole (factors, preconditioners, quantised blocks), also
+within lists and dicts, and within tensors that consist of others. Its owner has them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.compat import tree_map_only
+from lightning_zero.engine.compat import is_made_of_tensors, tree_map_only
 
 # Zero-dimensional entries of zero-dimensional parameters that are nevertheless not by element.
 _COUNTERS = {"step", "mu_product", "eta", "mu"}
@@ -39,9 +43,102 @@ class Small:
         return Small, (self.value.tolist(), self.value.dtype, self.is_on_device)  # a tensor takes ten times longer
 
 
+class Owned(NamedTuple):
+    """Describes a tensor to ranks that do not have it; ``number`` counts those of an entry."""
+
+    number: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+
 def is_by_element(key: str, value: Any, shape: torch.Size) -> bool:
     """Whether an entry of a parameter or master of this shape is one number for each element."""
-    return isinstance(value, Tensor) and value.shape == shape and (value.dim() > 0 or key not in _COUNTERS)
+    if not isinstance(value, Tensor) or is_made_of_tensors(value):
+        return False
+    return value.shape == shape and (value.dim() > 0 or key not in _COUNTERS)
+
+
+_CLASS, _CONTEXT, _PERMUTED = "tensor class", "context", "permuted"
+
+
+def in_plain_tensors(value: Any) -> Any:
+    """An entry with each tensor that consists of others (an 8-bit one) as a dict of these and of what it is.
+
+    A tensor whose dimensions lie in another order in memory becomes such a dict, too: products with it would be rounded
+    otherwise if they did not.
+    """
+    if isinstance(value, dict):
+        return {key: in_plain_tensors(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(in_plain_tensors, value))
+    if not is_made_of_tensors(value):
+        order = _order_in_memory(value) if type(value) is Tensor else None
+        return value if order is None else {_CLASS: _PERMUTED, _CONTEXT: order, "values": value.permute(order)}
+    names, context = value.__tensor_flatten__()
+    kind = type(value)
+    inner = {name: in_plain_tensors(getattr(value, name)) for name in names}
+    return {_CLASS: f"{kind.__module__}:{kind.__qualname__}", _CONTEXT: context, **inner}
+
+
+def as_made_of_tensors(value: Any) -> Any:
+    """Undo ``in_plain_tensors``, where the tensors have values and the module of their class has been imported."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(as_made_of_tensors, value))
+    if not isinstance(value, dict):
+        return value
+    items = {key: as_made_of_tensors(item) for key, item in value.items()}
+    if _CLASS not in items:
+        return items
+    if items[_CLASS] == _PERMUTED:
+        order = items[_CONTEXT]
+        return items["values"].permute([order.index(dim) for dim in range(len(order))])
+    module, _, name = str(items[_CLASS]).partition(":")
+    kind = getattr(sys.modules.get(module), name, None)
+    tensors = {key: item for key, item in items.items() if key not in (_CLASS, _CONTEXT)}
+    is_tensor = isinstance(kind, type) and issubclass(kind, Tensor) and hasattr(kind, "__tensor_unflatten__")
+    if not is_tensor or any(isinstance(item, Tensor) and item.is_meta for item in tensors.values()):
+        return items
+    return kind.__tensor_unflatten__(tensors, items[_CONTEXT], None, None)  # type: ignore[union-attr]
+
+
+def _order_in_memory(tensor: Tensor) -> list[int] | None:
+    """The order of dimensions in which a tensor is contiguous; None if that is the usual one, or if there is none."""
+    if tensor.is_contiguous() or tensor.layout is not torch.strided:
+        return None
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def described(value: Any) -> Any:
+    """What other ranks are sent of an entry that one rank owns: its tensors' shapes, and all else in it."""
+    count = iter(range(sys.maxsize))
+    return _with_tensors(value, lambda tensor: Owned(next(count), tensor.shape, tensor.dtype), Small)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of an entry that ``Owned`` describes, in the order of their numbers."""
+    found: list[Tensor] = []
+    _with_tensors(value, found.append, lambda rest: rest)
+    return found
+
+
+def _with_tensors(value: Any, of_tensor: Callable[[Tensor], Any], of_rest: Callable[[Any], Any]) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_tensors(item, of_tensor, of_rest) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with_tensors(item, of_tensor, of_rest) for item in value)
+    return of_tensor(value) if isinstance(value, Tensor) and value.dim() else of_rest(value)
+
+
+def resolved(entry: Any, of_owned: Callable[[Owned], Any], device: torch.device) -> Any:
+    """An entry as ``described``, with tensors in the place of their descriptions."""
+    if isinstance(entry, Owned):
+        return of_owned(entry)
+    if isinstance(entry, Small):
+        return entry.of_parameter(device)
+    if isinstance(entry, dict):
+        return {key: resolved(item, of_owned, device) for key, item in entry.items()}
+    return type(entry)(resolved(item, of_owned, device) for item in entry)
 
 
 def copied(value: Any) -> Any:

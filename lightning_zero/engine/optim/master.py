@@ -33,7 +33,7 @@ class Master:
         self.range = slice(owned[0].start, owned[-1].stop) if owned else slice(0, 0)
         part = self.bucket.residency.leaf(self.range)
         # A scalar stays 1-D, by which its state is told from a count of steps.
-        has_shape = is_whole(self.bucket) and run[0].shape != ()
+        has_shape = is_whole(self.bucket) and run[0].shape != () and part.numel() == run[0].shape.numel()
         self.tensor = nn.Parameter(part.view(run[0].shape) if has_shape else part)
         self.device = self.bucket.residency.device
         self.bucket.has_master(self)
@@ -66,7 +66,12 @@ class Master:
 
 
 def is_whole(bucket: Bucket) -> bool:
-    """Whether the optimizer is given each parameter of a bucket as a whole, in its shape."""
+    """Whether the optimizer is given each parameter of a bucket as a whole, in its shape, on the rank that owns it."""
+    return bucket.layout.is_whole or is_alone(bucket)
+
+
+def is_alone(bucket: Bucket) -> bool:
+    """Whether this rank's optimizer has each parameter of a bucket as a whole, and where modules compute with it."""
     return bucket.layout.world_size == 1 and bucket.updates is None
 
 
@@ -74,7 +79,7 @@ def runs_of(slots: list[BucketSlot]) -> list[list[BucketSlot]]:
     """Maximal runs of adjoining segments, in the order of each bucket.
 
     Over a gap a run would end in the middle of what a kernel treats as the end of a parameter (see ``ALIGNMENT``). Over
-    one rank gradients are not laid out as a bucket, so that each parameter is a run of its own.
+    one rank gradients are not laid out as a bucket, so that each parameter is a run of its own; as in a whole bucket.
     """
     by_bucket: dict[Bucket, list[BucketSlot]] = {}
     for slot in slots:
@@ -84,7 +89,8 @@ def runs_of(slots: list[BucketSlot]) -> list[list[BucketSlot]]:
         ends, segments = -1, bucket.layout.segments  # index of the segment that would adjoin
         for slot in sorted(members, key=lambda slot: slot.index):
             start = segments[slot.index].start
-            if slot.index != ends or segments[ends - 1].stop != start or bucket.layout.world_size == 1:
+            apart = bucket.layout.is_whole or bucket.layout.world_size == 1
+            if slot.index != ends or segments[ends - 1].stop != start or apart:
                 runs.append([])
             runs[-1].append(slot)
             ends = slot.index + 1

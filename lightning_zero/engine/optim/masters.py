@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -20,14 +20,15 @@ from torch import Tensor
 from torch.optim import Optimizer, SparseAdam
 
 from lightning_zero.engine.offload.updates import Update
-from lightning_zero.engine.optim.master import Master, SparseRows, is_whole
+from lightning_zero.engine.optim.master import Master, SparseRows, is_alone
 from lightning_zero.engine.optim.state import MasterStates, Owner, States, make_room
 from lightning_zero.engine.optim.updating import OffloadedStep, gains_by_chunks, updated
+from lightning_zero.engine.plan.ownership import balanced_owners
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.gradient_shard import GradientShard, shard_of_all
-from lightning_zero.engine.state.slot import slot_of, slots_of
-from lightning_zero.engine.tensor.sharded_tensor import local_range_of
-from lightning_zero.engine.tensor.sharded_tree import gathered, in_parts
+from lightning_zero.engine.state.slot import cut_anew, slot_of, slots_of
+from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
+from lightning_zero.engine.tensor.sharded_tree import gathered, in_parts, whole
 
 
 class Masters:
@@ -58,7 +59,7 @@ class Masters:
         self._sparse_rows = {
             slot: SparseRows(slot)
             for p in (parameters if isinstance(optimizer, SparseAdam) else ())
-            if (slot := slot_of(p)) is not None and is_whole(slot.bucket) and p.requires_grad
+            if (slot := slot_of(p)) is not None and is_alone(slot.bucket) and p.requires_grad
         }
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -68,6 +69,8 @@ class Masters:
             optimizer.register_load_state_dict_pre_hook(self.states.before_load),
             optimizer.register_load_state_dict_post_hook(lambda loaded: self._adopt(dict(dict.items(loaded.state)))),
         ]
+        if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+            optimizer.load_state_dict = self._load  # type: ignore[method-assign]
         # before the users' own, so that these see the module's parameters
         optimizer._optimizer_step_post_hooks.move_to_end(self._handles[1].id, last=False)  # type: ignore[attr-defined]
         self._adopt(dict(optimizer.state))  # Adagrad's accumulators exist from the start
@@ -80,6 +83,20 @@ class Masters:
         before = {key: dict.pop(state, key) for key in list(state) if slot_of(key) is not None}
         if before:
             self._adopt({**self.states.by_parameter(in_parts), **before})
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        """``load_state_dict`` of a class that has one of its own."""
+        self._signature = None
+        own = {handle.id for handle in self._handles}
+        names = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+        hooks = {name: getattr(self.states.optimizer, name) for name in names}
+        self.states.load(
+            state_dict,
+            {
+                name: OrderedDict((key, hook) for key, hook in all_.items() if key not in own)
+                for name, all_ in hooks.items()
+            },
+        )
 
     def _adopt(self, states: States) -> None:
         self._signature = None
@@ -183,8 +200,12 @@ class Masters:
             self._offloaded.read_ahead(each for each in order if each in self._arranged_in)
         self._offloaded.read_ahead([bucket])
         self._begun.add(bucket)
+
+        def gradient_of(master: Master) -> Tensor:
+            return shards[master.first].range_of(master.range).view(master.tensor.shape)
+
         # by a callable: the gradient may still be on its way
-        self._update_offloaded(bucket, {m: partial(shards[m.first].range_of, m.range) for m in masters})
+        self._update_offloaded(bucket, {master: partial(gradient_of, master) for master in masters})
 
     def _update_offloaded(self, bucket: Bucket, gradients: Mapping[Master, Any]) -> None:
         awaits_step = bucket in self._begun
@@ -231,7 +252,7 @@ class Masters:
         for number, group in enumerate(groups):
             slots = {p: slot for p in group["params"] if (slot := slot_of(p)) is not None}
             # Where the optimizer is given whole parameters, it finds those without a gradient in their places, too.
-            kept = [p for p in group["params"] if p.grad is not None or p not in slots or is_whole(slots[p].bucket)]
+            kept = [p for p in group["params"] if p.grad is not None or p not in slots or is_alone(slots[p].bucket)]
             trained = [p for p in kept if p in slots and (p.grad is not None or p.requires_grad)]
             masters = self.states.masters_over([slots[p] for p in trained])
             self._active.extend(masters)
@@ -274,6 +295,7 @@ class Masters:
             handle.remove()
         if (optimizer := self.optimizer) is not None:
             _masters_of.pop(optimizer, None)
+            vars(optimizer).pop("load_state_dict", None)
             states: States = {}
             if device is not None:
                 states = self.states.by_parameter(lambda tensor: gathered(tensor).to(device, copy=True))
@@ -291,6 +313,25 @@ def masters_of(optimizer: Optimizer, owner: Owner) -> Masters:
         return Masters(optimizer, owner)
     masters.join(owner)
     return masters
+
+
+def give_owners(late: list[Bucket], buckets: list[Bucket], all_masters: list[Masters]) -> None:
+    """Cut some of an engine's buckets anew, so that one rank has each of their parameters whole. Collective."""
+    ranks = late[0].layout.world_size
+    loads = [
+        sum(bucket.layout.shard_numel(rank) for bucket in buckets if bucket.layout.is_whole) for rank in range(ranks)
+    ]
+    owners = balanced_owners([[s.numel for s in bucket.layout.segments] for bucket in late], ranks, loads)
+
+    def of_late(tensor: Tensor) -> Tensor:
+        is_late = isinstance(tensor, ShardedTensor) and tensor.slot.bucket in late  # type: ignore[attr-defined]
+        return whole(tensor) if is_late else tensor
+
+    held = [(masters, masters.states.by_parameter(of_late)) for masters in all_masters]
+    for bucket, of_bucket in zip(late, owners):
+        cut_anew(bucket, of_bucket)
+    for masters, states in held:
+        masters._adopt(states)
 
 
 def masters_that_hold(parameter: Tensor) -> Masters | None:

@@ -16,11 +16,23 @@ from torch.optim import Optimizer
 from lightning_zero.engine.comm.background_work import is_synchronized, synchronize
 from lightning_zero.engine.offload.states import DiskStates
 from lightning_zero.engine.offload.updates import Updates, fields_by_parameter
-from lightning_zero.engine.optim.kinds import Small, comparable, copied, is_by_element, placed
-from lightning_zero.engine.optim.master import Master, is_whole, runs_of
+from lightning_zero.engine.optim.kinds import (
+    Owned,
+    Small,
+    as_made_of_tensors,
+    comparable,
+    copied,
+    described,
+    in_plain_tensors,
+    is_by_element,
+    placed,
+    resolved,
+    tensors_in,
+)
+from lightning_zero.engine.optim.master import Master, is_alone, runs_of
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.ledger import Ledger
-from lightning_zero.engine.state.slot import BucketSlot, slot_of
+from lightning_zero.engine.state.slot import BucketSlot, OwnedSlot, slot_of
 from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.tensor.sharded_tree import Leaf, in_parts, walk, whole
@@ -66,7 +78,7 @@ class StateMapping(defaultdict[Any, dict[str, Any]]):
         slot = slot_of(key)
         if slot is None:
             return super().__missing__(key)
-        if is_whole(slot.bucket):
+        if is_alone(slot.bucket):
             return self[self._states.key_of(slot)]
         return MappingProxyType(self._states.by_parameter(in_parts, [key]).get(key, {}))
 
@@ -94,7 +106,7 @@ class StateMapping(defaultdict[Any, dict[str, Any]]):
         slot = slot_of(key)
         if slot is None:
             return key
-        if not is_whole(slot.bucket):
+        if not is_alone(slot.bucket):
             raise TypeError(
                 f"The optimizer's state of '{slot.name}' is sharded together with the state of other parameters and "
                 "cannot be replaced or removed alone: write to its tensors (optimizer.state[p]['exp_avg'].zero_()), "
@@ -193,8 +205,8 @@ class MasterStates:
             for tensor, state in dict.items(optimizer.state):
                 held["host" if id(tensor) in offloaded else "optimizer"] += sum(
                     value.nbytes
-                    for value in state.values()
-                    if isinstance(value, Tensor) and value.dim() and not isinstance(value, StoredTensor)
+                    for value in tensors_in(in_plain_tensors(dict(state)))
+                    if not isinstance(value, StoredTensor)
                 )
             self._enter(held)
 
@@ -212,7 +224,7 @@ class MasterStates:
     def has_state(self, slot: BucketSlot) -> bool:
         """Whether a parameter has been updated, or its state been loaded."""
         master = self._master_of.get(slot)
-        return master is not None and (not is_whole(slot.bucket) or dict.__contains__(self.by_master, master.tensor))
+        return master is not None and (not is_alone(slot.bucket) or dict.__contains__(self.by_master, master.tensor))
 
     def key_of(self, slot: BucketSlot) -> Tensor:
         """The key of one parameter's state in the optimizer's own mapping, where a master is that parameter alone."""
@@ -233,7 +245,8 @@ class MasterStates:
             states = self._in_parts(list(slots))
             found = {p: state for p in parameters if slot_of(p) is None and (state := self.by_master.get(p))}
             found |= {slots[slot]: state for slot, state in states.items() if state}
-            return walk(found, leaf)
+            found = walk(found, leaf)
+            return found if leaf is in_parts else {p: as_made_of_tensors(state) for p, state in found.items()}
 
     def state_dict(self, leaf: Leaf) -> dict[str, Any]:
         """The optimizer's ``state_dict()``. Collective; argument as for ``by_parameter``."""
@@ -268,8 +281,9 @@ class MasterStates:
         for number, slot in enumerate(slots):
             master = self._master_of.get(slot)
             if master is not None and (slot.local_numel or slot.shape.numel() == 0):
+                of_rest = (lambda value: described(in_plain_tensors(value))) if slot.bucket.layout.is_whole else Small
                 own[number] = {
-                    key: value.dtype if is_by_element(key, value, master.tensor.shape) else Small(value)
+                    key: value.dtype if is_by_element(key, value, master.tensor.shape) else of_rest(value)
                     for key, value in self.by_master.get(master.tensor, {}).items()
                 }
         # other ranks know the dtypes and the small entries of parameters that this one owns nothing of
@@ -281,10 +295,20 @@ class MasterStates:
             for number, slot in enumerate(slots)
         }
 
-    def _entry(self, slot: BucketSlot, key: str, entry: torch.dtype | Small) -> Any:
-        if isinstance(entry, Small):
-            return entry.of_parameter(slot.device)
+    def _entry(self, slot: BucketSlot, key: str, entry: Any) -> Any:
         master = self._master_of.get(slot)
+        if not isinstance(entry, torch.dtype):
+            is_here = slot.local_numel and master is not None and not isinstance(entry, Small)
+            tensors = tensors_in(in_plain_tensors(self.by_master[master.tensor][key])) if is_here else None  # type: ignore[union-attr]
+
+            def owned(what: Owned) -> Tensor:
+                part = tensors[what.number].detach().reshape(-1) if tensors is not None else None
+                if part is None:
+                    part = torch.empty(0, dtype=what.dtype, device=slot.device)
+                of_it = OwnedSlot(slot, f"{key} of {slot.name}", what.shape, what.dtype)
+                return ShardedTensor(of_it, part, keep=self)
+
+            return resolved(entry, owned, slot.device)
         if master is None or not slot.local_numel:
             part = torch.empty(0, dtype=entry, device=slot.device)
         elif (on_disk := slot.bucket.states) is None:
@@ -313,6 +337,34 @@ class MasterStates:
                 states[parameter if is_ours else index] = dict(state) if is_ours else state
         return {**state_dict, "state": states}
 
+    def load(self, state_dict: dict[str, Any], hooks: dict[str, Any]) -> None:
+        """Load by a method of the optimizer's class that is not torch's, which may write to ``state`` by parameter.
+
+        It loads into a stand-in, with parameters of the same shapes that have no memory.
+
+        Args:
+            hooks: attributes of the stand-in, without the engine's hooks.
+        """
+        optimizer, parameter_of = self.optimizer, {}
+        groups = []
+        for group in optimizer.param_groups:
+            groups.append({**group, "params": []})
+            for parameter in group["params"]:
+                slot, stand_in = slot_of(parameter), parameter
+                if slot is not None:
+                    value = torch.empty((), dtype=slot.bucket.master_dtype, device=slot.device)
+                    stand_in = torch.nn.Parameter(value.expand(slot.shape), parameter.requires_grad)
+                groups[-1]["params"].append(stand_in)
+                parameter_of[stand_in] = parameter
+        alone: Any = object.__new__(type(optimizer))
+        alone.__dict__ = {**vars(optimizer), **hooks, "param_groups": groups, "state": defaultdict(dict)}
+        type(optimizer).load_state_dict(alone, state_dict)
+        before = optimizer.param_groups
+        optimizer.param_groups = [
+            {**loaded, "params": group["params"]} for group, loaded in zip(before, alone.param_groups, strict=True)
+        ]
+        self.adopt({parameter_of.get(key, key): state for key, state in alone.state.items()})
+
     def adopt(self, states: States) -> None:
         """Cut state by parameter into the state of masters, which takes the place of all that was there."""
         self.synchronize()
@@ -330,10 +382,12 @@ class MasterStates:
         alike: dict[Any, list[BucketSlot]] = {}  # parameters that may have one master
         for number, group in enumerate(optimizer.param_groups):
             for slot in (slot for parameter in group["params"] if (slot := slot_of(parameter)) in by_slot):
-                entries = tuple(
-                    (key, None if is_by_element(key, value, slot.shape) else comparable(value))
-                    for key, value in by_slot[slot].items()
-                )
+                entries: Any = slot  # in a whole bucket each parameter has a master of its own
+                if not slot.bucket.layout.is_whole:
+                    entries = tuple(
+                        (key, None if is_by_element(key, value, slot.shape) else comparable(value))
+                        for key, value in by_slot[slot].items()
+                    )
                 alike.setdefault((number, entries), []).append(slot)
         for (number, _), slots in alike.items():
             for run in runs_of(slots):
@@ -348,7 +402,7 @@ class MasterStates:
         return {
             key: self._cut_entry(key, master, group, [state[key] for state in states])
             if is_by_element(key, first, master.slots[0].shape)
-            else placed(key, first, group, master.device)
+            else as_made_of_tensors(placed(key, _held_here(in_plain_tensors(first)), group, master.device))
             for key, first in states[0].items()
         }
 
@@ -366,6 +420,11 @@ class MasterStates:
             elif slot.local_numel:
                 on_disk.write(key, slot.local_range.start, part)
         return entry
+
+
+def _held_here(entry: Any) -> Any:
+    """An entry whose tensors were cut by ``OwnedSlot``, on their owner, as ordinary tensors."""
+    return walk(entry, lambda t: t.local.view(t.shape) if isinstance(t, ShardedTensor) else t)
 
 
 def _initial(key: str, slot: BucketSlot, group: dict[str, Any]) -> Tensor:

@@ -161,7 +161,7 @@ class _BucketUpdate(NamedTuple):
 
     def _show(self, part: slice, values: Tensor) -> None:
         if self.shown is not None:
-            self.shown[part].copy_(values, non_blocking=True)
+            self.shown[part].copy_(values.reshape(-1), non_blocking=True)
 
 
 def _computed(gradient: Any) -> Tensor | None:

@@ -7,12 +7,20 @@
 
 Segments start at multiples of ``ALIGNMENT`` elements so that a view of one is as well aligned as an ordinary tensor
 (vector loads, cuBLAS). Shards are equal so that one collective moves them, for which the end is padded.
+
+In a *whole* bucket, for optimizers that need whole matrices, each segment has one owner, and a rank's shard is a run of
+whole segments, which may be empty (see ``ownership``)::
+
+    bucket   |  weight (segment 0)      |gap| bias |gap|  weight2 (segment 2)       |
+    shards   |        rank 0            .   |        rank 2                         |
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import overload
 
@@ -43,38 +51,66 @@ class Segment:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """The positions of parameters and of ranks' shards in a flat buffer. Arithmetic only."""
+    """The positions of parameters and of ranks' shards in a flat buffer. Arithmetic only.
+
+    ``owners`` are the ranks that have the segments of a whole bucket, in ascending order; None where shards are equal.
+    ``padded_to`` is the length of the flat buffer; None if it ends with the last shard that is needed.
+    """
 
     segments: tuple[Segment, ...]
     world_size: int
+    owners: tuple[int, ...] | None = None
+    padded_to: int | None = None
 
     @classmethod
-    def of(cls, named_shapes: list[tuple[str, torch.Size]], world_size: int) -> BucketLayout:
+    def of(
+        cls, named_shapes: list[tuple[str, torch.Size]], world_size: int, owners: Sequence[int] | None = None
+    ) -> BucketLayout:
         """Place the parameters one after another, in the given order."""
         segments, position = [], 0
         for name, shape in named_shapes:
             segments.append(Segment(name, torch.Size(shape), position))
             position = _align(segments[-1].stop)
-        return cls(tuple(segments), world_size)
+        return cls(tuple(segments), world_size, tuple(owners) if owners is not None else None)
+
+    def with_owners(self, owners: Sequence[int]) -> BucketLayout:
+        """The same buffer, of which each segment has one owner."""
+        return replace(self, owners=tuple(owners), padded_to=self.padded_numel)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each segment has one owner."""
+        return self.owners is not None
 
     @property
     def numel(self) -> int:
         """Elements of parameters, without gaps and padding."""
         return sum(segment.numel for segment in self.segments)
 
-    @property
-    def shard_numel(self) -> int:
-        """Elements of one rank's shard; the last shards may consist of padding, fully or partly."""
-        stop = self.segments[-1].stop if self.segments else 0
-        return _align(-(-stop // self.world_size))
+    def shard_numel(self, rank: int) -> int:
+        """Elements of a rank's shard; equal shards at the end may consist of padding, fully or partly."""
+        start, stop = self.shard_range(rank)
+        return stop - start
 
     @property
     def padded_numel(self) -> int:
-        return self.shard_numel * self.world_size
+        _, stop = self.shard_range(self.world_size - 1)
+        return stop
 
     def shard_range(self, rank: int) -> tuple[int, int]:
         """``[start, stop)`` of a rank's shard in the bucket."""
-        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+        if self.owners is None:
+            return rank * self._equal_shard, (rank + 1) * self._equal_shard
+        starts = [*(segment.start for segment in self.segments), self.padded_to or _align(self._stop)]
+        return starts[bisect_left(self.owners, rank)], starts[bisect_left(self.owners, rank + 1)]
+
+    @cached_property
+    def _equal_shard(self) -> int:
+        return _align(-(-self._stop // self.world_size))
+
+    @property
+    def _stop(self) -> int:
+        return self.segments[-1].stop if self.segments else 0
 
     @property
     def shard_ranges(self) -> Sequence[tuple[int, int]]:
@@ -89,6 +125,15 @@ class BucketLayout:
 
     def pieces_of(self, rank: int) -> list[tuple[int, int | None, int]]:
         """A rank's shard in order, as (elements, index of the segment or None for a gap, start in the segment)."""
+        if rank not in self._pieces:
+            self._pieces[rank] = self._cut(rank)
+        return self._pieces[rank]
+
+    @cached_property
+    def _pieces(self) -> dict[int, list[tuple[int, int | None, int]]]:
+        return {}
+
+    def _cut(self, rank: int) -> list[tuple[int, int | None, int]]:
         (low, high), pieces, position = self.shard_range(rank), [], 0
         for number, size in enumerate(self.sizes()):
             start, stop = max(position, low), min(position + size, high)

@@ -21,7 +21,7 @@ stage and state                 masters                ``full``              ``v
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -329,6 +329,25 @@ class Bucket:
             return False
         self.gather(refresh=True)
         return is_kept
+
+    def cut_anew(self, owners: Sequence[int], values: Sequence[Tensor]) -> None:
+        """Give each parameter one owner.
+
+        Args:
+            values: of the master weights, in full.
+        """
+        self.wait()
+        self.layout = self.layout.with_owners(owners)
+        self.ranges = self.layout.shard_ranges
+        self._low, self._high = self.ranges[self.communicator.rank]
+        flat = self.full
+        if not self.is_in_buffer:
+            flat = torch.zeros(self.layout.padded_numel, dtype=self.master_dtype, device=self.residency.device)
+            for segment, value in zip(self.layout.segments, values):
+                flat[segment.start : segment.stop].copy_(value.reshape(-1))
+        self.residency = self.residency.cut_anew(self.layout, flat[self._low : self._high])
+        self._buffer.masters.clear()
+        self._buffer.forget_holders()
 
     # -- the end ----------------------------------------------------------------------------------------------------
 

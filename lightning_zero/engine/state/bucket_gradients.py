@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -202,23 +201,15 @@ class BucketGradients:
         pieces = [
             [
                 Piece(numel, apart[index][offset : offset + numel] if index in apart else None)
-                for numel, index, offset in of_rank
+                for numel, index, offset in self.bucket.layout.pieces_of(rank)
             ]
-            for of_rank in self._pieces_of
+            for rank in range(communicator.size)
         ]
         self._reducing_nbytes = sum(gradient.nbytes for gradient in apart.values())
-        self._reducing_nbytes += self.bucket.layout.shard_numel * self._dtype.itemsize
+        self._reducing_nbytes += self.bucket.residency.plan.shard_numel * self._dtype.itemsize
         self.bucket.ledger.add("reduction", self._reducing_nbytes)
         factor = self._mean if self._can_take_mean_first else 1.0
         return communicator.reduce_pieces(pieces, self._dtype, factor, what)
-
-    @cached_property
-    def _own_pieces(self) -> list[tuple[int, int | None, int]]:
-        return self.bucket.layout.pieces_of(self.bucket.communicator.rank)
-
-    @cached_property
-    def _pieces_of(self) -> list[list[tuple[int, int | None, int]]]:
-        return [self.bucket.layout.pieces_of(rank) for rank in range(self.bucket.layout.world_size)]
 
     def _take_apart(self) -> dict[int, Tensor]:
         """Hand over the gradients that were kept separately; the bucket forgets them."""
@@ -268,7 +259,8 @@ class BucketGradients:
             else:
                 if not self._can_take_mean_first:
                     total.mul_(self._mean)
-                totals, reduced = [total], [(slots, self._own_pieces, 0)]
+                pieces = self.bucket.layout.pieces_of(self.bucket.communicator.rank)
+                totals, reduced = [total], [(slots, pieces, 0)]
             arrival = None
             if self.bucket.updates is not None and self.bucket.updates.gradients:
                 totals, arrival = self.bucket.updates.to_host(totals)

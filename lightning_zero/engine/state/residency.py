@@ -45,6 +45,7 @@ class ResidencyPlan:
     """
 
     layout: BucketLayout
+    rank: int
     device: torch.device  # that computes
     master_dtype: torch.dtype
     compute_dtype: torch.dtype  # of the gathered buffer
@@ -59,6 +60,7 @@ class ResidencyPlan:
         placements: Placements,
         offload: OffloadConfig | None,
         *,
+        rank: int,
         device: torch.device,
         dtype: torch.dtype,
         compute_dtype: torch.dtype,
@@ -82,7 +84,12 @@ class ResidencyPlan:
             copy = parameters_on or Medium.DEVICE
             if not is_cast and (copy is masters or copy is Medium.DISK):
                 copy = None  # gathers start from the master weights
-        return cls(layout, device, master_dtype, compute_dtype, is_replicated, masters, copy)
+        return cls(layout, rank, device, master_dtype, compute_dtype, is_replicated, masters, copy)
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of this rank's shard."""
+        return self.layout.shard_numel(self.rank)
 
     @property
     def is_offloaded(self) -> bool:
@@ -100,7 +107,7 @@ class ResidencyPlan:
 
     def at_rest(self) -> Iterator[tuple[str, Medium, int]]:
         """The tensors that a rank keeps at rest: what each is, where it is, and its bytes."""
-        shard = self.layout.shard_numel
+        shard = self.shard_numel
         if self.is_replicated:
             yield "parameters", Medium.BUFFER, self.layout.padded_numel * self.compute_dtype.itemsize
         if self.masters is not Medium.BUFFER:
@@ -112,7 +119,7 @@ class ResidencyPlan:
         """Reserve disk space for the master weights and the given optimizer states; OSError if the disk lacks it."""
         if self.copy is Medium.DISK:
             fields = {PARAMETERS: self.compute_dtype, **fields}
-        return DiskStates(swap, name, self.layout.shard_numel, self.master_dtype, fields)
+        return DiskStates(swap, name, self.shard_numel, self.master_dtype, fields)
 
 
 class Residency:
@@ -230,6 +237,16 @@ class Residency:
         self.plan = replace(plan, masters=Medium.DEVICE) if is_in_buffer else plan
         self._values = former.float()
         self._count(self._values, self._values.nbytes - (0 if is_in_buffer else former.nbytes))
+
+    def cut_anew(self, layout: BucketLayout, own: Tensor) -> Residency:
+        """The residency of another cut of the same bucket, with this rank's values; this one is at its end."""
+        self._count_out()
+        return Residency(replace(self.plan, layout=layout), own, None, self._ledger)
+
+    def _count_out(self) -> None:
+        for kept in (self._values if self.plan.masters is not Medium.BUFFER else None, self.copy):
+            if kept is not None:
+                self._count(kept, -kept.nbytes)
 
     def leave_disk(self, gathered: Tensor | None, may_read: bool) -> None:
         """Move the master weights to memory, before their file is removed.

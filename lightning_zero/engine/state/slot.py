@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,17 +23,22 @@ class BucketSlot:
 
     def __init__(self, bucket: Bucket, index: int) -> None:
         segment = bucket.layout.segments[index]
-        start, stop = bucket.layout.owned_range(index, index, bucket.communicator.rank)
         self.bucket, self.index = bucket, index
         self.name, self.shape, self.dtype, self.device = segment.name, segment.shape, bucket.dtype, bucket.full.device
-        self.offset, self.local_numel = start - segment.start, stop - start
-        low, _ = bucket.layout.shard_range(bucket.communicator.rank)
-        self.local_range = slice(start - low, start - low + self.local_numel) if stop > start else slice(0, 0)
+        self.find_range()
         self.hooks_after_reduction: dict[int, Callable[[Tensor], Any]] = OrderedDict()
         self.take_gradient: Callable[[Tensor], None] | None = None
         self.add_gradient: Callable[[Tensor], None] | None = None
         self._derived: dict[tuple[str, int], weakref.ref[ShardedTensor]] = {}
         self._remembered: Counter[str] = Counter()
+
+    def find_range(self) -> None:
+        """Set the range that this rank has by the bucket's layout."""
+        layout, rank, index = self.bucket.layout, self.bucket.communicator.rank, self.index
+        start, stop = layout.owned_range(index, index, rank)
+        self.offset, self.local_numel = start - layout.segments[index].start, stop - start
+        low, _ = layout.shard_range(rank)
+        self.local_range = slice(start - low, start - low + self.local_numel) if stop > start else slice(0, 0)
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -153,6 +158,28 @@ class BucketSlot:
         return self.bucket.communicator.all_reduce(value, op)
 
 
+class OwnedSlot(BucketSlot):
+    """The slot of another tensor of a parameter that one rank has as a whole: that rank has all of it.
+
+    Args:
+        slot: of the parameter, in a whole bucket.
+        name: of the tensor, for messages.
+    """
+
+    def __init__(self, slot: BucketSlot, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
+        owners = slot.bucket.layout.owners
+        assert owners is not None
+        self._owner, is_here = owners[slot.index], owners[slot.index] == slot.bucket.communicator.rank
+        self.bucket, self.index, self.device = slot.bucket, slot.index, slot.device
+        self.name, self.shape, self.dtype = name, shape, dtype
+        self.offset, self.local_numel = 0, shape.numel() if is_here else 0
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """As of any slot."""
+        ranks = range(self.bucket.layout.world_size)
+        return [(0, self.shape.numel() if rank == self._owner else 0) for rank in ranks]
+
+
 def make_sharded(bucket: Bucket, parameters: list[nn.Parameter]) -> None:
     """Turn the parameters of a bucket, given in the order of its layout, into sharded tensors."""
     # A parameter refers to its slot, and the slot to the bucket; the way back is weak, so that both are freed.
@@ -162,6 +189,16 @@ def make_sharded(bucket: Bucket, parameters: list[nn.Parameter]) -> None:
         if parameter._post_accumulate_grad_hooks:
             slot.hooks_after_reduction = parameter._post_accumulate_grad_hooks
             parameter._post_accumulate_grad_hooks = OrderedDict()
+
+
+@torch.no_grad()
+def cut_anew(bucket: Bucket, owners: Sequence[int]) -> None:
+    """Cut a bucket anew, so that one rank has each parameter as a whole. Collective. No gradients may be shown."""
+    slots = slots_of(bucket)
+    values = [slot.collect(slot.local_parameter()) for slot in slots]
+    bucket.cut_anew(owners, values)
+    for slot in slots:
+        slot.find_range()
 
 
 def make_ordinary(bucket: Bucket, device: torch.device) -> None:

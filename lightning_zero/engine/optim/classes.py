@@ -1,0 +1,125 @@
+"""What optimizer classes need: any part of a parameter, whole parameters, or all of them at once. A table."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+from torch.optim import Optimizer
+
+
+class Need(Enum):
+    """What an optimizer needs to update an element as it would without sharding."""
+
+    ELEMENT = "its own gradient and state alone"
+    PARAMETER = "the parameter that it belongs to"
+    MODEL = "other parameters"
+
+
+class Known(NamedTuple):
+    """What a class needs.
+
+    Attributes:
+        cls: the class of the table that an optimizer is of, or derived from.
+        need: of it, with the options that the optimizer has.
+        why: the reason why it needs more than single elements.
+    """
+
+    cls: type
+    need: Need
+    why: str = ""
+
+
+def known_class(optimizer: Optimizer) -> Known | None:
+    """What the table says of an optimizer's class, or of the nearest base class that is in it; None if none is."""
+    for cls in type(optimizer).__mro__:
+        found = _TABLE.get((cls.__module__.partition(".")[0], cls.__name__))
+        if found is None:
+            continue
+        need, why = found
+        for option, (more, reason) in _OPTIONS.items():
+            values = [getattr(optimizer, option, None), *(group.get(option) for group in optimizer.param_groups)]
+            if any(values) and _ORDER.index(more) > _ORDER.index(need):
+                need, why = more, reason
+        return Known(cls, need, why)
+    return None
+
+
+_ORDER = list(Need)
+
+# torch's come first: messages list them.
+TORCHS_ELEMENTWISE = (
+    *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+)
+
+_MATRIX = "it computes with each whole matrix"
+_FACTORED = "it factors the second moment over the rows and columns of each matrix"
+_LAYER_NORM = "it scales the update by the norm of each parameter"
+_BLOCKS = "it quantises its state in blocks that begin with the parameter, and keeps small parameters in fp32"
+_GLOBAL = "the step length is computed from all parameters together"
+_TWO_STEPS = "it moves all parameters along the whole gradient, and computes the gradient there"
+
+_NEEDS: dict[str, dict[Need, dict[str, tuple[str, ...]]]] = {
+    "torch": {
+        Need.ELEMENT: {"": TORCHS_ELEMENTWISE},
+        Need.PARAMETER: {
+            "it orthogonalises each whole matrix": ("Muon",),
+            _FACTORED: ("Adafactor",),
+        },
+        Need.MODEL: {
+            "it takes inner products of whole gradients and calls the closure several times": ("LBFGS",),
+            "it takes sparse gradients, which cannot be laid in a flat buffer": ("SparseAdam",),
+        },
+    },
+    "transformers": {Need.PARAMETER: {_FACTORED: ("Adafactor",)}},
+    "pytorch_optimizer": {
+        Need.ELEMENT: {"": ("Lion", "ScheduleFreeAdamW", "ScheduleFreeSGD", "ScheduleFreeRAdam")},
+        Need.PARAMETER: {
+            _MATRIX: ("SOAP", "Shampoo", "ScalableShampoo", "Muon", "AdaMuon", "NorMuon"),
+            _FACTORED: ("AdaFactor", "CAME"),
+            _LAYER_NORM: ("Lamb", "LARS"),
+        },
+        Need.MODEL: {
+            _GLOBAL: (
+                *("Prodigy", "DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion", "DAdaptSGD"),
+                *("AliG", "AdamG", "SGDSaI"),
+            ),
+            _TWO_STEPS: ("SAM", "GSAM", "WSAM", "BSAM", "LookSAM", "FriendlySAM"),
+            "it distributes matrices over the ranks itself; Muon does the same with ZeRO": ("DistributedMuon",),
+            "it updates parameters within backward": ("LOMO", "AdaLOMO"),
+        },
+    },
+    "torchao": {
+        Need.PARAMETER: {_BLOCKS: ("Adam8bit", "AdamW8bit", "Adam4bit", "AdamW4bit", "AdamFp8", "AdamWFp8")},
+        Need.MODEL: {"it offloads states itself; write offload='cpu' instead": ("CPUOffloadOptimizer",)},
+    },
+    "bitsandbytes": {
+        Need.PARAMETER: {
+            _BLOCKS: (
+                *("Adam", "AdamW", "Adagrad", "AdEMAMix", "Lion", "RMSprop", "SGD"),
+                *("Adam8bit", "AdamW8bit", "Adagrad8bit", "AdEMAMix8bit", "Lion8bit", "RMSprop8bit", "SGD8bit"),
+                *("Adam32bit", "AdamW32bit", "Adagrad32bit", "AdEMAMix32bit", "Lion32bit", "RMSprop32bit", "SGD32bit"),
+                *("PagedAdam", "PagedAdam8bit", "PagedAdam32bit", "PagedAdamW", "PagedAdamW8bit", "PagedAdamW32bit"),
+                *("PagedAdEMAMix", "PagedAdEMAMix8bit", "PagedAdEMAMix32bit"),
+                *("PagedLion", "PagedLion8bit", "PagedLion32bit"),
+            ),
+            _LAYER_NORM: ("LAMB", "LAMB8bit", "LAMB32bit", "LARS", "LARS8bit", "LARS32bit", "PytorchLARS"),
+        },
+    },
+}
+
+_TABLE: dict[tuple[str, str], tuple[Need, str]] = {
+    (package, name): (need, why)
+    for package, needs in _NEEDS.items()
+    for need, reasons in needs.items()
+    for why, names in reasons.items()
+    for name in names
+}
+
+_OPTIONS: dict[str, tuple[Need, str]] = {
+    "use_gc": (Need.PARAMETER, "use_gc subtracts the mean of each gradient"),
+    "adanorm": (Need.PARAMETER, "adanorm uses the norm of each gradient"),
+    "cautious": (Need.PARAMETER, "cautious divides by the mean of a mask over each parameter"),
+    "pre_norm": (Need.MODEL, "pre_norm divides by the norm of all gradients"),
+}
+"""Options, of an optimizer or a group, by which a class needs more than the table says."""

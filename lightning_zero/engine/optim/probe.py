@@ -1,0 +1,90 @@
+"""Tries an optimizer on small tensors, to refute what a user says of its class. That nothing refutes it proves nothing:
+some optimizers with global quantities behave as if they had none in the first steps.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_zero.engine.offload.updates import Update
+
+_SHAPE = (8, 12)
+_STEPS = 3
+
+
+class Refutation(str):
+    """What the probe saw.
+
+    Attributes:
+        is_of_parts: whether a part of a parameter was updated otherwise than in the whole.
+    """
+
+    is_of_parts = False
+
+
+def what_refutes(optimizer: Optimizer, *, is_elementwise: bool) -> Refutation | None:
+    """Compare updates of two parameters together with those of each alone, and of wholes with those of their parts.
+
+    Args:
+        is_elementwise: whether parts are compared, too.
+
+    Returns:
+        What was seen that refutes it; None if nothing was, or if the optimizer cannot be tried.
+    """
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return _seen(optimizer, is_elementwise)
+    except Exception:  # of the optimizer, which may need what the probe does not give: other shapes, a closure
+        return None
+
+
+def _seen(optimizer: Optimizer, is_elementwise: bool) -> Refutation | None:
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(_SHAPE, generator=generator, device="cpu") for _ in range(2)]
+    gradients = [
+        [torch.randn(_SHAPE, generator=generator, device="cpu") * (1 + k) for k in range(2)] for _ in range(_STEPS)
+    ]
+    for group in optimizer.param_groups:
+        together = _updated(optimizer, group, values, gradients)
+        for index, value in enumerate(values):
+            (alone,) = _updated(optimizer, group, [value], [[step[index]] for step in gradients])
+            if not torch.equal(alone, together[index]):
+                return Refutation(
+                    "the update of a parameter depends on the others: on random gradients it differs by "
+                    f"{(alone - together[index]).abs().max():.1e} from that of the same parameter alone"
+                )
+        if is_elementwise:
+            half = values[0].numel() // 2
+            parts = _updated(
+                optimizer,
+                group,
+                list(values[0].view(-1).split(half)),
+                [list(s[0].view(-1).split(half)) for s in gradients],
+            )
+            difference = (torch.cat(parts) - together[0].view(-1)).abs().max()
+            if difference > 0:
+                refutation = Refutation(
+                    "the update of an element depends on others of the same parameter: on random gradients the two "
+                    f"halves of a matrix differ by {difference:.1e} from the whole"
+                )
+                refutation.is_of_parts = True
+                return refutation
+    return None
+
+
+def _updated(
+    optimizer: Optimizer, group: dict[str, Any], values: list[Tensor], gradients: list[list[Tensor]]
+) -> list[Tensor]:
+    update = Update.of(optimizer, group, torch.device("cpu"))
+    mine = {key: value for key, value in update.attributes.items() if key not in ("state", "param_groups")}
+    update = update._replace(attributes=copy.deepcopy(mine), group=copy.deepcopy({**update.group, "params": []}))
+    values = [value.clone() for value in values]
+    states: list[dict[str, Any]] = [{} for _ in values]
+    for step in gradients:
+        states = update.act_on(values, step, states)
+    return values

@@ -1,0 +1,79 @@
+"""Which rank owns each parameter of the whole buckets: balanced by elements over all units. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_SWEEPS = 4
+_CHOICES = 4
+"""Ranks that are tried for each segment: the least loaded ones, where there are many."""
+
+
+def balanced_owners(
+    buckets: Sequence[Sequence[int]], ranks: int, loads: Sequence[int] | None = None
+) -> list[list[int]]:
+    """The owner of each segment, with owners in ascending order in each bucket.
+
+    So a rank's shard of a bucket is one run of segments, and no segment has to move. Buckets are assigned one after
+    another, each in the best way given the others, those with the largest segments first; then again, as the others
+    have been assigned since. With ranks enough to choose from, the most loaded rank comes as close to the mean as with
+    segments assigned freely (largest first, to the least loaded rank).
+
+    Args:
+        buckets: elements of each segment, by bucket.
+        ranks: how many.
+        loads: what each rank owns already, of other buckets.
+
+    Returns:
+        For each bucket the owners of its segments.
+    """
+    loads = list(loads or [0] * ranks)
+    owners: list[list[int]] = [[] for _ in buckets]
+    order = sorted(range(len(buckets)), key=lambda number: -max(buckets[number], default=0))
+    for _ in range(_SWEEPS):
+        for number in order:
+            for rank, numel in zip(owners[number], buckets[number]):
+                loads[rank] -= numel
+            owners[number] = _runs(buckets[number], loads)
+            for rank, numel in zip(owners[number], buckets[number]):
+                loads[rank] += numel
+    return owners
+
+
+def imbalance(buckets: Sequence[Sequence[int]], owners: Sequence[Sequence[int]], ranks: int) -> float:
+    """The load of the most loaded rank over the mean."""
+    loads = [0] * ranks
+    for of_bucket, numels in zip(owners, buckets):
+        for rank, numel in zip(of_bucket, numels):
+            loads[rank] += numel
+    return max(loads) * ranks / max(sum(loads), 1)
+
+
+def _runs(numels: Sequence[int], loads: list[int]) -> list[int]:
+    """Cut one bucket into runs for ascending ranks, so that the sum of the squares of loads is least.
+
+    By dynamic programming over the ranks: the least cost of the first segments, for each number of them.
+    """
+    tried = range(len(loads))
+    if len(loads) > _CHOICES * len(numels):
+        tried = sorted(sorted(tried, key=lambda rank: loads[rank])[: _CHOICES * len(numels)])  # type: ignore[assignment]
+    ends = [0]
+    for numel in numels:
+        ends.append(ends[-1] + numel)
+    costs = [0.0] + [float("inf")] * len(numels)
+    cuts: list[list[int]] = []  # by rank, where its run begins if it ends before each segment
+    for rank in tried:
+        after, begins = list(costs), list(range(len(ends)))
+        for stop in range(1, len(ends)):
+            for start in range(stop):
+                taken = ends[stop] - ends[start]
+                cost = costs[start] + taken * (taken + 2 * loads[rank])
+                if cost < after[stop]:
+                    after[stop], begins[stop] = cost, start
+        costs = after
+        cuts.append(begins)
+    owners, stop = [0] * len(numels), len(numels)
+    for rank, begins in zip(reversed(tried), reversed(cuts)):
+        owners[begins[stop] : stop] = [rank] * (stop - begins[stop])
+        stop = begins[stop]
+    return owners

@@ -1,0 +1,313 @@
+"""Optimizers that need whole matrices train as under DDP, bit for bit: each matrix has one owner, who computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Adafactor, AdamW
+
+import lightning_zero
+from tests.support import whole
+from tests.support.training import (
+    CLOSE,
+    Recipe,
+    batch,
+    prepare,
+    same_on_every_rank,
+    same_runs,
+    same_tensors,
+    same_values,
+    train_ddp,
+    train_zero,
+)
+from tests.support.whole import Layered
+from tests.support.workers import world_size
+
+OPTIMIZERS = [
+    whole.muon_and_adamw,
+    whole.adafactor,
+    whole.transformers_adafactor,
+    whole.muon_of_mixed_groups,
+    whole.soap,
+    whole.shampoo,
+    whole.lamb,
+    whole.lars,
+    whole.came,
+    whole.lion,
+    whole.cautious_lion,
+]
+
+
+LOW_BIT = [
+    whole.adamw_8bit_of_torchao,
+    whole.adamw_4bit_of_torchao,
+    whole.adamw_8bit_of_bitsandbytes,
+    whole.lion_8bit_of_bitsandbytes,
+]
+
+
+def model_for(optimizer: Callable[[nn.Module], Any]) -> Callable[[], nn.Module]:
+    return whole.wide if optimizer in LOW_BIT else Layered
+
+
+def train_both(stage: int, optimizer: Callable[[nn.Module], Any], steps: int = 20, **options: Any) -> None:
+    recipe = Recipe(model_for(optimizer), optimizer, steps=steps)
+    with torch.compiler.set_stance("force_eager"):  # torchao compiles its update for each shape
+        reference, run = train_ddp(recipe), train_zero(recipe, stage, **options)
+    same_runs(run, reference)
+    same_on_every_rank(run.weights)
+    assert not torch.equal(run.weights["layers.0.up.weight"], prepare(recipe)[0].layers[0].up.weight)
+
+
+@pytest.mark.behaviour(
+    "The numbers",
+    "Muon, Adafactor, SOAP, Shampoo, LAMB, LARS, CAME; 8-bit and 4-bit AdamW and Lion; Muon and AdamW, in one or two",
+)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS + LOW_BIT, ids=lambda optimizer: optimizer.__name__)
+def test_losses_and_weights_equal_ddps_over_20_steps(run_on, stage, optimizer):
+    run_on(2, train_both, stage=stage, optimizer=optimizer)
+
+
+def clip_value(parameters: Any) -> None:
+    nn.utils.clip_grad_value_(parameters, 1e-3)
+
+
+CROSSED: list[Any] = [
+    pytest.param(Recipe(Layered, whole.lars, micro_batches=3), {}, id="accumulation"),
+    pytest.param(Recipe(Layered, whole.muon_and_adamw, clip=clip_value), {}, id="clipping"),
+    pytest.param(Recipe(Layered, whole.adafactor), {"offload": "cpu"}, id="offload"),
+    pytest.param(Recipe(Layered, whole.muon_and_adamw), {"offload": "cpu", "overlap": False}, id="offload in step"),
+    pytest.param(Recipe(Layered, whole.muon_of_mixed_groups), {"offload": "cpu"}, id="offload of mixed groups"),
+    pytest.param(Recipe(Layered, whole.soap), {"offload": "cpu"}, id="offload of counts in groups"),
+    pytest.param(Recipe(Layered, whole.adafactor), {"unit_numel": 0}, id="single units"),
+    pytest.param(Recipe(Layered, whole.adafactor), {"bucket_numel": 300}, id="split units"),
+    pytest.param(Recipe(Layered, whole.adafactor), {"activation_checkpointing": "units"}, id="recomputing"),
+]
+
+
+def train_crossed(stage: int, recipe: Recipe, options: dict[str, Any]) -> None:
+    run = train_zero(recipe, stage, **options)
+    # Stages 2 and 3 reduce each micro-batch: the same sums, rounded in another order.
+    bound = CLOSE if recipe.micro_batches > 1 and stage > 1 else 0
+    same_runs(run, train_ddp(recipe), bound)
+    same_on_every_rank(run.weights)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("recipe", "options"), CROSSED)
+def test_they_equal_ddps_with_what_projects_combine_them_with(run_on, stage, recipe, options):
+    run_on(2, train_crossed, stage=stage, recipe=recipe, options=options)
+
+
+def skip_a_layer(stage: int, optimizer: Callable[[nn.Module], Any], offload: str | None) -> None:
+    """Data decide whether a layer is used, below stage 3 on each rank; in some steps no rank uses it."""
+    from lightning_zero.engine import Engine
+
+    recipe = Recipe(whole.skipping, optimizer)
+    (plain, expected), (module, ours) = prepare(recipe), prepare(recipe)
+    model = DistributedDataParallel(plain, find_unused_parameters=True)
+    engine = Engine(module, [ours], stage=stage, offload=offload)
+    used = 0
+    for index in range(10):
+        inputs = batch(index, of=0 if stage == 3 else None)
+        for each, chosen in ((model, expected), (module, ours)):
+            chosen.zero_grad()
+            each(*inputs).backward()
+            chosen.step()
+        used += plain.layers[2].up.weight.grad is not None
+    assert 0 < used < 10
+    same_tensors(engine.full_state_dict(), dict(plain.state_dict()), bound=0)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("optimizer", [whole.adafactor, whole.came], ids=lambda optimizer: optimizer.__name__)
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_layers_may_be_left_out_by_data(run_on, stage, optimizer, offload):
+    run_on(2, skip_a_layer, stage=stage, optimizer=optimizer, offload=offload)
+
+
+def train_in_the_engines_order(stage: int) -> None:
+    """Over three and four ranks DDP's ring adds in an order of its own; here each owner's order is followed."""
+    from lightning_zero.engine import Engine
+
+    size = world_size()
+    torch.manual_seed(0)
+    module, plain = Layered(), Layered()
+    plain.load_state_dict(module.state_dict())
+    optimizer, expected = whole.adafactor(module), whole.adafactor(plain)
+    engine = Engine(module, [optimizer], stage=stage)
+    owner_of = {
+        segment.name: owner
+        for bucket in engine.buckets
+        for segment, owner in zip(bucket.layout.segments, bucket.layout.owners, strict=True)
+    }
+    assert len(set(owner_of.values())) == size
+    for index in range(6):
+        module(*batch(index)).backward()
+        plain(*batch(index)).backward()
+        for name, parameter in plain.named_parameters():
+            parts = [torch.empty_like(parameter) for _ in range(size)]
+            dist.all_gather(parts, parameter.grad)
+            parts = [part * (1.0 / size) for part in parts]
+            owner = owner_of[name]
+            total = parts[owner - 1] + parts[owner]
+            for distance in range(2, size):
+                total = total + parts[owner - distance]
+            parameter.grad = total
+        for each in (optimizer, expected):
+            each.step()
+            each.zero_grad()
+    same_tensors(engine.full_state_dict(), dict(plain.state_dict()), bound=0)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("size", [3, 4])
+def test_over_more_ranks_they_equal_a_sum_in_the_engines_order(run_on, stage, size):
+    run_on(size, train_in_the_engines_order, stage=stage)
+
+
+def count_calls(stage: int) -> None:
+    """Muon orthogonalises each matrix once a step, on its owner."""
+    from torch.optim import _muon
+
+    calls, original = [], _muon._zeropower_via_newtonschulz
+    _muon._zeropower_via_newtonschulz = lambda *args: calls.append(args[0].shape) or original(*args)
+    try:
+        steps = 4
+        train_zero(Recipe(Layered, whole.muon_and_adamw, steps=steps), stage)
+    finally:
+        _muon._zeropower_via_newtonschulz = original
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size())]
+    dist.all_gather(counts, torch.tensor([len(calls)]))
+    assert sum(counts).item() == steps * len(whole.matrices(Layered()))
+    assert max(counts) - min(counts) <= steps * 2, "evenly over the ranks"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("size", [2, 4])
+def test_each_matrix_is_orthogonalised_once_a_step_over_all_ranks(run_on, stage, size):
+    run_on(size, count_calls, stage=stage)
+
+
+# --------------------------------------------------------------------------------------------------------------- state
+
+
+@torch.compiler.set_stance("force_eager")
+def same_states(stage: int, optimizer: Callable[[nn.Module], Any], **options: Any) -> None:
+    """The state dict is DDP's; loaded into a new engine, training goes on as if never stopped."""
+    from lightning_zero.engine import Engine
+
+    recipe = Recipe(model_for(optimizer), optimizer)
+    plain, expected = prepare(recipe)
+    model = DistributedDataParallel(plain)
+    module, ours = prepare(recipe)
+    engine = Engine(module, [ours], stage=stage, **options)
+
+    def train(indices: range) -> None:
+        for index in indices:
+            for each, chosen in ((model, expected), (module, ours)):
+                each(*batch(index)).backward()
+                chosen.step()
+                chosen.zero_grad()
+
+    train(range(4))
+    state = engine.full_optimizer_state_dict(ours)
+    same_values(state, expected.state_dict(), "state")
+    for parameter, name in zip(module.parameters(), dict(plain.named_parameters()), strict=True):
+        shown = lightning_zero.full_optimizer_state(parameter)
+        same_values(shown, dict(expected.state[plain.get_parameter(name)]), f"state of {name}")
+    weights = engine.full_state_dict()
+    engine.close()
+    same_values(ours.state_dict(), expected.state_dict(), "state after the end")
+
+    module, ours = prepare(recipe)
+    engine = Engine(module, [ours], stage=stage, **options)
+    module.load_state_dict(weights)
+    ours.load_state_dict(state)
+    train(range(4, 7))
+    same_tensors(engine.full_state_dict(), dict(plain.state_dict()), bound=0)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "optimizer",
+    [each for each in OPTIMIZERS + LOW_BIT if each is not whole.muon_and_adamw],
+    ids=lambda optimizer: optimizer.__name__,
+)
+def test_state_dicts_equal_ddps_and_are_loaded(run_on, stage, optimizer):
+    run_on(2, same_states, stage=stage, optimizer=optimizer)
+
+
+# ---------------------------------------------------------------------------------------------------------- given late
+
+
+def give_late(stage: int, offload: str | None, how: str) -> None:
+    """Parameters, or the whole optimizer, come after the engine: their buckets are cut anew."""
+    from lightning_zero.engine import Engine
+
+    torch.manual_seed(0)
+    plain, module = Layered(), Layered()
+    module.load_state_dict(plain.state_dict())
+    model = DistributedDataParallel(plain, find_unused_parameters=True)
+
+    def begin(of: nn.Module) -> list[Any]:
+        if how == "a late optimizer":
+            return [AdamW(whole.others(of), lr=0.01)]
+        return [Adafactor(whole.matrices(of)[:2], lr=0.01), AdamW(whole.others(of), lr=0.01)]
+
+    def give(of: nn.Module, optimizers: list[Any]) -> list[Any]:
+        if how == "a late optimizer":
+            return [*optimizers, Adafactor(whole.matrices(of), lr=0.01)]
+        optimizers[0].add_param_group({"params": whole.matrices(of)[2:]})
+        return optimizers
+
+    expected, ours = begin(plain), begin(module)
+    engine = Engine(module, ours, stage=stage, offload=offload)
+    for index in range(6):
+        if index == 3:
+            expected, ours = give(plain, expected), give(module, ours)
+            if how == "a late optimizer":
+                engine.set_optimizers(ours)
+        for each, chosen in ((model, expected), (module, ours)):
+            each(*batch(index)).backward()
+            for optimizer in chosen:
+                optimizer.step()
+            each.zero_grad()
+    same_tensors(engine.full_state_dict(), dict(plain.state_dict()), bound=0)
+    for theirs, mine in zip(expected, ours, strict=True):
+        same_values(engine.full_optimizer_state_dict(mine), theirs.state_dict(), "state")
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("offload", [None, "cpu"])
+@pytest.mark.parametrize("how", ["a late optimizer", "add_param_group"])
+def test_parameters_may_be_given_late(run_on, stage, offload, how):
+    run_on(2, give_late, stage=stage, offload=offload, how=how)
+
+
+def give_within_accumulation() -> None:
+    from lightning_zero.engine import Engine
+
+    module = Layered()
+    engine = Engine(module, [AdamW(whole.others(module))], stage=2)
+    module(*batch(0)).backward()
+    with pytest.raises(RuntimeError, match=r"'layers\.0.*' has a gradient.*after optimizer.zero_grad\(\)"):
+        engine.set_optimizers([Adafactor(whole.matrices(module))])
+    module.zero_grad()
+    engine.set_optimizers([Adafactor(whole.matrices(module))])
+    engine.close()
+
+
+def test_parameters_with_gradients_are_not_given_to_one(run_on):
+    run_on(2, give_within_accumulation)
