@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 for _package, _ours in (
     ("lightning.fabric", "strategies.fabric"),
-    ("lightning.pytorch", "planning.automatic"),
+    ("lightning.pytorch", "strategies.trainer"),
+    # by itself, as a project may begin with the strategy, which is only partly imported when Lightning is
+    ("lightning_zero.strategies.trainer", "planning.automatic"),
     ("lightning_fabric", "lightning_fabric"),
     ("pytorch_lightning", "pytorch_lightning"),
 ):

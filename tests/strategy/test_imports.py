@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 ENGINE_FIRST = """
@@ -30,13 +32,32 @@ assert dir(lightning_zero) == sorted([*lightning_zero.__all__, "engine", "fabric
 """
 
 
-def test_names_are_imported_on_first_access_and_strategies_registered_when_lightning_is_imported():
+@pytest.mark.parametrize(
+    "first",
+    [
+        "from lightning_zero import ZeroStrategy",
+        "from lightning_zero import ZeroAutoStrategy",
+        "from lightning_zero.monitoring import ZeroMonitor",
+        "import lightning_zero, pytorch_lightning",
+        "import lightning_zero.strategies.trainer",
+    ],
+)
+def test_whatever_a_project_imports_first_all_names_are_registered(first):
+    then = "from lightning.pytorch.strategies import StrategyRegistry as all_; print({'zero3', 'zero_auto'} <= {*all_})"
+    assert in_a_new_interpreter(f"{first}\n{then}").splitlines()[-1] == "True"
+
+
+def in_a_new_interpreter(code: str) -> str:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     # not the Python that starts at once: Lightning is imported there already
-    python = [sys.executable, "-c", ENGINE_FIRST]
-    done = subprocess.run(python, capture_output=True, text=True, timeout=120, env=environment)
-    assert done.stdout.splitlines() == [
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_names_are_imported_on_first_access_and_strategies_registered_when_lightning_is_imported():
+    assert in_a_new_interpreter(ENGINE_FIRST).splitlines() == [
         "lightning_zero.strategies.fabric",
         "True",
         "lightning_zero.strategies.trainer lightning_zero.checkpoint.weights",
-    ], done.stderr
+    ]
