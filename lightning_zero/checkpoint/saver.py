@@ -39,6 +39,7 @@ from lightning_zero.engine.comm.background_work import BackgroundWork
 from lightning_zero.engine.comm.failures import explained, failure, lifelines_over
 from lightning_zero.engine.comm.process_group import DistError, ProcessGroup, Store
 from lightning_zero.engine.compat import tree_leaves
+from lightning_zero.engine.optim.kinds import as_made_of_tensors
 from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.sharded_tree import is_in_parts, walk
@@ -191,7 +192,8 @@ class Saver:
                     f"{failure() or error}. An earlier checkpoint at this path is unchanged."
                 ) from error
             if rank == 0:
-                save_whole(walk(kept, whole.__getitem__, lambda leaf: isinstance(leaf, _Later)), destination)
+                complete = walk(kept, whole.__getitem__, lambda leaf: isinstance(leaf, _Later))
+                save_whole(as_made_of_tensors(complete), destination)
 
         self._submit(save)
 

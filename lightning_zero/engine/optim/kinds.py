@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_zero.engine.compat import is_made_of_tensors, tree_map_only
+from lightning_zero.engine.tensor.sharded_tree import walk
 
 # Zero-dimensional entries of zero-dimensional parameters that are nevertheless not by element.
 _COUNTERS = {"step", "mu_product", "eta", "mu"}
@@ -58,7 +61,8 @@ def is_by_element(key: str, value: Any, shape: torch.Size) -> bool:
     return value.shape == shape and (value.dim() > 0 or key not in _COUNTERS)
 
 
-_CLASS, _CONTEXT, _PERMUTED = "tensor class", "context", "permuted"
+_CLASS, _CONTEXT, _PERMUTED = "__tensor_class__", "__context__", "permuted"
+"""Keys and a value in checkpoints; not to be changed."""
 
 
 def in_plain_tensors(value: Any) -> Any:
@@ -80,19 +84,20 @@ def in_plain_tensors(value: Any) -> Any:
     return {_CLASS: f"{kind.__module__}:{kind.__qualname__}", _CONTEXT: context, **inner}
 
 
-def as_made_of_tensors(value: Any) -> Any:
-    """Undo ``in_plain_tensors``, where the tensors have values and the module of their class has been imported."""
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(as_made_of_tensors, value))
-    if not isinstance(value, dict):
-        return value
-    items = {key: as_made_of_tensors(item) for key, item in value.items()}
-    if _CLASS not in items:
-        return items
+def as_made_of_tensors(tree: Any) -> Any:
+    """Undo ``in_plain_tensors``, where the tensors have values, and their class is torchao's or imported already."""
+    return walk(tree, _put_together, lambda part: isinstance(part, dict) and _CLASS in part)
+
+
+def _put_together(part: dict[str, Any]) -> Any:
+    items = {key: as_made_of_tensors(item) for key, item in part.items()}
     if items[_CLASS] == _PERMUTED:
         order = items[_CONTEXT]
         return items["values"].permute([order.index(dim) for dim in range(len(order))])
     module, _, name = str(items[_CLASS]).partition(":")
+    if module.partition(".")[0] == "torchao":
+        with suppress(ImportError):
+            import_module(module)
     kind = getattr(sys.modules.get(module), name, None)
     tensors = {key: item for key, item in items.items() if key not in (_CLASS, _CONTEXT)}
     is_tensor = isinstance(kind, type) and issubclass(kind, Tensor) and hasattr(kind, "__tensor_unflatten__")
@@ -142,7 +147,9 @@ def resolved(entry: Any, of_owned: Callable[[Owned], Any], device: torch.device)
 
 
 def copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+    if type(value) is Tensor:  # as most are, and many are copied in a step
+        return value.clone()
+    return as_made_of_tensors(tree_map_only(Tensor, Tensor.clone, in_plain_tensors(value)))
 
 
 def comparable(value: Any) -> Any:

@@ -281,9 +281,11 @@ class MasterStates:
         for number, slot in enumerate(slots):
             master = self._master_of.get(slot)
             if master is not None and (slot.local_numel or slot.shape.numel() == 0):
-                of_rest = (lambda value: described(in_plain_tensors(value))) if slot.bucket.layout.is_whole else Small
+                of_rest = described if slot.bucket.layout.is_whole else Small
                 own[number] = {
-                    key: value.dtype if is_by_element(key, value, master.tensor.shape) else of_rest(value)
+                    key: value.dtype
+                    if is_by_element(key, value, master.tensor.shape)
+                    else of_rest(in_plain_tensors(value))
                     for key, value in self.by_master.get(master.tensor, {}).items()
                 }
         # other ranks know the dtypes and the small entries of parameters that this one owns nothing of
