@@ -141,6 +141,10 @@ def _rules_of(hint: Any) -> list[Rule]:
 # By target: the package that its object imports, and the extra of this package that installs it.
 EXTRAS = {
     "lightning_zero.zoo.digits.DigitsData": ("sklearn", "demo"),
+    "lightning_zero.zoo.muon.muon_and_adamw": ("pytorch_optimizer", "optimizers"),
+    "pytorch_optimizer.Lion": ("pytorch_optimizer", "optimizers"),
+    "pytorch_optimizer.SOAP": ("pytorch_optimizer", "optimizers"),
+    "bitsandbytes.optim.AdamW8bit": ("bitsandbytes", "optimizers"),
     "lightning.pytorch.loggers.TensorBoardLogger": ("tensorboard", "tensorboard"),
     "lightning.pytorch.loggers.WandbLogger": ("wandb", "wandb"),
     "lightning.pytorch.loggers.MLFlowLogger": ("mlflow", "mlflow"),
@@ -151,7 +155,7 @@ def _check_packages(config: DictConfig) -> None:
     """Check that what the config names is installed; without TensorBoard, write a CSV file, as Lightning does."""
     from lightning.pytorch.utilities import rank_zero_info
 
-    for group in ("data", "logger"):
+    for group in ("data", "logger", "optimizer"):
         target = config[group].get("_target_")
         package, extra = EXTRAS.get(target, (None, None))
         if package is None or importlib.util.find_spec(package) is not None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
@@ -10,6 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import Metric
+
+from lightning_zero.zoo.muon import splits_hidden
 
 
 class Supervised(LightningModule):
@@ -39,13 +42,18 @@ class Supervised(LightningModule):
         self.log(f"validation/{self.metric_name}", self.metric, prog_bar=True)
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        trainable = [p for p in self.parameters() if p.requires_grad]
-        optimizer = self.optimizer(
-            [
-                {"params": [p for p in trainable if p.ndim >= 2]},
-                {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},  # biases, norms and the like
+        trainable = {name: p for name, p in self.named_parameters() if p.requires_grad}
+        matrices = {name: p for name, p in trainable.items() if p.ndim >= 2}
+        groups: list[dict[str, Any]] = [{"params": list(matrices.values())}]
+        if splits_hidden(self.optimizer):
+            is_hidden = {name: "blocks." in name and p.ndim == 2 for name, p in matrices.items()}
+            groups = [
+                {"params": [p for name, p in matrices.items() if is_hidden[name] is h], "hidden": h}
+                for h in (True, False)
             ]
-        )
+        # biases, norms and the like
+        groups.append({"params": [p for p in trainable.values() if p.ndim < 2], "weight_decay": 0.0})
+        optimizer = self.optimizer(groups)
         warmup, total_steps = self.warmup_steps, int(self.trainer.estimated_stepping_batches)
 
         def scale(step: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.optim import Adafactor, AdamW
 
 import lightning_zero
 from tests.support import whole
+from tests.support.trainer import Learner, fit
 from tests.support.training import (
     CLOSE,
     Recipe,
@@ -311,3 +313,108 @@ def give_within_accumulation() -> None:
 
 def test_parameters_with_gradients_are_not_given_to_one(run_on):
     run_on(2, give_within_accumulation)
+
+
+def unfreeze(stage: int, offload: str | None) -> None:
+    """A layer starts to train in mid-run. (DDP would not reduce its gradients, so that they are averaged here.)"""
+    from lightning_zero.engine import Engine
+
+    recipe = Recipe(Layered, whole.adafactor)
+    (plain, expected), (module, ours) = prepare(recipe), prepare(recipe)
+    for each in (plain, module):
+        each.layers[1].requires_grad_(False)
+    engine = Engine(module, [ours], stage=stage, offload=offload)
+    for index in range(6):
+        if index == 3:
+            for each in (plain, module):
+                each.layers[1].requires_grad_(True)
+        for each, chosen in ((plain, expected), (module, ours)):
+            chosen.zero_grad()
+            each(*batch(index)).backward()
+            for parameter in plain.parameters() if each is plain else ():
+                if parameter.grad is not None:
+                    parameter.grad.div_(2)
+                    dist.all_reduce(parameter.grad)
+            chosen.step()
+    same_tensors(engine.full_state_dict(), dict(plain.state_dict()), bound=0)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_a_layer_may_start_to_train_in_mid_run(run_on, stage, offload):
+    run_on(2, unfreeze, stage=stage, offload=offload)
+
+
+# ------------------------------------------------------------------------------------------------- through the Trainer
+
+
+class Scheduled(Learner):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.7)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Compiled(Learner):
+    def configure_model(self) -> None:
+        for layer in self.model.layers:
+            layer.compile(backend="aot_eager")
+
+
+class ByHand(Learner):
+    """Muon and AdamW as two optimizers."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.model(*batch)
+        optimizers = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return whole.muon_and_adamw(self.model).optimizers
+
+
+IN_THE_TRAINER: list[Any] = [
+    pytest.param(partial(Scheduled, Layered, whole.soap), {"gradient_clip_val": 0.001}, "value", id="schedules"),
+    pytest.param(partial(Learner, Layered, whole.adafactor), {"precision": "bf16-mixed"}, None, id="bf16-mixed"),
+    pytest.param(partial(Learner, Layered, whole.came), {"precision": "16-mixed"}, None, id="16-mixed"),
+    pytest.param(partial(Compiled, Layered, whole.muon_of_mixed_groups), {}, None, id="compiled"),
+    pytest.param(partial(ByHand, Layered), {}, None, id="two by hand"),
+]
+
+
+def fit_both(stage: int, learner: Any, options: dict[str, Any], clips_by: str | None) -> None:
+    options = {**options, **({"gradient_clip_algorithm": clips_by} if clips_by else {})}
+    reference = fit("ddp_find_unused_parameters_true", learner, **options)
+    run = fit(f"zero{stage}", learner, **options)
+    same_runs(run, reference)
+    same_on_every_rank(run.weights)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("learner", "options", "clips_by"), IN_THE_TRAINER)
+def test_through_the_trainer_they_equal_ddps(run_on, stage, learner, options, clips_by):
+    run_on(2, fit_both, stage=stage, learner=learner, options=options, clips_by=clips_by)
+
+
+def fit_low(stage: int) -> None:
+    """Masters are in fp32, which DDP has not: training follows fp32 to the precision of bf16."""
+    learner = partial(Learner, Layered, whole.adafactor, batches=10)
+    reference, run = fit("ddp", learner), fit(f"zero{stage}", learner, precision="bf16-true")
+    for loss, expected in zip(run.losses, reference.losses, strict=True):
+        assert abs(loss - expected) <= 0.01 * abs(expected)
+    assert not torch.equal(run.losses[0].float(), reference.losses[0])
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_in_bf16_they_follow_fp32(run_on, stage):
+    run_on(2, fit_low, stage=stage)
