@@ -134,7 +134,7 @@ def tensor_in(buffer: memoryview, known: dict[Any, Layout], kind: Any) -> Tensor
 
 
 def archived(tensor: Tensor) -> bytearray:
-    """Return what ``torch.save`` writes for a contiguous CPU tensor, forty times as fast; only the id differs."""
+    """Return the bytes of ``torch.save`` for a contiguous CPU tensor, forty times as fast; only the id differs."""
     template, start, checksums = _template(tensor.dtype, tuple(tensor.shape))
     archive = bytearray(template)
     values = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -146,7 +146,7 @@ def archived(tensor: Tensor) -> bytearray:
 
 @lru_cache(maxsize=1024)
 def _template(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, int, tuple[int, int]]:
-    """An archive of zeros, the offset of its values, and those of their checksum, behind them and in the directory."""
+    """An archive of zeros, the offset of its values, and the two offsets of their checksum."""
     buffer = io.BytesIO()
     torch.save(torch.zeros(shape, dtype=dtype, device="cpu"), buffer)
     archive = buffer.getvalue()

@@ -122,7 +122,7 @@ def with_way_out(error: ForbiddenClassError) -> str:
 
 
 def _refusal(file: Any) -> ForbiddenClassError | None:
-    """Return the error for a file that names classes that are not allowed; None if it names no such class."""
+    """Return the error for a file that contains forbidden classes; None if it contains none."""
     uses, is_complete = uses_in(file)
     unsafe = _not_allowed(uses)
     running = [use for use in unsafe if use.runs_code]
@@ -262,7 +262,7 @@ class Use:
 
     @property
     def runs_code(self) -> bool:
-        """Whether it is known to have no place in a checkpoint. Other classes may run code as well."""
+        """Whether a class or function is known to run code. Others may run code as well."""
         package, last, found = self.module.partition(".")[0], self.name.rpartition(".")[2], self._loaded()
         is_class = isinstance(found, type)
         if self.name in _VALUES.get(self.module, "").split() or (is_class and issubclass(found, BaseException)):

@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _load(name: str) -> Any:
-    """Import a benchmark's script; as it imports no torch itself, it takes no core from what it measures."""
+    """Import a benchmark's script. It imports no torch, so that it uses no core of the processes that it measures."""
     if not (SCRIPTS / f"{name}.py").exists():
         parser().error(
             "benchmarks are part of the repository, not of the installed package. Clone the repository and run "

@@ -129,7 +129,7 @@ def _check_types(trainer: DictConfig) -> None:
 
 
 def _rules_of(hint: Any) -> list[Rule]:
-    """Rules of which a value must meet one: those of a union's members. No rules where a member has none."""
+    """Rules of a union type, of which a value must meet one; none if a member accepts any value."""
     if get_origin(hint) in (Union, UnionType):
         rules = [_rules_of(member) for member in get_args(hint)]
         return list(chain(*rules)) if all(rules) else []
@@ -200,7 +200,7 @@ def _check_made(config: DictConfig) -> None:
         lightning.setLevel(level)
 
 
-# What objects raise for values that they refuse.
+# Exceptions that constructors raise for invalid values.
 _REFUSALS = (InstantiationException, ValueError, TypeError, OSError)
 
 

@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
 
 
 def answer(menu: Parser, request: list[str]) -> int:
-    """Print what can come next on the line in COMP_LINE; ``request`` is ``["-sc", "query=SHELL"]``."""
+    """Print the completions of the line in COMP_LINE; ``request`` is ``["-sc", "query=SHELL"]``."""
     line = os.environ["COMP_LINE"]
     _, *before, current = f"{line}|".split()  # the mark keeps an empty last word
     current = current[:-1]
@@ -51,7 +51,7 @@ def answer(menu: Parser, request: list[str]) -> int:
 
 
 def candidates(parser: argparse.ArgumentParser, before: list[str], current: str) -> list[str]:
-    """What ``current`` can become after the words ``before``; nothing where a file or a free value is expected."""
+    """Completions of the word ``current`` after the words ``before``; none for files and free values."""
     positionals, options = _arguments(parser)
     pending = None  # an option whose values come next
     for word in before:

@@ -1,4 +1,4 @@
-"""`lightning-zero doctor`: what this machine is, what of it the engine can use, and how fast it is."""
+"""`lightning-zero doctor`: describe this machine, the parts that the engine can use, and their speed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def parser() -> Parser:
     )
     made.add_argument("--ranks", type=int, default=2, help="processes that are measured together (default: 2)")
     made.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
-    made.add_argument("--json", action="store_true", help="as JSON; what --resources reads")
+    made.add_argument("--json", action="store_true", help="print JSON, which --resources of lightning-zero plan reads")
     return made
 
 
@@ -74,7 +74,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _findings(found: dict[str, Any]) -> list[str]:
-    """What will not work here, or work slowly, and what to do about it."""
+    """Features that will not work or will be slow on this machine, each with a remedy."""
     machine, resources = found["machine"], found["resources"]
     said = []
     if machine.get("transport") == "gloo":

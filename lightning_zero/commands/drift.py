@@ -13,8 +13,8 @@ def parser() -> Parser:
         prog="lightning-zero drift",
         description="Compare values that DriftMonitor has saved. The exit code is 1 if a quantity has drifted.",
     )
-    made.add_argument("reference", help="file that DriftMonitor(save_to=...) has written, on data as in training")
-    made.add_argument("recent", help="file that it has written on recent data")
+    made.add_argument("reference", help="file written by DriftMonitor(save_to=...) on the reference data")
+    made.add_argument("recent", help="file written by DriftMonitor(save_to=...) on recent data")
     made.add_argument("--psi-above", type=float, default=0.2, help="population stability index (default: 0.2)")
     made.add_argument("--ks-above", type=float, default=0.1, help="Kolmogorov-Smirnov statistic (default: 0.1)")
     made.add_argument("--json", action="store_true", help="as JSON")

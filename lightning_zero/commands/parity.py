@@ -1,4 +1,4 @@
-"""`lightning-zero parity`: whether a project trains under ZeRO as under DDP, bit for bit, or where they part."""
+"""`lightning-zero parity`: check that a project trains under ZeRO as under DDP, or find the first difference."""
 
 from __future__ import annotations
 

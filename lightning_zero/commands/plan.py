@@ -1,4 +1,4 @@
-"""`lightning-zero plan`: memory, traffic and time of a training, before it is paid for."""
+"""`lightning-zero plan`: predict memory, traffic and time of a training without running it."""
 
 from __future__ import annotations
 
@@ -80,22 +80,22 @@ def parser() -> Parser:
         metavar="name=value",
         help="other options of ZeroStrategy, such as prefetch=0",
     )
-    made.add_argument("--micro-batch", type=int, nargs="+", help="samples a rank computes at once")
+    made.add_argument("--micro-batch", type=int, nargs="+", help="samples per rank and micro-batch")
     made.add_argument("--checkpointing", nargs="+", default=["off"], choices=["off", "on"], help="of activations")
     made.add_argument("--accumulate", type=int, help="micro-batches a step (default: the Trainer's, or 1)")
     made.add_argument("--precision", help="as the Trainer names it (default: the Trainer's, or 32-true)")
     made.add_argument("--clip", type=float, help="gradient_clip_val (default: the Trainer's)")
     made.add_argument("--memory", help="of the device, such as 80GB: says which choices fit")
     made.add_argument("--resources", type=Path, help="file that lightning-zero doctor --json has written")
-    made.add_argument("--flops", type=float, help="floating-point operations a second of matrix products")
-    made.add_argument("--memory-bandwidth", type=float, help="bytes a second that operators read and write")
-    made.add_argument("--link-bandwidth", type=float, help="bytes a second that a rank sends in a collective")
+    made.add_argument("--flops", type=float, help="floating-point operations per second of matrix products")
+    made.add_argument("--memory-bandwidth", type=float, help="bytes per second that operators read and write")
+    made.add_argument("--link-bandwidth", type=float, help="bytes per second that a rank sends in a collective")
     made.add_argument("--link-seconds", type=float, help="latency of a collective")
-    made.add_argument("--host-bandwidth", type=float, help="bytes a second of updates in the host's memory")
+    made.add_argument("--host-bandwidth", type=float, help="bytes per second of optimizer updates on the host")
     made.add_argument(
         "--transport",
         choices=["nccl", "gloo", "shared memory"],
-        help="between the ranks (default: what --resources says, or nccl): each takes other buffers for a reduction",
+        help="between the ranks (default: what --resources says, or nccl): each needs other buffers",
     )
     made.add_argument("--json", action="store_true", help="the plans as JSON")
     made.add_argument(
@@ -112,7 +112,7 @@ def _memory(text: str) -> int:
 
 
 def _resources(parsed: argparse.Namespace, measured: dict[str, Any]) -> Any:
-    """The machine's speed as measured, and from options, which come before it; None if nothing is given."""
+    """The machine's speed from a measurement, overridden by options; None if neither is given."""
     from lightning_zero.planning.timeline import Resources
 
     given = dict(measured)

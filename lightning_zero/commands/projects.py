@@ -36,7 +36,7 @@ def add_project(parser: argparse.ArgumentParser) -> None:
 
 
 def project_of(parsed: argparse.Namespace, of_script: list[str]) -> Any:
-    """What the first arguments name.
+    """The project that the first arguments name.
 
     Raises:
         ValueError: if they name nothing.
@@ -55,7 +55,7 @@ def project_of(parsed: argparse.Namespace, of_script: list[str]) -> Any:
 
 
 def _of_config(overrides: list[str]) -> Any:
-    """What ``lightning-zero train`` would train with these overrides.
+    """The project that ``lightning-zero train`` would train with these overrides.
 
     Raises:
         ValueError: if the configuration is wrong.
@@ -71,7 +71,8 @@ def _of_config(overrides: list[str]) -> Any:
         with initialize_config_module("lightning_zero.conf", version_base="1.3"):
             config = compose("train", [*overrides, "folder=."])
         of_trainer = dict(config.trainer)
-        config.trainer.update(accelerator="cpu", devices=1, num_nodes=1)  # its own devices need not be here
+        # the configured devices need not be on this machine
+        config.trainer.update(accelerator="cpu", devices=1, num_nodes=1)
         config = check(config)
     except (ConfigError, HydraException) as error:
         raise ValueError(in_one_line(error) if isinstance(error, HydraException) else str(error)) from None
@@ -80,7 +81,7 @@ def _of_config(overrides: list[str]) -> Any:
 
 
 def _found(name: str) -> Callable[..., Any]:
-    """What `package.module:name` is.
+    """Import the object that `package.module:name` names.
 
     Raises:
         ValueError: if there is no such thing.
@@ -97,7 +98,7 @@ def _found(name: str) -> Callable[..., Any]:
 
 
 def _batches(given: list[str]) -> Iterator[Any]:
-    """Batches of the project's, or of random values in declared shapes: one tensor, or a tuple of several.
+    """The project's batches, or random ones of declared shapes: one tensor, or a tuple of several.
 
     Raises:
         ValueError: for what is neither.

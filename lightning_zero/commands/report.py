@@ -92,7 +92,7 @@ def _write(summary: dict[str, Any], root: Path, folders: list[Path], output: Pat
 
 
 def _finite(value: Any) -> Any:
-    """The value with None for infinities and NaN, which JSON does not know."""
+    """The value with None for infinities and NaN, which JSON cannot represent."""
     if isinstance(value, dict):
         return {name: _finite(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -58,7 +58,7 @@ _stdout_for_json: TextIO | None = None
 
 @contextmanager
 def stdout_for_json() -> Iterator[None]:
-    """Context in which stdout gets what ``print_json`` prints, and all else, child processes' too, goes to stderr."""
+    """Context in which only ``print_json`` writes to stdout; other output, also of child processes, goes to stderr."""
     global _stdout_for_json
     sys.stdout.flush()
     with os.fdopen(os.dup(1), "w") as _stdout_for_json:
@@ -78,17 +78,17 @@ def print_json(document: Any) -> None:
 def stdout_is_closed() -> bool:
     """Whether standard output is a pipe that its reader has closed."""
     poll = select.poll()
-    poll.register(1, 0)  # errors are reported without being asked for
+    poll.register(1, 0)  # errors are always reported
     return bool(poll.poll(0))
 
 
 def discard_stdout() -> None:
-    """Discard what is still to be written to standard output, so that the end of the process does not fail on it."""
+    """Discard buffered standard output, so that flushing it at the end of the process cannot fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 class OptionalStdout:
-    """Standard output that a job writes to as long as anybody reads it; a training does not end with its reader."""
+    """Standard output of a job, whose training continues when the reader has closed the pipe."""
 
     def __init__(self) -> None:
         self._stream = sys.stdout

@@ -1,4 +1,4 @@
-"""What user code calls for a sharded module: read its full values, run different numbers of forwards."""
+"""Functions for user code with a sharded module: read its full values, run different numbers of forwards."""
 
 from __future__ import annotations
 

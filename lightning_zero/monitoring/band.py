@@ -1,4 +1,4 @@
-"""The recent range of a series, by which a value that leaves it is noticed."""
+"""The recent range of a series of values, to detect outliers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import deque
 
 _FEWEST = 20  # values before a range means anything
 _LEAST = 0.1  # half the width of a range, as a part of its median: less is not worth a warning
-_SIGMA = 1.4826  # of a normal distribution, in median absolute deviations
+_SIGMA = 1.4826  # the standard deviation of a normal distribution, in median absolute deviations
 
 
 class Band:

@@ -46,7 +46,7 @@ class _Copies(NamedTuple):
 
 
 class _Rank(NamedTuple):
-    """What ranks tell each other: seconds in which a rank did not wait for others, and its mean loss."""
+    """What each rank sends to the others: seconds in which it did not wait for them, and its mean loss."""
 
     seconds: float
     loss: float | None
@@ -67,7 +67,7 @@ class Monitor:
         length_fn: items (such as tokens) in a batch of one rank, as for Lightning's ``ThroughputMonitor``.
         flops_per_batch: floating-point operations of a rank's micro-batch, forward and backward; by default the
             module's attribute ``flops_per_batch``, otherwise they are counted once, in the first micro-batch.
-        available_flops: floating-point operations a second of one device, for the MFU, or a file that
+        available_flops: floating-point operations per second of one device, for the MFU, or a file that
             ``lightning-zero doctor --json`` wrote; by default Lightning's table, which lists GPUs.
         top_units: number of units whose waits are logged: those that were waited for longest.
         window: number of observations that the band of throughput and loss is made from.
@@ -128,7 +128,7 @@ class Monitor:
         self.numel = 0
         self.metrics: dict[str, float] = {}
         self._step = self._observed_at = 0
-        self._began: float | None = None  # when the measured time began that has not been added yet
+        self._began: float | None = None  # start of the measured time that has not been added yet
         self._part, self._total = Measured(), Measured()  # since the last observation; before it
         self._losses: list[tuple[int, Tensor]] = []  # left on the device: reading a value would synchronize
         self._copied: _Copies | None = None
@@ -149,7 +149,7 @@ class Monitor:
         self._find_flops(trainer, pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._step = self._observed_at = trainer.global_step  # of the checkpoint that a run resumes from
+        self._step = self._observed_at = trainer.global_step  # not 0 in a run that resumes from a checkpoint
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._flop_counter is not None and not self._counts:
@@ -380,7 +380,7 @@ def _loss_in(outputs: Any) -> Tensor | None:
 
 
 def _flops_a_second(given: float | str | Path | None) -> float | None:
-    """The number itself, or the one in a file of ``lightning-zero doctor --json``."""
+    """A given number, or the number in a file of ``lightning-zero doctor --json``."""
     if not isinstance(given, (str, Path)):
         return given
     try:
@@ -393,7 +393,7 @@ def _flops_a_second(given: float | str | Path | None) -> float | None:
 
 
 def _exchanged(trainer: Trainer, own: _Rank) -> list[_Rank]:
-    """What each rank of the ZeRO engine says; with other strategies only this one is heard."""
+    """All-gather a rank's figures with the ZeRO engine; with other strategies return this rank's own."""
     if (engine := engine_of_run(trainer)) is None:
         return [own]
     with engine.phases("wait for the other ranks", "the monitor"):
@@ -401,7 +401,7 @@ def _exchanged(trainer: Trainer, own: _Rank) -> list[_Rank]:
 
 
 def _slowest(ranks: list[_Rank]) -> dict[str, float]:
-    """The rank that computed longest, and by which part longer than the median of the others."""
+    """The rank that computed longest, and how much longer than the others' median, as a fraction."""
     if len(ranks) == 1:
         return {}
     slowest = max(range(len(ranks)), key=lambda rank: ranks[rank].seconds)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchmetrics import CatMetric
 
 _BINS = 10
-_LEAST = 1e-4  # the part of values that an empty bin is taken to have
+_LEAST = 1e-4  # the fraction of values that an empty bin counts as
 
 
 class Drift(NamedTuple):
@@ -29,7 +29,7 @@ class Drift(NamedTuple):
     p: float
 
     def exceeds(self, psi_above: float, ks_above: float) -> bool:
-        """Whether either figure is above its bound; the statistic only where it is no chance (p < 0.01)."""
+        """Whether a figure is above its bound; the statistic only counts if it is significant (p < 0.01)."""
         return self.psi > psi_above or (self.ks > ks_above and self.p < 0.01)
 
 

@@ -1,4 +1,4 @@
-"""What a monitor reads: sums over measured steps, memory, traffic, gradient norm, and what ranks tell each other."""
+"""What a monitor reads: sums over measured steps, memory, traffic, gradient norm, and exchanged figures."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def model_state_bytes(trainer: Trainer) -> dict[str, int]:
 
 
 def memory_metrics(trainer: Trainer, held: dict[str, int], peak: dict[str, int]) -> dict[str, float]:
-    """Megabytes held now by category, at the peak so far, and what the device or the process has taken for them."""
+    """Megabytes in use by category, now and at the peak so far, and the memory of the device or the process."""
     found: dict[str, float] = {f"memory/{category}": nbytes for category, nbytes in held.items()}
     found["memory/peak"] = sum(peak.values())
     device = trainer.strategy.root_device
@@ -125,7 +125,7 @@ def memory_metrics(trainer: Trainer, held: dict[str, int], peak: dict[str, int])
 
 
 def resident_bytes() -> int | None:
-    """Bytes of physical memory that this process holds; None where the system does not tell as Linux does."""
+    """Bytes of physical memory of this process; None on systems other than Linux."""
     with suppress(OSError):
         return int(Path("/proc/self/statm").read_text().split()[1]) * sysconf("SC_PAGE_SIZE")
     return None

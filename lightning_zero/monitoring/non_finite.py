@@ -78,7 +78,7 @@ class Finder:
     def _search(
         self, trainer: Trainer, module: LightningModule, optimizer: Any, window: list[_MicroBatch]
     ) -> _Found | None:
-        """What this rank finds; None once another one has found something before. Every rank goes on as long."""
+        """What this rank finds; None if another rank has found something earlier. All ranks search equally long."""
         rank, found = trainer.global_rank, None
         names = {parameter: name for name, parameter in module.named_parameters()}
         if broken := [name for parameter, name in names.items() if not are_finite([shard_of(parameter)])]:
@@ -99,7 +99,7 @@ class Finder:
             watch, broken = _computed_again(trainer, module, micro_batch)
             if watch.first is not None:
                 found = _Found(number, 0, rank, f"rank {rank}, {place}: {watch.first}", broken)
-            elif broken:  # on every rank, where gradients are averaged as they come
+            elif broken:  # on every rank, if gradients are averaged during backward
                 found = _Found(number, 1, rank, f"{place}: nothing before the gradients", broken)
             if not trainer.strategy.reduce_boolean_decision(found is None):
                 break
@@ -112,7 +112,7 @@ class FindNonFinite(Finder, Callback):
 
 @dataclass(frozen=True)
 class _MicroBatch:
-    """What a step is computed again from."""
+    """The inputs and random states with which a micro-batch is computed again."""
 
     batch: Any
     index: int
@@ -123,7 +123,7 @@ class _MicroBatch:
 class _Found:
     """What one rank has found, in words, and the parameters whose gradients are not finite there.
 
-    The least in order is the cause.
+    The smallest ``_Found`` of all ranks is the cause.
     """
 
     micro_batch: int
@@ -174,7 +174,7 @@ class _Watch:
 
     first: str | None = None
     _inputs_of: dict[int, str] = field(default_factory=dict)  # by tensor: the innermost module that takes it
-    _kept: list[Tensor] = field(default_factory=list)  # so that their identities are not given away
+    _kept: list[Tensor] = field(default_factory=list)  # keeps the tensors alive, as their ids are keys
 
     def enter(self, name: str, inputs: Any) -> None:
         for tensor in _floats(inputs):

@@ -1,4 +1,4 @@
-"""Plans of a training by stage, offload, micro-batch and activation checkpointing, and which of them to take."""
+"""Plans of a training by stage, offload, micro-batch and activation checkpointing, and advice which to choose."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ ROOM = 0.9
 
 @dataclass(frozen=True)
 class Plan:
-    """What a rank takes with one choice.
+    """Memory and time of a rank with one combination of choices.
 
     Attributes:
         stage: of ZeRO; 0 for DDP.
         offload: where optimizer states and master weights are: ``"none"`` or ``"cpu"``.
         ranks: the world size.
-        micro_batch: samples a rank computes at once; None where the batch has no common first dimension.
+        micro_batch: samples per rank and micro-batch; None where the batch has no common first dimension.
         activation_checkpointing: whether blocks are computed again in backward.
         parameters: elements of all parameters.
         peak_bytes: on the device by category, and their sum under ``"total"``.
@@ -134,7 +134,7 @@ def samples_of(batch: Any) -> int | None:
 
 
 def resized(batch: Any, samples: int) -> Any:
-    """The batch with another number of samples, repeated or left out.
+    """The batch with another number of samples: some are repeated or dropped.
 
     Raises:
         ValueError: if its tensors have no common first dimension.

@@ -32,7 +32,7 @@ _REST = 1.3
 
 @dataclass(frozen=True)
 class Choice:
-    """What the advisor has chosen.
+    """The advisor's choice.
 
     Attributes:
         stage, offload, activation_checkpointing: as the options of ``ZeroStrategy``.
@@ -160,14 +160,14 @@ class AutomaticStrategy(TrainerStrategy):
         ddp = plans_of((0,))
         plans = plans_of((1, 2, 3))
         rest = [("none", True)]
-        if self.root_device.type != "cpu":  # where the host's memory is the device's
+        if self.root_device.type != "cpu":  # on the CPU, the host's memory is the device's
             rest = [("cpu", False), *rest, ("cpu", True)]
         for offload, recompute in rest:
             if any(plan.fits is not False for plan in plans):
                 break
             plans += plans_of((2, 3), offload, recompute)
         fitting = [plan for plan in plans if plan.fits is not False]
-        # of equally quick ones the one that takes less
+        # among equally fast plans, the one with the least memory
         best = min(fitting or plans[-1:], key=lambda plan: (round(plan.seconds_per_step or 0.0, 4), _total(plan)))
         why = (f"zero_auto: {best.name}.", *advise([*ddp, *plans], resources.memory))
         return Choice(

@@ -48,7 +48,7 @@ class _Pretending:
             yield
 
     def model_to_device(self) -> None:
-        """Leave the meta device, on which modules can be converted to other dtypes, as those of fake tensors cannot."""
+        """Replace meta tensors by fake ones: only now, since fake modules cannot be converted to other dtypes."""
         for mode in self.modes:
             self.leave_modes.enter_context(mode)
         assert self.model is not None
@@ -186,7 +186,7 @@ class PretendingDDPStrategy(_Pretending, SingleDeviceStrategy):
 
 @dataclass(frozen=True)
 class FakeRun:
-    """What one rank takes in a step, after the first one.
+    """Memory and events of one rank in its second step.
 
     Attributes:
         peak_bytes: by category, on the device that computes, when their sum is highest: ``parameters`` (with master
@@ -229,7 +229,7 @@ def _made_on_meta(make_module: Callable[[], LightningModule]) -> LightningModule
 
 
 class _Batches:
-    """The same batch several times: a loader, where the Trainer would take a list for one of loaders."""
+    """A loader that repeats one batch. A list would be taken for a list of loaders by the Trainer."""
 
     def __init__(self, batch: Any, count: int) -> None:
         self._batch, self._count = batch, count
@@ -242,7 +242,7 @@ class _Batches:
 
 
 class _SecondStep(Callback):
-    """Begins to measure in the second step, when optimizer states exist."""
+    """Callback that starts measuring in the second step, when optimizer states exist."""
 
     def __init__(self, strategy: Any, tracker: MemoryTracker, recorder: Recorder, accumulate: int) -> None:
         self._strategy, self._tracker, self._recorder, self._accumulate = strategy, tracker, recorder, accumulate
@@ -264,7 +264,7 @@ class _SecondStep(Callback):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Context without what Lightning says of a Trainer, and torch of fake tensors' addresses."""
+    """Context without Lightning's messages about a Trainer, and torch's warnings about fake tensors' addresses."""
     logger = logging.getLogger("lightning.pytorch")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -347,12 +347,12 @@ def fake_run(
 
 
 def _is_data(leaf: Any) -> bool:
-    """Whether a part of a batch becomes fake. Ids, labels and masks stay, since code looks at their values."""
+    """Whether a tensor of a batch becomes fake. Ids, labels and masks stay real, since code reads their values."""
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.uint8)
 
 
 def _left_out(module: LightningModule) -> list[str]:
-    """Names what the project does beside training, which a plan leaves out."""
+    """Name the parts of the project that a plan leaves out, since they are not training."""
     beside = re.compile("validation|test|predict|checkpoint")
     own = {name for cls in type(module).__mro__ if not issubclass(LightningModule, cls) for name in vars(cls)}
     names = sorted(name for name in own if hasattr(LightningModule, name) and beside.search(name))

@@ -76,7 +76,7 @@ def table_1() -> list[Cell]:
 
 
 class _Rows(nn.Module):
-    """Layers side by side, each used once."""
+    """Layers in parallel, each used once."""
 
     def __init__(self, layers: list[nn.Linear]) -> None:
         super().__init__()

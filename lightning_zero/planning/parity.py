@@ -1,4 +1,4 @@
-"""The parity probe: the same few steps under DDP and under ZeRO, bit for bit the same, or where they part."""
+"""The parity probe: checks that a few steps under DDP and under ZeRO are bit-equal, or says where they differ."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_zero.strategies.trainer import ZeroStrategy
 
 @dataclass(frozen=True)
 class Comparison:
-    """One stage beside DDP.
+    """One stage compared with DDP.
 
     Attributes:
         stage: of ZeRO.

@@ -1,6 +1,6 @@
 """Communication with ranks that do not exist: for running the engine as one rank of many on fake tensors.
 
-Only the shapes of results are right. Every rank is taken to hold what this one holds, and to be where this one is.
+Only the shapes of results are right. Every rank is assumed to hold the same values and to be at the same point.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class PretendControlPlane:
-    """Answers at once, as if every rank had said what this one says. See ``ControlPlane`` for the methods."""
+    """Returns this rank's values for every rank, without waiting. See ``ControlPlane`` for the methods."""
 
     small = None
 
@@ -57,7 +57,7 @@ class PretendControlPlane:
 
 
 class PretendWatch:
-    """Watches over no waits."""
+    """A watch without waits."""
 
     ended: frozenset[int] = frozenset()
 
@@ -69,7 +69,7 @@ class PretendWatch:
 
 
 class _PretendTransport(Transport):
-    """What the transports have in common that allocate what the real ones do, and send nothing."""
+    """Base class of transports that allocate the same buffers as the real ones, and send nothing."""
 
     def __init__(self, recorder: Recorder, size: int) -> None:
         self._recorder, self._size, self._rank = recorder, size, 0
@@ -78,7 +78,7 @@ class _PretendTransport(Transport):
         return Started([self._sent_of(full.nbytes)], [full])
 
     def _sent_of(self, nbytes: int) -> Callable[[], None]:
-        """Note a collective over a full buffer, of which a rank sends all but its own part; returns the wait for it."""
+        """Record a collective over a full buffer, of which a rank sends all but its own part; returns its wait."""
         return partial(self._recorder.wait, self._recorder.launch(nbytes * (self._size - 1) / self._size))
 
 
@@ -124,7 +124,7 @@ TRANSPORTS: dict[str, type[_PretendTransport]] = {
 
 
 class PretendCommunicator(Communicator):
-    """Rank 0 of so many ranks.
+    """The communicator of rank 0 of several ranks.
 
     Args:
         size: the number of ranks.
@@ -157,7 +157,7 @@ class PretendCommunicator(Communicator):
 
 
 class PretendRendezvous:
-    """Every rank comes at once. See ``Rendezvous`` for the methods."""
+    """A rendezvous that never waits. See ``Rendezvous`` for the methods."""
 
     is_closed = False
     meetings = 0
@@ -179,7 +179,7 @@ class PretendRendezvous:
 
 
 class InlineUpdates(Updates):
-    """Updates where they are submitted: fake tensors are made in the thread that has entered the fake mode.
+    """Runs updates in the calling thread: fake tensors are made in the thread that has entered the fake mode.
 
     Args:
         recorder: notes their operators as the host's.
@@ -199,7 +199,7 @@ class InlineUpdates(Updates):
 
 
 def pretending(ranks: int, recorder: Recorder, transport: str = "nccl") -> type[Engine]:
-    """A class of engines that run as rank 0 of so many ranks, none of which exists.
+    """Make a class of engines that run as rank 0 of several ranks, none of which exists.
 
     Args:
         transport: one of ``TRANSPORTS``.

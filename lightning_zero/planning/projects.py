@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 @dataclass(frozen=True)
 class Project:
-    """What is planned, or probed.
+    """A project that is planned or probed.
 
     Attributes:
         make_module: makes the LightningModule; for a plan, where parameters are made on the meta device.
@@ -51,7 +51,7 @@ class _FitCalled(BaseException):
 
 
 def of_script(script: Path, arguments: list[str]) -> Project:
-    """The project that a script trains, which is run up to its first ``Trainer.fit``; no device need exist.
+    """The project that a script trains; runs the script up to its first ``Trainer.fit``. Devices need not exist.
 
     Args:
         script: of Python.
@@ -88,7 +88,7 @@ def of_script(script: Path, arguments: list[str]) -> Project:
 
 
 def copied(module: LightningModule) -> LightningModule:
-    """A copy of a module; on the meta device, if that is the default one, without the values of its tensors."""
+    """A copy of a module; without its values if the default device is meta."""
     memo: dict[int, Any] = {}
     if torch.get_default_device().type == "meta":
         for tensor in (*module.parameters(), *module.buffers()):
@@ -98,7 +98,7 @@ def copied(module: LightningModule) -> LightningModule:
 
 
 def batches_of(data: Any) -> Iterator[Any]:
-    """The batches that a data module, a loader, or a module with loaders of its own gives for training."""
+    """The training batches of a data module, a loader, or a module with its own loaders."""
     if hasattr(data, "train_dataloader"):
         data.prepare_data()
         if hasattr(data, "setup"):
@@ -109,7 +109,7 @@ def batches_of(data: Any) -> Iterator[Any]:
 
 
 def settings_of(trainer: dict[str, Any]) -> dict[str, Any]:
-    """What a plan takes over of a Trainer's arguments."""
+    """The arguments of a Trainer that a plan uses, too."""
     settings: dict[str, Any] = {}
     devices, nodes = trainer.get("devices", "auto"), trainer.get("num_nodes", 1)
     if isinstance(devices, (list, tuple)):
@@ -122,7 +122,7 @@ def settings_of(trainer: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _trainers_on_this_machine() -> Iterator[dict[Trainer, dict[str, Any]]]:
-    """Context in which every Trainer is made for one process on the CPU; gives the arguments that each was given."""
+    """Context in which every Trainer is made for one process on the CPU; yields each Trainer's original arguments."""
     made: dict[Trainer, dict[str, Any]] = {}
     make, here = Trainer.__init__, {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto"}
     signature = inspect.signature(make)
@@ -139,7 +139,7 @@ def _trainers_on_this_machine() -> Iterator[dict[Trainer, dict[str, Any]]]:
 
 @contextmanager
 def _run_as(script: Path, arguments: list[str]) -> Iterator[None]:
-    """Context with the command line and the path of modules that a script has; what it prints goes to stderr."""
+    """Context with a script's command line and module search path; its output goes to stderr."""
     with (
         patch.object(sys, "argv", [str(script), *arguments]),
         patch.object(sys, "path", [str(script.parent), *sys.path]),

@@ -1,4 +1,4 @@
-"""The time of a step: what the fake run did, in its order, replayed on the speed of a machine."""
+"""The time of a step: the events of a fake run, replayed at the speed of a machine."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Resources:
     """How fast a machine is, as one rank sees it; ``lightning-zero doctor`` measures it.
 
     Attributes:
-        flops: floating-point operations a second of matrix products, in the precision of the run.
-        memory_bandwidth: bytes a second that operators read and write.
+        flops: floating-point operations per second of matrix products, in the precision of the run.
+        memory_bandwidth: bytes per second that operators read and write.
         operator_seconds: the least time of an operator.
-        link_bandwidth: bytes a second that a rank sends, and receives, in a collective.
+        link_bandwidth: bytes per second that a rank sends, and receives, in a collective.
         link_seconds: latency of a collective.
-        host_bandwidth: bytes a second that an update of offloaded states reads and writes in the host's memory.
+        host_bandwidth: bytes per second that an update of offloaded states reads and writes in the host's memory.
         memory: bytes of the device; None if unknown.
     """
 
@@ -82,7 +82,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def launch(self, nbytes: float) -> int:
-        """A collective in which this rank sends so many bytes; returns its number."""
+        """Record a collective in which this rank sends ``nbytes``; returns its number."""
         self._collectives += 1
         self.events.append(Event("launch", nbytes=nbytes, number=self._collectives))
         return self._collectives

@@ -1,4 +1,4 @@
-"""Dispatch modes over fake tensors: how much memory is in use at any time, and answers where a fake tensor has none."""
+"""Dispatch modes for fake tensors: one tracks memory, one answers operators that depend on values."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class MemoryTracker(TorchDispatchMode):
         self.peak, self.at_peak = 0, Counter[str]()
 
     def reset(self) -> None:
-        """Begin a new peak at what is in use now."""
+        """Reset the peak to the bytes in use now."""
         self.peak, self.at_peak = self._total, self._by_category()
 
     def __enter__(self) -> Any:
@@ -71,7 +71,7 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def count(self, values: Iterable[Any]) -> None:
-        """Count the storages of those that are tensors."""
+        """Count the storages of all tensors among some values."""
         for value in values:
             if isinstance(value, Tensor) and not isinstance(value, WrapperTensor):
                 storage = value.untyped_storage()
@@ -95,7 +95,7 @@ class MemoryTracker(TorchDispatchMode):
 class Assumptions(TorchDispatchMode):
     """Answers operators whose result depends on values, which fake tensors do not have.
 
-    What is computed from real tensors alone, as from a batch's token ids and masks, is computed.
+    Operators on real tensors alone, such as a batch's token ids and masks, are computed.
 
     Attributes:
         made: each assumption with the line of the project that needs it.

@@ -15,7 +15,7 @@ MARK = "<!-- lightning-zero report writes this file anew as long as this line is
 
 
 def may_write(path: Path) -> bool:
-    """Whether there is no file at the path, or one that ``write`` has written and nobody has taken for their own."""
+    """Whether there is no file at the path, or one that ``write`` has written and no user has edited."""
     return not path.exists() or MARK in path.read_text()
 
 
@@ -29,7 +29,7 @@ def write(job: Mapping[str, Any], path: Path) -> None:
     metrics = job["validation"] or {metric: value for metric, value in job["last"].items() if "/" not in metric}
     results = [
         EvalResult(
-            task_type="other",  # the Hub's word where a run does not say what it is for
+            task_type="other",  # the Hub's value for an unknown task
             dataset_type=data.get("class", "unknown"),
             dataset_name=data.get("class", "unknown"),
             dataset_revision=data.get("fingerprint"),

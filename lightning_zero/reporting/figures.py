@@ -116,7 +116,7 @@ def _figure(named: Sequence[str], rows: Sequence[str] = ()) -> Iterator[tuple[Ax
 
 
 def _for_a_page(svg: str) -> str:
-    """The SVG without its header, its size, which the page gives, and ids that every figure has."""
+    """The SVG without its header, ids shared by all figures, and its size, which the page sets."""
     tag, rest = svg[svg.index("<svg") :].split(">", 1)
     ids = r' id="(?:figure|axes|patch|matplotlib\.axis|xtick|ytick|line2d|text|legend)_\d+"'
     return re.sub(r' (?:width|height)="[^"]*"', "", tag) + ">" + re.sub(ids, "", rest)
@@ -151,7 +151,7 @@ def _name_bars(axes: Axes, unit: str) -> None:
 
 
 def _legend(axes: Axes) -> None:
-    """Name what is drawn, under the axes, where it hides nothing."""
+    """Draw the legend under the axes, where it hides nothing."""
     lines, names = axes.get_legend_handles_labels()
     axes.figure.legend(lines, names, loc="outside lower center", ncols=_columns(names), frameon=False, fontsize=9)
 

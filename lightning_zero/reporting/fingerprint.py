@@ -106,7 +106,7 @@ def fingerprint_of_datasets(datasets: Sequence[Any]) -> dict[str, Any]:
             random.seed(0)
             before = state.nbytes
             if len(dataset):
-                _add(state, dataset[0])  # its size says how many more are read
+                _add(state, dataset[0])  # its size determines how many more samples are read
             most = max(LEAST_SAMPLES, min(MOST_SAMPLES, SAMPLE_BYTES // max(1, state.nbytes - before)))
             indices = _spread(len(dataset), most)
             for index in indices[1:]:
@@ -126,7 +126,7 @@ def datasets_of(loaders: Any) -> list[Any]:
 
 
 def _spread(count: int, most: int) -> list[int]:
-    """At most so many of the indices below ``count``, evenly spread, with 0."""
+    """At most ``most`` evenly spread indices below ``count``, with 0."""
     return list(range(count)) if count <= most else [index * count // most for index in range(most)]
 
 

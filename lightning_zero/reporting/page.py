@@ -16,7 +16,7 @@ MAIN_PACKAGES = ("python", "torch", "lightning", "pytorch-lightning", "lightning
 
 
 class Drawing(NamedTuple):
-    """A figure with what is written under it."""
+    """A figure with its caption."""
 
     title: str
     svg: str
@@ -41,7 +41,7 @@ def render(summary: Mapping[str, Any], title: str) -> str:
 
 
 def columns_of(jobs: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """The table of jobs: by heading a text for each job."""
+    """The table of jobs: by column heading, the text of each job."""
     names = dict.fromkeys(name for job in jobs for name in job["validation"])
     last = dict.fromkeys(name for job in jobs for name in job["last"] if not is_detail(name))
     metrics = {f"validation {name}": [number(job["validation"].get(name)) for job in jobs] for name in names}
@@ -129,7 +129,7 @@ def duration(seconds: float | None) -> str:
 
 
 def when(text: str | None) -> str:
-    """A time in UTC, as a person reads it."""
+    """A time in UTC in readable form."""
     return "" if text is None else f"{datetime.fromisoformat(text):%Y-%m-%d %H:%M:%S} UTC"
 
 

@@ -1,4 +1,4 @@
-"""What a run was to take by the planner: a fake run with the settings in its manifest."""
+"""The planner's prediction for a run: a fake run with the settings in its manifest."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def predicted(manifest: Mapping[str, Any]) -> dict[str, Any]:
         )
     except NotPredicted:
         raise
-    except Exception as error:  # of the project's code, which may need more than the manifest has
+    except Exception as error:  # raised by the project's code, which may need more than the manifest contains
         text = (str(error).strip() or "no message").splitlines()[0]
         raise NotPredicted(f"the planner ended with {type(error).__name__}: {text}") from error
-    unseen = () if stage else ("reduction",)  # DDP's buckets, which nothing measures
+    unseen = () if stage else ("reduction",)  # DDP's buckets, which are not measured
     return {
         "peak_bytes": {name: nbytes for name, nbytes in run.report_peak.items() if name not in unseen},
         "process_peak_bytes": run.peak_bytes,
@@ -80,7 +80,7 @@ def _module(manifest: Mapping[str, Any]) -> Any:
 
 
 def _restored(value: Any) -> Any:
-    """The value of which ``manifest.plain`` has made this."""
+    """Restore a value from its form by ``manifest.plain``."""
     if isinstance(value, list):
         return [_restored(each) for each in value]
     if isinstance(value, dict):
@@ -95,7 +95,7 @@ def _restored(value: Any) -> Any:
 
 
 def _zeros(shape: Mapping[str, Any]) -> Any:
-    """A batch of which ``manifest.shapes_of`` has made this."""
+    """Make a batch of zeros from its form by ``manifest.shapes_of``."""
     ((kind, value),) = shape.items()
     if kind == "tensor":
         dtype, sizes = value

@@ -25,7 +25,7 @@ _DEPTH = 3
 
 
 class ReportError(Exception):
-    """What is wrong with the records or their folder, in one line."""
+    """An error in the records or their folder, described in one line."""
 
 
 @dataclass
@@ -83,7 +83,7 @@ def overrides_of(folder: Path) -> list[str]:
 
 
 def labels_of(overrides: Mapping[Path, list[str]]) -> dict[Path, str]:
-    """For each job's folder the overrides that not all jobs have; with the folder's name where that is not enough."""
+    """For each job's folder, the overrides that differ between jobs; with the folder's name if these are not unique."""
     common = set.intersection(*map(set, overrides.values())) if len(overrides) > 1 else set()
     own = {
         job: " ".join(override for override in given if override not in common).replace('"', "")
@@ -106,7 +106,7 @@ def _run_folders(folder: Path, depth: int) -> list[Path]:
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Values of a nested configuration by their full names."""
+    """Values of a nested configuration by their dotted names."""
     for name, value in config.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{name}.")
@@ -153,7 +153,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         if file.exists():
             try:
                 return dict(OmegaConf.to_container(OmegaConf.load(file)))  # type: ignore[arg-type]
-            except YAMLError:  # objects of Python, which a logger writes with their classes
+            except YAMLError:  # Python objects that a logger has written with their classes
                 continue
     return {}
 

@@ -1,4 +1,4 @@
-"""What a report says, as plain values: what the page shows and ``--json`` prints."""
+"""The contents of a report as plain values, which the page shows and ``--json`` prints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CATEGORIES = ("parameters", "gathered", "gradients", "reduction", "optimizer", "
 
 @dataclass(frozen=True)
 class Declared:
-    """What a user declares of one rank's device, to estimate the cost of runs; None for what is not asked for.
+    """What a user declares about one rank's device, to estimate the cost of runs; None leaves an estimate out.
 
     Attributes:
         price: of an hour.
@@ -138,7 +138,7 @@ def _cost(seconds: float | None, ranks: int | None, declared: Declared) -> dict[
 
 
 def groups_of(metrics: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
-    """Metrics by figure: of training and validation, of a step and an epoch, or one part and unit of ZeroMonitor's."""
+    """Metrics grouped by figure: training and validation, step and epoch, or those of ZeroMonitor with one unit."""
     found: dict[str, dict[str, Curve]] = {}
     for name, curve in metrics.items():
         part, _, rest = name.removeprefix(_PREFIX).partition("/")
@@ -154,7 +154,7 @@ def groups_of(metrics: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
 
 
 def is_detail(name: str) -> bool:
-    """Whether a metric is one of ZeroMonitor's on memory, communication or waits, of which a run has many."""
+    """Whether a metric is one of ZeroMonitor's many metrics of memory, communication or waits."""
     return name.removeprefix(_PREFIX).partition("/")[0] in ("memory", "communication", "time", "wait")
 
 
@@ -182,6 +182,6 @@ def _throughput(run: Run) -> dict[str, Any] | None:
         for name, curve in run.metrics.items()
         if (match := re.fullmatch(rf"(?:{_PREFIX})?throughput/(\w+)_per_sec", name))
     }
-    general = ("samples", "batches", "flops")  # after what the module counts, such as tokens
+    general = ("samples", "batches", "flops")  # only if there is no rate that the module counts itself, such as tokens
     counted = min(found, key=lambda name: general.index(name) if name in general else -1, default=None)
     return None if counted is None else {"counted": counted, "per_second": found[counted]}

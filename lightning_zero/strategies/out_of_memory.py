@@ -1,4 +1,4 @@
-"""What an error of memory says in addition: who holds how much, and what each remedy would free."""
+"""Advice added to out-of-memory errors: memory in use by category, and how much each remedy would free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_zero.engine.report import formula_bytes
 
 
 def say_who_holds_memory(error: BaseException, engine: Engine | None) -> None:
-    """Add the holders and the remedies to an error of memory; other errors stay as they are."""
+    """Add memory by category and remedies to an out-of-memory error; other errors are unchanged."""
     if engine is None or not _is_of_memory(error) or not error.args:
         return
     error.args = (f"{error.args[0]}\n{_holders(engine)}\n{_remedies(engine)}", *error.args[1:])
@@ -57,7 +57,7 @@ def _remedies(engine: Engine) -> str:
 
 
 def _rest(engine: Engine) -> int:
-    """Bytes in use beside what the engine holds."""
+    """Bytes in use apart from the engine's."""
     device = engine.communicator.device
     if device.type == "cuda":
         in_use = torch.cuda.memory_allocated(device)

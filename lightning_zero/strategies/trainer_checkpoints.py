@@ -85,7 +85,7 @@ class TrainerCheckpoints(ZeroProcesses):
 
     @property
     def _leaf_for_hooks(self) -> Leaf:
-        """As ``_leaf``, of what the project's hooks read as well: it has values wherever they run."""
+        """As ``_leaf``, for entries that the project's hooks read: these need values on every rank with hooks."""
         return self._leaf(parts=self._state_is_in_parts, keeps=self.is_global_zero or self._has_hooks)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -123,9 +123,9 @@ class TrainerCheckpoints(ZeroProcesses):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if not self._can_save():
             log.warning(
-                "%s is not written: after the exception the other ranks, which hold parts of the model and of the "
-                "optimizer's state, did not come to save it, or stand at another step. Save at intervals "
-                "(ModelCheckpoint(every_n_train_steps=...)).",
+                "%s was not written: after the exception the other ranks, which hold shards of the model and of the "
+                "optimizer's state, did not take part in saving, or were at another step. Save at intervals as well: "
+                "ModelCheckpoint(every_n_train_steps=...).",
                 filepath,
             )
             return

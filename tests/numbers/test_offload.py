@@ -639,7 +639,7 @@ def backward_after_the_last() -> None:
     loss = module(*batch(1))
     with engine.last_backward(optimizer):
         loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="got a further gradient after its update had begun"):
+    with pytest.raises(RuntimeError, match="got another gradient after its update had begun"):
         loss.backward()
     engine.close()
 

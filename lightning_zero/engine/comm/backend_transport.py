@@ -12,7 +12,7 @@ from lightning_zero.engine.comm.transport import Ranges, Started, Transport
 
 
 class BackendTransport(Transport):
-    """All-gathers and reduce-scatters as the backend has them; it sums what travels, in the codec's dtype.
+    """All-gathers and reduce-scatters of the backend, which sums encoded values in the codec's dtype.
 
     Slices are of one length, as these collectives require.
 

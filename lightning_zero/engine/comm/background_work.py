@@ -26,7 +26,7 @@ class BackgroundWork:
         owner: whose failure the task's error is: ``wait`` raises it, and so does ``synchronize`` for this owner. None
             if the error is reported in another way.
         is_awaited: whether ``synchronize`` waits for it.
-        cut_short: lets the task end without what it still waits for, before ``synchronize`` waits for it.
+        cut_short: cancels what the task still waits for; called before ``synchronize`` waits for the task.
     """
 
     def __init__(
@@ -75,23 +75,23 @@ class BackgroundWork:
 
     @property
     def awaits_its_owner(self) -> bool:
-        """Whether it has failed, and its owner is there to be told."""
+        """Whether the task has failed and its owner still exists, to receive the error."""
         return self.has_failed and self._owner is not None and self._owner() is not None
 
 
 def is_synchronized() -> bool:
-    """Whether nothing works on the engine's values now."""
+    """Whether no background work on the engine's values is running."""
     return all(work.has_ended for work in list(_under_way))
 
 
 def synchronize(*owners: object) -> None:
-    """Wait until nothing works on the engine's values any more.
+    """Wait for all background work on the engine's values.
 
     Args:
-        owners: whose failures are raised; those of others are kept until their owners call this.
+        owners: whose failures are raised; failures of others are kept until their owners call this.
 
     Raises:
-        Exception: that ended a task of an owner's.
+        Exception: of a failed task of these owners.
     """
     if _under_way:
         works = list(_under_way)

@@ -1,4 +1,4 @@
-"""Exchanges between ranks of one machine: each reads what it needs from the memory of the others, if it may.
+"""Exchanges between ranks of one machine, which read each other's memory where the system permits that.
 
 Over Gloo bytes go through the loopback device: into the kernel, out of it, by several threads. Here there is one copy,
 by cross-memory attach (``process_memory.py``), and sockets only carry signals: what is ready, and what has been read.
@@ -56,13 +56,13 @@ class Exchange:
         self._over.set()
 
     def wait(self) -> None:
-        """Wait for its end.
+        """Wait until the exchange has ended.
 
         Raises:
             RuntimeError: if it failed, or did not end in time.
         """
         if not self._over.wait(self._timeout.total_seconds()):
-            raise RuntimeError(f"no end after {self._timeout}")
+            raise RuntimeError(f"not finished after {self._timeout}")
         if self._failure is not None:
             raise RuntimeError(self._failure)
 
@@ -86,23 +86,24 @@ class CrossMemoryExchanges:
         self._rank, self._timeout, self._process = rank, timeout, os.getpid()
         self._ranks = [other for other, _, _, _ in peers]
         self._processes = [process for _, process, _, _ in peers]
-        # Of what comes next. Reentrant: a garbage collection may end the transport from inside any allocation.
+        # Of the attributes below. Reentrant: a garbage collection may end the transport from inside any allocation.
         self._lock = threading.RLock()
         self._exchanges: dict[Key, Exchange] = {}  # under way; whoever takes one out ends it
         self._failure: str | None = None  # of all that is begun from here on
         self._closing = False
         self._late: deque[Key] = deque()  # begun when messages of others had come already
         self._awake, self._woken = socket.socketpair()
-        self._awake.setblocking(False)  # what it holds already wakes the thread as well
-        # an exchange's addresses come by its key, and by the key with ~tag that a peer has read
+        self._awake.setblocking(False)  # a full socket wakes the thread as well
+        # messages under a key contain an exchange's addresses; under the key with ~tag, that a peer has read
         self._signals = SmallMessages([(other, line) for other, _, line, _ in peers], timeout, self._wake)
         self.small = SmallMessages([(other, line) for other, _, _, line in peers], timeout, self._wake)
         _exchanges_of_process.add(self)
+        # No executor: it runs as long as the group, and the interpreter must not wait for it at exit.
         self._thread = threading.Thread(target=self._run, name="lightning_zero-shared-memory", daemon=True)
         self._thread.start()
 
     def gather(self, tag: int, slices: Sequence[Tensor]) -> Exchange:
-        """Fill the slices of the other ranks from theirs; they read this rank's own.
+        """Exchange slices: fill those of the other ranks from their memory, while they read this rank's slice.
 
         Args:
             tag: every rank begins the exchanges of one tag in the same order.
@@ -122,7 +123,7 @@ class CrossMemoryExchanges:
         wire: torch.dtype,
         factor: float = 1.0,
     ) -> tuple[Exchange, Tensor]:
-        """Add what the other ranks have for this one to its own; the sum is there when the exchange has ended.
+        """Add the other ranks' contributions to this rank's own; the sum is complete when the exchange has ended.
 
         Args:
             tag: as of ``gather``.
@@ -198,11 +199,11 @@ class CrossMemoryExchanges:
     def sever(self, reason: str) -> None:
         """End all exchanges, here and on the peers: those in flight, and those begun later."""
         if os.getpid() != self._process:
-            return  # a copy in a forked process (of a DataLoader), in which the connections are still the other's
+            return  # in a forked process (of a DataLoader): the connections are the parent's
         with self._lock:
             self._failure, self._closing = self._failure or reason, True
             unfinished = list(self._exchanges)
-        # before what is kept for the peers goes: none is to take what it reads then for the right thing
+        # before tensors kept for peers are freed: a peer that reads freed memory must see the end
         self._signals.shut(reason)
         self.small.shut(reason)
         for key in unfinished:
@@ -210,7 +211,7 @@ class CrossMemoryExchanges:
         self._wake()
 
     def close(self) -> None:
-        """Begin nothing more. Exchanges in flight come to their end, here or in the thread, since peers need them."""
+        """Begin no more exchanges. Those in flight are finished, here or in the thread, since peers need them."""
         if os.getpid() != self._process:
             return
         with self._lock:
@@ -284,13 +285,13 @@ class CrossMemoryExchanges:
             self._end(key)
 
     def _has_ended(self, position: int) -> bool:
-        """Whether a peer has closed its end, whatever is to be read before: what was read may be something else."""
+        """Whether a peer has closed its connection, even with unread messages: memory read from it may be wrong."""
         poll = select.poll()
         poll.register(self._signals.sockets[position], select.POLLRDHUP)
         return bool(poll.poll(0))
 
     def _lose(self, position: int, failure: str = "") -> None:
-        """A peer has closed its end, as when it has no more use of it: others may be in what it has left behind."""
+        """Handle a peer that has closed its connection, perhaps normally while other peers still exchange."""
         failure = failure or f"rank {self._ranks[position]} closed the connection"
         with self._lock:
             self._failure = self._failure or failure
@@ -312,11 +313,11 @@ def sever_all(reason: str) -> None:
 def connect(
     rank: int, size: int, timeout: timedelta, exchange_objects: Callable[[Any], list[Any]]
 ) -> CrossMemoryExchanges | None:
-    """Reach the other ranks of a group by their memory; None on every rank where any of them cannot. Collective.
+    """Connect the ranks of a group; None on every rank if one cannot read another's memory. Collective.
 
     Args:
         timeout: of each exchange to come.
-        exchange_objects: gives every rank's small object to all.
+        exchange_objects: all-gathers a small object.
     """
     probe = torch.randint(2**62, (8,), generator=torch.Generator().manual_seed(os.getpid()), device="cpu")
     with ExitStack() as stack:
@@ -324,7 +325,7 @@ def connect(
         with suppress(OSError):
             if process_memory.is_supported():
                 listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-                listener.bind("")  # a name of the system's own choice, of no file
+                listener.bind("")  # the system chooses a name, which is not a file's
                 listener.listen(2 * size)
                 where = listener.getsockname(), probe.data_ptr(), probe.tolist()
                 said = process_memory.memory_domain(), os.getpid(), *where
@@ -344,10 +345,10 @@ def connect(
         if any(exchange_objects(error is not None)):
             return None
         processes = [each[1] for each in told]
-        while len(lines) < 2 * (size - 1):  # all have connected: nothing here has to wait
+        while len(lines) < 2 * (size - 1):  # all have connected, so accepting does not block
             line, _ = listener.accept()
             process, _, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            if process in processes:  # anybody may connect
+            if process in processes:  # any process may connect
                 lines[tuple(map(int, line.recv(32).split()))] = line
         stack.pop_all()
         listener.close()
@@ -356,7 +357,7 @@ def connect(
 
 
 def _is_unreadable(probe: Tensor, told: list[Any]) -> bool:
-    """Whether the memory of any process cannot be read, or holds something else than it has told."""
+    """Whether the memory of any process cannot be read, or differs from what that process has sent."""
     try:
         for _, process, _, address, expected in told:
             process_memory.read_memory(process, address, found := torch.empty_like(probe))
@@ -368,7 +369,7 @@ def _is_unreadable(probe: Tensor, told: list[Any]) -> bool:
 
 
 def _connect_to(names: list[bytes], rank: int, stack: ExitStack) -> dict[tuple[int, ...], socket.socket]:
-    """Two sockets to each rank before this one, by rank and number; they say the same of this rank."""
+    """Connect two sockets to each lower rank, by rank and number; both sides then have the same numbers."""
     lines: dict[tuple[int, ...], socket.socket] = {}
     for other, name in enumerate(names):
         for number in range(2):

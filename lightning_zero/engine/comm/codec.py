@@ -1,4 +1,4 @@
-"""Codecs: what travels between ranks instead of gradients."""
+"""Codecs: the encoding in which gradients are sent between ranks."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ class Codec(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what travels."""
+        """The dtype of encoded values."""
 
     def encode(self, values: Tensor) -> Tensor:
-        """What is sent instead of some values (1-D); the values themselves where nothing changes."""
+        """Encode 1-D values to be sent; returns the same tensor if the encoding changes nothing."""
 
     def decode(self, encoded: Tensor, dtype: torch.dtype) -> Tensor:
-        """The values again, in a dtype; what was encoded itself where nothing changes."""
+        """Decode to values of a dtype; returns the same tensor if the encoding changes nothing."""
 
     def add(self, total: Tensor, encoded: Tensor) -> None:
         """Add encoded values to a total, in the total's dtype."""
 
     def size(self, numel: int) -> int:
-        """Elements that encode so many values."""
+        """The number of encoded elements for ``numel`` values."""
 
 
 @dataclass(frozen=True)
 class Cast:
-    """Values travel in another dtype; in their own one this is the identity, which copies nothing."""
+    """Sends values in another dtype; if it is their own dtype, this is the identity, which copies nothing."""
 
     dtype: torch.dtype
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other apart from parameters and gradients: Python values, over the CPU.
+"""Exchanges of small Python values between ranks over the CPU; parameters and gradients go by transports.
 
 No device is synchronised for it: all tensors here are small ones in the host's memory.
 """
@@ -22,15 +22,15 @@ MESSAGE_BYTES = 2**25
 
 
 class ControlPlane:
-    """Exchanges of Python values between the ranks of a group. With one rank each comes back as it is.
+    """Exchanges of Python values between the ranks of a group. With one rank values are returned unchanged.
 
     Args:
         group: a process group that communicates over the CPU; None with one rank.
-        ranks: of the group, as numbered in the default one.
-        rank: this one's in the group.
-        watch: over the waits; None with one rank.
+        ranks: the group's, as numbered in the default group.
+        rank: this rank's number in the group.
+        watch: of the waits; None with one rank.
         counters: count calls of kind "control".
-        tag: of messages; the next one is used as well.
+        tag: of messages; ``tag + 1`` is used as well.
 
     Attributes:
         small: exchanges messages up to ``SMALL`` bytes in the quickest way, where the ranks share a machine.
@@ -54,7 +54,7 @@ class ControlPlane:
         return len(self._ranks) == 1
 
     def any_rank(self, flags: Sequence[bool], what: str) -> list[bool]:
-        """Whether each flag is set on any rank; as many flags on every rank.
+        """Whether each flag is set on any rank. Every rank passes the same number of flags.
 
         Args:
             what: it is about, for the error message.
@@ -84,7 +84,7 @@ class ControlPlane:
         return tensor
 
     def numbers_of_first(self, numbers: Sequence[int]) -> list[int]:
-        """Rank 0's numbers; as many on every rank."""
+        """Rank 0's numbers. Every rank passes the same number of them."""
         if self._is_alone:
             return list(numbers)
         tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
@@ -92,7 +92,7 @@ class ControlPlane:
         return tensor.tolist()
 
     def copy_from_first(self, tensors: list[Tensor]) -> None:
-        """Rank 0's values of several CPU tensors, such as buffers, in place."""
+        """Broadcast rank 0's values of several CPU tensors, such as buffers, in place."""
         if self._is_alone or not tensors:
             return
         nbytes = sum(tensor.nbytes for tensor in tensors)
@@ -124,7 +124,7 @@ class ControlPlane:
             return all_gather_objects(value, self._group)
 
     def is_alike(self, text: str) -> bool:
-        """Whether every rank has the same text, of any length; in one small message, however many ranks there are."""
+        """Whether every rank has the same text, of any length; takes one small message for any number of ranks."""
         if self._is_alone:
             return True
         digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8).long()
@@ -132,7 +132,7 @@ class ControlPlane:
         return torch.equal(extremes[: len(digest)], -extremes[len(digest) :])
 
     def tell(self, ranks: list[int], numbers: Sequence[int]) -> None:
-        """Send numbers to some ranks, which call ``hear``. Returns at once; see ``wait_until_told``."""
+        """Send numbers to some ranks, which call ``hear``. Does not block; see ``wait_until_told``."""
         message = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         self._counters.add("control", message.numel(), message.nbytes)
         for rank in ranks:
@@ -140,13 +140,13 @@ class ControlPlane:
             self._sent.append((message, work))
 
     def wait_until_told(self) -> None:
-        """Wait until all that was told has left this rank."""
+        """Wait until all numbers passed to ``tell`` have been sent."""
         sent, self._sent = self._sent, []
         for _, work in sent:
             work.wait()
 
     def hear(self, rank: int, count: int, what: str) -> list[int]:
-        """So many numbers, which a rank tells."""
+        """Receive ``count`` numbers that a rank sends by ``tell``."""
         message = torch.empty(count, dtype=torch.int64, device="cpu")
         with self._watch.waiting(what, ordinal=0):
             dist.recv(message, self._ranks[rank], self._group, tag=self._message_tag)

@@ -1,4 +1,4 @@
-"""What the ranks of an engine have communicated."""
+"""Counters of the communication of an engine's ranks."""
 
 from __future__ import annotations
 

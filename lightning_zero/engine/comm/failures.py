@@ -1,4 +1,4 @@
-"""Why a wait for other ranks ends with an error: a rank failed, was killed, or the ranks wait for each other for ever.
+"""End waits for other ranks with an error if a rank failed, was killed, or the ranks wait for each other for ever.
 
 Whatever the reason, the first one goes to all ranks over the lifelines, and ends all waits there within seconds.
 
@@ -64,7 +64,7 @@ class _Watchdog(Lifelines):
         self._wait: _Wait | None = None
         self._announced: _Wait | None = None
         self._announcing = Lock()
-        # On the first rank: what a rank waits for, what it has begun, and its closed engines.
+        # On the first rank, by rank: its wait, the collectives that it has begun, and its closed engines.
         self._notices: dict[int, tuple[_Wait, Counter[str], list[str]]] = {}
         super().__init__(group)
 
@@ -93,7 +93,7 @@ class _Watchdog(Lifelines):
         return self._begun[key]
 
     def close_engine(self, name: str) -> None:
-        """Forget what has begun in an engine; nothing can be concluded about it any more."""
+        """Forget the collectives of an engine; no deadlock can be concluded from them any more."""
         self._closed_engines.append(name)
         for key in [key for key in list(self._begun) if _engine_in(key) == name]:
             del self._begun[key]
@@ -124,7 +124,7 @@ class _Watchdog(Lifelines):
         )
 
     def _announce(self) -> None:
-        """Send the first rank what this rank waits for, once for each wait."""
+        """Notify the first rank of this rank's wait, once for each wait."""
         wait = self._wait
         if wait is not None and time.monotonic() - wait.since > lifelines.PATIENCE:
             with self._announcing:
@@ -137,7 +137,7 @@ class _Watchdog(Lifelines):
                         self.say(WAITS, text)
 
     def _take_notice(self, rank: int, text: str) -> None:
-        """On the first rank: note what a rank waits for, and end all waits if that closes a cycle."""
+        """On the first rank: record a rank's wait, and end all waits of a cycle that it closes."""
         self._notices.pop(rank, None)
         if text:
             *wait, begun, closed = json.loads(text)
@@ -157,7 +157,7 @@ class _Watchdog(Lifelines):
             )
 
     def _cycle(self, path: list[int]) -> list[int] | None:
-        """The ranks of a cycle, of which each waits for the next, that begins with a path of them."""
+        """Extend a path of ranks, of which each waits for the next, to a cycle; None if there is no cycle."""
         wait = self._notices[path[-1]][0]
         for other, (_, begun, closed) in self._notices.items():
             if begun[wait.key] < wait.ordinal and _engine_in(wait.key) not in closed:
@@ -185,7 +185,7 @@ class Watch:
         self._name, self._watchdog = name, lifelines_over(group)
 
     def begin(self, what: str) -> int:
-        """Count a collective of this name that this rank begins, in the order that all ranks have; its ordinal."""
+        """Count a collective of this name, which all ranks begin in the same order; returns its ordinal."""
         return self._watchdog.begin(f"{self._name}: {what}")
 
     def waiting(
@@ -225,7 +225,7 @@ _watchdogs: dict[ProcessGroup, _Watchdog] = {}
 
 
 def lifelines_over(group: ProcessGroup | None = None) -> _Watchdog:
-    """Those of a process group, which stay as long as it does. The first time every rank of it calls this."""
+    """The lifelines of a process group, as long as it exists. The first call is collective."""
     group = group or process_group.default_group()
     for gone in set(_watchdogs).difference(process_group.all_groups()):
         _watchdogs.pop(gone).close()
@@ -236,11 +236,11 @@ def lifelines_over(group: ProcessGroup | None = None) -> _Watchdog:
 
 @contextmanager
 def explained(what: str, kind: type[RuntimeError] = RuntimeError) -> Iterator[None]:
-    """Around a wait that no watch is over: if it fails since another rank did, the error says so.
+    """Context of a wait outside of engines: an error that another rank's failure has caused says so.
 
     Args:
         what: what is waited for.
-        kind: of the errors by which it may fail.
+        kind: class of the errors that the wait may raise.
     """
     try:
         yield
@@ -252,7 +252,7 @@ def explained(what: str, kind: type[RuntimeError] = RuntimeError) -> Iterator[No
 
 
 def explain(error: BaseException) -> None:
-    """Put the reason into an error by which the transport has ended a wait of the project's own after a failure."""
+    """Add the reason to the transport's error that has ended a wait in the project's own code after a failure."""
     is_of_gloo = type(error) is RuntimeError and any(sign in str(error) for sign in _SIGNS_OF_GLOO)
     is_of_transport = isinstance(error, DistError) or is_of_gloo
     if is_of_transport and (reason := reason_soon()) is not None:
@@ -265,7 +265,7 @@ def failure() -> str | None:
 
 
 def reason_soon() -> str | None:
-    """``failure``, after a moment if need be: connections may close before the reason has come."""
+    """``failure``, after a short wait if necessary: connections may close before the reason has arrived."""
     deadline = time.monotonic() + _MOMENT
     while (reason := failure()) is None and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -275,7 +275,7 @@ def reason_soon() -> str | None:
 def fail(reason: str) -> None:
     """Send every rank of the default process group the failure of this one, and end their waits.
 
-    The process group is of no use then. But where all ranks fail at once, none waits, and the group is left as it is.
+    The process group is unusable then. But if all ranks fail at once, none waits, and the group stays intact.
     """
     if failure() is not None or not _all_fail():
         end_all_waits(reason)
@@ -308,14 +308,14 @@ def _end_waits(reason: str) -> None:
 
 
 def _sever(group: ProcessGroup) -> None:
-    """End what is under way in a group, here and, over Gloo, on the ranks that wait for this one."""
+    """End all communication in a group: on this rank and, over Gloo, on the ranks that wait for it."""
     for backend in process_group.backends_of(group):
         if backend.name().lower() != "gloo":
             backend.abort()
             continue
-        # Gloo closes all connections when one receive is not served in time. (Its abort() wakes nobody.) From a rank
-        # that is gone it fails at once, and closes none: so there is one from each, and after the first that is late
-        # they cost nothing.
+        # Gloo closes all connections when one receive times out (its abort() does not end waits). A receive from a rank
+        # that is gone fails at once and closes none, so there is one from each rank; after the first timeout the others
+        # fail at once.
         for peer in range(group.size()):
             if peer != group.rank():
                 with suppress(RuntimeError):
@@ -328,6 +328,6 @@ def ended_ranks() -> set[int]:
 
 
 def forget() -> None:
-    """Close the lifelines of all groups, and forget what came over them: the default group is about to be replaced."""
+    """Close the lifelines of all groups and forget their messages, before the default group is replaced."""
     for group in list(_watchdogs):
         _watchdogs.pop(group).close()

@@ -31,7 +31,7 @@ class GlooTransport(Transport):
         self._group, self._gather_tag, self._reduce_tag = group, gather_tag, reduce_tag
         self._ranks, self._rank = ranks_of(group), rank(group)
         size = len(self._ranks)
-        # In the order of a ring, so that no rank is everybody's first: (whom to send to, whom to receive from)
+        # (rank to send to, rank to receive from) in a ring, so that no rank is first for all others
         self._peers = [((self._rank + k) % size, (self._rank - k) % size) for k in range(1, size)]
 
     def all_gather(self, full: Tensor, ranges: Ranges, number: int, own: Tensor | None = None) -> Started:

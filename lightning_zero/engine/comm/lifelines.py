@@ -1,4 +1,4 @@
-"""TCP connections between the processes of a group, over which every rank learns within moments that another has ended.
+"""TCP connections between the processes of a group, by which every rank learns at once that another has ended.
 
 A collective fails when its connections close, but a wait in the process group's store does not, nor does a wait for a
 rank that itself waits for the ended process. So each rank has a connection to the first rank, which the system closes
@@ -65,14 +65,15 @@ class Lifelines:
         else:
             self._line = _connect(store, key, self._rank)
             self._lines = [_Line(self._line, 0)] if self._line is not None else []
+        # No executor: it runs as long as the group, and the interpreter must not wait for it at exit.
         self._thread = threading.Thread(target=self._run, name="lightning_zero-lifelines", daemon=True)
         self._thread.start()
         _all.add(self)
-        # also where a process of multiprocessing's ends, which leaves out `atexit`
+        # processes of multiprocessing do not run `atexit`
         self._at_exit = util.Finalize(None, self._part, (LEFT,), exitpriority=100)
 
     def hear(self, kind: str, rank: int, text: str) -> None:
-        """Called in the thread with each message: its kind, its rank in the group, and a text."""
+        """Handle a message: its kind, its rank in the group, and a text. Called in the thread."""
         raise NotImplementedError
 
     def say(self, kind: str, text: str = "") -> None:
@@ -82,7 +83,7 @@ class Lifelines:
                 self._line.sendall(_message(kind, self._rank, text))
 
     def close(self) -> None:
-        """End the connection; the other ranks do not take this process for one that has ended."""
+        """Close the connection without reporting this process as ended."""
         if self._at_exit.still_active():
             self._at_exit.cancel()
             self._part(_CLOSED)
@@ -124,7 +125,7 @@ class Lifelines:
         self._close_sockets()
 
     def _read(self, line: _Line) -> bool:
-        """Take the messages that have come; False if the connection is at its end."""
+        """Handle the messages that have arrived; False at the end of the connection."""
         messages = line.read()
         for kind, rank, text in messages or ():
             if line.rank is not None:
@@ -133,12 +134,12 @@ class Lifelines:
                 line.rank = rank
                 for message in (_message("welcome", 0), *self._ends):
                     line.send(message)
-            else:  # a stranger
+            else:  # not a rank of this group
                 return False
         return messages is not None
 
     def _take(self, kind: str, rank: int, text: str) -> None:
-        """Hear a message; the first rank sends it to the others, too."""
+        """Call ``hear`` with a message; the first rank also forwards it to the others."""
         if kind in (LOST, LEFT, _CLOSED):
             self._closed.add(rank)
         if self._rank == 0 and kind != WAITS:
@@ -171,7 +172,7 @@ class _Line:
         *lines, self._rest = (self._rest + data).split(b"\n")
         try:
             return [json.loads(line) for line in lines] if data else None
-        except ValueError:  # of a stranger
+        except ValueError:  # from another program
             return None
 
     def send(self, message: bytes) -> None:
@@ -184,7 +185,7 @@ def _message(kind: str, rank: int, text: str = "") -> bytes:
 
 
 def _connect(store: Any, key: str, rank: int) -> socket.socket | None:
-    """Reach the first rank; None where that cannot be done, so that this rank receives no news."""
+    """Connect to the first rank; None if that fails: then this rank does not learn of ended ranks."""
     deadline, error = time.monotonic() + _TIMEOUT, None
     while time.monotonic() < deadline:
         try:
@@ -218,7 +219,7 @@ def _introduced(host: str, port: int, introduction: bytes) -> socket.socket:
 
 
 def _keep_probing(connected: socket.socket) -> None:
-    """Let the system find out when the other machine does not answer any more."""
+    """Let the system detect that the other machine no longer answers (TCP keepalive)."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _PROBES.items():
         if hasattr(socket, name):
@@ -232,7 +233,7 @@ def _listener() -> socket.socket:
 
 
 def _host_of(store: Any) -> str:
-    """Of the process group's store, as this rank has reached it."""
+    """Address of the process group's store as this rank has connected to it."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return getattr(store, "host", "localhost")
@@ -250,7 +251,7 @@ def _own_address(store: Any) -> str:
 
 
 def _close_copies() -> None:
-    """In a forked process (of a DataLoader): its copies would keep connections open when this process has ended."""
+    """Close a forked process's copies, which would keep connections open after this process has ended."""
     for lifelines in _all:
         lifelines._close_sockets()
 

@@ -1,4 +1,4 @@
-"""What an engine does unit by unit: labels for profilers, and the seconds that a monitor asks for."""
+"""Phases of an engine's units: labels for profilers, and seconds for a monitor."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Phases:
                 self._ahead.append((key, before, after))
 
     def take(self) -> dict[tuple[str, str], float]:
-        """Seconds by (phase, unit) since the last call, without waiting for the device: the rest comes next time."""
+        """Seconds by (phase, unit) since the last call; phases that the device has not ended come next time."""
         while self._ahead and self._ahead[0][2].query():
             key, before, after = self._ahead.popleft()
             self._seconds[key] += before.elapsed_time(after) / 1000

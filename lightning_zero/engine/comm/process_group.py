@@ -25,7 +25,7 @@ def is_initialized() -> bool:
 
 @contextmanager
 def hidden() -> Iterator[None]:
-    """Context in which this process seems to have no default group: code within communicates with nobody."""
+    """Context in which this process seems to have no default group, so that code within does not communicate."""
     before = dist.group.WORLD
     dist.group.WORLD = None
     try:
@@ -125,7 +125,7 @@ def named_store(name: str, store: Store | None = None) -> Store:
 
 
 def new_connection(store: Store) -> Store:
-    """Another connection to the same store: a thread that waits in one holds it for as long as it waits."""
+    """Another connection to the same store: a thread that waits blocks its connection for all others."""
     return store.clone() if hasattr(store, "clone") else store
 
 
@@ -133,7 +133,7 @@ def new_connection(store: Store) -> Store:
 
 
 def barrier(device: torch.device | None = None) -> None:
-    """Wait until every rank of the default group has come here.
+    """Wait until every rank of the default group has called this.
 
     Args:
         device: of this rank; NCCL waits on it.
@@ -167,7 +167,7 @@ def send(tensor: Tensor, group: ProcessGroup | None, rank: int) -> None:
 
 
 def receive(tensor: Tensor, group: ProcessGroup | None, rank: int) -> None:
-    """Fill a tensor with what a rank of a group sends."""
+    """Receive a tensor from a rank of a group."""
     dist.recv(tensor, group=group, group_src=rank)
 
 

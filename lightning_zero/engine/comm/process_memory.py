@@ -23,7 +23,7 @@ class _Range(ctypes.Structure):
 
 
 def _reader() -> Any:
-    """The system's function; None where there is none."""
+    """The system's function; None if it has none."""
     if sys.platform != "linux":
         return None
     function = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
@@ -59,7 +59,7 @@ def read_memory(process: int, address: int, target: Tensor) -> None:
 
 
 def let_read(ancestor: int) -> bool:
-    """Let a process, and what descends from it, read this one's memory, as far as Yama alone has forbidden it.
+    """Let a process and its descendants read this one's memory, if only Yama forbids that.
 
     With each rank's own parent, ranks can that one process has started, or rank 0 all others (``prctl(2)``,
     PR_SET_PTRACER).
@@ -76,6 +76,6 @@ def let_read(ancestor: int) -> bool:
 
 
 def memory_domain() -> str:
-    """What processes have in common that may be able to read each other's memory."""
+    """A value that is equal for processes that may be able to read each other's memory."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     return " ".join([boot, os.readlink("/proc/self/ns/pid"), os.readlink("/proc/self/ns/net")])

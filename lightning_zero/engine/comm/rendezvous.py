@@ -1,4 +1,4 @@
-"""The rendezvous of ranks before an implicit collective: an error in seconds, not a hang, if some do not come.
+"""The rendezvous of ranks before an implicit collective: an error within seconds, not a hang, if a rank is missing.
 
 ``if rank == 0: print(p.norm())`` is right under DDP, where every rank holds all of ``p``. Where ``p`` is sharded, the
 same line needs every rank. Such collectives are rare, so ranks can afford to meet in the process group's store first.
@@ -53,36 +53,36 @@ class Rendezvous:
             self._store = named_store(f"lightning_zero/rendezvous/{communicator.name}")
 
     def meet(self, what: str) -> None:
-        """Return when every rank has asked for the same.
+        """Return when every rank has called this with the same argument.
 
         Args:
-            what: what this rank asks for, naming the parameter.
+            what: the operation of this rank, with the parameter's name.
 
         Raises:
-            RuntimeError: if another rank asked for something else, has ended, never came, or waits for this one.
+            RuntimeError: if another rank runs another operation, has ended, never calls this, or waits for this rank.
         """
         if self._size == 1 or self._is_met:
             return
         self.require_all(what)
         if self.is_closed:
             raise RuntimeError(
-                f"{what} cannot be had whole: the run that cut it into parts, on {self._size} ranks, has ended. If it "
-                "failed, call Trainer.fit, validate, test or predict with this module again on all of them, which puts "
-                "the parts together first, or make a new module and load a checkpoint. A copy that not every rank has "
-                "made stays in parts: make it on all of them."
+                f"{what} is still sharded over {self._size} ranks, and the run that sharded it has ended, so its full "
+                "value cannot be gathered. If the run failed, call Trainer.fit, validate, test or predict with this "
+                "module again on all ranks, which unshards it first; or make a new module and load a checkpoint. A "
+                "copy that was made on some ranks only stays sharded: make it on every rank."
             )
         watch = self._communicator.watch
         with watch.waiting(f"the rendezvous for {what}", may_be_refused=True):
             refusal = self._exchange(what, watch)
         if refusal:
             raise RuntimeError(
-                f"Rank {self._rank} needs the whole of {what}, of which every rank holds a part, but {refusal}. Run "
-                "this line on every rank (no 'if rank == 0:' around it), or inside 'with "
-                "lightning_zero.full_parameters(module):' entered by all."
+                f"Rank {self._rank} needs the full value of {what}, of which each rank holds a shard, but {refusal}. "
+                "Run this line on every rank (not inside 'if rank == 0:'), or inside 'with "
+                "lightning_zero.full_parameters(module):' on every rank."
             )
 
     def _exchange(self, what: str, watch: Watch) -> str:
-        """Wait for the other ranks; returns which of them do not ask for the same.
+        """Wait for the other ranks; returns why there is no rendezvous: what other ranks request. Empty if all agree.
 
         The store is polled, since the end of a rank does not end a wait in the store.
         """
@@ -94,23 +94,23 @@ class Rendezvous:
             ended = set(watch.ended)  # read before the store: a rank may come and then end
             if failure() is not None or any(not self._store.check([keys[rank]]) for rank in ended):
                 raise RuntimeError("cancelled")
-            if watch.refusal:  # this meeting has not taken place: the next one has its number, as on the other ranks
+            if watch.refusal:  # this rendezvous has failed: the next one has its number, as on the other ranks
                 self.meetings = number
                 self._store.delete_key(keys[self._rank])
                 return watch.refusal
             if time.monotonic() > deadline:
-                raise RuntimeError(f"no end after {self._timeout:.0f} s")
+                raise RuntimeError(f"not finished after {self._timeout:.0f} s")
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         asked = [each.decode() for each in self._store.multi_get(keys)]
-        if number >= 2:  # everybody has read the one before the last
+        if number >= 2:  # all ranks have read the keys of the rendezvous before the last
             self._store.delete_key(f"meeting/{number - 2}/{self._rank}")
         different = [rank for rank, other in enumerate(asked) if other != what]
         return f"rank(s) {different} asked for {asked[different[0]]}" if different else ""
 
     @contextmanager
     def met(self, what: str) -> Iterator[None]:
-        """Meet once for all collectives inside, which are the same on every rank."""
+        """Context with one rendezvous at its beginning for all collectives inside, the same on every rank."""
         self.meet(what)
         before, self._is_met = self._is_met, True
         try:
@@ -119,18 +119,19 @@ class Rendezvous:
             self._is_met = before
 
     def require_all(self, what: str) -> None:
-        """Refuse what every rank must do while some have no batch left in an evaluation loop, or no forward to run.
+        """Check that every rank still has a batch of the evaluation loop, or a forward to run.
 
         Raises:
-            RuntimeError: then, on every rank that has one.
+            RuntimeError: on the ranks that have one, if others do not.
         """
         if self.absence.ranks:
             raise RuntimeError(
                 f"Rank {self._rank} needs every rank for {what}, but rank(s) {self.absence.ranks} have no batch "
-                "left in this evaluation loop, or no forward left to run, and only take part in the gathers of "
-                "parameters. Do it before or after (on_validation_epoch_end and its kin), or give every rank as many."
+                "left in this evaluation loop, or no forward left to run, and only take part in all-gathers of "
+                "parameters. Run this line before or after the loop (for example in on_validation_epoch_end), or give "
+                "every rank the same number of batches."
             )
 
     def close(self) -> None:
-        """End it, and an absence in which a failure has left it."""
+        """Close the rendezvous, and end an absence that a failure has interrupted."""
         self.is_closed, self.absence = self._size > 1, Absence()

@@ -12,7 +12,7 @@ from lightning_zero.engine.comm.failures import ended_ranks, forget
 
 
 def have_all_come(state: Any, patience: float) -> bool:
-    """Whether every rank of the default process group says the same within some seconds, after a failure.
+    """Whether every rank of the default process group passes the same value within some seconds, after a failure.
 
     Args:
         state: what this rank has come with, for JSON.
@@ -31,7 +31,7 @@ def have_all_come(state: Any, patience: float) -> bool:
         store.wait(["0"], timedelta(seconds=patience))
         store.wait(["verdict"], timedelta(seconds=2 * patience))
         return store.get("verdict").decode() == "yes"
-    except RuntimeError:  # one has not come, or has taken the store with it
+    except RuntimeError:  # a rank is missing, or was the store's host
         if rank == 0:
             with suppress(RuntimeError):
                 store.set("verdict", "no")
@@ -52,7 +52,7 @@ def renew(**options: Any) -> None:
     if ended := sorted(ended_ranks()):
         raise RuntimeError(
             f"The ranks cannot run again after the failure: the process of rank(s) {ended} has ended. Start all "
-            "of them anew."
+            "ranks again."
         )
     rank, size, backend = process_group.rank(), process_group.world_size(), process_group.backend_name()
     store = process_group.named_store("lightning_zero/renewed")

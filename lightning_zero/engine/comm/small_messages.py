@@ -35,7 +35,7 @@ _SLICE = 20  # milliseconds after which a wait looks whether another thread has 
 class SmallMessages:
     """Messages to and from the other ranks of a group, all on this machine.
 
-    A socket takes no more while the other rank has not received earlier messages. Another thread sends the rest later,
+    A socket accepts no more while its buffer is full of unreceived messages. Another thread sends the rest later,
     so that a rank may begin any number of exchanges before it waits for one.
 
     Args:
@@ -102,7 +102,7 @@ class SmallMessages:
                 unsent.clear()
 
     def register(self, poll: select.poll, receives: bool) -> None:
-        """Let a poll end when a socket takes what is unsent or, if the poll's thread receives, when a message comes."""
+        """Register for a poll: sockets that can send unsent messages and, if ``receives``, arriving messages."""
         for position, connected in enumerate(self.sockets):
             events = select.POLLOUT if self._unsent[position] else 0
             if position not in self.lost and (events := events | (select.POLLIN if receives else 0)):
@@ -133,7 +133,7 @@ class SmallMessages:
                 deadline, poll = time.monotonic() + self._timeout, select.poll()
                 self.register(poll, receives=True)
             elif time.monotonic() > deadline:
-                raise RuntimeError(f"no end after {self._timeout:.0f} s")
+                raise RuntimeError(f"not finished after {self._timeout:.0f} s")
             poll.poll(_SLICE)  # another thread may take in what it announces
 
     def take_in(self, ready: Container[int] | None = None) -> list[Key]:
@@ -182,7 +182,7 @@ def fill(tensor: Tensor, message: bytes) -> None:
 
 
 def tensor_of(message: bytes, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The tensor whose bytes a message holds."""
+    """Make a tensor of a message's bytes."""
     made = torch.empty(shape, dtype=dtype, device="cpu")
     fill(made, message)
     return made

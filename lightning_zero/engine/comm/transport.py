@@ -76,8 +76,8 @@ class Transport(ABC):
         """Bytes held while a flat buffer is reduced: what is sent, what is received, and this rank's own slice."""
 
     def reduce_pieces(self, pieces: list[list[Piece]], dtype: torch.dtype, factor: float) -> Started:
-        """Sum ranges that lie in pieces, by rank; cut alike on every rank. All is multiplied by the factor first."""
+        """Sum ranges, one per rank, that consist of the same pieces on every rank; multiplies by the factor first."""
         raise NotImplementedError
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Begin nothing more. What is under way comes to its end, as peers need it."""
+        """Begin no more collectives. Those in flight are finished, since peers need them."""

@@ -42,8 +42,8 @@ def consolidate(module: nn.Module, timeout: float) -> None:
     if any(places - {(rank, size)} for rank, (_, places) in enumerate(held)):
         sizes = sorted({of_size for _, places in held for _, of_size in places})
         raise ValueError(
-            f"The parameters were left in parts by a run that failed on {sizes} ranks: {size} rank(s) in this order "
-            "cannot put them together. Use the same ranks, or make a new module and load a checkpoint."
+            f"The parameters were left sharded by a run that failed on {sizes} ranks: {size} rank(s) in this order "
+            "cannot unshard them. Use the same ranks, or make a new module and load a checkpoint."
         )
     if not any(names for names, _ in held):
         return

@@ -203,9 +203,9 @@ class GradientReducer:
         bucket, gradients = self._buckets[number], self._gradients[number]
         if bucket.has_begun:
             raise RuntimeError(
-                f"A parameter of unit {self._units[number].name or 'root'!r} got a further gradient after its update "
-                "had begun, which earlier backwards have not shown. Set OffloadConfig(overlap=False): updates then "
-                "begin when all gradients are there."
+                f"A parameter of unit {self._units[number].name or 'root'!r} got another gradient after its update "
+                "had begun, unlike in earlier backwards. Set OffloadConfig(overlap=False): updates then begin after "
+                "all gradients have been computed."
             )
         with at(self._streams.home):
             while backward.in_flight and len(backward.in_flight) >= max(self._in_flight, 1):
@@ -230,7 +230,7 @@ class GradientReducer:
     # -- at its end -------------------------------------------------------------------------------------------------
 
     def _at_end(self) -> None:
-        """The autograd engine's final callback, of the backward in which the first gradient was computed."""
+        """Final callback of the backward in which the first gradient was computed; called by the autograd engine."""
         node = current_autograd_node()
         if node is not None:
             # A backward within a backward (reentrant activation checkpointing): the outer one has not ended yet.

@@ -88,7 +88,7 @@ class SavedTensors:
         return output
 
     def outlive_attributes(self, attributes: Attributes) -> None:
-        """The same for attributes that a forward has set, such as ``self.row = self.weight[0]``."""
+        """As ``outlive``, for attributes that a forward has set, such as ``self.row = self.weight[0]``."""
         for holder, name in attributes.that_may_hold_tensors():
             kept = self.outlive(holder[name])
             if kept is not holder[name]:

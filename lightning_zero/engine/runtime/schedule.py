@@ -312,7 +312,7 @@ class Schedule:
             self.release_if_idle(before)
 
     def _prefetch(self, upcoming: list[Unit], *, only_outstanding: bool = False) -> None:
-        """Gather the next units ahead of need; start to read those behind them from the disk."""
+        """Gather the next units ahead of need; start to read the units after these from the disk."""
         for number, unit in enumerate(upcoming):
             if unit.outstanding or not only_outstanding:
                 if number < self.prefetch:
@@ -323,7 +323,7 @@ class Schedule:
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def begin_backward(self, unit: Unit) -> None:
-        """A gradient of a unit's output is there: gather the unit for its backward."""
+        """Gather a unit for its backward, when a gradient of its output has been computed."""
         if self._is_backward and unit is self._current:
             return
         if torch.is_grad_enabled() and not self.windows:
