@@ -22,7 +22,7 @@ from typing import Any
 
 from common import REPOSITORY, describe, in_turn, markdown_table, write_results
 
-from lightning_zero.engine.offload.swap import BUFFERS, Piece, Ring, SwapFile, stream
+from lightning_zero.io.swap import BUFFERS, Extent, Ring, SwapFile, stream
 
 MIB = 2**20
 
@@ -61,33 +61,33 @@ def timed(act: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def move_all(pieces: list[Piece], move: Callable[[int, Piece], list[Future[None]]]) -> None:
+def move_all(extents: list[Extent], move: Callable[[int, Extent], list[Future[None]]]) -> None:
     """Read into, or write from, the buffers of a ring, as the pipeline does."""
-    begun = [move(index, piece) for index, piece in enumerate(pieces[:BUFFERS])]
-    for index in range(len(pieces)):
+    begun = [move(index, piece) for index, piece in enumerate(extents[:BUFFERS])]
+    for index in range(len(extents)):
         for part in begun[index]:
             part.result()
-        if index + BUFFERS < len(pieces):
-            begun.append(move(index + BUFFERS, pieces[index + BUFFERS]))
+        if index + BUFFERS < len(extents):
+            begun.append(move(index + BUFFERS, extents[index + BUFFERS]))
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     """Seconds of each round, of both systems for each of reading, writing and both."""
     file = SwapFile(arguments.disk, arguments.size * MIB)
     nbytes = arguments.piece * MIB
-    pieces = [Piece(file, start, nbytes) for start in range(0, file.nbytes, nbytes)]
+    extents = [Extent(file, start, nbytes) for start in range(0, file.nbytes, nbytes)]
     ring = Ring(nbytes, arguments.threads)
     for index in range(BUFFERS):
         ring.buffer(index, nbytes)[:] = os.urandom(nbytes)
-    move_all(pieces, ring.write)
-    if not file.direct.is_direct:
+    move_all(extents, ring.write)
+    if not file.is_direct:
         raise SystemExit(
             f"{arguments.disk}: this file system refuses to be written past its cache, which dd is asked to"
         )
 
-    block = [f"bs={arguments.piece}M", f"count={len(pieces)}"]
+    block = [f"bs={arguments.piece}M", f"count={len(extents)}"]
 
-    path = f"/proc/{os.getpid()}/fd/{file.direct._cached}"  # the file has no name
+    path = f"/proc/{os.getpid()}/fd/{file._cached}"  # the file has no name
 
     def dd_seconds() -> dict[str, float]:
         read = dd(f"if={path}", "of=/dev/null", "iflag=direct", *block)
@@ -96,9 +96,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
 
     def own_seconds() -> dict[str, float]:
         return {
-            "read": timed(lambda: move_all(pieces, ring.read)),
-            "write": timed(lambda: move_all(pieces, ring.write)),
-            "both": timed(lambda: stream(pieces, lambda *_: None, ring)),
+            "read": timed(lambda: move_all(extents, ring.read)),
+            "write": timed(lambda: move_all(extents, ring.write)),
+            "both": timed(lambda: stream(extents, lambda *_: None, ring)),
         }
 
     systems = [("dd", dd_seconds), ("lightning_zero", own_seconds)]
@@ -126,7 +126,7 @@ def main() -> None:
         cells = [f"{statistics.median(of):.0f} ({of[0]:.0f} - {of[-1]:.0f})" for of in speeds.values()]
         rows.append([what, *cells, f"{ratios[what]:.2f}"])
     lines = [
-        f"A file of {arguments.size} MiB in pieces of {arguments.piece} MiB, past the cache; {arguments.threads} "
+        f"A file of {arguments.size} MiB in extents of {arguments.piece} MiB, past the cache; {arguments.threads} "
         f"threads read and {arguments.threads} write. MB/s: medians of {arguments.rounds} rounds (lowest - highest). "
         "`both`: all of it is read, handed to a function that does nothing, and written back, at the same time; dd "
         "reads all and then writes all. `x dd`: dd's median time over ours.",

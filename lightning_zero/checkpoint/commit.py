@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import os
 import re
-import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -18,8 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning_zero.checkpoint.form import DCP_METADATA, MANIFEST, REST
 from lightning_zero.io.disk import Appender
 from lightning_zero.io.labels import LABEL, is_left_over, new_label
-
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+from lightning_zero.io.paths import is_folder, remove_path, replace, sync_folder
 
 _OF_A_CHECKPOINT = re.compile(
     # DCP writes a .tmp file first; the last ones are created by macOS and by NFS
@@ -110,14 +106,14 @@ class Destination:
         self.check_replaceable()
         if self._is_local:
             if os.path.isdir(self.partial):
-                _sync(self.partial)
-            self._rename()
+                sync_folder(self.partial)
+            replace(self.partial, self._place, self._old)
             # The checkpoint is in place: a failure of the clean-up below must not be reported as a failed save.
             with suppress(OSError):
-                _sync(self._parent)
+                sync_folder(self._parent)
             for old in (self.partial, self._old):  # an exchange has left it under the partial name
                 with suppress(OSError):
-                    _remove(old)
+                    remove_path(old)
             return
         had_one = self._fs.exists(self._place)
         if had_one:
@@ -126,27 +122,11 @@ class Destination:
         if had_one:
             self._fs.rm(self._old, recursive=True)
 
-    def _rename(self) -> None:
-        try:
-            os.rename(self.partial, self._place)  # replaces a file by a file; no folder is there
-            return
-        except OSError:
-            if not os.path.lexists(self._place):
-                raise
-        if _exchange(self.partial, self._place):
-            return
-        os.rename(self._place, self._old)
-        try:
-            os.rename(self.partial, self._place)
-        except OSError:
-            os.rename(self._old, self._place)
-            raise
-
     def discard(self) -> None:
         """Delete what was written so far; errors are ignored, so that the reason for discarding is reported instead."""
         with suppress(OSError):
             if self._is_local:
-                _remove(self.partial)
+                remove_path(self.partial)
             elif self._fs.exists(self.partial):
                 self._fs.rm(self.partial, recursive=True)
 
@@ -158,12 +138,12 @@ class Destination:
         """
         if self._is_local:
             with suppress(FileNotFoundError):  # already removed
-                if not _is_folder(self._place):
+                if not is_folder(self._place):
                     os.remove(self._place)
                     return
                 os.rename(self._place, self.partial)
-                _sync(self._parent)
-                _remove(self.partial)
+                sync_folder(self._parent)
+                remove_path(self.partial)
         elif self._fs.exists(self._place):
             with suppress(FileNotFoundError):  # without its metadata the rest is no checkpoint
                 self._fs.rm(f"{self._place}/{DCP_METADATA}")
@@ -183,7 +163,7 @@ class Destination:
                 is_own = name == _short(self._name)
                 place = self._place if is_own else os.path.join(self._parent, name)
                 if found.re is _PARTIAL or os.path.lexists(place):
-                    _remove(path)
+                    remove_path(path)
                 elif is_own or not _SHORTENED.search(name):
                     os.rename(path, place)
 
@@ -261,34 +241,3 @@ def _put_aside(name: str, label: str) -> str:
     """The temporary name of a checkpoint being replaced, which Lightning's search for the last checkpoint finds too."""
     stem, suffix = os.path.splitext(_short(name))
     return f"{stem}.old-{label}{suffix}"
-
-
-def _is_folder(path: str) -> bool:
-    return os.path.isdir(path) and not os.path.islink(path)
-
-
-def _exchange(one: str, other: str) -> bool:
-    """Atomically exchange two names (Linux); False if the system or the file system does not support that."""
-    try:
-        rename = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError):
-        return False
-    return rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
-
-
-def _remove(path: str) -> None:
-    if _is_folder(path):
-        shutil.rmtree(path)
-    elif os.path.lexists(path):
-        os.remove(path)
-
-
-def _sync(folder: str) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # the file system cannot sync folders
-            raise
-    finally:
-        os.close(descriptor)

@@ -21,7 +21,7 @@ from lightning_zero.checkpoint.reading import OpenedCheckpoint, by_number
 from lightning_zero.checkpoint.saving import by_name, content_of, identity, save_in_parts, save_whole
 from lightning_zero.engine.compat import tree_leaves, tree_map_only
 from lightning_zero.engine.optim.kinds import as_made_of_tensors
-from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
+from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.io.labels import new_label
 
 _ALIGNMENT = 64  # bytes, as in torch.save
@@ -43,7 +43,7 @@ def write_full(opened: OpenedCheckpoint, out: str, advance: Callable[[int], Any]
     folder = os.path.dirname(place) if isinstance(fs, LocalFileSystem) else None
     if folder:
         os.makedirs(folder, exist_ok=True)
-    stored = {id(leaf): leaf for leaf in tree_leaves(checkpoint) if isinstance(leaf, StoredTensor)}
+    stored = {id(leaf): leaf for leaf in tree_leaves(checkpoint) if isinstance(leaf, LazyTensor)}
     places = {}
     with tempfile.TemporaryFile(dir=folder) as file:
         for key, tensor in stored.items():
@@ -54,7 +54,7 @@ def write_full(opened: OpenedCheckpoint, out: str, advance: Callable[[int], Any]
         mapping = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b""
     # One storage per tensor, since torch.save writes whole storages; tied names share a tensor object.
     mapped = {key: _at(mapping, places[key], tensor) for key, tensor in stored.items()}
-    ready = as_made_of_tensors(tree_map_only(StoredTensor, lambda tensor: mapped[id(tensor)], checkpoint))
+    ready = as_made_of_tensors(tree_map_only(LazyTensor, lambda tensor: mapped[id(tensor)], checkpoint))
     if any(not name.isdecimal() for of_one in names.values() for name in of_one):  # the names are known
         ready[CHECKPOINT_KEY] = {**ready.get(CHECKPOINT_KEY, {}), NAMES: names}
     save_whole(ready, Destination(out, new_label(), advance))

@@ -23,7 +23,7 @@ from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.reading import OpenedCheckpoint
 from lightning_zero.checkpoint.saving import identity
 from lightning_zero.engine.init.sources import listed
-from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
+from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import flat_range
 from lightning_zero.io.labels import new_label
 
@@ -167,7 +167,7 @@ def _weights(checkpoint: Mapping[str, Any], masters: Mapping[str, Any]) -> tuple
 
 
 @dataclass(frozen=True)
-class Place:
+class ExportPaths:
     """Paths of an export: ``FOLDER/NAME.safetensors``, or an index with several files that the index names."""
 
     out: str
@@ -203,17 +203,17 @@ class Place:
 
 
 def write_safetensors(
-    content: Export, place: Place, *, most_bytes: int, advance: Callable[[int], Any] = lambda _: None
+    content: Export, paths: ExportPaths, *, most_bytes: int, advance: Callable[[int], Any] = lambda _: None
 ) -> list[str]:
-    """Write an export, replacing an earlier one at the same place."""
+    """Write an export, replacing an earlier one at the same paths."""
     shards = list(_shards(content.weights, most_bytes))
-    names = place.names(len(shards))
+    names = paths.names(len(shards))
     texts: dict[str, Any] = {} if content.config is None else {"config.json": content.config}
     if len(shards) > 1:
         places = {weight.name: name for name, weights in zip(names, shards) for weight in weights}
-        texts[place.index] = {"metadata": {"total_size": content.bytes}, "weight_map": places}
-    written = {name: Destination(place.beside(name), new_label()) for name in (*names, *texts)}
-    before = place.existing()
+        texts[paths.index] = {"metadata": {"total_size": content.bytes}, "weight_map": places}
+    written = {name: Destination(paths.beside(name), new_label()) for name in (*names, *texts)}
+    before = paths.existing()
     try:
         written[names[0]].clear_leftovers()
         for name, weights in zip(names, shards):
@@ -226,8 +226,8 @@ def write_safetensors(
                 stream.write(f"{json.dumps(text, indent=2)}\n".encode())
         # Readers see the old weights, the new ones or none, also after a crash here: never a mixture.
         if len(shards) > 1:
-            for name in (place.name, place.index):
-                place.remove(name)
+            for name in (paths.name, paths.index):
+                paths.remove(name)
         for destination in written.values():
             destination.put_in_place()
     except BaseException:
@@ -236,7 +236,7 @@ def write_safetensors(
         raise
     for name in before:
         if name not in written:
-            place.remove(name)
+            paths.remove(name)
     return [destination.path for destination in written.values()]
 
 
@@ -252,7 +252,7 @@ def write_values(
         advance: called with the number of bytes written.
         convert: called with a 1-D part and its offset in the flattened tensor; returns the values to write instead.
     """
-    flat = tensor if isinstance(tensor, StoredTensor) else tensor.detach().reshape(-1)
+    flat = tensor if isinstance(tensor, LazyTensor) else tensor.detach().reshape(-1)
     for start in range(0, tensor.numel(), _PART):
         values = convert(flat_range(flat, start, min(start + _PART, tensor.numel())), start)
         advance(stream.write(values.contiguous().view(torch.uint8).numpy()))

@@ -32,7 +32,7 @@ from lightning_zero.checkpoint.form import (
 from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_dcp_metadata, load_torch, with_way_out
 from lightning_zero.engine.init.sources import listed
 from lightning_zero.engine.plan.chunks import Box, boxes
-from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
+from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 
 
 def _check_is_dcp(path: str, sizes: dict[str, int]) -> None:
@@ -230,7 +230,7 @@ class Folder:
         return tree
 
     def _values(self, metadata: Metadata) -> Iterator[tuple[str, Any]]:
-        by_pieces: dict[Any, StoredTensor] = {}
+        by_pieces: dict[Any, LazyTensor] = {}
         for name, stored in metadata.state_dict_metadata.items():
             if not isinstance(stored, TensorStorageMetadata):
                 yield name, self._load(name, self._checked(self._others[name]))
@@ -240,7 +240,7 @@ class Folder:
                 yield name, read(0, 1).clone().view(())
                 continue
             origin = (os.path.basename(self._files.path), name, self._identity)
-            value = StoredTensor(name, stored.size, stored.properties.dtype, read, origin)
+            value = LazyTensor(name, stored.size, stored.properties.dtype, read, origin)
             # Tied parameters are stored as the same pieces, so equal pieces become one tensor again.
             pieces = tuple((chunk.offsets, chunk.extent.file, chunk.extent.start) for chunk in self._chunks[name])
             yield name, by_pieces.setdefault(pieces, value) if value.numel() else value

@@ -8,7 +8,7 @@ from typing import Any
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.reading import OpenedCheckpoint
 from lightning_zero.checkpoint.saving import identity
-from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
+from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 
 
 @dataclass
@@ -42,7 +42,7 @@ def rows_of(opened: OpenedCheckpoint) -> list[Row]:
     seen: dict[Any, str] = {}
     rows = []
     for name, tensor in opened.tensors.items():
-        files = opened.pieces.get(tensor.stored_name, [""]) if isinstance(tensor, StoredTensor) else [""]
+        files = opened.pieces.get(tensor.stored_name, [""]) if isinstance(tensor, LazyTensor) else [""]
         first = seen.setdefault(identity(tensor), name)
         dtype = str(tensor.dtype).removeprefix("torch.")
         tied_to = first if first != name else None

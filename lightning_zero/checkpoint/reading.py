@@ -34,11 +34,11 @@ class OpenedCheckpoint:
         form: "full" for one file, "sharded" for a DCP folder.
         written_by: versions, stage and world size, as far as the checkpoint records them.
         checkpoint: Lightning's dictionary: ``state_dict``, ``optimizer_states`` with parameters by number, and all
-            other entries. Tensors are mapped from a local file; those of a sharded checkpoint are ``StoredTensor``.
+            other entries. Tensors are mapped from a local file; those of a sharded checkpoint are ``LazyTensor``.
         as_saved: the dictionary as it was passed to the saving function; optimizer states by name if DCP has them so.
         names_of_optimizers: each optimizer's parameter names in the order of their numbers; None if unknown.
         trust: skip the verification of each piece on reading, because ``verify`` has run for all shares.
-        pieces: the file of each piece of a ``StoredTensor``, by its ``stored_name``.
+        pieces: the file of each piece of a ``LazyTensor``, by its ``stored_name``.
     """
 
     path: str

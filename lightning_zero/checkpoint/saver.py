@@ -22,9 +22,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.saving import (
     CheckpointNotSavedError,
+    CopyBuffer,
     Entry,
     Gather,
-    HostMemory,
     content_of,
     device_of,
     entry_of,
@@ -40,7 +40,7 @@ from lightning_zero.engine.comm.failures import explained, failure, lifelines_ov
 from lightning_zero.engine.comm.process_group import DistError, ProcessGroup, Store
 from lightning_zero.engine.compat import tree_leaves
 from lightning_zero.engine.optim.kinds import as_made_of_tensors
-from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
+from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.sharded_tree import is_in_parts, walk
 from lightning_zero.io.labels import new_label
@@ -60,7 +60,7 @@ class Saver:
 
     def __init__(self, in_background: bool) -> None:
         self._in_background = in_background
-        self._memory, self._memory_later = HostMemory(), HostMemory()
+        self._memory, self._memory_later = CopyBuffer(), CopyBuffer()
         self._executor: ThreadPoolExecutor | None = None
         self._jobs: list[Future[None]] = []
         self._abandoned = Event()
@@ -250,7 +250,7 @@ class _Later(int):
 
 def _stays_on_disk(entry: Entry) -> bool:
     """Whether it is optimizer state on a disk, which is too large to be copied to memory."""
-    return entry.is_guarded and isinstance(entry.values, StoredTensor)
+    return entry.is_guarded and isinstance(entry.values, LazyTensor)
 
 
 _unfinished: set[Saver] = set()

@@ -31,7 +31,7 @@ from lightning_zero.engine.compat import dcp_internals, foreach_copy, tree_leave
 from lightning_zero.engine.init.sources import listed
 from lightning_zero.engine.plan.chunks import Box, boxes
 from lightning_zero.engine.tensor import sharded_tree
-from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
+from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, flat_range
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
@@ -55,7 +55,7 @@ class Entry:
     Attributes:
         names: of the parameter and of those tied to it, which share its pieces.
         shape, dtype: of the full tensor.
-        values: this rank's range, 1-D, in any dtype; a ``StoredTensor`` is read piece by piece.
+        values: this rank's range, 1-D, in any dtype; a ``LazyTensor`` is read piece by piece.
         start, stop: the range in the flattened tensor.
         is_guarded: whether writes to the values wait for reads in the background, see ``background_work``.
     """
@@ -137,7 +137,7 @@ def content_of(tree: Mapping[str, Any], rest: Mapping[str, Any], rank: int = 0) 
 
 def is_view_of_parameter(value: Any) -> bool:
     """Whether it is a view of a sharded parameter, put into a checkpoint by user code; a view has no shards."""
-    return isinstance(value, WrapperTensor) and not isinstance(value, (ShardedTensor, StoredTensor))
+    return isinstance(value, WrapperTensor) and not isinstance(value, (ShardedTensor, LazyTensor))
 
 
 def by_name(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -210,7 +210,7 @@ def identity(tensor: Tensor) -> Any:
     """Key that is equal for tied tensors (the same memory) and different for all others."""
     if isinstance(tensor, ShardedTensor):
         return sharded_tree.identity(tensor)
-    if isinstance(tensor, StoredTensor) or not tensor.numel():
+    if isinstance(tensor, LazyTensor) or not tensor.numel():
         return id(tensor)
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
@@ -239,7 +239,7 @@ def _alone(part: Tensor) -> Tensor:
     return torch.frombuffer(part.view(torch.uint8).numpy(), dtype=torch.uint8).view(part.dtype)
 
 
-class HostMemory:
+class CopyBuffer:
     """Reusable CPU memory that checkpoints are copied to; pinned if there is a GPU."""
 
     def __init__(self) -> None:
@@ -260,7 +260,7 @@ class HostMemory:
             target = self._memory[position : position + entry.nbytes].view(entry.dtype)
             position += _aligned(entry.nbytes)
             copied.append(replace(entry, values=target))
-            if isinstance(entry.values, StoredTensor):
+            if isinstance(entry.values, LazyTensor):
                 target.copy_(entry.values.shown(0, target.numel()))  # one by one: together they may exceed memory
                 continue
             targets.append(target)

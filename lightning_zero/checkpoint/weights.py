@@ -60,10 +60,10 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
     state = _read(Path(path))
     found: list[IncompatibleKeys] = []
     misshapen = []
-    with taking_values(module, lambda tensor: True) as places:
+    with taking_values(module, lambda tensor: True) as targets:
 
         def note(_: nn.Module, keys: IncompatibleKeys) -> None:
-            filled = {id(place.stand_in) for place in places if place.stand_in.taken is not None}
+            filled = {id(target.stand_in) for target in targets if target.stand_in.taken is not None}
             named = module.state_dict(keep_vars=True)  # includes all names of tied parameters
             keys.missing_keys[:] = [name for name in keys.missing_keys if id(named.get(name)) not in filled]
             found.append(IncompatibleKeys(list(keys.missing_keys), list(keys.unexpected_keys)))
@@ -93,7 +93,7 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
         raise ValueError(
             f"{path} does not fit {type(module).__name__}: {'; '.join(wrong)}. Nothing was loaded.{advice}"
         )
-    give_values(places, wait=may_values_wait())
+    give_values(targets, wait=may_values_wait())
     return keys
 
 

@@ -118,13 +118,13 @@ def _say(text: str) -> None:
 def _export(options: Any) -> None:
     import torch
 
-    from lightning_zero.checkpoint.exporting import Place, export, write_safetensors
+    from lightning_zero.checkpoint.exporting import ExportPaths, export, write_safetensors
     from lightning_zero.engine.init.sources import listed
 
-    place = Place(options.out)
-    if not place.name.endswith(".safetensors"):
+    paths = ExportPaths(options.out)
+    if not paths.name.endswith(".safetensors"):
         raise ValueError(f"OUT must end in .safetensors: for example {Path(options.out) / 'model.safetensors'}.")
-    _refuse_existing(map(place.beside, place.existing()), options)
+    _refuse_existing(map(paths.beside, paths.existing()), options)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}[options.dtype]
     opened = _open(options)
     content = export(opened, dtype, options.strip_prefix)
@@ -132,9 +132,9 @@ def _export(options: Any) -> None:
     if options.strip_prefix is None and len(models) > 1:
         _say(f"several models of transformers ({', '.join(models)}): choose one with --strip-prefix PREFIX")
     if content.config is not None:
-        _refuse_existing([place.beside("config.json")], options)
+        _refuse_existing([paths.beside("config.json")], options)
     with progress("exporting", content.bytes) as advance:
-        files = write_safetensors(content, place, most_bytes=options.max_shard_size, advance=advance)
+        files = write_safetensors(content, paths, most_bytes=options.max_shard_size, advance=advance)
     if content.left_out:
         _say(f"left out: {listed(content.left_out)}")
     beyond = [weight.name for weight in content.weights if weight.overflows]

@@ -31,7 +31,7 @@ from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.reading import OpenedCheckpoint
 from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_torch
 from lightning_zero.engine.init.sources import listed
-from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
+from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -83,8 +83,8 @@ def open_deepspeed(path: str | os.PathLike[str]) -> OpenedCheckpoint:
     _check_sizes(folder, masters, layouts, stage)
     trained = {}
     for number, layout in enumerate(layouts):
-        for name, pieces in layout.items():
-            trained[name] = pieces.of(name, [flats[number] for flats in masters])
+        for name, fragments in layout.items():
+            trained[name] = fragments.of(name, [flats[number] for flats in masters])
     state_dict = _state_dict(list(models.values()), trained)
     # The wrapper that Lightning before 2.1 put around the module.
     prefix = "_forward_module." if all(name.startswith("_forward_module.") for name in state_dict) else ""
@@ -256,7 +256,7 @@ def _check_only_zero(folder: Path, model: dict[str, Any]) -> None:
         raise ValueError(f"{folder} has no parameter names: it was written by a pipeline, or without the optimizer.")
 
 
-class _Pieces(NamedTuple):
+class _Fragments(NamedTuple):
     """Location of one parameter's elements, in order, in the ranks' flat vectors.
 
     Attributes:
@@ -271,11 +271,11 @@ class _Pieces(NamedTuple):
         return _stored(name, self.shape, [flats[rank][start:stop] for rank, start, stop in self.ranges])
 
 
-_Layout = dict[str, _Pieces]
+_FlatLayout = dict[str, _Fragments]
 """Parameters of one flat vector that is sharded over the ranks, in the order of the vector."""
 
 
-def _by_group(model: dict[str, Any], saved: list[dict[str, Any]], masters: list[list[Tensor]]) -> list[_Layout]:
+def _by_group(model: dict[str, Any], saved: list[dict[str, Any]], masters: list[list[Tensor]]) -> list[_FlatLayout]:
     """Layouts at stages 1 and 2: the ranks' shards are consecutive ranges of a param group's flat vector."""
     layouts = []
     paddings = saved[0].get("param_alignment_paddings")
@@ -292,35 +292,35 @@ def _by_group(model: dict[str, Any], saved: list[dict[str, Any]], masters: list[
                 for rank, (first, last) in enumerate(zip(starts, starts[1:]))
                 if max(offset, first) < min(stop, last)
             ]
-            layout[name] = _Pieces(tuple(shape), ranges)
+            layout[name] = _Fragments(tuple(shape), ranges)
             offset = stop + padding.get(name, 0)
         layouts.append(layout)
     return layouts
 
 
-def _by_parameter(model: dict[str, Any], masters: list[list[Tensor]]) -> list[_Layout]:
+def _by_parameter(model: dict[str, Any], masters: list[list[Tensor]]) -> list[_FlatLayout]:
     """Layouts at stage 3: each parameter is split into as many equal shards as there are ranks, the last one padded."""
     layouts = []
     for shapes in model["param_shapes"]:
         layout, offset = {}, 0
         for name, shape in shapes.items():
             part = ceil(prod(shape) / len(masters))
-            layout[name] = _Pieces(tuple(shape), [(rank, offset, offset + part) for rank in range(len(masters))])
+            layout[name] = _Fragments(tuple(shape), [(rank, offset, offset + part) for rank in range(len(masters))])
             offset += part
         layouts.append(layout)
     return layouts
 
 
-def _check_sizes(folder: Path, masters: list[list[Tensor]], layouts: list[_Layout], stage: int) -> None:
+def _check_sizes(folder: Path, masters: list[list[Tensor]], layouts: list[_FlatLayout], stage: int) -> None:
     """Check that the ranks' vectors have the sizes that the model's file specifies."""
     for number, layout in enumerate(layouts):
         held = [flats[number].numel() if number < len(flats) else 0 for flats in masters]
-        elements = sum(prod(pieces.shape) for pieces in layout.values())
+        elements = sum(prod(fragments.shape) for fragments in layout.values())
         if stage == 3:
-            part = sum(ceil(prod(pieces.shape) / len(masters)) for pieces in layout.values())
+            part = sum(ceil(prod(fragments.shape) / len(masters)) for fragments in layout.values())
             fits = all(numel == part for numel in held)
         else:
-            located = sum(stop - start for pieces in layout.values() for _, start, stop in pieces.ranges)
+            located = sum(stop - start for fragments in layout.values() for _, start, stop in fragments.ranges)
             fits = located == elements <= sum(held)
         if not fits:
             advice = "Its files stem from different models or different saves."
@@ -349,7 +349,7 @@ def _stored(name: str, shape: tuple[int, ...], parts: list[Tensor]) -> Tensor:
             first = last
         return out
 
-    return StoredTensor(name, shape, dtype, read) if numel > 1 else read(0, numel).view(shape)
+    return LazyTensor(name, shape, dtype, read) if numel > 1 else read(0, numel).view(shape)
 
 
 def _state_dict(models: list[dict[str, Any]], trained: dict[str, Tensor]) -> dict[str, Any]:
@@ -375,7 +375,7 @@ def _state_dict(models: list[dict[str, Any]], trained: dict[str, Tensor]) -> dic
 
 
 def _optimizer_state(
-    folder: Path, states: list[Any], masters: list[list[Tensor]], layouts: list[_Layout], is_dealt: bool
+    folder: Path, states: list[Any], masters: list[list[Tensor]], layouts: list[_FlatLayout], is_dealt: bool
 ) -> tuple[list[str], dict[str, Any]] | None:
     """Return parameter names in the order of their numbers and the optimizer's state in torch's form, or None.
 
@@ -412,7 +412,7 @@ def _optimizer_state(
 
 
 def _state_value(
-    folder: Path, name: str, key: str, per_rank: list[dict[str, Any]], pieces: _Pieces, masters: list[Tensor]
+    folder: Path, name: str, key: str, per_rank: list[dict[str, Any]], fragments: _Fragments, masters: list[Tensor]
 ) -> Any:
     value = per_rank[0][key]
     if not isinstance(value, Tensor):  # torch's Adam has a tensor as step count, DeepSpeed's a number
@@ -425,7 +425,7 @@ def _state_value(
             f"{folder}: the optimizer's '{key}' of {name} has the shape {tuple(value.shape)}, not one value for each "
             "element: only the state of elementwise optimizers can be imported."
         )
-    return pieces.of(f"{name} ({key})", flats)
+    return fragments.of(f"{name} ({key})", flats)
 
 
 def _in_users_order(names: list[str], hands: int) -> list[str]:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass, PyTorchFileReader
+from torch._C import PyTorchFileReader
 from torch._C._dynamo import eval_frame
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._C._functorch import peek_interpreter_stack

@@ -18,7 +18,7 @@ from lightning_zero.io.names import suggestion
 Modules = str | type[nn.Module] | Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]
 """How an option chooses modules: a keyword, one or several classes, or a predicate of (qualified name, module)."""
 
-Place = Literal["cpu", "nvme"]
+OffloadTarget = Literal["cpu", "nvme"]
 
 # The paper's names (P_os, P_os+g, P_os+g+p), and those of texts that name a stage after the state that it shards in
 # addition: ZeRO-O(ptimizer), ZeRO-D (gra*d*ients), ZeRO-P(arameters).
@@ -63,7 +63,7 @@ class EngineConfig:
     """
 
     stage: int | str = 3
-    offload: Place | OffloadConfig | Mapping[str, Any] | None = None
+    offload: OffloadTarget | OffloadConfig | Mapping[str, Any] | None = None
     units: Modules = "auto"
     unit_numel: int | None = None
     prefetch: int = 1
@@ -160,10 +160,10 @@ class OffloadConfig:
         >>> strategy = lightning_zero.ZeroStrategy(stage=3, offload=offload)
     """
 
-    optimizer: Place | None = "cpu"
+    optimizer: OffloadTarget | None = "cpu"
     gradients: Literal["cpu"] | None = None
-    parameters: Place | None = None
-    activations: Place | None = None
+    parameters: OffloadTarget | None = None
+    activations: OffloadTarget | None = None
     path: str | Path | None = None
     fraction: float = 1.0
     sub_group: int = 2**24
@@ -224,7 +224,7 @@ def offload_config(offload: Any) -> OffloadConfig | None:
 
 
 def default_folder() -> str:
-    """The default folder for offloaded files: one of this user's below that for temporary files (``$TMPDIR``).
+    """The default folder for offloaded files: this user's own, in the folder for temporary files (``$TMPDIR``).
 
     Raises:
         ValueError: if it is on a file system in memory.

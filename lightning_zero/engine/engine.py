@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import weakref
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.engine.comm.background_work import synchronize
@@ -20,7 +19,6 @@ from lightning_zero.engine.comm.phases import Phases
 from lightning_zero.engine.comm.process_group import ProcessGroup, world_size
 from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.streams import Streams
-from lightning_zero.engine.compat import tree_leaves
 from lightning_zero.engine.config import EngineConfig, check_names, names_of_options, wire_dtype_of
 from lightning_zero.engine.init.bucketing import assign_to_buckets, reserve_disk
 from lightning_zero.engine.init.host_room import Shortage, check_room, without_room_for_whole
@@ -30,7 +28,6 @@ from lightning_zero.engine.init.sources import agree_on_sources, check_ordinary,
 from lightning_zero.engine.offload.states import Swap
 from lightning_zero.engine.offload.updates import Updates
 from lightning_zero.engine.optim.compatibility import check_optimizers, kept_whole
-from lightning_zero.engine.optim.master import restore_digits
 from lightning_zero.engine.optim.masters import Masters, give_owners, masters_of
 from lightning_zero.engine.optim.state import make_room
 from lightning_zero.engine.plan.placement import Placement, placements_of
@@ -47,8 +44,7 @@ from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
 from lightning_zero.engine.state.buffer import let_freed_memory_stay
 from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.slot import slots_of
-from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
-from lightning_zero.engine.tensor.sharded_tree import Leaf, in_parts, on_cpu, walk
+from lightning_zero.engine.state_dicts import StateDicts
 
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 
@@ -64,7 +60,7 @@ def engines() -> list[Engine]:
     return [engine for reference in list(_engines.values()) if (engine := reference()) is not None]
 
 
-class Engine:
+class Engine(StateDicts):
     """Shard a module in place; afterwards it trains as before.
 
     Args:
@@ -124,23 +120,16 @@ class Engine:
         if offload is not None and offload.optimizer == "nvme":
             assert offload.path is not None
             self._swap = Swap(os.path.abspath(offload.path), offload.sub_group)
-        uncut = assign_to_buckets(
-            config,
-            self.placements,
-            plans,
-            # so that no more than a quarter of a small model is in reduction at once
-            min(config.bucket_numel, share_of(module)),
-            optimizers,
-            SharedByBuckets(
-                self.communicator, self.rendezvous, self.streams, self.ledger, self.phases, self.background
-            ),
+        shared = SharedByBuckets(
+            self.communicator, self.rendezvous, self.streams, self.ledger, self.phases, self.background
         )
+        # No more than a quarter of a small model is to be in reduction at once.
+        uncut = assign_to_buckets(config, self.placements, plans, share_of(module), optimizers, shared)
         try:
             if offload is not None:
-                all_uncut = [bucket for of_unit in uncut for bucket in of_unit]
-                self._check_room(offload, sources, all_uncut, self.communicator, bool(optimizers))
-                if self._swap is not None:
-                    reserve_disk(self._swap, all_uncut, self.communicator)
+                self._check_room(offload, sources, uncut, self.communicator, bool(optimizers))
+            if self._swap is not None:
+                reserve_disk(self._swap, uncut, self.communicator)
             buckets = Materialiser(module, plans, uncut, sources, self.communicator, self.rendezvous).run()
         except BaseException:
             self._clear_disk()
@@ -308,9 +297,6 @@ class Engine:
         finally:
             self.reducer.on_reduced = None
 
-    def _masters_of(self, optimizer: Optimizer) -> Masters | None:
-        return next((masters for masters in self.masters if masters.optimizer is optimizer), None)
-
     def _check_no_step_is_due(self) -> None:
         for masters in self.masters:
             if masters.awaits_step and masters.optimizer is not None:
@@ -401,67 +387,6 @@ class Engine:
             bucket.wait()
 
     # -- looking inside ---------------------------------------------------------------------------------------------
-
-    def full_state_dict(
-        self, *, leaf: Leaf = on_cpu, module: nn.Module | None = None, without: Collection[str] = ()
-    ) -> dict[str, Any]:
-        """The module's state dict, by default with full (unsharded) tensors on the CPU. Collective.
-
-        Args:
-            leaf: what each tensor becomes: ``on_cpu``, ``on_meta`` for ranks that take part but do not write, or
-                ``in_parts``, which leaves sharded tensors, gathers nothing and copies nothing.
-            module: a submodule; the root module by default.
-            without: names to leave out, without gathering them. The same on every rank.
-        """
-        with torch.no_grad():
-            state = (module or self.module).state_dict()
-            for name in without:
-                state.pop(name, None)
-            if leaf is in_parts:
-                return state
-            gathers = any(isinstance(v, ShardedTensor) and v.whole_at_hand() is None for v in tree_leaves(state))
-            with self.rendezvous.met("the module's state dict") if gathers else nullcontext():
-                return walk(state, leaf)
-
-    def full_optimizer_state_dict(self, optimizer: Optimizer, *, leaf: Leaf = on_cpu) -> dict[str, Any]:
-        """An optimizer's state dict in torch's usual form, by default with full tensors on the CPU. Collective.
-
-        An optimizer that the engine does not know returns its own state dict, on each rank.
-
-        Args:
-            leaf: as for ``full_state_dict``.
-        """
-        if (masters := self._masters_of(optimizer)) is not None:
-            return masters.states.state_dict(leaf)
-        state = optimizer.state_dict()
-        return state if leaf is in_parts else copy.deepcopy(state)
-
-    def masters_by_name(self, *, leaf: Leaf = on_cpu) -> dict[str, Tensor]:
-        """The fp32 master weights of low-precision parameters by name, by default full tensors on the CPU. Collective.
-
-        Args:
-            leaf: as for ``full_state_dict``.
-        """
-        finer = [bucket for bucket in self.buckets if bucket.master_dtype != bucket.dtype]
-        masters = {
-            slot.name: ShardedTensor(slot, slot.parameter_at_rest(), keep=self)
-            for bucket in finer
-            for slot in slots_of(bucket)
-        }
-        with self.rendezvous.met("the fp32 masters") if finer and leaf is not in_parts else nullcontext():
-            return walk(masters, leaf)
-
-    def load_masters(self, masters: dict[str, Tensor]) -> None:
-        """Restore the fp32 master weights that belong to the current parameters. No communication.
-
-        Elements of a parameter that differ from the rounded master weight were changed since and keep their value.
-        Parameters that are in fp32 now, but were saved in low precision, regain the precision of their master weights.
-
-        Args:
-            masters: full tensors by name.
-        """
-        for slot in (slot for bucket in self.buckets for slot in slots_of(bucket) if slot.name in masters):
-            restore_digits(slot, masters[slot.name])
 
     def report(self) -> Report:
         """Memory in use and communication so far."""

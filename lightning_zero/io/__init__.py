@@ -1,1 +1,1 @@
-"""Files on disk, labels that say which process made them, and suggestions for misspelt names."""
+"""Files on disk and their replacement, labels that say which process made them, sizes and suggestions as text."""

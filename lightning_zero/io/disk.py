@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import stat
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -120,6 +121,7 @@ class DirectFile:
         self.path = path
         self._cached = os.open(path, access | os.O_CREAT | os.O_EXCL, 0o600 if readable else 0o666)
         self._open = [self._cached]
+        weakref.finalize(self, _close, self._open)
         self._direct: int | None = None
         with suppress(OSError, AttributeError):  # not supported by file systems in memory and by other systems
             direct = os.open(path, access | os.O_DIRECT)
@@ -183,9 +185,13 @@ class DirectFile:
         os.fsync(self._cached)
 
     def close(self) -> None:
-        while self._open:
-            os.close(self._open.pop())
+        _close(self._open)
         self._cached, self._direct = -1, None  # the system reuses the file descriptors
+
+
+def _close(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
 
 
 def _read_into(descriptor: int, memory: memoryview, position: int) -> int:
@@ -213,7 +219,7 @@ class Appender:
         self._file = DirectFile(path)
         self._filling, self._other = aligned_memory(BUFFER), aligned_memory(BUFFER)
         self._filled = self._position = 0
-        self._executor = ThreadPoolExecutor(1)
+        self._executor = ThreadPoolExecutor(1, "lightning_zero-append")
         self._writing: Future[None] | None = None
 
     def write(self, data: memoryview) -> int:

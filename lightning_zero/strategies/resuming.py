@@ -56,7 +56,7 @@ def in_tensors(states: Any) -> Any:
     return tree_map_only(numpy.ndarray, lambda words: torch.from_numpy(words.view(f"i{words.itemsize}")), states)
 
 
-class Bookmark:
+class DataLoadingState:
     """Data-loading state: the order of an epoch's samples, and how many batches were trained on before the checkpoint.
 
     Lightning alone would restart the epoch in another order and with batches that were already trained on. Here each

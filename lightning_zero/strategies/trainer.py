@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from lightning_zero.engine import Engine, Report, Unit, engine_of
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.init.consolidate import consolidate
-from lightning_zero.engine.init.deferred_param import awaits_values, is_on_meta, values_may_wait
+from lightning_zero.engine.init.deferred_param import awaits_values, is_deferred, is_on_meta, values_may_wait
 from lightning_zero.engine.init.sources import leave_in_files
 from lightning_zero.engine.tensor.sharded_tree import on_cpu, on_meta, walk
 from lightning_zero.strategies.loops import attend, leave, meet_between_batches, meets_between_batches, take_turns
@@ -32,7 +32,7 @@ from lightning_zero.strategies.optimizer_in_backward import EarlyUpdates
 from lightning_zero.strategies.options import TrainerOptions, takes_options
 from lightning_zero.strategies.out_of_memory import say_who_holds_memory
 from lightning_zero.strategies.processes import ZeroProcesses
-from lightning_zero.strategies.resuming import Bookmark
+from lightning_zero.strategies.resuming import DataLoadingState
 from lightning_zero.strategies.signals import Signals
 from lightning_zero.strategies.trainer_checkpoints import TrainerCheckpoints, is_absent
 
@@ -143,7 +143,7 @@ class TrainerStrategy(TrainerCheckpoints):
         self._loaded = self._loaded or {}
         self.setup_precision_plugin()
         if fitting:
-            self._bookmark = Bookmark(trainer, self.root_device)
+            self._data_loading = DataLoadingState(trainer, self.root_device)
 
     def _kept_engine(self) -> Engine | None:
         """Return the engine left by an earlier run (see ``after_fit``), or None if this run cannot reuse it."""
@@ -243,8 +243,8 @@ class TrainerStrategy(TrainerCheckpoints):
         signals, self._signals = self._signals, None
         if signals is not None:
             signals.close()
-        if self._bookmark is not None:
-            self._bookmark.close()
+        if self._data_loading is not None:
+            self._data_loading.close()
         if self.engine is not None:
             if self.lightning_module is not None:
                 leave(self.lightning_module.trainer)
@@ -313,7 +313,7 @@ class TrainerStrategy(TrainerCheckpoints):
             self.model = self._layer_sync.revert(self.model)
         if self.lightning_module is not None and awaits_values(self.lightning_module):
             # The run failed before deferred parameters had values: moving them would raise and hide that error.
-            self.lightning_module._apply(lambda t: t if is_on_meta(t) else t.cpu())
+            self.lightning_module._apply(lambda t: t if is_deferred(t) else t.cpu())
             self._teardown_but_for_module()
         else:
             super(ZeroProcesses, self).teardown()
@@ -326,7 +326,7 @@ class TrainerStrategy(TrainerCheckpoints):
 
     def __getstate__(self) -> dict[str, Any]:
         # Users copy trainers and strategies; these attributes belong to the original alone.
-        of_one = dict.fromkeys(("engine", "_bookmark", "_masters_after_fit", "_early_updates", "_signals"))
+        of_one = dict.fromkeys(("engine", "_data_loading", "_masters_after_fit", "_early_updates", "_signals"))
         return {**super().__getstate__(), **of_one, "_backward": ExitStack()}
 
 

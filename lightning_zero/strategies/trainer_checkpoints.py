@@ -21,12 +21,12 @@ from lightning_zero.checkpoint.newest import is_last, others_by_age
 from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.comm.renewal import have_all_come, renew
-from lightning_zero.engine.init.deferred_param import give_values, is_on_meta, taking_values
+from lightning_zero.engine.init.deferred_param import give_values, is_deferred, taking_values
 from lightning_zero.engine.init.sources import listed
 from lightning_zero.engine.tensor.sharded_tree import Leaf
 from lightning_zero.strategies.options import TrainerOptions
 from lightning_zero.strategies.processes import ZeroProcesses
-from lightning_zero.strategies.resuming import Bookmark
+from lightning_zero.strategies.resuming import DataLoadingState
 
 log = logging.getLogger("lightning_zero.strategies.trainer")  # the name that projects may filter by
 
@@ -45,7 +45,7 @@ class TrainerCheckpoints(ZeroProcesses):
         super().__init__(**options)
         self._has_come_back = self._has_tried_to_come_back = False
         self._masters: dict[str, Tensor] = {}
-        self._bookmark: Bookmark | None = None
+        self._data_loading: DataLoadingState | None = None
         self._loaded: dict[str, Any] | None = None
         # Rank 0's masters of the module that was fitted last, which may be saved after it has become ordinary again.
         self._masters_after_fit: WeakKeyDictionary[Any, dict[str, Tensor]] | None = None
@@ -150,8 +150,8 @@ class TrainerCheckpoints(ZeroProcesses):
         about: dict[str, Any] = {"format": FORMAT, "written_by": self._written_by}
         if to_resume and not self._saves_in_parts:  # sharded checkpoints use names anyway
             about[NAMES] = {f"optimizer_{number}": names for number, names in enumerate(self._names_in_optimizers())}
-        if to_resume and self._bookmark is not None:
-            ranks = self._gather(self._bookmark.state())
+        if to_resume and self._data_loading is not None:
+            ranks = self._gather(self._data_loading.state())
             about |= {name: [state[name] for state in ranks] for name in ("rng", "data")}
         masters = (self._masters_after_fit or {}).get(self.lightning_module, {})
         if self.engine is not None and to_resume:
@@ -214,9 +214,9 @@ class TrainerCheckpoints(ZeroProcesses):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         with self._letting_frozen_be_missing():
             check_module(self.lightning_module, checkpoint["state_dict"], strict)
-            with taking_values(self.lightning_module, is_on_meta) as places:
+            with taking_values(self.lightning_module, is_deferred) as targets:
                 super().load_model_state_dict(checkpoint, strict)
-        give_values(places, wait=True)
+        give_values(targets, wait=True)
         if self._loaded is None:  # otherwise a callback restores a checkpoint of this run
             self._loaded = checkpoint.get(CHECKPOINT_KEY)
         masters = checkpoint.get(CHECKPOINT_KEY, {}).get("masters", {})
@@ -243,17 +243,17 @@ class TrainerCheckpoints(ZeroProcesses):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
             optimizer.load_state_dict(state)
         loaded: dict[str, Any] = checkpoint.get(CHECKPOINT_KEY, {})
-        if self._bookmark is not None and "rng" in loaded and loaded is self._loaded:
+        if self._data_loading is not None and "rng" in loaded and loaded is self._loaded:
             rng, data = loaded["rng"], loaded["data"]
-            self._bookmark.resume(
+            self._data_loading.resume(
                 rng[self.global_rank] if self.global_rank < len(rng) else None,
                 data[self.global_rank] if len(data) == self.world_size else None,
             )
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        if self._bookmark is not None:
-            self._bookmark.restore_rng()
+        if self._data_loading is not None:
+            self._data_loading.restore_rng()
 
 
 def is_absent(optimizer: Any) -> bool:

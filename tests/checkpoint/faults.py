@@ -19,12 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_zero.checkpoint import commit
 from lightning_zero.checkpoint.commit import Destination, Stream
 from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.saving import Content, content_of, save_in_parts, save_whole
-from lightning_zero.io import disk
+from lightning_zero.io import disk, paths
 from lightning_zero.io.disk import DirectFile
 from lightning_zero.io.labels import new_label
 
@@ -154,19 +153,19 @@ def die_at_call(number: int) -> None:
     disk.BUFFER = disk.ALIGNMENT  # so that a file takes several
     for name in ("fsync", "rename", "replace", "unlink", "remove", "rmdir", "mkdir"):
         setattr(os, name, counted(getattr(os, name)))
-    commit._exchange = counted(commit._exchange)
+    paths._exchange = counted(paths._exchange)
 
 
 @contextmanager
 def without_exchange(enabled: bool = True) -> Iterator[None]:
     """As on a file system that cannot exchange two names."""
-    exchange = commit._exchange
+    exchange = paths._exchange
     if enabled:
-        commit._exchange = lambda one, other: False
+        paths._exchange = lambda one, other: False
     try:
         yield
     finally:
-        commit._exchange = exchange
+        paths._exchange = exchange
 
 
 def in_background(path: Path, form: str, ready: Path, port: int) -> Act:

@@ -24,7 +24,7 @@ from lightning_zero.checkpoint.reading import OpenedCheckpoint
 from lightning_zero.commands.checkpoint import main
 from lightning_zero.convert.deepspeed import open_deepspeed
 from lightning_zero.convert.fsdp import open_fsdp
-from lightning_zero.engine.tensor.lazy_tensor import StoredTensor, in_memory
+from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, in_memory
 from tests.checkpoint.small_model import AFTER, BEFORE, SmallLearner, make_model, make_optimizer
 from tests.checkpoint.write_deepspeed import CASES
 from tests.checkpoint.write_fsdp import (
@@ -134,10 +134,10 @@ def test_weights_and_moments_are_those_that_deepspeed_itself_finds(
 def test_values_are_read_when_they_are_used(deepspeeds: Callable[[str], Path]) -> None:
     opened = open_deepspeed(deepspeeds("stage3-fp32") / "checkpoint")
     weight = opened.checkpoint["state_dict"]["blocks.0.weight"]
-    assert isinstance(weight, StoredTensor)
+    assert isinstance(weight, LazyTensor)
     whole = weight.whole()
     for start, stop in [(0, 45), (3, 4), (20, 30), (22, 23), (44, 45), (7, 7)]:  # rank 1's part begins at 23
-        same(weight.range(start, stop), whole.reshape(-1)[start:stop], f"{start} to {stop}")
+        same(weight.shown(start, stop), whole.reshape(-1)[start:stop], f"{start} to {stop}")
     assert not {name for name in sys.modules if name.split(".")[0] == "deepspeed"}
 
 
@@ -358,7 +358,7 @@ def test_a_flipped_byte_is_found_by_verify(deepspeeds: Callable[[str], Path], tm
     opened = open_deepspeed(folder)
     path = folder / "global_step3" / STATE
     content = bytearray(path.read_bytes())
-    place = content.find(opened.checkpoint["state_dict"]["embedding.weight"].range(0, 4).numpy().tobytes())
+    place = content.find(opened.checkpoint["state_dict"]["embedding.weight"].shown(0, 4).numpy().tobytes())
     content[place] ^= 1
     path.write_bytes(content)
     with pytest.raises(DamagedCheckpointError, match=f"is damaged: .* in {STATE}"):

@@ -37,7 +37,7 @@ from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_dcp_metadata
 from lightning_zero.checkpoint.saving import Entry, content_of, save_in_parts
 from lightning_zero.engine.init.sources import MappedFiles
-from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
+from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import flat_range
 from lightning_zero.io.labels import new_label
 from tests.support import rank
@@ -149,7 +149,7 @@ def test_every_range_of_every_tensor_is_what_was_saved(ours):
         assert torch.equal(found.clone(), expected), name
         if expected.dim():
             for start, stop in itertools.combinations_with_replacement(range(expected.numel() + 1), 2):
-                part = found.range(start, stop)
+                part = found.shown(start, stop)
                 assert torch.equal(part, expected.reshape(-1)[start:stop]), (name, start, stop)
     assert {key: opened.checkpoint[key] for key in REST} == REST
     opened.verify()
@@ -217,7 +217,7 @@ def save_cut_by_columns(path):
         found = open_checkpoint(path).checkpoint["state_dict"]
         for name, start, stop in itertools.product(found, range(0, 210, 11), range(0, 211, 7)):
             expected = values.view(-1)[start:stop] if start < stop else values.new_empty(0)
-            assert torch.equal(found[name].range(start, max(start, stop)), expected)
+            assert torch.equal(found[name].shown(start, max(start, stop)), expected)
 
 
 def test_tensors_cut_along_any_dimension(run_on, tmp_path):
@@ -225,7 +225,7 @@ def test_tensors_cut_along_any_dimension(run_on, tmp_path):
 
 
 def test_tensors_in_parts_come_back_to_where_they_were_in_lightnings_dictionary(tmp_path):
-    handle = StoredTensor("x", (2, 3), torch.float32, lambda start, stop: torch.arange(6.0)[start:stop])
+    handle = LazyTensor("x", (2, 3), torch.float32, lambda start, stop: torch.arange(6.0)[start:stop])
     rest = {"callbacks": {"EMA": {"weights": [None, {"w": handle}, 5], "decay": 0.9, 7: handle}}, "lightning_zero": {}}
     path = in_parts(tmp_path / "x", {"state_dict": TENSORS, "lightning_zero": {"masters": {"a": handle}}}, rest)
     found = open_checkpoint(path).checkpoint
@@ -255,7 +255,7 @@ def read_a_share(path, whole):
     opened = open_checkpoint(path)
     tensor = opened.checkpoint["state_dict"]["large"]
     after_opening = resident()
-    part = tensor.range(0, tensor.numel() // 4)
+    part = tensor.shown(0, tensor.numel() // 4)
     assert after_opening - before < whole / 16
     # the mapped piece and the copy of it
     assert resident() - before < whole * (1 / 4 + 1 / 4 + 1 / 8)
@@ -274,9 +274,9 @@ def test_only_the_pieces_that_a_range_needs_are_read(ours, copy_of):
     name = "a.matrix"
     damage(path, "__2_0.distcp", find=TENSORS[name].view(-1)[40:].numpy().tobytes()[:16])
     matrix = open_checkpoint(path).checkpoint["state_dict"][name]
-    assert torch.equal(matrix.range(0, 40), TENSORS[name].view(-1)[:40])
+    assert torch.equal(matrix.shown(0, 40), TENSORS[name].view(-1)[:40])
     with pytest.raises(DamagedCheckpointError, match=r"a\.matrix at \(3, 4\) in __2_0\.distcp, bytes \d+ to \d+"):
-        matrix.range(39, 41)
+        matrix.shown(39, 41)
 
 
 def test_a_file_is_mapped_and_its_values_stay_in_it(tmp_path, trained):
@@ -405,7 +405,7 @@ def test_what_was_verified_is_not_verified_again(ours, copy_of):
     matrix, expected = opened.checkpoint["state_dict"]["a.matrix"], TENSORS["a.matrix"].view(-1)
     for name, start in (("__0_0.distcp", 0), ("__2_0.distcp", 40)):
         damage(path, name, find=expected[start:].numpy().tobytes()[:16])
-    assert torch.equal(matrix.range(4, 8), expected[4:8])
+    assert torch.equal(matrix.shown(4, 8), expected[4:8])
     with pytest.raises(DamagedCheckpointError):
         matrix.clone()
     opened.trust()

@@ -12,7 +12,7 @@ from torch import nn
 from lightning_zero import full_parameters
 from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.checkpoint.saver import Saver
-from lightning_zero.checkpoint.saving import HostMemory, by_name, names_in
+from lightning_zero.checkpoint.saving import CopyBuffer, by_name, names_in
 from lightning_zero.engine import Engine
 from lightning_zero.engine.offload.states import DiskStates
 from lightning_zero.engine.tensor.sharded_tree import in_parts
@@ -97,7 +97,7 @@ def saved_while_written(folder, stage, form, name, offload=None):
             **{f"{key} {number}": value for number, state in states.items() for key, value in state.items()},
         }
 
-    kind, method = (HostMemory, "copied") if offload is None else (DiskStates, "read")
+    kind, method = (CopyBuffer, "copied") if offload is None else (DiskStates, "read")
     call, begun = getattr(kind, method), threading.Event()
 
     def late(*args):
@@ -157,7 +157,7 @@ def waits_for_nothing(folder):
     optimizer = torch.optim.Adam(model.parameters())
     engine = Engine(model, [optimizer], stage=3)
     train(model, optimizer, 1)
-    copied, computed, steps = HostMemory.copied, threading.Event(), []
+    copied, computed, steps = CopyBuffer.copied, threading.Event(), []
 
     def late(memory, entries, after=None):
         if entries and threading.current_thread() is not threading.main_thread():
@@ -166,7 +166,7 @@ def waits_for_nothing(folder):
         return copied(memory, entries, after)
 
     saver = Saver(in_background=True)
-    HostMemory.copied = late
+    CopyBuffer.copied = late
     try:
         tree = {"state_dict": model.state_dict()}
         saver.save_in_parts(tree, {}, folder, {}, rank(), engine.communicator.control.gather_objects)
@@ -176,7 +176,7 @@ def waits_for_nothing(folder):
         steps.append("stepped")
         saver.finish()
     finally:
-        HostMemory.copied = copied
+        CopyBuffer.copied = copied
     assert steps == ["copied", "stepped"]
 
 

@@ -851,7 +851,9 @@ def no_room(folder):
         reference = made(Deep)
         model = copy.deepcopy(reference)
         engine, optimizer = engine_for(model, folder)
-        with pytest.raises(OSError, match="65,536 bytes could not be written to the disk for offload") as told:
+        with pytest.raises(
+            OSError, match="65536 bytes cannot be written at byte .* or offload activations to the CPU"
+        ) as told:
             step_of(model, optimizer, 0)
         assert told.value.errno == errno.ENOSPC and told.value.filename == str(folder)
         del told
@@ -878,7 +880,7 @@ def unreadable(folder):
     loss = model(batch(0))
     place = store_of(engine)._place
     place._thread.submit(os.ftruncate, place._file._cached, 0).result()  # behind the writes
-    with pytest.raises(OSError, match="could not be read from the disk for offload \\(the file ends at byte") as told:
+    with pytest.raises(OSError, match="cannot be read at byte \\d+ \\(the file ends at byte") as told:
         loss.backward()
     assert told.value.filename == str(folder)
     del loss, told
@@ -904,12 +906,12 @@ def test_an_error_in_reading_names_the_folder_and_the_next_step_is_right(run_on,
             None,
             "offload: activations='cpu' offloads the inputs of checkpointed modules",
         ),
-        (Path("/dev/null/x"), "units", "offload: path=.*: no file can be made there \\(Not a directory\\)"),
-        (Path("/proc"), "units", "offload: path=.*: no file can be made there"),
+        (Path("/dev/null/x"), "units", "no file for offload can be created there \\(Not a directory\\)"),
+        (Path("/proc"), "units", "no file for offload can be created there"),
     ],
 )
 def test_a_wrong_choice_is_refused_before_anything_is_cut(place, checkpointing, message):
     model = made(Net)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, OSError), match=message):
         Engine(model, activation_checkpointing=checkpointing, offload=offload_to(place))
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters())

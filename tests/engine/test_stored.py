@@ -13,7 +13,7 @@ from torch import nn
 from lightning_zero.engine import Engine
 from lightning_zero.engine.init.deferred_param import give_values, is_on_meta, taking_values, values_may_wait
 from lightning_zero.engine.init.sources import leave_in_files
-from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
+from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from tests.support import rank, world_size
 from tests.support.models import OddModel
 from tests.support.training import Recipe, batch, prepare, same_tensors
@@ -34,7 +34,7 @@ class Store:
             self.read[name] += stop - start
             return value.reshape(-1)[start:stop]
 
-        return StoredTensor(name, value.shape, value.dtype, read, ("store", name) if self.origin else None)
+        return LazyTensor(name, value.shape, value.dtype, read, ("store", name) if self.origin else None)
 
     def tensors(self):
         return {name: self.tensor(name) for name in self.values}
@@ -92,23 +92,38 @@ def test_what_is_asked_of_it_without_values_reads_none():
     tensor, store = stored(torch.arange(12.0).view(3, 4))
     assert (tensor.shape, tensor.dtype, tensor.device.type, tensor.is_meta) == ((3, 4), torch.float32, "cpu", False)
     assert tensor.is_contiguous() and tensor.numel() == 12 and not tensor.requires_grad
-    assert "StoredTensor('x', shape=(3, 4)" in repr(tensor)
+    assert "LazyTensor('x', shape=(3, 4)" in repr(tensor)
     alias = tensor.detach()
     parameter = nn.Parameter(tensor)
     for each in (alias, parameter, copy.deepcopy(tensor), tensor.data):
-        assert isinstance(each, StoredTensor) and each.origin == ("store", "x")
+        assert isinstance(each, LazyTensor) and each.origin == ("store", "x")
     assert torch.equal(torch.zeros_like(tensor), torch.zeros(3, 4)) and tensor.new_ones(2).tolist() == [1, 1]
     assert torch.empty_like(parameter, device="meta").shape == (3, 4)
     assert parameter.requires_grad and store.total == 0
-    assert torch.equal(tensor.range(3, 7), torch.arange(3.0, 7.0)) and store.total == 4
+    assert torch.equal(tensor.shown(3, 7), torch.arange(3.0, 7.0)) and store.total == 4
 
 
-def test_a_range_has_memory_of_its_own():
+def test_a_clone_has_memory_of_its_own():
     value = torch.arange(12.0)
     tensor, _ = stored(value)
-    tensor.range(0, 12).zero_()
     tensor.clone().zero_()
     assert torch.equal(tensor.clone(), torch.arange(12.0)) and float(value.sum()) == 66
+
+
+def test_conversions_read_nothing_and_round_as_those_of_an_ordinary_tensor():
+    value = torch.linspace(0, 1, 12)
+    tensor, store = stored(value)
+    conversions = {
+        "narrower": lambda x: x.half(),
+        "and back": lambda x: x.bfloat16().float(),
+        "wider": lambda x: x.double(),
+        "several": lambda x: x.double().half().to(torch.float32, copy=True),
+    }
+    found = {name: act(tensor) for name, act in conversions.items()}
+    assert store.total == 0
+    tensor.zero_()
+    for name, act in conversions.items():
+        assert found[name].dtype == act(value).dtype and torch.equal(found[name].clone(), act(value)), name
 
 
 def test_what_is_written_to_it_is_kept_and_leaves_the_store_alone():
@@ -121,7 +136,7 @@ def test_what_is_written_to_it_is_kept_and_leaves_the_store_alone():
         each[1].add_(1)
         each.view(-1)[:2] = 7
     assert torch.equal(tensor.clone(), expected) and torch.equal(alias.clone(), expected)
-    assert torch.equal(tensor.range(3, 9), expected.view(-1)[3:9]) and tensor.origin is None
+    assert torch.equal(tensor.shown(3, 9), expected.view(-1)[3:9]) and tensor.origin != other.origin
     assert torch.equal(other.clone(), torch.arange(12.0).view(3, 4)), "a deep copy is another"
     assert torch.equal(value, torch.arange(12.0).view(3, 4))
     later = copy.deepcopy(tensor)
@@ -134,10 +149,52 @@ def test_scalars():
     assert float(tensor) == 2.5 and tensor.item() == 2.5 and f"{tensor:.1f}" == "2.5" and bool(tensor == 2.5)
 
 
-def test_memory_that_it_does_not_have_is_refused():
-    tensor, _ = stored(torch.ones(3))
+def test_memory_of_a_tensor_whose_writes_go_to_the_store_is_refused():
+    value = torch.ones(3)
+    tensor = LazyTensor("x", (3,), value.dtype, lambda start, stop: value[start:stop], write=value.copy_)
+    tensor.mul_(2)
+    assert value.tolist() == tensor.tolist() == [2, 2, 2]
     with pytest.raises(RuntimeError, match=r"'x' is a lazy tensor.* tensor\.clone\(\)"):
         tensor.storage()
+
+
+@pytest.mark.parametrize("make, kind", [(nn.Parameter, nn.Parameter), (torch.Tensor.detach, torch.Tensor)])
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_a_tensor_whose_memory_is_needed_becomes_ordinary(make, kind):
+    value = torch.arange(12.0).view(3, 4)
+    asks = [
+        lambda tensor: tensor.data_ptr(),
+        lambda tensor: tensor.storage(),
+        lambda tensor: tensor.untyped_storage(),
+        lambda tensor: tensor.set_(value + 0),
+    ]
+    for ask in asks:
+        tensor = make(stored(value)[0])
+        other, alias = copy.deepcopy(tensor), tensor.detach()
+        assert isinstance(other, kind) and isinstance(other, LazyTensor)
+        with torch.no_grad():
+            ask(tensor)
+            assert type(tensor) is kind and torch.equal(tensor, value)
+            tensor.zero_()
+        assert torch.equal(other, value) and torch.equal(value, torch.arange(12.0).view(3, 4))
+        assert asks.index(ask) == 3 or not alias.any(), "an alias shares the memory, until set_ replaces it"
+
+
+def test_the_data_of_a_parameter_is_replaced_without_a_read():
+    tensor, store = stored(torch.arange(3.0))
+    parameter = nn.Parameter(tensor)
+    parameter.data = torch.ones(5, dtype=torch.float64)
+    assert store.total == 0 and type(parameter) is nn.Parameter and parameter.sum().item() == 5
+
+
+def test_a_gradient_stays_when_a_module_is_converted():
+    modules = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    modules[1].load_state_dict(Store(modules[0].state_dict()).tensors(), assign=True)
+    for module in modules:
+        module.weight.square().sum().backward()
+        module.double()
+        assert torch.equal(module.weight.grad, 2 * module.weight)
+    assert torch.equal(modules[0].weight, modules[1].weight)
 
 
 def test_ordinary_and_meta_modules_take_its_values():
@@ -148,10 +205,10 @@ def test_ordinary_and_meta_modules_take_its_values():
             module = OddModel()
         tensors = Store(state).tensors()
         if case == "meta":
-            with taking_values(module, is_on_meta) as places:
+            with taking_values(module, is_on_meta) as targets:
                 module.load_state_dict(tensors)
-            give_values(places, wait=False)
-            assert not any(isinstance(parameter, StoredTensor) for parameter in module.parameters())
+            give_values(targets, wait=False)
+            assert not any(isinstance(parameter, LazyTensor) for parameter in module.parameters())
         else:
             module.load_state_dict(tensors, assign=case == "assigned")
         same_tensors(module.state_dict(), state, bound=0)
@@ -182,9 +239,9 @@ def given_to_engines(stage):
         if case == "assigned":
             model.load_state_dict(store.tensors(), assign=True)
         else:
-            with values_may_wait(), taking_values(model, is_on_meta) as places:
+            with values_may_wait(), taking_values(model, is_on_meta) as targets:
                 model.load_state_dict(store.tensors())
-            give_values(places, wait=True)
+            give_values(targets, wait=True)
         assert store.total == 0
         engine = Engine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], stage=stage)
         if case == "own":  # ranks may have different values: rank 0's are used
@@ -192,7 +249,7 @@ def given_to_engines(stage):
         else:
             assert store.total <= (most(model) if stage == 3 else numel)
         same_tensors(engine.full_state_dict(), state, bound=0)
-        assert not any(hasattr(parameter, "_held") for parameter in model.parameters())
+        assert not any(hasattr(parameter, "_source") for parameter in model.parameters())
         engine.close()
         same_tensors(model.state_dict(), state, bound=0)
 
@@ -214,7 +271,7 @@ def assigned_with_buffers():
     model.to(torch.float64)
     assert store.read["0.weight"] == 0, "a conversion reads nothing"
     engine = Engine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], stage=3)
-    assert not any(isinstance(buffer, StoredTensor) for buffer in model.buffers())
+    assert not any(isinstance(buffer, LazyTensor) for buffer in model.buffers())
     expected = {name: value.double() if value.dim() else value for name, value in source.state_dict().items()}
     same_tensors(engine.full_state_dict(), expected, bound=0)
     model.train()(torch.ones(2, 3, dtype=torch.float64))

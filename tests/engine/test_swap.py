@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_zero.engine.offload import swap
 from lightning_zero.engine.offload.scratch import Disk
-from lightning_zero.engine.offload.swap import BUFFERS, Piece, Ring, SwapFile, stream
+from lightning_zero.io import swap
 from lightning_zero.io.disk import ALIGNMENT, DirectFile, free_bytes
+from lightning_zero.io.swap import BUFFERS, Extent, Ring, SwapFile, stream
 from tests.checkpoint import faults
 from tests.examples.running import REPOSITORY
 from tests.support.warm import warm_python
@@ -31,13 +31,13 @@ SECONDS = 20
 
 @pytest.fixture
 def small_slices(monkeypatch):
-    """So that small pieces are divided among threads too."""
+    """So that small extents are divided among threads too."""
     monkeypatch.setattr(swap, "SLICE", ALIGNMENT)
 
 
-def pieces_of(file, nbytes):
-    """All of a file in pieces of a size, the last one perhaps smaller."""
-    return [Piece(file, start, min(nbytes, file.nbytes - start)) for start in range(0, file.nbytes, nbytes)]
+def extents_of(file, nbytes):
+    """All of a file in extents of a size, the last one perhaps smaller."""
+    return [Extent(file, start, min(nbytes, file.nbytes - start)) for start in range(0, file.nbytes, nbytes)]
 
 
 def contents(file):
@@ -97,7 +97,7 @@ def test_after_many_passes_the_bytes_are_those_of_the_same_passes_in_memory(
     folder = folder_for(in_memory, tmp_path)
     files = [SwapFile(str(folder), 10 * ALIGNMENT + 123), SwapFile(str(folder), 7 * ALIGNMENT)]
     expected = [filled(file, os.urandom(file.nbytes)) for file in files]
-    ring, pieces = Ring(size), [*pieces_of(files[0], size), *pieces_of(files[1], size)]
+    ring, extents = Ring(size), [*extents_of(files[0], size), *extents_of(files[1], size)]
     seen: list[int] = []
 
     def act(index, memory):
@@ -105,26 +105,26 @@ def test_after_many_passes_the_bytes_are_those_of_the_same_passes_in_memory(
         plus_one(index, memory)
 
     for number in range(5):
-        stream(pieces if number % 2 else pieces[::-1], act, ring)
-    assert seen == [*range(len(pieces))] * 5
+        stream(extents if number % 2 else extents[::-1], act, ring)
+    assert seen == [*range(len(extents))] * 5
     step = bytes((byte + 5) % 256 for byte in range(256))
     assert [contents(file) for file in files] == [data.translate(step) for data in expected]
 
 
 def test_on_a_disk_all_that_is_aligned_goes_past_the_cache(tmp_path):
     file = SwapFile(str(tmp_path), 2**23)
-    stream(pieces_of(file, 2**21), plus_one, Ring(2**21))
-    assert file.direct.is_direct
+    stream(extents_of(file, 2**21), plus_one, Ring(2**21))
+    assert file.is_direct
     assert contents(file) == b"\1" * 2**23
 
 
-def test_none_one_and_two_pieces_are_pieces_too(tmp_path):
+def test_none_one_and_two_extents_are_extents_too(tmp_path):
     file = SwapFile(str(tmp_path), 2 * ALIGNMENT)
     for count in (0, 1, 2):
-        stream(pieces_of(file, ALIGNMENT)[:count], plus_one, Ring(ALIGNMENT))
+        stream(extents_of(file, ALIGNMENT)[:count], plus_one, Ring(ALIGNMENT))
     assert contents(file) == b"\2" * ALIGNMENT + b"\1" * ALIGNMENT
     empty = SwapFile(str(tmp_path), 0)
-    stream([Piece(empty, 0, 0)], plus_one, Ring(0))
+    stream([Extent(empty, 0, 0)], plus_one, Ring(0))
 
 
 # ----------------------------------------------------------------------------------------------------- at the same time
@@ -161,22 +161,22 @@ def test_the_next_is_read_and_the_last_is_written_while_one_is_changed(tmp_path,
     file = SwapFile(str(tmp_path), count * ALIGNMENT)
     watched("read", -1)
     watched("write", +1)
-    stream(pieces_of(file, ALIGNMENT), act, Ring(ALIGNMENT))
+    stream(extents_of(file, ALIGNMENT), act, Ring(ALIGNMENT))
     monkeypatch.undo()
     assert contents(file) == b"\1" * file.nbytes
 
 
-def test_a_piece_is_read_and_written_by_several_threads_at_once(tmp_path, monkeypatch, small_slices):
+def test_an_extent_is_read_and_written_by_several_threads_at_once(tmp_path, monkeypatch, small_slices):
     together = {kind: threading.Barrier(4, timeout=SECONDS) for kind in ("read", "write")}
     for kind, barrier in together.items():
         before(monkeypatch, kind, barrier.wait)
     file = SwapFile(str(tmp_path), 24 * ALIGNMENT)
-    stream(pieces_of(file, 8 * ALIGNMENT), plus_one, Ring(8 * ALIGNMENT, threads=4))
+    stream(extents_of(file, 8 * ALIGNMENT), plus_one, Ring(8 * ALIGNMENT, threads=4))
     monkeypatch.undo()
     assert contents(file) == b"\1" * file.nbytes
 
 
-def test_each_piece_is_told_of_once_it_can_be_read_as_it_was_changed(tmp_path, small_slices):
+def test_each_extent_is_told_of_once_it_can_be_read_as_it_was_changed(tmp_path, small_slices):
     count = 9
     file = SwapFile(str(tmp_path), count * 3 * ALIGNMENT)
     found: dict[int, bytes] = {}
@@ -185,7 +185,7 @@ def test_each_piece_is_told_of_once_it_can_be_read_as_it_was_changed(tmp_path, s
 
     def act(index, memory):
         plus_one(index, memory)
-        if index == count - 1:  # nobody has to come back to the pieces before for these to be told of
+        if index == count - 1:  # nobody has to come back to the extents before for these to be told of
             assert others_are_told.wait(SECONDS)
             last_is_changed.set()
 
@@ -199,17 +199,17 @@ def test_each_piece_is_told_of_once_it_can_be_read_as_it_was_changed(tmp_path, s
         if len(found) == count:
             all_are_told.set()
 
-    stream(pieces_of(file, 3 * ALIGNMENT), act, Ring(3 * ALIGNMENT), on_written=told)
+    stream(extents_of(file, 3 * ALIGNMENT), act, Ring(3 * ALIGNMENT), on_written=told)
     assert all_are_told.wait(SECONDS)
     assert found == dict.fromkeys(range(count), b"\1" * 3 * ALIGNMENT)
 
 
-def test_a_piece_that_is_not_written_is_not_told_of(tmp_path, monkeypatch, small_slices):
+def test_an_extent_that_is_not_written_is_not_told_of(tmp_path, monkeypatch, small_slices):
     file = SwapFile(str(tmp_path), 4 * ALIGNMENT)
     told: list[int] = []
     Failing(monkeypatch, "write", 3 * ALIGNMENT, 4 * ALIGNMENT)
     with pytest.raises(OSError, match="cannot be written"):
-        stream(pieces_of(file, 2 * ALIGNMENT), plus_one, Ring(2 * ALIGNMENT), on_written=told.append)
+        stream(extents_of(file, 2 * ALIGNMENT), plus_one, Ring(2 * ALIGNMENT), on_written=told.append)
     assert 1 not in told
 
 
@@ -220,7 +220,7 @@ def test_a_buffer_is_not_read_into_before_it_is_written(tmp_path, monkeypatch, s
         before(monkeypatch, kind, lambda: time.sleep(delays.random() * 0.004))
     file = SwapFile(str(tmp_path), 80 * ALIGNMENT)
     for _ in range(3):
-        stream(pieces_of(file, 4 * ALIGNMENT), plus_one, Ring(4 * ALIGNMENT, threads=3))
+        stream(extents_of(file, 4 * ALIGNMENT), plus_one, Ring(4 * ALIGNMENT, threads=3))
     monkeypatch.undo()
     assert contents(file) == b"\3" * file.nbytes
 
@@ -243,16 +243,16 @@ def memory_in_the_pipeline(folder, nbytes, count):
             memory[start : start + 1] = plus
         most = max(most, resident())
 
-    stream(pieces_of(SwapFile(str(folder), 4 * ALIGNMENT), ALIGNMENT), act=lambda *_: None, ring=Ring(ALIGNMENT))
+    stream(extents_of(SwapFile(str(folder), 4 * ALIGNMENT), ALIGNMENT), act=lambda *_: None, ring=Ring(ALIGNMENT))
     file = SwapFile(str(folder), count * nbytes)
     before = resident()
     ring = Ring(nbytes)
     for _ in range(2):
-        stream(pieces_of(file, nbytes), act, ring)
+        stream(extents_of(file, nbytes), act, ring)
     return most - before
 
 
-def test_memory_is_three_buffers_however_many_pieces_there_are(run_on, tmp_path):
+def test_memory_is_three_buffers_however_many_extents_there_are(run_on, tmp_path):
     nbytes = 2**23
     (few,) = run_on(1, memory_in_the_pipeline, folder=tmp_path, nbytes=nbytes, count=3)
     (many,) = run_on(1, memory_in_the_pipeline, folder=tmp_path, nbytes=nbytes, count=30)
@@ -274,12 +274,12 @@ def test_a_read_error_names_the_place_and_leaves_the_rest_as_it_is(tmp_path, mon
         plus_one(index, memory)
 
     with pytest.raises(OSError, match=f"cannot be read at byte {11 * ALIGNMENT} .Input/output error") as raised:
-        stream(pieces_of(file, 2 * ALIGNMENT), act, ring)
+        stream(extents_of(file, 2 * ALIGNMENT), act, ring)
     assert raised.value.errno == errno.EIO and raised.value.filename == str(tmp_path)
-    assert acted == [0, 1, 2, 3, 4], "the piece could not be read, and those after it were not to be begun"
+    assert acted == [0, 1, 2, 3, 4], "the extent could not be read, and those after it were not to be begun"
     failing.on = False
     assert contents(file) == b"\1" * 10 * ALIGNMENT + bytes(10 * ALIGNMENT)
-    stream(pieces_of(file, 2 * ALIGNMENT)[5:], act, ring)
+    stream(extents_of(file, 2 * ALIGNMENT)[5:], act, ring)
     assert contents(file) == b"\1" * file.nbytes
 
 
@@ -288,23 +288,23 @@ def test_a_read_error_names_the_place_and_leaves_the_rest_as_it_is(tmp_path, mon
 def test_a_write_error_names_the_place_and_ends_the_pass(tmp_path, monkeypatch, small_slices, at, code):
     file = SwapFile(str(tmp_path), 20 * ALIGNMENT)
     ring, acted = Ring(2 * ALIGNMENT), []
-    pieces = pieces_of(file, 2 * ALIGNMENT)
+    extents = extents_of(file, 2 * ALIGNMENT)
     failing = Failing(monkeypatch, "write", 2 * at * ALIGNMENT, (2 * at + 1) * ALIGNMENT, code)
 
     def act(index, memory):
-        if index == min(at + 2, len(pieces) - 1):
+        if index == min(at + 2, len(extents) - 1):
             assert at >= 8 or failing.began.wait(SECONDS)
         acted.append(index)
         plus_one(index, memory)
 
     with pytest.raises(OSError, match=f"cannot be written at byte {2 * at * ALIGNMENT} ") as raised:
-        stream(pieces, act, ring)
+        stream(extents, act, ring)
     assert raised.value.errno == code and raised.value.filename == str(tmp_path)
     done = len(acted)
     assert acted == [*range(done)] and at < done <= at + BUFFERS, "the next buffers at most were changed meanwhile"
 
 
-def test_a_piece_whose_change_failed_is_as_it_was_and_the_others_are_written(tmp_path, small_slices):
+def test_an_extent_whose_change_failed_is_as_it_was_and_the_others_are_written(tmp_path, small_slices):
     file = SwapFile(str(tmp_path), 20 * ALIGNMENT)
 
     def act(index, memory):
@@ -314,9 +314,9 @@ def test_a_piece_whose_change_failed_is_as_it_was_and_the_others_are_written(tmp
 
     ring = Ring(2 * ALIGNMENT)
     with pytest.raises(ZeroDivisionError, match="in the change"):
-        stream(pieces_of(file, 2 * ALIGNMENT), act, ring)
+        stream(extents_of(file, 2 * ALIGNMENT), act, ring)
     assert contents(file) == b"\1" * 8 * ALIGNMENT + bytes(12 * ALIGNMENT)
-    stream(pieces_of(file, 2 * ALIGNMENT), plus_one, ring)
+    stream(extents_of(file, 2 * ALIGNMENT), plus_one, ring)
     assert contents(file) == b"\2" * 8 * ALIGNMENT + b"\1" * 12 * ALIGNMENT
 
 
@@ -328,7 +328,7 @@ def test_after_an_error_nothing_is_left_to_the_garbage_collector(tmp_path, monke
     gc.disable()
     try:
         try:
-            stream(pieces_of(file, ALIGNMENT), plus_one, Ring(ALIGNMENT))
+            stream(extents_of(file, ALIGNMENT), plus_one, Ring(ALIGNMENT))
         except OSError:
             pass
         del file
@@ -355,7 +355,7 @@ def reserved_before(folder):
             (folder / "of others").write_bytes(bytes(2**20))
         assert raised.value.errno == errno.ENOSPC and free_bytes(folder) == 0
         for _ in range(2):
-            stream(pieces_of(file, 2**17), plus_one, Ring(2**17))
+            stream(extents_of(file, 2**17), plus_one, Ring(2**17))
         assert contents(file) == b"\2" * 2**19
         file.close()
         assert free_bytes(folder) >= 2**19
@@ -488,7 +488,7 @@ def test_nothing_is_left_by_a_process_that_is_killed(tmp_path):
     script = f"""
         import sys
         sys.path.insert(0, {str(REPOSITORY)!r})
-        from lightning_zero.engine.offload.swap import SwapFile
+        from lightning_zero.io.swap import SwapFile
         file = SwapFile(sys.argv[1], 2**20)
         print("made", flush=True)
         sys.stdin.readline()

@@ -17,7 +17,8 @@ from torch import nn
 
 from lightning_zero import load_weights
 from lightning_zero.engine import Engine, ShardedTensor
-from lightning_zero.engine.init.deferred_param import Promised, values_may_wait
+from lightning_zero.engine.init.deferred_param import values_may_wait
+from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.zoo.gpt import GPT
 from tests.support import rank, world_size
 from tests.support.training import same_tensors
@@ -77,7 +78,7 @@ def read(stage):
             module = on_meta()
             with values_may_wait():
                 assert load_weights(module, path) == ([], [])
-            assert all(isinstance(parameter, Promised) for parameter in module.parameters())
+            assert all(isinstance(parameter, LazyTensor) for parameter in module.parameters())
             other = copy.deepcopy(module)
             engine = Engine(module, stage=stage)
             if world_size() > 1 and path != "old.pt":
@@ -270,7 +271,7 @@ def use_before_it_is_cut(stage):
         load_weights(net, "net.pt")
     torch.optim.AdamW([p for p in net.parameters() if p.ndim > 1 and p.requires_grad], fused=True)
     copy.deepcopy(net.double().float())
-    assert all(isinstance(parameter, Promised) for parameter in net.parameters()), "that needs no values"
+    assert all(isinstance(parameter, LazyTensor) for parameter in net.parameters()), "that needs no values"
 
 
 @STAGES

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_zero
-from lightning_zero.engine.init.deferred_param import Promised
+from lightning_zero.engine.init.deferred_param import is_deferred
+from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.zoo.gpt import GPT
 from tests.support import world_size
 from tests.support.models import CLASSES
@@ -66,7 +67,7 @@ class OnMeta(BigLearner):
         super().__init__(True, weights)
 
     def configure_optimizers(self):
-        assert all(parameter.device.type == "meta" for parameter in self.model.parameters())
+        assert all(is_deferred(parameter) for parameter in self.model.parameters())
         return super().configure_optimizers()
 
 
@@ -158,7 +159,7 @@ def init_module() -> None:
         other.load_state_dict(values.state_dict())
         torch.save(values.state_dict(), "whole.pt")
         lightning_zero.load_weights(module, "whole.pt")
-        assert all(isinstance(parameter, Promised) for parameter in module.parameters())
+        assert all(isinstance(parameter, LazyTensor) for parameter in module.parameters())
         trainer.fit(module)
         make_trainer("ddp").fit(values)
         same_tensors(module.state_dict(), values.state_dict(), bound=0)

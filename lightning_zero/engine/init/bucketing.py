@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from functools import partial
+from itertools import chain, groupby
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
 from lightning_zero.engine.state.buffer import without_memory
 from lightning_zero.engine.state.residency import Medium, Residency, ResidencyPlan
 from lightning_zero.engine.state.slot import make_sharded
+from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import flat_range
 
 # Layers that use their weights only in operators that autocast computes in low precision.
@@ -99,8 +101,9 @@ class UncutBucket:
                     begin = min(max(begin, first), end)
                     end = max(min(end, last), begin)
                 if source.values is not None and (everywhere or communicator.rank == 0):
-                    values = flat_range(source.values.detach(), begin - segment.start, end - segment.start)
-                    flat[begin:end].copy_(values)
+                    values = source.values.detach()
+                    part = values.stored if isinstance(values, LazyTensor) else partial(flat_range, values)
+                    flat[begin:end].copy_(part(begin - segment.start, end - segment.start))
             if not everywhere:
                 communicator.broadcast(flat[run[0][0].start : run[-1][0].stop])
         residency = Residency(plan, flat[low:high], self._states, self._shared.ledger)
@@ -122,13 +125,13 @@ def assign_to_buckets(
     config: EngineConfig,
     placements: Placements,
     plans: Sequence[UnitPlan],
-    bucket_numel: int,
+    most_numel: int,
     optimizers: Sequence[Optimizer],
     shared: SharedByBuckets,
 ) -> list[list[UncutBucket]]:
     """The buckets of each unit, each with parameters of one (compute dtype, dtype, requires_grad, whole).
 
-    A unit of more than ``bucket_numel`` elements is split into several buckets of one kind.
+    A unit of more than ``config.bucket_numel`` or ``most_numel`` elements is split into several buckets of one kind.
     """
     numel_that_stay = 0
     if config.offloads is not None:
@@ -148,7 +151,7 @@ def assign_to_buckets(
         for kind, members in kinds.items():
             # Parameters of one optimizer group are adjacent, so that a bucket has one master tensor for them.
             members.sort(key=lambda member: group_of.get(id(member[1]), -1))
-            parts += [(of_unit, kind, part) for part in _split(members, bucket_numel)]
+            parts += [(of_unit, kind, part) for part in _split(members, min(config.bucket_numel, most_numel))]
     whole = [number for number, (_, kind, _) in enumerate(parts) if kind[-1]]
     numels = [[p.numel() for _, p in parts[number][2]] for number in whole]
     owners = dict(zip(whole, balanced_owners(numels, shared.communicator.size))) if whole else {}
@@ -205,11 +208,11 @@ def _split(members: list[tuple[str, nn.Parameter]], bucket_numel: int) -> Iterat
     yield part
 
 
-def reserve_disk(swap: Swap, buckets: Sequence[UncutBucket], communicator: Communicator) -> None:
+def reserve_disk(swap: Swap, units: Sequence[Sequence[UncutBucket]], communicator: Communicator) -> None:
     """Reserve disk space for all offloaded states; an OSError on every rank if one rank's disk lacks it. Collective."""
     error = None
     try:
-        for bucket in buckets:
+        for bucket in chain.from_iterable(units):
             bucket.reserve(swap)
     except OSError as raised:
         error = raised

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,12 +18,12 @@ from lightning_zero.engine.compat import tree_leaves
 from lightning_zero.engine.config import OffloadConfig
 from lightning_zero.engine.init.bucketing import UncutBucket
 from lightning_zero.engine.init.sources import Source
-from lightning_zero.engine.offload.swap import BUFFERS
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.residency import Medium, ResidencyPlan
 from lightning_zero.engine.state.slot import slots_of
 from lightning_zero.io.disk import aligned
 from lightning_zero.io.labels import this_machine
+from lightning_zero.io.swap import BUFFERS
 
 
 def memory_for(shards: Iterable[tuple[ResidencyPlan, list[int] | None]], offload: OffloadConfig) -> Counter[str]:
@@ -35,7 +36,7 @@ def memory_for(shards: Iterable[tuple[ResidencyPlan, list[int] | None]], offload
         shards: the plan of each bucket, and the bytes per element of its optimizer states; None for frozen parameters.
     """
     memory: Counter[str] = Counter()
-    largest_piece = largest_gradient = 0
+    largest_sub_group = largest_gradient = 0
     for plan, states in shards:
         if not plan.is_offloaded:
             continue
@@ -47,8 +48,8 @@ def memory_for(shards: Iterable[tuple[ResidencyPlan, list[int] | None]], offload
         if plan.masters is Medium.DISK:
             at_once = min(numel, aligned(offload.sub_group))
             copy = (plan.compute_dtype.itemsize,) if plan.copy is Medium.DISK else ()
-            piece = sum(aligned(at_once * itemsize) for itemsize in (master, *copy, *(states or ())))
-            largest_piece = max(largest_piece, piece)
+            sub_group = sum(aligned(at_once * itemsize) for itemsize in (master, *copy, *(states or ())))
+            largest_sub_group = max(largest_sub_group, sub_group)
         elif states is not None and pins:
             memory["optimizer states"] += numel * sum(states)
         if states is not None and pins:
@@ -58,14 +59,14 @@ def memory_for(shards: Iterable[tuple[ResidencyPlan, list[int] | None]], offload
             largest_gradient = max(largest_gradient, at_once * master)
     # Torch caches freed pinned memory by size: at most all powers of two up to the largest.
     memory["gradients"] += 2 * _power_of_two(largest_gradient)
-    memory["buffers for the disk"] += BUFFERS * largest_piece
+    memory["buffers for the disk"] += BUFFERS * largest_sub_group
     return +memory
 
 
 def check_room(
     offload: OffloadConfig,
     sources: Mapping[str, Source],
-    buckets: Sequence[UncutBucket],
+    units: Sequence[Sequence[UncutBucket]],
     communicator: Communicator,
     has_optimizers: bool,
 ) -> None:
@@ -73,10 +74,10 @@ def check_room(
 
     Args:
         sources: of the parameters' values; those in host memory free it when they move to another device.
-        buckets: of all units.
+        units: the buckets of each.
         has_optimizers: whether the optimizers are known; otherwise two states are assumed, as for Adam.
     """
-    shards = []
+    shards, buckets = [], list(chain.from_iterable(units))
     for bucket in buckets:
         states = [dtype.itemsize for dtype in bucket.fields.values()]
         if not has_optimizers:
@@ -102,7 +103,7 @@ def check_room(
 def without_room_for_whole(
     buckets: Sequence[Bucket], optimizers: Sequence[Optimizer], communicator: Communicator, *, keeps_masters: bool
 ) -> list[Shortage]:
-    """Where host memory lacks for ordinary tensors on every rank, of which a tenth stays free. Collective.
+    """The hosts that lack memory for ordinary tensors on every rank, with a tenth left free. Collective.
 
     The shards are not counted as freed, since each is freed only after its full tensors have been made.
 

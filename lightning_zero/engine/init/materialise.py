@@ -240,7 +240,7 @@ def _initialisers(module: nn.Module, ancestors: list[nn.Module]) -> list[Callabl
 
 
 def _takes(method: Any, count: int) -> TypeGuard[Callable[..., Any]]:
-    """Whether a method requires so many arguments."""
+    """Whether a method requires ``count`` arguments."""
     if not callable(method):
         return False
     try:

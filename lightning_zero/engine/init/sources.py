@@ -1,4 +1,4 @@
-"""Where the values of a module come from, in agreement between ranks, before anything is changed."""
+"""Sources of a module's values, on which all ranks agree before anything is changed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine.comm.collectives import Communicator
-from lightning_zero.engine.init.deferred_param import promise, values_of
+from lightning_zero.engine.init.deferred_param import defer, is_on_meta
 from lightning_zero.engine.plan.units import UnitPlan
-from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
+from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 
 _MEMORY, _NOWHERE = "memory", "nowhere"
@@ -97,11 +97,11 @@ def common_device(plans: list[UnitPlan]) -> torch.device:
     """The device of all parameter values, the CPU if there are none yet; a ValueError if they are on several."""
     found = None
     for name, parameter in (named for plan in plans for named in plan.parameters.items()):
-        if (values := values_of(parameter)) is not None:
-            found = found or values.device
-            if values.device != found:
+        if not is_on_meta(parameter):
+            found = found or parameter.device
+            if parameter.device != found:
                 raise ValueError(
-                    f"{name} is on {values.device}, other parameters on {found}: move the module to one device."
+                    f"{name} is on {parameter.device}, other parameters on {found}: move the module to one device."
                 )
     return found or torch.device("cpu")
 
@@ -110,13 +110,14 @@ def leave_in_files(module: nn.Module) -> None:
     """Defer parameters that are mapped from files, so that converting them to another dtype does not read them."""
     mapped = MappedFiles()
     for parameter in module.parameters():
-        if _place_of(parameter, mapped) is not None:
-            promise(parameter, parameter.detach())
+        if not isinstance(parameter, LazyTensor) and mapped.range_of(parameter) is not None:
+            defer(parameter, parameter)
 
 
 def _place_of(values: Tensor, mapped: MappedFiles) -> Any:
     """The stored range that values come from, for ranks to compare; None for values in this rank's own memory."""
-    return values.origin if isinstance(values, StoredTensor) else mapped.range_of(values)
+    origin = values.origin if isinstance(values, LazyTensor) else values
+    return mapped.range_of(origin) if isinstance(origin, Tensor) else origin
 
 
 def agree_on_sources(module: nn.Module, communicator: Communicator) -> dict[str, Source]:
@@ -129,7 +130,7 @@ def agree_on_sources(module: nn.Module, communicator: Communicator) -> dict[str,
     values = {}
     mine: dict[str, tuple[Any, Any]] = {}  # by name, what ranks have to agree on, and where the values are
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        found = values[name] = values_of(tensor)
+        found = values[name] = None if is_on_meta(tensor) else tensor
         is_parameter = isinstance(tensor, nn.Parameter)
         origin = _NOWHERE if found is None else (is_parameter and _place_of(found, mapped)) or _MEMORY
         mine[name] = (tuple(tensor.shape), str(tensor.dtype), is_parameter and tensor.requires_grad), origin

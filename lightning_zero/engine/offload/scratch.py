@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -11,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.offload.swap import unnamed_file
 from lightning_zero.io.disk import aligned, aligned_memory
+from lightning_zero.io.swap import SwapFile
 
 WRITES = 2
 """Writes that may be pending at once. Their buffers are all the host memory that a disk needs."""
@@ -50,11 +49,10 @@ class Disk:
     """
 
     def __init__(self, folder: str, is_pinned: bool) -> None:
-        self.folder, self._is_pinned, self._file = folder, is_pinned, unnamed_file(folder)
-        weakref.finalize(self, self._file.close)
+        self._is_pinned, self._file = is_pinned, SwapFile(folder)
         self._thread = ThreadPoolExecutor(1, "lightning_zero-disk")
         self._writes: deque[Future[Any]] = deque()
-        # Starts of freed ranges, by size. A range may be freed in any thread, since it is when its graph is.
+        # Starts of freed ranges, by size. A range is freed with its autograd graph, which may happen in any thread.
         self._free: dict[int, deque[int]] = {}
         self._end = 0
 
@@ -107,21 +105,17 @@ class Disk:
     def _read(self, where: _Stored, deliver: Callable[[Tensor], Any]) -> Any:
         failed = where.written.result()
         if failed is not None:
-            raise self._error("written to", where, *failed)
+            raise self._error(*failed)
         memory = self._aligned(where.nbytes)
         try:
             self._file.read(memory.numpy().data, where.start)
         except OSError as error:
-            raise self._error("read from", where, error.errno, error.strerror) from error
+            raise self._error(error.errno, error.strerror) from error
         return deliver(memory)
 
-    def _error(self, what: str, where: _Stored, number: int | None, reason: str | None) -> OSError:
-        return OSError(
-            number,
-            f"{where.nbytes:,} bytes could not be {what} the disk for offload ({reason}): free space there, write the "
-            "path of a folder on another disk, or offload activations to the CPU",
-            self.folder,
-        )
+    def _error(self, number: int | None, reason: str | None) -> OSError:
+        advice = "free space there, write the path of a folder on another disk, or offload activations to the CPU"
+        return OSError(number, f"{reason}: {advice}", self._file.path)
 
 
 class _Stored(NamedTuple):

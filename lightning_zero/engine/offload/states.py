@@ -1,10 +1,10 @@
 """Offloaded states on a disk: the master weights and optimizer states of a rank's shard of one bucket, in a file.
 
-    | piece 0                              | piece 1                              | ...
+    | sub-group 0                          | sub-group 1                          | ...
     | masters | exp_avg | exp_avg_sq | ... | masters | exp_avg | exp_avg_sq | ... |
 
-A piece holds all fields for an update of some elements, so that one read and one write suffice (Rajbhandari et al.,
-"ZeRO-Infinity", SC 2021, section 5.2.2). Pieces divide the shard regardless of the optimizer's parameter groups.
+A sub-group holds all fields for an update of some elements, so that one read and one write suffice (Rajbhandari et al.,
+"ZeRO-Infinity", SC 2021, section 5.2.2). Sub-groups divide the shard regardless of the optimizer's parameter groups.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.offload.swap import Piece, Ring, SwapFile
-from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
+from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.io.disk import ALIGNMENT, aligned, aligned_memory
+from lightning_zero.io.swap import Extent, Ring, SwapFile
 
 MASTERS, PARAMETERS = "the masters", "the parameters"
 """Fields that are not optimizer states: the master weights, which are first, and their copy in the compute dtype."""
@@ -36,6 +36,7 @@ class Swap:
         self._folder, self._files = folder, weakref.WeakSet[SwapFile]()
         self.sub_group = aligned(sub_group)  # so that a field of any dtype is aligned
         self._ring = Ring(0)
+        # Apart from the ring's threads: these may wait for an update, which waits for the ring.
         self.reader = ThreadPoolExecutor(2, "lightning_zero-fetch")
 
     def open(self, nbytes: int) -> SwapFile:
@@ -50,7 +51,7 @@ class Swap:
             file.close()
 
     def ring(self, nbytes: int) -> Ring:
-        """The ring of buffers, for pieces of up to so many bytes."""
+        """The ring of buffers, for extents of up to so many bytes."""
         if nbytes > self._ring.nbytes:
             self._ring = Ring(0)  # first free the old one
             self._ring = Ring(nbytes)
@@ -58,7 +59,7 @@ class Swap:
 
 
 class DiskStates:
-    """Tensors of one length, called fields, in a file that is divided into pieces; an OSError if the disk lacks space.
+    """Tensors of one length, called fields, in a file of sub-groups; an OSError if the disk lacks space.
 
     Args:
         name: of the bucket, for errors.
@@ -72,7 +73,7 @@ class DiskStates:
     ) -> None:
         self.swap, self.name, self.numel, self.dtype = swap, name, numel, dtype
         self.fields: Mapping[str, torch.dtype] = {MASTERS: dtype, **fields}
-        self.count = -(-numel // swap.sub_group)  # of pieces
+        self.count = -(-numel // swap.sub_group)  # of sub-groups
         self._file = swap.open(sum(map(self._nbytes, range(self.count))))
 
     def add_fields(self, fields: Mapping[str, torch.dtype]) -> None:
@@ -97,29 +98,29 @@ class DiskStates:
         """Remove the file."""
         self._file.close()
 
-    # -- piece by piece ---------------------------------------------------------------------------------------------
+    # -- by sub-group -----------------------------------------------------------------------------------------------
 
-    def pieces(self) -> list[Piece]:
-        """All pieces, in order."""
-        return [Piece(self._file, index * self._nbytes(0), self._nbytes(index)) for index in range(self.count)]
+    def extents(self) -> list[Extent]:
+        """The extents of all sub-groups, in order."""
+        return [Extent(self._file, index * self._nbytes(0), self._nbytes(index)) for index in range(self.count)]
 
     def range_of(self, index: int) -> tuple[int, int]:
-        """The elements ``[start, stop)`` of a piece."""
+        """The elements ``[start, stop)`` of a sub-group."""
         return index * self.swap.sub_group, min((index + 1) * self.swap.sub_group, self.numel)
 
     def _nbytes(self, index: int) -> int:
-        """Bytes of a piece; all but the last have those of the first."""
+        """Bytes of a sub-group; all but the last have those of the first."""
         start, stop = self.range_of(index)
         return sum(aligned((stop - start) * dtype.itemsize) for dtype in self.fields.values())
 
     def _offsets(self, index: int) -> dict[str, int]:
-        """Where each field begins in a piece."""
+        """Where each field begins in a sub-group."""
         start, stop = self.range_of(index)
         ends = accumulate((aligned((stop - start) * dtype.itemsize) for dtype in self.fields.values()), initial=0)
         return dict(zip(self.fields, ends))
 
     def views(self, index: int, memory: memoryview) -> dict[str, Tensor]:
-        """The fields of a piece as 1-D tensors over the memory that the piece was read into."""
+        """The fields of a sub-group as 1-D tensors over the memory that it was read into."""
         start, stop = self.range_of(index)
         offsets = self._offsets(index)
         return {
@@ -132,21 +133,21 @@ class DiskStates:
     def read(self, field: str, start: int, stop: int) -> Tensor:
         """Read the elements ``[start, stop)`` of a field into new memory."""
         out = torch.empty(stop - start, dtype=self.fields[field], device="cpu")
-        for part, position, memory, elements in self._extents(field, start, stop):
+        for part, position, memory, elements in self._parts(field, start, stop):
             self._file.read(memory, position)
             out[part] = elements
         return out
 
     def write(self, field: str, start: int, values: Tensor) -> None:
         """Write the elements of a field from ``start`` on."""
-        for part, position, memory, elements in self._extents(field, start, start + values.numel()):
+        for part, position, memory, elements in self._parts(field, start, start + values.numel()):
             if elements.nbytes < len(memory):
                 self._file.read(memory, position)  # bytes around the elements
             elements.copy_(values[part])
             self._file.write(memory, position)
 
-    def _extents(self, field: str, start: int, stop: int) -> Iterator[tuple[slice, int, memoryview, Tensor]]:
-        """By piece a part of ``[start, stop)``, the aligned position of its bytes, memory for them and its view."""
+    def _parts(self, field: str, start: int, stop: int) -> Iterator[tuple[slice, int, memoryview, Tensor]]:
+        """By sub-group a part of ``[start, stop)``, the aligned position of its bytes, memory for them and its view."""
         dtype, sub_group = self.fields[field], self.swap.sub_group
         for index in range(start // sub_group, -(-stop // sub_group)):
             first, last = self.range_of(index)
@@ -158,11 +159,11 @@ class DiskStates:
             position = index * self._nbytes(0) + self._offsets(index)[field] + begin
             yield slice(low - start, high - start), position, memory, elements
 
-    def tensor(self, field: str, start: int, stop: int) -> StoredTensor:
+    def tensor(self, field: str, start: int, stop: int) -> LazyTensor:
         """A range of a field as a lazy tensor: read at each use of its values, written at once."""
 
         def read(low: int, high: int) -> Tensor:
             return self.read(field, start + low, start + high)
 
         write = partial(self.write, field, start)
-        return StoredTensor(f"{field} of {self.name}", (stop - start,), self.fields[field], read, write=write)
+        return LazyTensor(f"{field} of {self.name}", (stop - start,), self.fields[field], read, write=write)

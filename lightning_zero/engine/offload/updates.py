@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from lightning_zero.engine.comm.background_work import BackgroundWork
 from lightning_zero.engine.comm.streams import own_stream
 from lightning_zero.engine.offload.states import DiskStates
-from lightning_zero.engine.offload.swap import stream
+from lightning_zero.io.swap import stream
 
 
 class Updates:
@@ -70,7 +70,7 @@ class Updates:
 
     def _put(self, run: Callable[[], None]) -> None:
         if self._thread is None:
-            # Daemonic: the interpreter must not wait for it at exit, as it may be waiting for a gradient.
+            # No executor: the interpreter must not wait for it at exit, as it may be waiting for a gradient.
             self._thread = Thread(target=_work, args=(self._queue,), name="lightning_zero-update", daemon=True)
             self._thread.start()
             weakref.finalize(self, self._queue.put, None)
@@ -109,25 +109,25 @@ P = ParamSpec("P")
 _GIVEN: Future[Any] = Future()
 _GIVEN.set_result(None)
 
-OnPiece = Callable[[int, int, dict[str, Tensor]], None]
+OnSubGroup = Callable[[int, int, dict[str, Tensor]], None]
 """Changes the elements ``[start, stop)`` of a bucket's states, given by name, in place."""
 
 
 class DiskUpdate:
-    """An update of states on a disk: streams pieces through memory, each when its bucket's gradient is there.
+    """An update of states on a disk: streams sub-groups through memory, each when its bucket's gradient is there.
 
     The states are in the order in which their gradients come; ``owner`` gets the error of a failure.
     """
 
     def __init__(self, states: Sequence[DiskStates], owner: Updates) -> None:
         self._states, self._lock = states, Lock()
-        self._acts: dict[DiskStates, Future[OnPiece | None]] = {each: Future() for each in states}
+        self._acts: dict[DiskStates, Future[OnSubGroup | None]] = {each: Future() for each in states}
         self._all = BackgroundWork(owner, cut_short=self.drop)
         self._shown = {each: BackgroundWork(owner, is_awaited=False) for each in states}
         self._written = {each: BackgroundWork(owner, is_awaited=False) for each in states}
 
-    def give(self, states: DiskStates, act: OnPiece | None, *, until_written: bool = False) -> BackgroundWork | None:
-        """Set the function for the pieces of one bucket; None to do nothing. To be called for each bucket.
+    def give(self, states: DiskStates, act: OnSubGroup | None, *, until_written: bool = False) -> BackgroundWork | None:
+        """Set the function for the sub-groups of one bucket; None to do nothing. To be called for each bucket.
 
         The work returned ends when the function is done, or with ``until_written`` when the result is on the disk. It
         is None if another thread has dropped the bucket in ``synchronize``: then another ``DiskUpdate`` has to update
@@ -145,7 +145,7 @@ class DiskUpdate:
         return [states for states, act in self._acts.items() if not act.done()]
 
     def drop(self) -> None:
-        """Do nothing for states without a function. May be called in any thread."""
+        """Skip states that have no function yet. May be called in any thread."""
         for states in self.waiting:
             self.give(states, None)
 
@@ -153,9 +153,9 @@ class DiskUpdate:
         """Run the update, in the thread of ``Updates``."""
         try:
             places = [(states, index) for states in self._states for index in range(states.count)]
-            pieces = [piece for states in self._states for piece in states.pieces()]
+            extents = [extent for states in self._states for extent in states.extents()]
 
-            def on_piece(number: int, memory: memoryview) -> None:
+            def on_sub_group(number: int, memory: memoryview) -> None:
                 states, index = places[number]
                 act = self._acts[states].result()
                 if act is not None:
@@ -172,9 +172,9 @@ class DiskUpdate:
                 if not left[states]:
                     self._written[states].end()
 
-            if pieces:
-                ring = self._states[0].swap.ring(max(piece.nbytes for piece in pieces))
-                stream(pieces, on_piece, ring, on_written=on_written)
+            if extents:
+                ring = self._states[0].swap.ring(max(extent.nbytes for extent in extents))
+                stream(extents, on_sub_group, ring, on_written=on_written)
             error = None
         except BaseException as raised:
             error = raised

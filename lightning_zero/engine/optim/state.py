@@ -33,7 +33,7 @@ from lightning_zero.engine.optim.master import Master, is_alone, runs_of
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.slot import BucketSlot, OwnedSlot, slot_of
-from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
+from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.tensor.sharded_tree import Leaf, in_parts, walk, whole
 
@@ -187,7 +187,7 @@ class MasterStates:
                 kept = slice(offset, offset + part.tensor.numel())
                 self.by_master[part.tensor] = {
                     key: part.stored(key)
-                    if isinstance(value, StoredTensor)
+                    if isinstance(value, LazyTensor)
                     else value[kept].clone()
                     if is_by_element(key, value, master.tensor.shape)
                     else copied(value)
@@ -206,7 +206,7 @@ class MasterStates:
                 held["host" if id(tensor) in offloaded else "optimizer"] += sum(
                     value.nbytes
                     for value in tensors_in(in_plain_tensors(dict(state)))
-                    if not isinstance(value, StoredTensor)
+                    if not isinstance(value, LazyTensor)
                 )
             self._enter(held)
 

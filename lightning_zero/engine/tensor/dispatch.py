@@ -24,6 +24,7 @@ from lightning_zero.engine.compat import (
     tree_map,
     tree_unflatten,
 )
+from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.tensor.slot import Slot
 from lightning_zero.engine.tensor.wrapper import RecordedView, WrapperTensor
@@ -331,6 +332,8 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
 def _cast(func: Any, args: Any, kwargs: Any) -> Any:
     """``to(dtype)``: values gathered in that dtype, as under autocast, are used without another gather."""
     dtype = kwargs.get("dtype")
+    if isinstance(args[0], LazyTensor) and not kwargs.keys() - {"dtype", "non_blocking", "memory_format"}:
+        return args[0].cast(dtype)
     value = args[0].whole_at_hand(dtype) if dtype is not None else None
     return _act_locally(func, args, kwargs) if value is None else func(value, *args[1:], **kwargs)
 
@@ -380,7 +383,7 @@ _HANDLERS: dict[Any, _Handler] = {
     **{getattr(aten, name).default: _of_the_shape for name in _NEW.split()},
 }
 _REDUCTIONS_OF_LISTS = {"aten::_foreach_norm", "aten::_foreach_max", "aten::_foreach_powsum"}
-_OF_MEMORY = ("layout", "memory_format", "pin_memory")  # arguments without a meaning for a local range
+_OF_MEMORY = ("layout", "memory_format", "pin_memory")  # arguments that do not apply to a local range
 
 # Pointwise operators that torch does not tag as such.
 _LOCAL = {

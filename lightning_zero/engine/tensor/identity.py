@@ -23,4 +23,4 @@ def become(tensor: Tensor, other: Tensor) -> None:
         tensor._backward_hooks = hooks  # autograd's hooks were swapped with the contents
 
 
-_TENSOR_ATTRIBUTES = {"slot", "_local", "keep", "_is_param", "promised", "_held"}
+_TENSOR_ATTRIBUTES = {"slot", "_local", "keep", "_is_param", "_source"}

@@ -1,34 +1,43 @@
-"""Lazy tensors: values that stay in storage, usually a checkpoint, until they are read."""
+"""Lazy tensors: values that stay where they are stored, usually in a file, until they are read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_zero.engine.tensor.identity import become
 from lightning_zero.engine.tensor.wrapper import WrapperTensor, new_wrapper
 
 
 @dataclass
-class _Held:
-    """State shared by a lazy tensor and its aliases."""
+class _Source:
+    """Source of the values of a lazy tensor and its aliases; a write replaces it by the values in memory."""
 
     name: str
+    dtype: torch.dtype
     read: Callable[[int, int], Tensor]
     origin: Any
-    write: Callable[[Tensor], None] | None
-    value: Tensor | None = None  # the values since a write; None while the stored ones are valid
+    write: Callable[[Tensor], None] | None = None
+
+    def use(self, values: Tensor) -> None:
+        self.dtype, self.read, self.origin = values.dtype, partial(_range_of, values), values
 
 
-class StoredTensor(WrapperTensor):
-    """A lazy CPU tensor: each use reads its values from storage.
+def _range_of(values: Tensor, start: int, stop: int) -> Tensor:
+    return values.reshape(-1)[start:stop]
 
-    Operators read the full tensor, again at each call; ``range`` reads a part. Aliases (``detach()``) read nothing.
-    After a write the tensor holds its own values in memory, unless ``write`` is given. A deep copy shares the storage,
-    but never writes to it; a pickle contains the values.
+
+class LazyTensor(WrapperTensor):
+    """A tensor whose values are read from their source at each use: an entry of a checkpoint, a deferred parameter.
+
+    Operators read the full tensor. Aliases (``detach()``), conversions to another dtype and deep copies read nothing.
+    After a write the tensor holds its own values in memory, unless ``write`` is given; then they go to the source. Code
+    that needs the tensor's memory (``data_ptr()``, ``set_()``) makes it an ordinary one. A pickle contains the values.
 
     Args:
         name: of the stored tensor, for errors.
@@ -39,7 +48,8 @@ class StoredTensor(WrapperTensor):
         write: replaces the stored values by a tensor of the same shape; None if they are read-only.
     """
 
-    _held: _Held
+    _source: _Source
+    is_meta = False  # if True, ``load_state_dict`` would drop values for a parameter without any
 
     @staticmethod
     def __new__(
@@ -50,13 +60,24 @@ class StoredTensor(WrapperTensor):
         read: Callable[[int, int], Tensor],
         origin: Any = None,
         write: Callable[[Tensor], None] | None = None,
-    ) -> StoredTensor:
-        return cls._over(_Held(name, read, origin, write), shape, dtype)
+    ) -> LazyTensor:
+        return cls._over(_Source(name, dtype, read, origin, write), torch.Size(shape), dtype)
 
     @classmethod
-    def _over(cls, held: _Held, shape: Sequence[int], dtype: torch.dtype) -> StoredTensor:
-        self = new_wrapper(cls, torch.Size(shape), dtype=dtype, device=torch.device("cpu"))
-        self._held = held
+    def of(cls, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """A tensor's values in some dtype; those of a tensor on the meta device are missing."""
+        if isinstance(values, LazyTensor):
+            return values.cast(dtype)
+        values = values.detach()
+        source = _Source("", values.dtype, partial(_range_of, values), values)
+        return cls._over(source, values.shape, dtype, values.device)
+
+    @classmethod
+    def _over(
+        cls, source: _Source, shape: torch.Size, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> LazyTensor:
+        self = new_wrapper(cls, shape, dtype=dtype, device=torch.device(device))
+        self._source = source
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -64,52 +85,95 @@ class StoredTensor(WrapperTensor):
 
     @property
     def stored_name(self) -> str:
-        return self._held.name
+        return self._source.name
 
     @property
     def origin(self) -> Any:
-        """Equal on all ranks that would read the same stored values; None for values that only this rank has."""
-        return self._held.origin if self._held.value is None else None
+        """Equal on all ranks that would read the same stored values; the tensor itself for values in memory."""
+        return self._source.origin
 
-    def range(self, start: int, stop: int) -> Tensor:
-        """The elements ``[start, stop)`` of the flattened tensor, 1-D, in new memory."""
-        return self.shown(start, stop).clone()
+    def stored(self, start: int, stop: int) -> Tensor:
+        """As ``shown``, in the dtype of the source: the tensor's dtype follows from it by one rounding."""
+        return self._source.read(start, stop)
 
     def shown(self, start: int, stop: int) -> Tensor:
-        value = self._held.value
-        return self._held.read(start, stop) if value is None else value.reshape(-1)[start:stop]
+        return self.stored(start, stop).to(self.dtype)
 
     def whole(self) -> Tensor:
-        value = self._held.value
-        return self.shown(0, self.numel()).view(self.shape) if value is None else value
+        return self.shown(0, self.numel()).view(self.shape)
 
     def write_whole(self, value: Tensor) -> None:
-        if self._held.write is not None:
-            self._held.write(value.detach())
+        if self._source.write is not None:
+            self._source.write(value.detach())
         else:
-            self._held.value = value.detach()
+            self._source.use(value.detach())
 
     def alias(self) -> Tensor:
-        return StoredTensor._over(self._held, self.shape, self.dtype)
+        return LazyTensor._over(self._source, self.shape, self.dtype, self.device)
+
+    def cast(self, dtype: torch.dtype) -> Tensor:
+        """A copy of the values in some dtype, read when they are used; read now if a write could change them."""
+        if self._source.write is not None:
+            return self.whole().to(dtype, copy=True)
+        source, before = replace(self._source), self.dtype
+        if torch.promote_types(source.dtype, before) != before:  # which rounds, also if the next dtype is finer
+            read = source.read
+            source.read, source.dtype = lambda start, stop: read(start, stop).to(before), before
+        return LazyTensor._over(source, self.shape, dtype, self.device)
+
+    @WrapperTensor.data.setter  # type: ignore[attr-defined]
+    def data(self, value: Tensor) -> None:
+        if self.grad is not None:  # which torch keeps
+            self._made_ordinary().data = in_memory(value)
+        elif value is not self:
+            self._become(value.detach())
+
+    def _become(self, other: Tensor) -> None:
+        become(self, nn.Parameter(other, self.requires_grad) if isinstance(self, nn.Parameter) else other)
+
+    def copy_(self, values: Tensor, non_blocking: bool = False) -> Any:
+        if self.device.type != "meta":
+            return super().copy_(values, non_blocking)
+        self.data = values.detach().to(self.dtype).expand(self.shape).clone()
+        return self
+
+    def _made_ordinary(self) -> Any:
+        """Make it an ordinary tensor, with memory that its aliases share."""
+        if self._source.write is not None:  # later writes to memory would not reach the source
+            raise RuntimeError(
+                f"'{self.stored_name}' is a lazy tensor, whose values stay in a file: it has no memory of its own. "
+                "tensor.clone() reads the values into an ordinary tensor."
+            )
+        if self.device.type == "meta":
+            return self.whole()
+        grad, values = self.grad, self.detach().clone()
+        self._source.use(values)  # of aliases
+        self._become(values.detach())
+        self.grad = grad
+        return self
 
     def storage(self) -> Any:
-        raise RuntimeError(
-            f"'{self.stored_name}' is a lazy tensor, whose values stay in a file: it has no memory of its own. "
-            "tensor.clone() reads the values into an ordinary tensor."
-        )
+        return self._made_ordinary().storage()
+
+    def untyped_storage(self) -> Any:
+        return self._made_ordinary().untyped_storage()
+
+    def data_ptr(self) -> int:
+        return self._made_ordinary().data_ptr()
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        return self._made_ordinary().set_(*args, **kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"StoredTensor({self.stored_name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"LazyTensor({self.stored_name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
-            held, value = self._held, self._held.value
-            own = replace(held, value=None if value is None else value.clone())
-            is_shared = held.write is None  # stored values that nothing can change
-            memo[id(self)] = StoredTensor._over(own, self.shape, self.dtype) if is_shared else self.clone()
+            copy, is_parameter = self.cast(self.dtype), isinstance(self, nn.Parameter)
+            memo[id(self)] = nn.Parameter(copy, self.requires_grad) if is_parameter else copy
         return memo[id(self)]
 
 
 def in_memory(tensor: Tensor) -> Tensor:
     """The tensor itself, or a copy in memory of a lazy tensor."""
-    return tensor.clone() if isinstance(tensor, StoredTensor) else tensor
+    return tensor.clone() if isinstance(tensor, LazyTensor) else tensor

@@ -1,4 +1,4 @@
-"""One walk over nested dicts, lists and tuples with sharded tensors in them, and what becomes of their tensors."""
+"""A walk over nested dicts, lists and tuples with sharded tensors in them, and conversions of these tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.tensor.lazy_tensor import StoredTensor
+from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
@@ -61,7 +61,7 @@ def identity(tensor: ShardedTensor) -> Any:
 
 def is_in_parts(value: Any) -> bool:
     """Whether a value is a sharded tensor, or a view of one."""
-    return isinstance(value, WrapperTensor) and not isinstance(value, StoredTensor)
+    return isinstance(value, WrapperTensor) and not isinstance(value, LazyTensor)
 
 
 def gathered(tensor: Tensor) -> Tensor:

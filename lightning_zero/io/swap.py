@@ -1,9 +1,9 @@
 """Files for states on a disk, and a pipeline that reads, changes and writes them.
 
     file = SwapFile("/local/disk", 3 * 2**30)
-    stream([Piece(file, start, 2**28) for start in range(0, 3 * 2**30, 2**28)], act, Ring(2**28))
+    stream([Extent(file, start, 2**28) for start in range(0, 3 * 2**30, 2**28)], act, Ring(2**28))
 
-While ``act`` changes one piece in the calling thread, threads write the ones before and read those after:
+While ``act`` changes one extent in the calling thread, threads write the ones before and read those after:
 
     buffer 0 | read 0 | act 0 | write 0       | read 3 | act 3 | ...
     buffer 1 | read 1         | act 1 | write 1        | read 4 | ...
@@ -13,11 +13,10 @@ While ``act`` changes one piece in the calling thread, threads write the ones be
 from __future__ import annotations
 
 import os
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
 from threading import Lock
@@ -30,31 +29,27 @@ BUFFERS = 3
 """Buffers of a ring: one is being read into, one changed, one written."""
 
 SLICE = 2**20
-"""Smallest part of a piece, in bytes, that is worth a thread of its own."""
+"""Smallest part of an extent, in bytes, that is worth a thread of its own."""
 
 
-def unnamed_file(folder: str) -> DirectFile:
-    """Create a file without a name, so that it vanishes however the process ends, and processes that it forked.
+class SwapFile(DirectFile):
+    """A file without a name: it vanishes when this process, and processes that it forked, end in whatever way.
 
-    The folder is on a local disk; if it does not exist, it is created for this user alone.
-    """
-    make_private_folder(folder)
-    file = DirectFile(os.path.join(folder, f".lightning_zero-{new_label()}"), readable=True)
-    os.unlink(file.path)
-    return file
+    It contains zeros, for which disk space is reserved, and grows where more is written.
 
-
-class SwapFile:
-    """An unnamed file of zeros with reserved disk space. Several threads may use it at once, at different positions.
+    Args:
+        folder: on a local disk; if it does not exist, it is created for this user alone. Errors contain its path.
 
     Raises:
         OSError: if the disk lacks space or no file can be created in the folder; no space is taken then.
     """
 
-    def __init__(self, folder: str, nbytes: int) -> None:
-        self.folder, self.nbytes = folder, nbytes
+    def __init__(self, folder: str, nbytes: int = 0) -> None:
+        self.nbytes = nbytes
         try:
-            self.direct = unnamed_file(folder)
+            make_private_folder(folder)
+            super().__init__(os.path.join(folder, f".lightning_zero-{new_label()}"), readable=True)
+            os.unlink(self.path)
         except OSError as error:
             raise type(error)(
                 error.errno,
@@ -62,38 +57,38 @@ class SwapFile:
                 "disk in which this user may create files",
                 folder,
             ) from error
-        weakref.finalize(self, self.direct.close)
+        self.path = folder
         try:
-            self.direct.reserve(nbytes)
+            self.reserve(nbytes)
         except OSError as error:
-            self.direct.close()
-            error.filename = folder  # that of the file is gone, or missing in errors of calls on open files
+            super().close()
+            error.filename = folder  # which errors of calls on open files lack
             raise
 
     def close(self) -> None:
         """Free the disk space, also where forked processes have the file open."""
         with suppress(OSError):  # closed before
-            self.direct.reserve(0)
-        self.direct.close()
+            self.reserve(0)
+        super().close()
 
     def read(self, into: memoryview, position: int) -> None:
-        """Fill memory with the bytes at a position; an OSError names the file and the position."""
-        self._move(self.direct.read, "read", into, position)
+        with self._named_in_errors("read", into, position):
+            super().read(into, position)
 
     def write(self, data: memoryview, position: int) -> None:
-        """Write bytes at a position; an OSError names the file and the position."""
-        self._move(self.direct.write, "written", data, position)
+        with self._named_in_errors("written", data, position):
+            super().write(data, position)
 
-    def _move(self, call: Callable[[memoryview, int], None], done: str, memory: memoryview, position: int) -> None:
-        assert 0 <= position and position + len(memory) <= self.nbytes
+    @contextmanager
+    def _named_in_errors(self, done: str, memory: memoryview, position: int) -> Iterator[None]:
         try:
-            call(memory, position)
+            yield
         except OSError as error:
             message = f"{len(memory)} bytes cannot be {done} at byte {position} ({error.strerror})"
-            raise OSError(error.errno, message, self.folder) from error
+            raise OSError(error.errno, message, self.path) from error
 
 
-class Piece(NamedTuple):
+class Extent(NamedTuple):
     """A range of a file that is processed at once; its bytes ideally are a multiple of ``disk.ALIGNMENT``."""
 
     file: SwapFile
@@ -102,9 +97,9 @@ class Piece(NamedTuple):
 
 
 class Ring:
-    """Three buffers for the largest piece, which pieces use in turn, and the threads that read and write them.
+    """Three buffers for the largest extent, which extents use in turn, and the threads that read and write them.
 
-    Several threads read a piece, and several write it: disks are faster with several requests at once.
+    Several threads read an extent, and several write it: disks are faster with several requests at once.
     """
 
     def __init__(self, nbytes: int, threads: int = 4) -> None:
@@ -116,67 +111,67 @@ class Ring:
         self._writers = ThreadPoolExecutor(threads, "lightning_zero-write")
 
     def buffer(self, index: int, nbytes: int) -> memoryview:
-        """The buffer of the piece with this number."""
+        """The buffer of the extent with this number."""
         return self._buffers[index % BUFFERS][:nbytes]
 
-    def read(self, index: int, piece: Piece, after: Sequence[Future[None]] = ()) -> list[Future[None]]:
-        """Start to read a piece into its buffer, after the given writes."""
+    def read(self, index: int, extent: Extent, after: Sequence[Future[None]] = ()) -> list[Future[None]]:
+        """Start to read an extent into its buffer, after the given writes."""
 
         def read(memory: memoryview, position: int) -> None:
             wait(after)
-            piece.file.read(memory, position)
+            extent.file.read(memory, position)
 
-        return self._in_slices(self._readers, read, index, piece)
+        return self._in_slices(self._readers, read, index, extent)
 
-    def write(self, index: int, piece: Piece) -> list[Future[None]]:
-        """Start to write a piece from its buffer."""
-        return self._in_slices(self._writers, piece.file.write, index, piece)
+    def write(self, index: int, extent: Extent) -> list[Future[None]]:
+        """Start to write an extent from its buffer."""
+        return self._in_slices(self._writers, extent.file.write, index, extent)
 
     def _in_slices(
-        self, executor: ThreadPoolExecutor, call: Callable[[memoryview, int], None], index: int, piece: Piece
+        self, executor: ThreadPoolExecutor, call: Callable[[memoryview, int], None], index: int, extent: Extent
     ) -> list[Future[None]]:
-        memory = self.buffer(index, piece.nbytes)
-        size = aligned(max(SLICE, -(-piece.nbytes // self.threads)))
+        memory = self.buffer(index, extent.nbytes)
+        size = aligned(max(SLICE, -(-extent.nbytes // self.threads)))
         return [
-            executor.submit(call, memory[start : start + size], piece.position + start)
-            for start in range(0, piece.nbytes, size)
+            executor.submit(call, memory[start : start + size], extent.position + start)
+            for start in range(0, extent.nbytes, size)
         ]
 
 
 def stream(
-    pieces: Sequence[Piece],
+    extents: Sequence[Extent],
     act: Callable[[int, memoryview], object],
     ring: Ring,
     on_written: Callable[[int], object] = lambda index: None,
 ) -> None:
-    """Read pieces, change each in place, and write them back, with all three overlapping.
+    """Read extents, change each in place, and write them back, with all three overlapping.
 
     After an error of ``act`` or of the disk, running reads and writes finish and no new ones start.
 
     Args:
-        pieces: must not overlap; none may be larger than a buffer of the ring.
-        act: called in this thread with a piece's number and its bytes, which it may use until it returns.
+        extents: must not overlap; none may be larger than a buffer of the ring.
+        act: called in this thread with an extent's number and its bytes, which it may use until it returns.
         ring: not in use by another ``stream``.
-        on_written: called with a piece's number after it was written: in other threads, one call at a time, for the
-            last piece perhaps shortly after this function has returned.
+        on_written: called with an extent's number after it was written: in other threads, one call at a time, for the
+            last extent perhaps shortly after this function has returned.
     """
     notifying = Lock()
-    reads: deque[list[Future[None]]] = deque()  # of the next piece, and of those after it
-    writes: deque[list[Future[None]]] = deque(maxlen=BUFFERS)  # of the last pieces; all earlier ones have succeeded
+    reads: deque[list[Future[None]]] = deque()  # of the next extent, and of those after it
+    writes: deque[list[Future[None]]] = deque(maxlen=BUFFERS)  # of the last extents; all earlier ones have succeeded
     try:
-        for index, piece in enumerate(pieces[:BUFFERS]):
-            reads.append(ring.read(index, piece))
-        for index, piece in enumerate(pieces):
+        for index, extent in enumerate(extents[:BUFFERS]):
+            reads.append(ring.read(index, extent))
+        for index, extent in enumerate(extents):
             _wait(reads[0])
             reads.popleft()
             # Raise errors of finished writes. The last write from this buffer is finished, as the read has waited for
             # it.
             _wait(write for write in chain.from_iterable(writes) if write.done())
-            act(index, ring.buffer(index, piece.nbytes))
-            writes.append(ring.write(index, piece))
+            act(index, ring.buffer(index, extent.nbytes))
+            writes.append(ring.write(index, extent))
             _when_done(writes[-1], partial(on_written, index), notifying)
-            if index + BUFFERS < len(pieces):
-                reads.append(ring.read(index + BUFFERS, pieces[index + BUFFERS], after=writes[-1]))
+            if index + BUFFERS < len(extents):
+                reads.append(ring.read(index + BUFFERS, extents[index + BUFFERS], after=writes[-1]))
         _wait(chain.from_iterable(writes))
     finally:  # no thread uses the ring afterwards
         for future in chain.from_iterable(reads):

@@ -1,0 +1,100 @@
+"""The part of an engine that reads and writes what a checkpoint contains: state dicts and master weights by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.engine.comm.rendezvous import Rendezvous
+from lightning_zero.engine.compat import tree_leaves
+from lightning_zero.engine.optim.master import restore_digits
+from lightning_zero.engine.optim.masters import Masters
+from lightning_zero.engine.state.bucket import Bucket
+from lightning_zero.engine.state.slot import slots_of
+from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
+from lightning_zero.engine.tensor.sharded_tree import Leaf, in_parts, on_cpu, walk
+
+
+class StateDicts:
+    """Base class of ``Engine``, which provides the attributes."""
+
+    masters: list[Masters]
+    rendezvous: Rendezvous
+
+    @property
+    def module(self) -> nn.Module:
+        raise NotImplementedError
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        raise NotImplementedError
+
+    def _masters_of(self, optimizer: Optimizer) -> Masters | None:
+        return next((masters for masters in self.masters if masters.optimizer is optimizer), None)
+
+    def full_state_dict(
+        self, *, leaf: Leaf = on_cpu, module: nn.Module | None = None, without: Collection[str] = ()
+    ) -> dict[str, Any]:
+        """The module's state dict, by default with full (unsharded) tensors on the CPU. Collective.
+
+        Args:
+            leaf: what each tensor becomes: ``on_cpu``, ``on_meta`` for ranks that take part but do not write, or
+                ``in_parts``, which leaves sharded tensors, gathers nothing and copies nothing.
+            module: a submodule; the root module by default.
+            without: names to leave out, without gathering them. The same on every rank.
+        """
+        with torch.no_grad():
+            state = (module or self.module).state_dict()
+            for name in without:
+                state.pop(name, None)
+            if leaf is in_parts:
+                return state
+            gathers = any(isinstance(v, ShardedTensor) and v.whole_at_hand() is None for v in tree_leaves(state))
+            with self.rendezvous.met("the module's state dict") if gathers else nullcontext():
+                return walk(state, leaf)
+
+    def full_optimizer_state_dict(self, optimizer: Optimizer, *, leaf: Leaf = on_cpu) -> dict[str, Any]:
+        """An optimizer's state dict in torch's usual form, by default with full tensors on the CPU. Collective.
+
+        An optimizer that the engine does not know returns its own state dict, on each rank.
+
+        Args:
+            leaf: as for ``full_state_dict``.
+        """
+        if (masters := self._masters_of(optimizer)) is not None:
+            return masters.states.state_dict(leaf)
+        state = optimizer.state_dict()
+        return state if leaf is in_parts else copy.deepcopy(state)
+
+    def masters_by_name(self, *, leaf: Leaf = on_cpu) -> dict[str, Tensor]:
+        """The fp32 master weights of low-precision parameters by name, by default full tensors on the CPU. Collective.
+
+        Args:
+            leaf: as for ``full_state_dict``.
+        """
+        finer = [bucket for bucket in self.buckets if bucket.master_dtype != bucket.dtype]
+        masters = {
+            slot.name: ShardedTensor(slot, slot.parameter_at_rest(), keep=self)
+            for bucket in finer
+            for slot in slots_of(bucket)
+        }
+        with self.rendezvous.met("the fp32 masters") if finer and leaf is not in_parts else nullcontext():
+            return walk(masters, leaf)
+
+    def load_masters(self, masters: dict[str, Tensor]) -> None:
+        """Restore the fp32 master weights that belong to the current parameters. No communication.
+
+        Elements of a parameter that differ from the rounded master weight were changed since and keep their value.
+        Parameters that are in fp32 now, but were saved in low precision, regain the precision of their master weights.
+
+        Args:
+            masters: full tensors by name.
+        """
+        for slot in (slot for bucket in self.buckets for slot in slots_of(bucket) if slot.name in masters):
+            restore_digits(slot, masters[slot.name])

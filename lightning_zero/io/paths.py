@@ -1,0 +1,62 @@
+"""Replace and remove files and folders so that other processes see either all of them or nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def replace(new: str, place: str, aside: str) -> None:
+    """Rename a file or folder to a path. What was at the path then has the name ``new`` or ``aside``, or is gone.
+
+    All three are in one folder. Where the system cannot exchange two names, nothing is at the path for a moment.
+    """
+    try:
+        os.rename(new, place)  # replaces a file by a file; no folder is there
+        return
+    except OSError:
+        if not os.path.lexists(place):
+            raise
+    if _exchange(new, place):
+        return
+    os.rename(place, aside)
+    try:
+        os.rename(new, place)
+    except OSError:
+        os.rename(aside, place)
+        raise
+
+
+def is_folder(path: str) -> bool:
+    return os.path.isdir(path) and not os.path.islink(path)
+
+
+def _exchange(one: str, other: str) -> bool:
+    """Atomically exchange two names (Linux); False if the system or the file system does not support that."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    return rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
+
+
+def remove_path(path: str) -> None:
+    if is_folder(path):
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        os.remove(path)
+
+
+def sync_folder(folder: str) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # the file system cannot sync folders
+            raise
+    finally:
+        os.close(descriptor)
