@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
+from lightning_zero.io.tables import show
+
 
 class CompareJobs(Callback):
     """Hydra callback that records the folder of a sweep.
@@ -28,36 +30,34 @@ def compare(folder: Path) -> Path:
     Returns:
         The path of ``comparison.json``.
     """
-    from lightning_zero.monitoring.report import missing, plot_losses
+    from lightning_zero.monitoring.report import plot_losses
 
     jobs = _jobs(folder)
     done = {label: results for label, results in jobs.items() if results is not None}
     written = folder / "comparison.json"
     written.write_text(json.dumps(jobs, indent=1))
-    if note := missing("rich"):
-        print("table", note)
-    else:
-        _print_table(jobs, done)
+    print(f"{len(done)} of {len(jobs)} jobs")
+    rows = _rows(jobs, done)
+    show(rows, right=range(1, len(rows[0])))
     print("comparison", written)
     if done:
         print("plot", plot_losses(folder / "comparison.png", done), flush=True)
     return written
 
 
-def _print_table(jobs: dict[str, dict[str, Any] | None], done: dict[str, dict[str, Any]]) -> None:
-    from rich.table import Table
+def _rows(jobs: dict[str, dict[str, Any] | None], done: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
+    """The rows of a sweep's table, a job each, after the heading."""
+    from lightning_zero.monitoring.report import figures
 
-    from lightning_zero.monitoring.report import figures, make_console
-
-    table = Table(title=f"{len(done)} of {len(jobs)} jobs")
-    table.add_column("job", overflow="fold")
-    names = dict.fromkeys(name for results in done.values() for name in figures(results))
-    for name in names:
-        table.add_column(name, justify="right")
-    for label, results in jobs.items():
-        found = {} if results is None else figures(results)
-        table.add_row(label, *(found.get(name, "failed") for name in names))
-    make_console().print(table)
+    found = {label: {each.heading: each.value for each in figures(results)} for label, results in done.items()}
+    headings = dict.fromkeys(heading for values in found.values() for heading in values if heading)
+    rows = [("job", *(headings or ["result"]))]
+    for label in jobs:
+        if label in found:
+            rows.append((label, *(found[label].get(heading, "") for heading in headings)))
+        else:
+            rows.append((label, "failed", *(len(rows[0]) - 2) * ("",)))
+    return rows
 
 
 def _jobs(folder: Path) -> dict[str, dict[str, Any] | None]:

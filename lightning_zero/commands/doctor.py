@@ -12,7 +12,9 @@ from importlib import metadata
 from typing import Any
 
 from lightning_zero.commands.parsing import Parser
-from lightning_zero.commands.showing import in_bytes, print_json, show
+from lightning_zero.commands.showing import print_json
+from lightning_zero.io.sizes import in_bytes
+from lightning_zero.io.tables import show
 
 
 def parser() -> Parser:
@@ -40,11 +42,10 @@ def main(arguments: list[str]) -> int:
     if parsed.json:
         print_json({**found, "findings": findings})
         return 0
-    rows: list[tuple[str, ...]] = [("", "")]
-    rows += [(name, version) for name, version in found["versions"].items()]
+    rows = list(found["versions"].items())
     rows += [(name.replace("_", " "), _said(name, value)) for name, value in found["machine"].items()]
     rows += [(name.replace("_", " "), _said(name, value)) for name, value in found["resources"].items()]
-    show(rows, ())
+    show(rows)
     for finding in findings:
         print(finding)
     return 0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 
 from lightning_zero.commands.parsing import Parser
-from lightning_zero.commands.showing import print_json, show
+from lightning_zero.commands.showing import print_json
+from lightning_zero.io.tables import show
 
 
 def parser() -> Parser:

@@ -10,7 +10,9 @@ from typing import Any
 
 from lightning_zero.commands.parsing import Parser
 from lightning_zero.commands.projects import add_project, cut, project_of, strategy_options
-from lightning_zero.commands.showing import in_bytes, print_json, show, size_of
+from lightning_zero.commands.showing import print_json, size_of
+from lightning_zero.io.sizes import in_bytes
+from lightning_zero.io.tables import show
 
 USAGE = """lightning-zero plan package.module:Module [width=512 ...] --batch package.module:make_batch [options]
        lightning-zero plan train.py [options] [-- arguments of the script]

@@ -1,4 +1,4 @@
-"""Output of commands: tables, JSON, progress of long operations, sizes in bytes as text, and closed pipes."""
+"""Output of commands: JSON, progress of long operations, sizes in bytes as text, and closed pipes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 from tqdm import tqdm
-
-from lightning_zero.io.sizes import in_bytes as in_bytes
 
 
 @contextmanager
@@ -34,19 +32,6 @@ def size_of(text: str) -> int:
     if size < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size: write 500MB, 5GB or 4GiB")
     return size
-
-
-def show(table: list[tuple[str, ...]], right: tuple[int, ...]) -> None:
-    """Print a table in plain text, not by rich: a wheel alone has no rich, and programs read these lines.
-
-    Args:
-        table: rows of cells; the first row is the heading.
-        right: the columns to align to the right.
-    """
-    widths = [max(map(len, column)) for column in zip(*table)]
-    for row in table:
-        cells = [cell.rjust(n) if i in right else cell.ljust(n) for i, (cell, n) in enumerate(zip(row, widths))]
-        print("  ".join(cells).rstrip())
 
 
 CLOSED_PIPE = 128 + signal.SIGPIPE

@@ -1,19 +1,16 @@
-"""Report at the end of a training: a table, a plot, a line for each main result, and results.json."""
+"""Report at the end of a training: a table, a plot and results.json."""
 
 import importlib.util
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from lightning.pytorch import Trainer
 
 from lightning_zero.engine.report import WORKING_BUFFERS
+from lightning_zero.io.tables import show
 from lightning_zero.monitoring.callback import ZeroMonitor
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 def expected_psi(stage: int, accumulate: int, world_size: int) -> int:
@@ -56,88 +53,87 @@ def collect(trainer: Trainer, monitor: ZeroMonitor, metrics: Mapping[str, float]
     }
 
 
-def figures(results: dict[str, Any]) -> dict[str, str]:
-    """Return the main results as name -> formatted value, for tables and the last lines of output."""
-    found, loss = {}, results["training_loss"]
+class Figure(NamedTuple):
+    """A main result.
+
+    Attributes:
+        name: its row in the table of a job.
+        heading: its column in the table of a sweep; "" if it has none there.
+        note: what the value is of, or is to be compared with.
+    """
+
+    name: str
+    heading: str
+    value: str
+    note: str = ""
+
+
+def figures(results: dict[str, Any]) -> list[Figure]:
+    """The main results, as text."""
+    found, loss = [], results["training_loss"]
     if loss is not None:
-        found["training loss (rank 0, mean of 20 steps)"] = f"{loss:.3f}"
+        found.append(Figure("training loss", "training loss", f"{loss:.3f}", "rank 0, mean of 20 steps"))
     for name, value in results["validation"].items():
         if name != "loss":
-            found[f"validation {name}"] = f"{value:.3g}"
+            found.append(Figure(f"validation {name}", name, f"{value:.3g}"))
     rate, psi = results["per_second"], results["communicated_psi"]
-    found[f"{results['counted']} a second"] = "not measured" if rate is None else f"{rate:.0f}"
+    counted = results["counted"]
+    found.append(Figure(f"{counted} a second", f"{counted}/s", "not measured" if rate is None else f"{rate:.0f}"))
     held, formula, ddp = results["peak_bytes"], results["formula_bytes"], results["ddp_bytes"]
-    buffers = sum(held.get(category, 0) for category in WORKING_BUFFERS)
-    total = sum(held.values())
     if formula is None or ddp is None:
-        found["peak memory a rank"] = "not measured"
+        found.append(Figure("peak memory a rank", "memory", "not measured"))
     else:
-        found["model states at the peak"] = f"{(total - buffers) / 1e6:.1f} MB (formula {formula / 1e6:.1f} MB)"
-        found["working buffers at the peak"] = f"{buffers / 1e6:.1f} MB"
-        found["peak memory a rank"] = f"{total / 1e6:.1f} MB (DDP {ddp / 1e6:.1f} MB)"
-    expected = results["expected_psi"]
-    found["communicated a step"] = "not counted" if psi is None else f"{psi:.2f} Psi (expected {expected} Psi)"
+        total = sum(held.values())
+        buffers = sum(held.get(category, 0) for category in WORKING_BUFFERS)
+        found += [
+            Figure("model states at the peak", "states", _mb(total - buffers), f"formula {_mb(formula)}"),
+            Figure("working buffers at the peak", "", _mb(buffers)),
+            Figure("peak memory a rank", "memory", _mb(total), f"DDP {_mb(ddp)}"),
+        ]
+    if psi is None:
+        found.append(Figure("communicated a step", "traffic", "not counted"))
+    else:
+        expected = f"expected {results['expected_psi']} Psi"
+        found.append(Figure("communicated a step", "traffic", f"{psi:.2f} Psi", expected))
     return found
 
 
-def write_report(folder: Path, results: dict[str, Any], sample: str | None) -> None:
-    """Print the table, a sample of text and the main results, and write ``results.json`` and ``loss.png``.
+def _mb(nbytes: float) -> str:
+    return f"{nbytes / 1e6:.1f} MB"
 
-    Table and sample need rich, the plot matplotlib.
-    """
+
+def write_report(folder: Path, results: dict[str, Any], sample: str | None) -> None:
+    """Print a sample of text and a table, and write ``results.json`` and ``loss.png``, which needs matplotlib."""
     (folder / "results.json").write_text(json.dumps(results, indent=1))
     plot = plot_losses(folder / "loss.png", {results["strategy"]: results})
-    if note := missing("rich"):
-        print("table", note)
-    else:
-        _print_table(results, sample)
-    for name, value in figures(results).items():
-        print(name, value)
+    if sample is not None:
+        # A model at the beginning of its training writes control characters, which a terminal would obey.
+        text = "".join(each if each.isprintable() or each == "\n" else "\ufffd" for each in sample)
+        print(f"{' sample ':-^80}\n{text}\n{80 * '-'}")
+    print(f"{results['strategy']}, {results['processes']} processes, {results['precision']}")
+    show(_rows(results), right=(1,))
     print("checkpoint", results["checkpoint"] or "none")
     print("plot", plot, flush=True)
 
 
-def missing(package: str) -> str | None:
-    """Return what is printed in place of a part of the report whose package is missing."""
-    is_installed = importlib.util.find_spec(package) is not None
-    return None if is_installed else f'none: the package {package} is missing: pip install "lightning_zero[demo]"'
-
-
-def _print_table(results: dict[str, Any], sample: str | None) -> None:
-    from rich.table import Table
-
-    console = make_console()
-    table = Table(title=f"{results['strategy']}, {results['processes']} processes, {results['precision']}")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    table.add_row("parameters (Psi)", f"{results['parameters'] / 1e6:.2f} million")
-    table.add_row("steps", str(results["steps"]))
+def _rows(results: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """The rows of a job's table: name, value and note."""
+    rows = [
+        ("parameters (Psi)", f"{results['parameters'] / 1e6:.2f} million", ""),
+        ("steps", str(results["steps"]), ""),
+    ]
     for name, value in dict(results["validation_curve"]).get(0, {}).items():
-        table.add_row(f"{name.replace('/', ' ')} before the first step", f"{value:.3g}")
+        rows.append((f"{name.replace('/', ' ')} before the first step", f"{value:.3g}", ""))
     if "loss" in results["validation"]:
-        table.add_row("validation loss", f"{results['validation']['loss']:.3f}")
-    for name, value in figures(results).items():
-        table.add_row(name, value)
-    for category, held in results["peak_bytes"].items():
-        table.add_row(f"  {category} at the peak", f"{held / 1e6:.1f} MB")
-    if results["units"]:
-        numels = results["units"].values()
-        sizes = f", {min(numels) / 1e6:.2f} to {max(numels) / 1e6:.2f} million"
-        table.add_row("units, gathered one after another", f"{len(numels)}{sizes}")
+        rows.append(("validation loss", f"{results['validation']['loss']:.3f}", ""))
+    rows += [(each.name, each.value, each.note) for each in figures(results)]
+    rows += [(f"  {category} at the peak", _mb(held), "") for category, held in results["peak_bytes"].items()]
+    if numels := results["units"].values():
+        sizes = f"{min(numels) / 1e6:.2f} to {max(numels) / 1e6:.2f} million parameters each"
+        rows.append(("units, gathered one after another", str(len(numels)), sizes))
     for unit, seconds in list(results["waited"].items())[:5]:
-        table.add_row(f"  waited for {unit} a step", f"{1000 * seconds:.2f} ms")
-    console.print(table)
-    if sample is not None:
-        console.rule("sample")
-        console.print(sample, markup=False, highlight=False)
-        console.rule()
-
-
-def make_console() -> "Console":
-    """Create a console as wide as the terminal, or 120 columns for files and logs instead of rich's 80."""
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else 120)
+        rows.append((f"  waited for {unit} a step", f"{1000 * seconds:.2f} ms", ""))
+    return rows
 
 
 def plot_losses(path: Path, runs: dict[str, dict[str, Any]]) -> Path | str:
@@ -146,8 +142,8 @@ def plot_losses(path: Path, runs: dict[str, dict[str, Any]]) -> Path | str:
     Returns:
         ``path``, or what to install for a plot.
     """
-    if note := missing("matplotlib"):
-        return note
+    if importlib.util.find_spec("matplotlib") is None:
+        return 'none: the package matplotlib is missing: pip install "lightning_zero[demo]"'
     # Figures created without pyplot need no display and leave no global state.
     from matplotlib.figure import Figure
 
