@@ -234,6 +234,7 @@ REPORTS = {
     "checkpoint verify {path} --json": {"whole": True},
     "checkpoint export {path} {out}.safetensors --json": {"tensors": 2, "tied": 0, "bytes": 80, "left_out": []},
     "checkpoint convert {path} {out} --to sharded --json": {"form": "sharded"},
+    "checkpoint import fsdp {path} {out} --json": {"form": "full", "bytes": 80},
 }
 
 
