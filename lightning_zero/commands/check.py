@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import inspect
 import logging
+import math
 import operator
 import os
 import re
@@ -20,7 +21,7 @@ from hydra.errors import (
     MissingConfigException,
     OverrideParseException,
 )
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_zero.io.names import suggestion
@@ -46,16 +47,31 @@ def _whole(least: int) -> Rule:
 
 
 ABOVE_0: Rule = (lambda v: type(v) in (int, float) and v > 0, "a number above 0")
-NOT_NEGATIVE: Rule = (lambda v: v is None or (type(v) in (int, float) and v >= 0), "a number, 0 or more")
+NOT_NEGATIVE: Rule = (lambda v: type(v) in (int, float) and 0 <= v < math.inf, "a number, 0 or more")
+
+
+def _or_null(rule: Rule) -> Rule:
+    return lambda v: v is None or rule[0](v), f"{rule[1]}, or null"
+
+
+def _are_betas(value: Any) -> bool:
+    return (
+        isinstance(value, ListConfig) and len(value) == 2 and all(type(v) in (int, float) and 0 <= v < 1 for v in value)
+    )
+
 
 # Values that the configured objects would accept and fail on later, when processes have been started.
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(("seed", "model.warmup_steps", "data.workers"), _whole(0)),
+    "seed": (lambda v: type(v) is int and 0 <= v < 2**32, "a whole number, 0 to 4294967295"),
+    **dict.fromkeys(("model.warmup_steps", "data.workers"), _whole(0)),
     **dict.fromkeys(("model.width", "model.depth", "model.heads", "model.context"), _whole(1)),
     **dict.fromkeys(("data.context", "data.batch_size", "data.max_bytes"), _whole(1)),
     **dict.fromkeys(("trainer.num_nodes", "trainer.accumulate_grad_batches"), _whole(1)),
     **dict.fromkeys(("trainer.val_check_interval", "trainer.limit_val_batches"), ABOVE_0),
-    **dict.fromkeys(("optimizer.lr", "optimizer.weight_decay"), NOT_NEGATIVE),
+    **dict.fromkeys(("optimizer.lr", "optimizer.weight_decay", "optimizer.momentum"), NOT_NEGATIVE),
+    "optimizer.betas": (_are_betas, "two numbers, each 0 or more and below 1"),
+    "trainer.gradient_clip_val": _or_null(NOT_NEGATIVE),
+    "trainer.check_val_every_n_epoch": _or_null(_whole(1)),
     "model.prompt": (lambda v: isinstance(v, str) and v != "", "a text of at least one character"),
     "data.validation_percent": (lambda v: type(v) in (int, float) and 0 < v < 100, "a number between 0 and 100"),
     "trainer.devices": (lambda v: v == "auto" or (type(v) is int and v >= 1), 'a whole number, 1 or more, or "auto"'),
@@ -182,6 +198,7 @@ def _check_made(config: DictConfig) -> None:
         "model": make_model,
         "optimizer": lambda optimizer: instantiate(optimizer)([torch.nn.Parameter(torch.empty(1, device="cpu"))]),
         "stage": instantiate,
+        "logger": instantiate,  # also makes MLflow's database, before several ranks would make it at once
         "callbacks": lambda callbacks: [instantiate(callback) for callback in callbacks.values()],
         "trainer": lambda trainer: instantiate(
             trainer, callbacks=[instantiate(callback) for callback in config.callbacks.values()], logger=False

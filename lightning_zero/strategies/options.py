@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 
@@ -41,8 +41,9 @@ class StrategyOptions:
             if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
                 *others, last = map(repr, get_args(kind))
                 raise ValueError(f"{name}={getattr(self, name)!r} must be {', '.join(others)} or {last}.")
-        if not isinstance(self.timeout, (timedelta, int, float, type(None))) or isinstance(self.timeout, bool):
-            raise ValueError(f"timeout={self.timeout!r} must be a datetime.timedelta or a number of seconds.")
+        is_time = isinstance(self.timeout, (timedelta, int, float)) and not isinstance(self.timeout, bool)
+        if self.timeout is not None and not (is_time and cast(timedelta, self.group_timeout) > timedelta(0)):
+            raise ValueError(f"timeout={self.timeout!r} must be a datetime.timedelta or a number of seconds, above 0.")
 
     @property
     def group_timeout(self) -> timedelta | None:

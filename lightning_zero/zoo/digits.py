@@ -31,6 +31,8 @@ class DigitsData(LightningDataModule):
         held_out = torch.arange(len(labels)) % 5 == 0
         self.train = TensorDataset(images[~held_out], labels[~held_out])
         self.validation = TensorDataset(images[held_out], labels[held_out])
+        if len(self.train) < self.batch_size:
+            raise ValueError(f"batch_size={self.batch_size}: there are only {len(self.train)} images for training")
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         return DataLoader(self.train, self.batch_size, shuffle=True, drop_last=True)

@@ -80,7 +80,7 @@ class TextData(LightningDataModule):
 
     Raises:
         FileNotFoundError: ``path`` does not exist.
-        ValueError: There is less than one window of text for training or validation.
+        ValueError: There is less than one batch of text for training, or one window for validation.
     """
 
     def __init__(
@@ -113,6 +113,8 @@ class TextData(LightningDataModule):
         self.train, validation = (
             Windows(torch.frombuffer(bytearray(text), dtype=torch.uint8), self.context) for text in texts
         )
+        if len(self.train) < self.batch_size:
+            raise ValueError(f"batch_size={self.batch_size}: there are only {len(self.train)} windows for training")
         # Fixed order that mixes the files, so that a validation of a few batches sees more than the first file.
         order = torch.randperm(len(validation), generator=torch.Generator().manual_seed(0))
         self.validation = Subset(validation, order.tolist())

@@ -67,7 +67,7 @@ def test_single_file_is_split_at_its_end(tmp_path: Path) -> None:
 def test_targets_are_the_next_bytes(tmp_path: Path) -> None:
     file = tmp_path / "text"
     file.write_bytes(bytes(range(100)))
-    data = TextData(str(file), context=8, validation_percent=20)
+    data = TextData(str(file), context=8, batch_size=2, validation_percent=20)
     data.setup()
     assert len(data.train) == 9 and len(data.validation) == 2  # of 80 and 20 bytes, with one more for the last target
     tokens, targets = data.train[1]
