@@ -72,7 +72,8 @@ def figures(results: dict[str, Any]) -> list[Figure]:
     """The main results, as text."""
     found, loss = [], results["training_loss"]
     if loss is not None:
-        found.append(Figure("training loss", "training loss", f"{loss:.3f}", "rank 0, mean of 20 steps"))
+        steps = len(results["loss_curve"][-20:])
+        found.append(Figure("training loss", "training loss", f"{loss:.3f}", f"rank 0, mean of the last {steps} steps"))
     for name, value in results["validation"].items():
         if name != "loss":
             found.append(Figure(f"validation {name}", name, f"{value:.3g}"))
@@ -93,8 +94,8 @@ def figures(results: dict[str, Any]) -> list[Figure]:
     if psi is None:
         found.append(Figure("communicated a step", "traffic", "not counted"))
     else:
-        expected = f"expected {results['expected_psi']} Psi"
-        found.append(Figure("communicated a step", "traffic", f"{psi:.2f} Psi", expected))
+        formula_psi = f"formula {results['expected_psi']} Psi"
+        found.append(Figure("communicated a step", "traffic", f"{psi:.2f} Psi", formula_psi))
     return found
 
 

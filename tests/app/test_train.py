@@ -50,7 +50,7 @@ def test_output_ends_with_a_table_of_plain_text_and_the_paths(alone: tuple[Path,
     for name, value, note in (
         ("model states at the peak", r"\d+\.\d MB", r"formula \d+\.\d MB"),
         ("peak memory a rank", r"\d+\.\d MB", r"DDP \d+\.\d MB"),
-        ("communicated a step", r"\d\.\d\d Psi", "expected 3 Psi"),
+        ("communicated a step", r"\d\.\d\d Psi", "formula 3 Psi"),
     ):
         assert re.fullmatch(value, rows[name][0]) and re.fullmatch(note, rows[name][1])
     assert re.fullmatch(r"\d+\.\d MB", *rows["working buffers at the peak"])
