@@ -123,7 +123,8 @@ def measure(strategy: str, arguments: argparse.Namespace) -> dict[str, Any]:
         parts = [(max if kind == "seconds" else sum)(part) for part in zip(*(rank[kind] for rank in ranks))]
         on, off = parts[::2], parts[1::2]
         found[kind] = {"on": on, "off": off, "ratio": statistics.median(a / b for a, b in zip(on, off))}
-    found["hooks"] = statistics.median(seconds for rank in ranks for seconds in rank["hooks"][::2])
+    found["hooks_seconds"] = [seconds for rank in ranks for seconds in rank["hooks"][::2]]
+    found["hooks"] = statistics.median(found["hooks_seconds"])
     return found
 
 

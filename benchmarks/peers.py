@@ -225,10 +225,12 @@ def read(system: str, model: str, arguments: argparse.Namespace) -> dict[str, An
     """What is read of a system beside its speed: bytes a rank, and CPU time of a step that computes nothing."""
     read = run(system, model, arguments, "--readings")
     empty = run(system, model, arguments, "--shrunk", "--batch", "1", "--sequence", "8", "--steps", str(OVERHEAD_STEPS))
+    overhead = [rank["cpu_seconds"] for rank in empty]
     found = {
         "parameters": read[0]["parameters"],
         "device": read[0]["device"],
-        "overhead_seconds": statistics.fmean(statistics.median(rank["cpu_seconds"]) for rank in empty),
+        "overhead_seconds": statistics.fmean(statistics.median(steps) for steps in overhead),
+        "overhead": overhead,
         **{
             key: statistics.fmean(rank[key] for rank in read) for key in ("asked_bytes", "sent_bytes") if key in read[0]
         },

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 from common import MODELS, REPOSITORY, describe, run_workers
 
+from lightning_zero.commands.bench_compare import Series, change_of
 from lightning_zero.commands.parsing import Parser
 from lightning_zero.commands.showing import print_json
 
@@ -29,6 +30,7 @@ TURNS = {"deep": 40, "wide2m": 60}  # bound by overhead; by communication
 WARM_UP = 3
 BATCH, SEQUENCE = 1, 16
 LOSS = 0.15  # of speed, that counts as one
+ALPHA = 0.05  # significance of the test
 BUSY = 0.15  # of the machine taken by others: more says nothing, since each message waits for a core then
 UNKNOWN = 3  # exit code
 WORKER_TIMEOUT = 300.0  # seconds
@@ -65,8 +67,8 @@ def work(arguments: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def measure(model: str) -> tuple[dict[str, float], float]:
-    """Each stage's median ratio to DDP, and which part of the machine other programs took meanwhile.
+def measure(model: str) -> tuple[dict[str, list[float]], float]:
+    """Each stage's ratio to DDP in every turn, and which part of the machine other programs took meanwhile.
 
     A step ends when its slowest rank has ended it.
     """
@@ -75,14 +77,18 @@ def measure(model: str) -> tuple[dict[str, float], float]:
     others = (busy_seconds() - busy) - (own_seconds() - own)
     assert all(rank[system]["losses"] == rank["ddp"]["losses"] for rank in ranks for system in SYSTEMS)
     seconds = {system: [max(step) for step in zip(*(rank[system]["seconds"] for rank in ranks))] for system in SYSTEMS}
-    ratios = {
-        system: round(statistics.median(ours / ddp for ours, ddp in zip(seconds[system], seconds["ddp"])), 3)
+    turns = {
+        system: [round(ours / ddp, 3) for ours, ddp in zip(seconds[system], seconds["ddp"])]
         for system in SYSTEMS
         if system != "ddp"
     }
     taken = max(0.0, others / (time.monotonic() - began) / (os.cpu_count() or 1))
-    print(f"{model}: {ratios}; other programs took {taken:.0%} of the machine", flush=True)
-    return ratios, round(taken, 3)
+    print(f"{model}: {medians_of(turns)}; other programs took {taken:.0%} of the machine", flush=True)
+    return turns, round(taken, 3)
+
+
+def medians_of(turns: dict[str, list[float]]) -> dict[str, float]:
+    return {system: round(statistics.median(of), 3) for system, of in turns.items()}
 
 
 def busy_seconds() -> float:
@@ -98,36 +104,43 @@ def own_seconds() -> float:
 
 
 def store(path: Path) -> dict[str, Any]:
-    """Of three measurements the median: one that was disturbed, on either side, must not become the measure."""
-    result: dict[str, Any] = {"about": describe(__file__, ("torch",)), "others": {}, "ratios": {}}
+    """The turns of three measurements: one that was disturbed, on either side, must not become the measure."""
+    result: dict[str, Any] = {"about": describe(__file__, ("torch",)), "others": {}, "ratios": {}, "turns": {}}
     for model in TURNS:
         measured = [measure(model) for _ in range(3)]
-        ratios = [found for found, _ in measured]
-        result["ratios"][model] = {name: statistics.median(found[name] for found in ratios) for name in ratios[0]}
+        turns = {system: [ratio for found, _ in measured for ratio in found[system]] for system in measured[0][0]}
+        result["ratios"][model], result["turns"][model] = medians_of(turns), turns
         result["others"][model] = max(others for _, others in measured)
     path.write_text(json.dumps(result, indent=1) + "\n")
     return result
 
 
-def slower_ones(found: dict[str, float], stored: dict[str, float]) -> list[str]:
+def slower_ones(turns: dict[str, list[float]], stored: dict[str, list[float]]) -> list[str]:
+    changes = [
+        change_of(system, Series("x", stored[system]), Series("x", turns[system]), 1 + LOSS, ALPHA) for system in turns
+    ]
     return [
-        f"{system} takes {found[system]:.2f} times DDP's step, where it was {stored[system]:.2f}"
-        for system in found
-        if found[system] > stored[system] * (1 + LOSS)
+        f"{change.name} takes {change.new:.2f} times DDP's step, where it was {change.old:.2f}"
+        for change in changes
+        if change.verdict == "slower" or (change.p is None and change.ratio > 1 + LOSS)  # only a median was stored
     ]
 
 
 def compare(stored: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     """Says what became slower; the exit code, and what was measured."""
     codes = {0}
-    result: dict[str, Any] = {"about": describe(__file__, ("torch",)), "others": {}, "ratios": {}, "slower": {}}
+    about = describe(__file__, ("torch",))
+    result: dict[str, Any] = {"about": about, "others": {}, "ratios": {}, "turns": {}, "slower": {}}
     for model in TURNS:
+        medians = {system: [ratio] for system, ratio in stored["ratios"][model].items()}
+        before = stored.get("turns", {}).get(model, medians)
         for _ in range(2):  # once more if it seems slower: the machine has other things to do, too
-            found, others = measure(model)
-            slower = slower_ones(found, stored["ratios"][model])
+            turns, others = measure(model)
+            slower = slower_ones(turns, before)
             if not slower:
                 break
-        result["others"][model], result["ratios"][model], result["slower"][model] = others, found, slower
+        result["ratios"][model], result["turns"][model] = medians_of(turns), turns
+        result["others"][model], result["slower"][model] = others, slower
         if slower and others > BUSY:
             print(f"{model}: cannot be told while other programs take {others:.0%} of the machine", file=sys.stderr)
             codes.add(UNKNOWN)

@@ -132,6 +132,7 @@ def measure(model: str, arguments: argparse.Namespace) -> dict[str, Any]:
             for strategy, found in cpu.items()
         },
         "ratios_of_rounds": ratios,
+        "cpu": cpu,
         "seconds": seconds,
         "are_losses_equal": all(
             losses == rank["losses"][first][0]

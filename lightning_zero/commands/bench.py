@@ -1,4 +1,4 @@
-"""`lightning-zero bench`: run a benchmark from the repository that this package was installed from."""
+"""`lightning-zero bench`: run a benchmark from the repository that this package was installed from; compare results."""
 
 import importlib
 import importlib.util
@@ -14,6 +14,7 @@ BENCHMARKS = {
     "peers": "time, memory and communication beside DDP, FSDP and DeepSpeed",
     "ratios": "whether a stage has become slower beside DDP",
     "growth": "what the engine costs as tensors, units and ranks grow",
+    "compare": "whether results, or runs, take more time or memory than others",
 }
 
 
@@ -35,6 +36,8 @@ def main(arguments: list[str]) -> int:
 
 def _load(name: str) -> Any:
     """Import a benchmark's script. It imports no torch, so that it uses no core of the processes that it measures."""
+    if name == "compare":
+        return importlib.import_module("lightning_zero.commands.bench_compare")  # works without the repository
     if not (SCRIPTS / f"{name}.py").exists():
         parser().error(
             "benchmarks are part of the repository, not of the installed package. Clone the repository and run "

@@ -96,6 +96,7 @@ MISTAKES = {
     "checkpoint verify x --jsn": "lightning-zero checkpoint verify: no option --jsn; did you mean --json?",
     "checkpoint convert x y": "lightning-zero checkpoint convert: the following arguments are required: --to",
     "bench peer": "lightning-zero bench: argument COMMAND: invalid choice: 'peer'; did you mean peers?",
+    "bench compare old": "lightning-zero bench compare: the following arguments are required: NEW",
     "bench growth --uints 3": "lightning-zero bench growth: no option --uints; did you mean --units?",
     "plan --stage 7": "lightning-zero plan: argument --stage: invalid choice: 7; there are 0, 1, 2, 3",
     "plan --ranks two": "lightning-zero plan: argument --ranks: invalid int value: 'two'",

@@ -1,0 +1,306 @@
+"""`lightning-zero bench compare`: whether benchmarks, or runs with ZeroMonitor, became slower or take more memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning_zero.commands.parsing import Parser
+from lightning_zero.commands.showing import in_bytes, print_json, show
+
+_UNITS = {
+    **dict.fromkeys(("seconds", "start_up_seconds", "overhead", "cpu", "hooks_seconds", "setup", "step"), "s"),
+    **dict.fromkeys(("stalls", "written", "load", "load_cached", "step_while_writing"), "s"),
+    "turns": "x",
+    **dict.fromkeys(("live_bytes", "resident_bytes", "allocated_bytes", "reserved_bytes"), "bytes"),
+    **dict.fromkeys(("asked_bytes", "sent_bytes", "resident", "allocated", "peak", "bytes"), "bytes"),
+}
+"""What the results of benchmarks call their readings. More is worse, for all of them."""
+_DERIVED = {"about", "costs", "medians"}
+_PLACES = {"systems", "rounds", "series", "models", "strategies"}
+"""Names in results that say nothing about a reading."""
+_RESAMPLES = 2000
+
+Path_ = tuple[str, ...]
+
+
+class Series(NamedTuple):
+    """Readings of one quantity: ``"s"``, ``"x"`` (times another system's), or ``"bytes"``, which hardly vary."""
+
+    unit: str
+    values: list[float]
+
+
+@dataclass(frozen=True)
+class Change:
+    """One quantity before and after.
+
+    Attributes:
+        old, new: medians.
+        samples: how many readings each is the median of.
+        ratio: of the medians, new to old.
+        interval: in which that ratio lies with 95 %, by resampling; None with less than two readings on a side.
+        p: of a two-sided Mann-Whitney U test; None likewise.
+        verdict: ``"slower"`` or ``"larger"``, ``"faster"`` or ``"smaller"``, or nothing.
+    """
+
+    name: str
+    unit: str
+    old: float
+    new: float
+    samples: tuple[int, int]
+    ratio: float
+    interval: tuple[float, float] | None
+    p: float | None
+    verdict: str
+
+
+def parser() -> Parser:
+    made = Parser(
+        prog="lightning-zero bench compare",
+        description="Compare two results of a benchmark, two folders of them, or the folders of two runs with "
+        "ZeroMonitor and a CSVLogger. The exit code is 1 if something is slower, or takes more memory.",
+    )
+    made.add_argument("old", type=Path, metavar="OLD", help="file or folder")
+    made.add_argument("new", type=Path, metavar="NEW", help="file or folder")
+    made.add_argument("--threshold", type=float, default=1.05, help="ratio that counts as a change (default: 1.05)")
+    made.add_argument("--alpha", type=float, default=0.05, help="significance of the test (default: 0.05)")
+    made.add_argument(
+        "--relative-to",
+        metavar="SYSTEM",
+        help="compare times as ratios to those of a system in the same file, such as ddp: for machines whose speed "
+        "differs or drifts",
+    )
+    made.add_argument("--json", action="store_true", help="as JSON")
+    return made
+
+
+def main(arguments: list[str]) -> int:
+    given = parser().parse_args(arguments)
+    notes: list[str] = []
+    try:
+        if given.threshold < 1 or not 0 < given.alpha < 1:
+            raise ValueError("--threshold must be 1 or more, and --alpha between 0 and 1")
+        changes = compare(given.old, given.new, given.threshold, given.alpha, given.relative_to, notes)
+    except (ImportError, OSError, ValueError) as error:
+        notes.append(f"lightning-zero bench compare: {error}")
+        return 2
+    finally:
+        print(*dict.fromkeys(notes), sep="\n", end="\n" * bool(notes), file=sys.stderr)
+    if given.json:
+        found = [asdict(change) | {"ratio": change.ratio if change.old else None} for change in changes]
+        print_json({"threshold": given.threshold, "alpha": given.alpha, "series": found, "notes": notes})
+    else:
+        _print(changes)
+    return int(any(change.verdict in ("slower", "larger") for change in changes))
+
+
+def compare(
+    old: Path, new: Path, threshold: float, alpha: float, relative_to: str | None, notes: list[str]
+) -> list[Change]:
+    """The changes of all readings that two files or folders have in common.
+
+    Args:
+        notes: gets a line for everything that could not be compared, or only with care.
+
+    Raises:
+        ImportError: if scipy is not installed.
+        OSError, ValueError: if a file cannot be read, or there is nothing to compare.
+    """
+    before, after = _read(old, notes), _read(new, notes)
+    changes = []
+    for label in filter(after.__contains__, before):
+        machines = [found[label].hardware for found in (before, after)]
+        if machines[0] != machines[1] and relative_to is None:
+            notes.append(
+                f"{old} was measured on {machines[0]}, {new} on {machines[1]}: compare times with --relative-to"
+            )
+        ones, others = (_relative(found[label].series, relative_to) for found in (before, after))
+        missing = [_name(label, path) for path in ones if path not in others]
+        if missing:
+            notes.append(f"{new} lacks {len(missing)} of the readings in {old}: {_listed(missing)}")
+        changes += [
+            change_of(_name(label, path), series, others[path], threshold, alpha)
+            for path, series in ones.items()
+            if path in others and any((*series.values, *others[path].values))
+        ]
+    if alone := sorted(before.keys() ^ after.keys()):
+        notes.append(f"only in one of {old} and {new}: {_listed(alone)}")
+    if not changes:
+        beside = f" that can be compared with those of {relative_to}" if relative_to else ""
+        raise ValueError(f"{old} and {new} have no readings in common{beside}")
+    if few := [each for each in changes if each.unit != "bytes" and _least_p(*each.samples) > alpha]:
+        names = _listed([f"{each.name} ({each.samples[0]} and {each.samples[1]})" for each in few])
+        notes.append(f"too few samples for a significance of {alpha:g}, so never called slower: {names}")
+    return changes
+
+
+def _least_p(old: int, new: int) -> float:
+    """What the test gives at least for so many samples: all of one side before all of the other."""
+    return 2 / math.comb(old + new, old)
+
+
+def change_of(name: str, old: Series, new: Series, threshold: float, alpha: float) -> Change:
+    """Compare two series. Times change where the test is significant; bytes, which are counted, need none."""
+    medians = statistics.median(old.values), statistics.median(new.values)
+    ratio = medians[1] / medians[0] if medians[0] else math.inf
+    enough = min(len(old.values), len(new.values)) > 1
+    p = _p(old.values, new.values) if enough else None
+    verdict = ""
+    if old.unit == "bytes" or (p is not None and p < alpha):
+        more, less = ("larger", "smaller") if old.unit == "bytes" else ("slower", "faster")
+        verdict = more if ratio > threshold else less if ratio < 1 / threshold else ""
+    interval = _interval(old.values, new.values) if enough and medians[0] else None
+    return Change(name, old.unit, *medians, (len(old.values), len(new.values)), ratio, interval, p, verdict)
+
+
+def _p(old: Sequence[float], new: Sequence[float]) -> float:
+    if len({*old, *new}) == 1:
+        return 1.0
+    try:
+        from scipy.stats import mannwhitneyu
+    except ImportError:
+        raise ImportError("the package scipy is missing: pip install 'lightning_zero[bench]'") from None
+    return float(mannwhitneyu(old, new, alternative="two-sided").pvalue)
+
+
+def _interval(old: Sequence[float], new: Sequence[float]) -> tuple[float, float]:
+    import numpy as np
+
+    drawn = np.random.default_rng(0)
+    before, after = (np.median(drawn.choice(values, (_RESAMPLES, len(values))), axis=1) for values in (old, new))
+    low, high = np.quantile(after / before, (0.025, 0.975))
+    return float(low), float(high)
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+class _Result(NamedTuple):
+    series: dict[Path_, Series]
+    hardware: str | None
+
+
+def _read(place: Path, notes: list[str]) -> dict[str, _Result]:
+    """A result in a file, those in a folder by their names, or the runs in a folder."""
+    if not place.exists():
+        raise ValueError(f"{place}: there is no such file or folder")
+    files = sorted(place.glob("*.json")) if place.is_dir() else [place]
+    results = {file: result for file in files if "about" in (result := _result(file))}
+    if not results and place.is_dir():
+        return _runs(place)
+    if not results:
+        raise ValueError(f"{place} is not a result of a benchmark of this project: it has no 'about'")
+    found = {}
+    for file, result in results.items():
+        series = series_of(result)
+        found[file.stem if place.is_dir() else ""] = _Result(series, result["about"].get("hardware"))
+        if not series:
+            notes.append(
+                f"{file} has no samples, only what was computed from them: measure again with "
+                f"{result['about'].get('command', 'its benchmark')}"
+            )
+    return found
+
+
+def _result(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} cannot be read as JSON: {error}") from None
+    return found if isinstance(found, dict) else {}
+
+
+def series_of(result: Mapping[str, Any]) -> dict[Path_, Series]:
+    """The readings in a benchmark's result by the names on the way to them.
+
+    A time counts only where it stands in a list: alone it is a median of others.
+    """
+    found: dict[Path_, Series] = {}
+    for path, value, is_listed in _numbers(result):
+        unit = next((_UNITS[name] for name in reversed(path) if name in _UNITS), None)
+        if unit == "bytes" or (unit is not None and is_listed):
+            found.setdefault(path, Series(unit, [])).values.append(value)
+    return found
+
+
+def _numbers(value: Any, path: Path_ = (), is_listed: bool = False) -> Iterator[tuple[Path_, float, bool]]:
+    """Every number with its path, and whether it is one of several. Items of a list are repeats of one reading, except
+    dictionaries outside of rounds and within a list of lists: these belong to places, such as sizes."""
+    if isinstance(value, list) and value and isinstance(value[0], Mapping) and (is_listed or "rounds" not in path):
+        value = {str(place): each for place, each in enumerate(value)}
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            if name not in _DERIVED:
+                yield from _numbers(each, (*path, str(name)), is_listed)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _numbers(each, path, True)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield path, float(value), is_listed
+
+
+def _runs(folder: Path) -> dict[str, _Result]:
+    """Time and memory of a run, or of the jobs of a sweep by their labels, as ZeroMonitor has logged them."""
+    from lightning_zero.reporting.records import ReportError, read_runs
+
+    try:
+        runs = read_runs(folder)
+    except ReportError as error:
+        raise ValueError(str(error)) from None
+    found = {run.label if len(runs) > 1 else "": _Result(_logged(run.metrics), None) for run in runs}
+    if not any(result.series for result in found.values()):
+        raise ValueError(f"{folder} has no figures of ZeroMonitor: add the callback, and a logger such as CSVLogger")
+    return found
+
+
+def _logged(metrics: Mapping[str, list[tuple[int, float]]]) -> dict[Path_, Series]:
+    found: dict[Path_, Series] = {}
+    for name, curve in metrics.items():
+        if name.endswith("_s") and "time/" in name or name.endswith("throughput/step_s"):
+            found[(name,)] = Series("s", [value for _, value in curve])
+        elif name.endswith("_MB") and "memory/" in name and not name.endswith(("/free_MB", "/unaccounted_MB")):
+            found[(name,)] = Series("bytes", [1e6 * value for _, value in curve])
+    return found
+
+
+def _relative(series: dict[Path_, Series], system: str | None) -> dict[Path_, Series]:
+    """Times as multiples of a system's median; memory as it is."""
+    if system is None:
+        return series
+    found = {path: each for path, each in series.items() if each.unit == "bytes"}
+    for path, (unit, values) in series.items():
+        beside = [(*path[:place], system, *path[place + 1 :]) for place, name in enumerate(path) if name != system]
+        base = next((series[each] for each in beside if each in series), None)
+        if base is not None and unit != "bytes":
+            found[path] = Series("x", [value / statistics.median(base.values) for value in values])
+    return found
+
+
+# -- printing ---------------------------------------------------------------------------------------------------------
+
+
+def _name(label: str, path: Path_) -> str:
+    return f"{label}: " * bool(label) + "/".join(name for name in path if name not in _PLACES)
+
+
+def _listed(names: Sequence[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + f" and {len(names) - most} more" * (len(names) > most)
+
+
+def _print(changes: Sequence[Change]) -> None:
+    rows: list[tuple[str, ...]] = [("reading", "old", "new", "samples", "ratio", "95 % of it", "p", "")]
+    for change in changes:
+        said = in_bytes if change.unit == "bytes" else f"{{:.4g}} {change.unit}".format
+        interval = "" if change.interval is None else f"{change.interval[0]:.3f} - {change.interval[1]:.3f}"
+        samples = f"{change.samples[0]}, {change.samples[1]}"
+        p = "" if change.p is None else f"{change.p:.2g}"
+        row = (change.name, said(change.old), said(change.new), samples, f"{change.ratio:.3f}", interval, p)
+        rows.append((*row, change.verdict))
+    show(rows, tuple(range(1, 7)))
