@@ -7,7 +7,7 @@ import platform
 import shutil
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import metadata
 from typing import Any
 
@@ -24,12 +24,14 @@ def parser() -> Parser:
     )
     made.add_argument("--ranks", type=int, default=2, help="processes that are measured together (default: 2)")
     made.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    made.add_argument("--disk", help="a folder on the disk for offload='nvme' (default: that for temporary files)")
     made.add_argument("--json", action="store_true", help="print JSON, which --resources of lightning-zero plan reads")
     return made
 
 
 def main(arguments: list[str]) -> int:
     parsed = parser().parse_args(arguments)
+    from lightning_zero.planning.disk import disk_bandwidth
     from lightning_zero.planning.measure import measure
 
     try:
@@ -37,8 +39,17 @@ def main(arguments: list[str]) -> int:
     except (RuntimeError, AssertionError) as error:
         print(f"lightning-zero doctor: {error}", file=sys.stderr)
         return 1
+    about["disk"] = parsed.disk or os.path.join(tempfile.gettempdir(), f"lightning_zero-offload-{os.getuid()}")
+    findings = []
+    try:
+        resources = replace(resources, disk_bandwidth=disk_bandwidth(about["disk"]) / parsed.ranks)  # who share it
+    except OSError as error:
+        findings.append(
+            f"The disk for offload='nvme' could not be measured ({error}): give --disk FOLDER. Until then plans take "
+            f"it for {in_bytes(resources.disk_bandwidth)}/s."
+        )
     found = {"versions": _versions(), "machine": {**_machine(), **about}, "resources": asdict(resources)}
-    findings = _findings(found)
+    findings += _findings(found)
     if parsed.json:
         print_json({**found, "findings": findings})
         return 0

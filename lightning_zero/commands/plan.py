@@ -74,7 +74,7 @@ def parser() -> Parser:
     add_project(made)
     made.add_argument("--ranks", type=int, help="world size (default: that of the project's Trainer, or 1)")
     made.add_argument("--stage", type=int, nargs="+", default=[0, 1, 2, 3], choices=[0, 1, 2, 3], help="0 is DDP")
-    made.add_argument("--offload", nargs="+", default=["none"], choices=["none", "cpu"])
+    made.add_argument("--offload", nargs="+", default=["none"], choices=["none", "cpu", "nvme"])
     made.add_argument(
         "--option",
         nargs="+",
@@ -94,6 +94,9 @@ def parser() -> Parser:
     made.add_argument("--link-bandwidth", type=float, help="bytes per second that a rank sends in a collective")
     made.add_argument("--link-seconds", type=float, help="latency of a collective")
     made.add_argument("--host-bandwidth", type=float, help="bytes per second of optimizer updates on the host")
+    made.add_argument(
+        "--disk-bandwidth", type=float, help="bytes a second that such an update moves from and to a disk"
+    )
     made.add_argument(
         "--transport",
         choices=["nccl", "gloo", "shared memory"],
@@ -118,7 +121,7 @@ def _resources(parsed: argparse.Namespace, measured: dict[str, Any]) -> Any:
     from lightning_zero.planning.timeline import Resources
 
     given = dict(measured)
-    for name in ("flops", "memory_bandwidth", "link_bandwidth", "link_seconds", "host_bandwidth"):
+    for name in ("flops", "memory_bandwidth", "link_bandwidth", "link_seconds", "host_bandwidth", "disk_bandwidth"):
         if (value := getattr(parsed, name)) is not None:
             given[name] = value
     if not given:
@@ -130,6 +133,7 @@ def _resources(parsed: argparse.Namespace, measured: dict[str, Any]) -> Any:
 
 def _print(plans: list[Any]) -> None:
     categories = [name for name in _CATEGORIES if any(plan.peak_bytes.get(name) for plan in plans)]
+    has_disk = any(plan.disk_bytes for plan in plans)
     has_times = any(plan.seconds_per_step is not None for plan in plans)
     heading = (
         "strategy",
@@ -137,6 +141,7 @@ def _print(plans: list[Any]) -> None:
         *categories,
         "total",
         "host",
+        *(("disk",) if has_disk else ()),
         "sent",
         *(("s/step", "samples/s") if has_times else ()),
         "fits",
@@ -151,6 +156,7 @@ def _print(plans: list[Any]) -> None:
                 *(in_bytes(plan.peak_bytes.get(name, 0)) for name in categories),
                 in_bytes(plan.peak_bytes["total"]),
                 in_bytes(plan.host_bytes),
+                *((in_bytes(plan.disk_bytes),) if has_disk else ()),
                 in_bytes(sum(plan.traffic_bytes.values())),
                 *times,
                 {True: "yes", False: "no", None: ""}[plan.fits],

@@ -19,7 +19,7 @@ from lightning_zero.engine.comm.phases import Phases
 from lightning_zero.engine.comm.process_group import ProcessGroup, world_size
 from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.streams import Streams
-from lightning_zero.engine.config import EngineConfig, check_names, names_of_options, wire_dtype_of
+from lightning_zero.engine.config import EngineConfig, OffloadConfig, check_names, names_of_options, wire_dtype_of
 from lightning_zero.engine.init.bucketing import assign_to_buckets, reserve_disk
 from lightning_zero.engine.init.host_room import Shortage, check_room, without_room_for_whole
 from lightning_zero.engine.init.materialise import Materialiser, check_can_be_initialised, detach_kept_graphs
@@ -118,8 +118,7 @@ class Engine(StateDicts):
         self._is_forward_a_step = True  # until ``window`` is used: then only windows are steps
         detach_kept_graphs(module)
         if offload is not None and offload.optimizer == "nvme":
-            assert offload.path is not None
-            self._swap = Swap(os.path.abspath(offload.path), offload.sub_group)
+            self._swap = self._open_swap(offload)
         shared = SharedByBuckets(
             self.communicator, self.rendezvous, self.streams, self.ledger, self.phases, self.background
         )
@@ -177,6 +176,11 @@ class Engine(StateDicts):
         if offload is None:
             return Updates()
         return Updates(config.overlap and offload.overlap, offload.gradients is not None)
+
+    def _open_swap(self, offload: OffloadConfig) -> Swap:
+        """The files for states on a disk."""
+        assert offload.path is not None
+        return Swap(os.path.abspath(offload.path), offload.sub_group)
 
     _check_room = staticmethod(check_room)
 

@@ -18,19 +18,23 @@ ROOM = 0.9
 """Part of a device's memory that a plan may use: the allocator's fragments and the communication library need some."""
 
 
+_SUFFIXES = {"none": "", "cpu": "_offload", "nvme": "_nvme"}
+
+
 @dataclass(frozen=True)
 class Plan:
     """Memory and time of a rank with one combination of choices.
 
     Attributes:
         stage: of ZeRO; 0 for DDP.
-        offload: where optimizer states and master weights are: ``"none"`` or ``"cpu"``.
+        offload: where optimizer states and master weights are: ``"none"``, ``"cpu"`` or ``"nvme"``.
         ranks: the world size.
         micro_batch: samples per rank and micro-batch; None where the batch has no common first dimension.
         activation_checkpointing: whether blocks are computed again in backward.
         parameters: elements of all parameters.
         peak_bytes: on the device by category, and their sum under ``"total"``.
-        host_bytes: offloaded to the host's memory.
+        host_bytes: offloaded to the host's memory, with the buffers for states on a disk.
+        disk_bytes: offloaded to a disk.
         traffic_bytes: of a step, by kind of collective.
         seconds_per_step: an estimate; None where the machine's speed is unknown.
         waiting_seconds: the part of it in which the device waits for communication or the host.
@@ -47,6 +51,7 @@ class Plan:
     parameters: int
     peak_bytes: dict[str, int]
     host_bytes: int
+    disk_bytes: int
     traffic_bytes: dict[str, int]
     seconds_per_step: float | None
     waiting_seconds: float | None
@@ -57,7 +62,7 @@ class Plan:
     @property
     def name(self) -> str:
         """As a user writes it."""
-        text = "DDP" if self.stage == 0 else f"zero{self.stage}{'' if self.offload == 'none' else '_offload'}"
+        text = "DDP" if self.stage == 0 else f"zero{self.stage}{_SUFFIXES[self.offload]}"
         return f"{text} with activation_checkpointing='units'" if self.activation_checkpointing else text
 
     def as_json(self) -> dict[str, Any]:
@@ -97,7 +102,9 @@ def make_plans(
         if stage == 0 and (offload != "none" or recompute):
             continue
         sized = batch if micro_batch is None else resized(batch, micro_batch)
-        chosen: dict[str, Any] = {} if stage == 0 else {"offload": None if offload == "none" else offload}
+        # with a path, since no file is created: the folder for temporary files may be in memory
+        where = {"none": None, "cpu": "cpu", "nvme": {"optimizer": "nvme", "path": "."}}[offload]
+        chosen: dict[str, Any] = {} if stage == 0 else {"offload": where}
         if recompute:
             chosen["activation_checkpointing"] = "units"
         chosen |= options
@@ -116,6 +123,7 @@ def make_plans(
                 parameters=run.numel,
                 peak_bytes={**run.peak_bytes, "total": total},
                 host_bytes=run.host_bytes,
+                disk_bytes=run.disk_bytes,
                 traffic_bytes=run.traffic,
                 seconds_per_step=seconds,
                 waiting_seconds=times.get("waiting"),

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.compat import FakeTensorMode, tree_leaves, tree_map
 from lightning_zero.engine.state.residency import Medium
+from lightning_zero.io.swap import BUFFERS
 from lightning_zero.planning.pretend import pretending
 from lightning_zero.planning.timeline import Event, Recorder
 from lightning_zero.planning.tracking import Assumptions, MemoryTracker
@@ -76,6 +77,10 @@ class _Pretending:
         """Bytes of master weights that ``held`` counts, and that lie in the host's memory."""
         return 0
 
+    def disk_bytes(self) -> tuple[int, int]:
+        """Bytes of files, and of the buffers in the host's memory through which they are updated."""
+        return 0, 0
+
     def teardown(self) -> None:
         """Nothing: fake parameters need not become ordinary again."""
 
@@ -118,6 +123,12 @@ class PretendingZeroStrategy(_Pretending, ZeroStrategy):
         assert self.engine is not None
         at_rest = (part for bucket in self.engine.buckets for part in bucket.residency.plan.at_rest())
         return sum(nbytes for _, medium, nbytes in at_rest if medium is Medium.HOST)
+
+    def disk_bytes(self) -> tuple[int, int]:
+        assert self.engine is not None
+        files = [bucket.states for bucket in self.engine.buckets if bucket.states is not None]
+        largest = max((extent.nbytes for states in files for extent in states.extents()), default=0)
+        return sum(states.nbytes for states in files), BUFFERS * largest
 
 
 class PretendingDDPStrategy(_Pretending, SingleDeviceStrategy):
@@ -194,7 +205,8 @@ class FakeRun:
             buffers, and all else that the project makes).
         report_peak: bytes by category when those of the engine alone are highest, as in the ``Report`` of a real run;
             of DDP after a step.
-        host_bytes: of what is offloaded to the host's memory.
+        host_bytes: of what is offloaded to the host's memory, with the buffers for states on a disk.
+        disk_bytes: of states on a disk.
         traffic: bytes of a step by kind of collective.
         numel: elements of all parameters.
         events: of the step; see ``replay``.
@@ -204,6 +216,7 @@ class FakeRun:
     peak_bytes: dict[str, int]
     report_peak: dict[str, int]
     host_bytes: int
+    disk_bytes: int
     traffic: dict[str, int]
     numel: int
     events: list[Event]
@@ -315,7 +328,7 @@ def fake_run(
         if stage is None
         else PretendingZeroStrategy(ranks, recorder, transport, stage=stage, **options)
     )
-    tracker = MemoryTracker(strategy.held)
+    tracker = MemoryTracker(strategy.held, lambda: recorder.on_host)
     strategy.modes = [nullcontext() if with_values else mode, tracker, recorder, assumptions]
     second = _SecondStep(strategy, tracker, recorder, accumulate)
     trainer = Trainer(
@@ -337,12 +350,20 @@ def fake_run(
         trainer.fit(module, _Batches(batch, 2 * accumulate))
         numel = sum(parameter.numel() for parameter in module.parameters())
         offloaded = strategy.host_bytes()
-    peak = dict(tracker.at_peak)
+        on_disk, buffers = strategy.disk_bytes()
+    peak = {"parameters": 0, "optimizer": 0, **tracker.at_peak}  # which may be elsewhere entirely
     peak["activations"] = tracker.peak - sum(peak.values())
-    host = peak.pop("host", 0) + offloaded
+    host = peak.pop("host", 0) + offloaded + buffers
     peak["parameters"] -= offloaded
     return FakeRun(
-        peak, second.report_peak, host, second.traffic, numel, second.events, (*assumptions.made, *_left_out(module))
+        peak_bytes=peak,
+        report_peak=second.report_peak,
+        host_bytes=host,
+        disk_bytes=on_disk,
+        traffic=second.traffic,
+        numel=numel,
+        events=second.events,
+        assumptions=(*assumptions.made, *_left_out(module)),
     )
 
 

@@ -5,7 +5,9 @@ Only the shapes of results are right. Every rank is assumed to hold the same val
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from lightning_zero.engine import Engine
 from lightning_zero.engine.comm.backend_transport import BackendTransport
+from lightning_zero.engine.comm.background_work import BackgroundWork
 from lightning_zero.engine.comm.codec import Codec
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.counters import Counters
@@ -22,8 +25,11 @@ from lightning_zero.engine.comm.gloo_transport import GlooTransport
 from lightning_zero.engine.comm.rendezvous import Absence
 from lightning_zero.engine.comm.shared_memory_transport import SharedMemoryTransport
 from lightning_zero.engine.comm.transport import Piece, Ranges, Started, Transport, slices_of
-from lightning_zero.engine.config import EngineConfig
-from lightning_zero.engine.offload.updates import Updates
+from lightning_zero.engine.compat import FakeTensor
+from lightning_zero.engine.config import EngineConfig, OffloadConfig
+from lightning_zero.engine.offload.states import DiskStates, Swap
+from lightning_zero.engine.offload.updates import DiskUpdate, OnSubGroup, Updates
+from lightning_zero.io.swap import SwapFile
 from lightning_zero.planning.timeline import Recorder
 
 T = TypeVar("T")
@@ -197,6 +203,97 @@ class InlineUpdates(Updates):
         finally:
             self._recorder.on_host = False
 
+    def stream(self, states: Sequence[DiskStates]) -> DiskUpdate:
+        return InlineDiskUpdate(states, self)
+
+
+class InlineDiskUpdate(DiskUpdate):
+    """Updates the sub-groups of each bucket where its function is given."""
+
+    def __init__(self, states: Sequence[DiskStates], owner: InlineUpdates) -> None:
+        super().__init__(states, owner)
+        self._put = owner._put
+
+    def give(self, states: DiskStates, act: OnSubGroup | None, *, until_written: bool = False) -> BackgroundWork | None:
+        work = super().give(states, None, until_written=until_written)
+        if work is not None:
+            if act is not None:
+                self._put(partial(_update_sub_groups, states, act))
+            for ended in (self._shown[states], self._written[states], *(() if self.waiting else (self._all,))):
+                ended.end()
+        return work
+
+
+def _update_sub_groups(states: DiskStates, act: OnSubGroup) -> None:
+    extents = states.extents()
+    ring = states.swap.ring(max(extent.nbytes for extent in extents))
+    for index, extent in enumerate(extents):
+        memory = ring.buffer(index, extent.nbytes)
+        extent.file.read(memory, extent.position)
+        act(*states.range_of(index), states.views(index, memory))
+        extent.file.write(memory, extent.position)
+
+
+class _InlineReader:
+    def submit(self, read: Callable[[], Any]) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(read())
+        return done
+
+
+class _PretendFile:
+    """The size of a file, which keeps nothing; notes what is read and written. See ``SwapFile`` for the methods."""
+
+    def __init__(self, nbytes: int, recorder: Recorder) -> None:
+        self.nbytes, self._recorder = nbytes, recorder
+
+    def read(self, into: memoryview, position: int) -> None:
+        self._recorder.disk(len(into))
+
+    def write(self, data: memoryview, position: int) -> None:
+        self._recorder.disk(len(data))
+
+    def close(self) -> None:
+        pass
+
+
+class _NotedFile(SwapFile):
+    """A real file, for real tensors."""
+
+    def __init__(self, folder: str, nbytes: int, recorder: Recorder) -> None:
+        super().__init__(folder, nbytes)
+        self._recorder = recorder
+
+    def read(self, into: memoryview, position: int) -> None:
+        self._recorder.disk(len(into))
+        super().read(into, position)
+
+    def write(self, data: memoryview, position: int) -> None:
+        self._recorder.disk(len(data))
+        super().write(data, position)
+
+
+class PretendSwap(Swap):
+    """States on a disk that need no disk where tensors are fake. Everything is done in the thread that asks for it."""
+
+    def __init__(self, folder: str, sub_group: int, recorder: Recorder) -> None:
+        super().__init__(folder, sub_group)
+        self.reader = _InlineReader()  # type: ignore[assignment]
+        self._recorder = recorder
+        tried = torch.empty(0)
+        self._mode = tried.fake_mode if isinstance(tried, FakeTensor) else None
+
+    def open(self, nbytes: int) -> SwapFile:
+        file: Any = _PretendFile(nbytes, self._recorder)
+        if self._mode is None:
+            file = _NotedFile(self._folder, nbytes, self._recorder)
+        self._files.add(file)
+        return file
+
+    def over(self, memory: memoryview, dtype: torch.dtype, numel: int, offset: int) -> Tensor:
+        values = super().over(memory, dtype, numel, offset)
+        return values if self._mode is None else self._mode.from_tensor(values)
+
 
 def pretending(ranks: int, recorder: Recorder, transport: str = "nccl") -> type[Engine]:
     """Make a class of engines that run as rank 0 of several ranks, none of which exists.
@@ -214,6 +311,10 @@ def pretending(ranks: int, recorder: Recorder, transport: str = "nccl") -> type[
         def _connect(self, group: Any, device: torch.device) -> None:
             self.communicator = PretendCommunicator(ranks, device, recorder, transport)
             self.rendezvous = PretendRendezvous()  # type: ignore[assignment]
+
+        def _open_swap(self, offload: OffloadConfig) -> Swap:
+            assert offload.path is not None
+            return PretendSwap(os.path.abspath(offload.path), offload.sub_group, recorder)
 
         def _updates_thread(self, config: EngineConfig) -> Updates:
             return InlineUpdates(recorder, config.offloads is not None and config.offloads.gradients is not None)

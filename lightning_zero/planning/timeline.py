@@ -25,6 +25,7 @@ class Resources:
         link_bandwidth: bytes per second that a rank sends, and receives, in a collective.
         link_seconds: latency of a collective.
         host_bandwidth: bytes per second that an update of offloaded states reads and writes in the host's memory.
+        disk_bandwidth: bytes per second that an update of states on a disk reads and writes there, together.
         memory: bytes of the device; None if unknown.
     """
 
@@ -34,6 +35,7 @@ class Resources:
     link_bandwidth: float = 10e9
     link_seconds: float = 30e-6
     host_bandwidth: float = 10e9
+    disk_bandwidth: float = 2e9
     memory: float | None = None
 
     def __post_init__(self) -> None:
@@ -47,7 +49,7 @@ class Event(NamedTuple):
 
     Attributes:
         kind: ``"compute"`` an operator; ``"launch"`` of a collective and the ``"wait"`` for it; ``"host"`` an operator
-            of an update in the background.
+            of an update in the background; ``"disk"`` a read or a write of states there.
         flops, nbytes: of it; the bytes of a collective are those that the rank sends.
         number: of a collective.
     """
@@ -87,6 +89,10 @@ class Recorder(TorchDispatchMode):
         self.events.append(Event("launch", nbytes=nbytes, number=self._collectives))
         return self._collectives
 
+    def disk(self, nbytes: int) -> None:
+        """So many bytes are read from a disk, or written to it."""
+        self.events.append(Event("disk", nbytes=float(nbytes)))
+
     def wait(self, number: int) -> None:
         self.events.append(Event("wait", number=number))
 
@@ -98,14 +104,14 @@ _FREE = {_aten.empty.memory_format, _aten.detach.default, _aten.empty_like.defau
 def replay(events: list[Event], resources: Resources) -> dict[str, float]:
     """Seconds that the events take: ``total``; and what it is made of.
 
-    Operators follow one another. Collectives follow one another beside them, and updates in the host's memory beside
-    both; a wait lasts until its collective is done.
+    Operators follow one another. Collectives follow one another beside them, and so do updates in the host's memory,
+    and reads and writes of a disk; a wait lasts until its collective is done.
 
     Returns:
         ``total``; ``compute``, the time of operators alone; ``communication``, of collectives alone; ``waiting``, the
         part of the total in which no operator runs since a collective or an update is awaited.
     """
-    now = network_free = host_free = compute = communication = 0.0
+    now = network_free = host_free = disk_free = compute = communication = 0.0
     ends: dict[int, float] = defaultdict(float)
     for event in events:
         if event.kind == "compute":
@@ -115,6 +121,8 @@ def replay(events: list[Event], resources: Resources) -> dict[str, float]:
             now, compute = now + seconds, compute + seconds
         elif event.kind == "host":
             host_free = max(host_free, now) + event.nbytes / resources.host_bandwidth
+        elif event.kind == "disk":
+            disk_free = max(disk_free, now) + event.nbytes / resources.disk_bandwidth
         elif event.kind == "launch":
             seconds = resources.link_seconds + event.nbytes / resources.link_bandwidth
             network_free = max(network_free, now) + seconds
@@ -122,5 +130,5 @@ def replay(events: list[Event], resources: Resources) -> dict[str, float]:
             ends[event.number] = network_free
         else:
             now = max(now, ends[event.number])
-    now = max(now, network_free, host_free)
+    now = max(now, network_free, host_free, disk_free)
     return {"total": now, "compute": compute, "communication": communication, "waiting": now - compute}

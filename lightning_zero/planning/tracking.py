@@ -31,15 +31,16 @@ class MemoryTracker(TorchDispatchMode):
 
     Args:
         by_category: the bytes that the engine accounts for; read at each new peak.
+        on_host: whether what is made now is in the memory of the host, and so no part of a peak.
 
     Attributes:
         peak: the highest total since the last ``reset``.
         at_peak: ``by_category`` at that time.
     """
 
-    def __init__(self, by_category: Callable[[], Counter[str]]) -> None:
+    def __init__(self, by_category: Callable[[], Counter[str]], on_host: Callable[[], bool]) -> None:
         super().__init__()
-        self._by_category = by_category
+        self._by_category, self._on_host = by_category, on_host
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
         self._total = 0
@@ -73,7 +74,7 @@ class MemoryTracker(TorchDispatchMode):
     def count(self, values: Iterable[Any]) -> None:
         """Count the storages of all tensors among some values."""
         for value in values:
-            if isinstance(value, Tensor) and not isinstance(value, WrapperTensor):
+            if isinstance(value, Tensor) and not isinstance(value, WrapperTensor) and value.device.type != "meta":
                 storage = value.untyped_storage()
                 if id(storage) not in self._sizes:
                     self._references[id(storage)] = weakref.ref(storage, partial(self._forget, id(storage)))
@@ -84,7 +85,7 @@ class MemoryTracker(TorchDispatchMode):
         nbytes = storage.nbytes()
         self._total += nbytes - self._sizes[id(storage)]
         self._sizes[id(storage)] = nbytes
-        if self._total > self.peak:
+        if self._total > self.peak and not self._on_host():
             self.peak, self.at_peak = self._total, self._by_category()
 
     def _forget(self, identity: int, _: Any) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from lightning_zero.commands import doctor
 from lightning_zero.commands.plan import main
+from lightning_zero.planning.timeline import Resources
 
 PROJECT = ["tests.planning.projects:Net", "width=32", "--batch", "tests.planning.projects:narrow"]
 
@@ -38,6 +39,17 @@ def test_memory_and_speed_say_what_fits_and_how_long_it_takes(capsys):
     ddp, zero3 = planned(capsys, *choices, "--memory", f"{memory:.0f}B", *speeds)
     assert not ddp["fits"] and zero3["fits"]
     assert 0 < zero3["seconds_per_step"] < 60 and zero3["samples_per_second"] > 0
+
+
+def test_offload_to_a_disk_frees_the_host_and_takes_the_time_of_the_disk(capsys):
+    speeds = ["--flops", "1e15", "--host-bandwidth", "1e15", "--disk-bandwidth", "1e5"]
+    cpu, nvme = planned(capsys, "--ranks", "8", "--stage", "2", "--offload", "cpu", "nvme", *speeds)
+    assert nvme["offload"] == "nvme" and nvme["peak_bytes"]["total"] == cpu["peak_bytes"]["total"]
+    assert cpu["disk_bytes"] == 0 < cpu["host_bytes"] <= nvme["disk_bytes"]
+    assert nvme["seconds_per_step"] == pytest.approx(2 * nvme["disk_bytes"] / 1e5, rel=0.1)
+    assert main([*PROJECT, "--stage", "2", "--offload", "nvme"]) == 0
+    printed = capsys.readouterr().out
+    assert "zero2_nvme" in printed and "  disk  " in printed
 
 
 def test_a_batch_may_be_declared_by_its_shapes(capsys):
@@ -138,13 +150,20 @@ def test_wrong_arguments_get_one_line(capsys, arguments, message):
 
 
 def test_what_doctor_measures_gives_plans_their_times(capsys, tmp_path):
-    assert doctor.main(["--ranks", "2", "--json"]) == 0
+    assert doctor.main(["--ranks", "2", "--disk", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["machine"]["ranks"] == 2 and found["machine"]["transport"] in ("shared memory", "gloo")
+    assert found["resources"]["disk_bandwidth"] != Resources.disk_bandwidth and not list(tmp_path.iterdir())
     file = tmp_path / "machine.json"
     file.write_text(json.dumps(found))
     (plan,) = planned(capsys, "--ranks", "2", "--stage", "3", "--resources", str(file))
     assert plan["seconds_per_step"] > 0 and plan["fits"]
+
+
+def test_a_disk_that_cannot_be_measured_is_a_finding(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    assert doctor.main(["--ranks", "1", "--disk", str(tmp_path / "file")]) == 0
+    assert "The disk for offload='nvme' could not be measured" in capsys.readouterr().out
 
 
 def test_a_rank_that_cannot_be_measured_ends_doctor_with_one_line(capfd):

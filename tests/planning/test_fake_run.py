@@ -27,7 +27,7 @@ from tests.planning.projects import (
 from tests.support.trainer import make_trainer
 
 
-@pytest.mark.parametrize("offload", [None, "cpu"])
+@pytest.mark.parametrize("offload", [None, "cpu", "nvme"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_fake_tensors_take_the_bytes_of_real_ones(stage, offload):
     runs = [
@@ -37,8 +37,28 @@ def test_fake_tensors_take_the_bytes_of_real_ones(stage, offload):
         for real in (False, True)
     ]
     assert runs[0].peak_bytes == runs[1].peak_bytes and runs[0].host_bytes == runs[1].host_bytes
+    assert runs[0].disk_bytes == runs[1].disk_bytes and bool(runs[0].disk_bytes) == (offload == "nvme")
     assert runs[0].traffic == runs[1].traffic
     assert runs[0].events == runs[1].events
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_states_in_files_take_the_bytes_of_their_elements(precision):
+    offload = {"optimizer": "nvme", "parameters": "nvme", "sub_group": 2**14, "path": "."}
+    runs = [
+        fake_run(partial(Net, width=256), torch.randn(4, 16, 256), ranks=2, stage=3, precision=precision, **options)
+        for options in ({}, {"offload": offload}, {"offload": offload, "with_values": True})
+    ]
+    assert runs[1].peak_bytes == runs[2].peak_bytes and runs[1].events == runs[2].events
+    copy = 2 if precision == "bf16-true" else 0  # in the file, too, since the masters are fp32
+    shard = runs[1].numel / 2
+    assert runs[1].disk_bytes == pytest.approx((12 + copy) * shard, rel=0.02)
+    assert runs[1].host_bytes == 3 * (12 + copy) * 2**14, "a ring of three pieces"
+    assert runs[1].peak_bytes["optimizer"] == 0 and runs[1].peak_bytes["parameters"] == 0
+    assert runs[1].total_bytes < runs[0].total_bytes - 0.8 * 12 * shard
+    moved = sum(event.nbytes for event in runs[1].events if event.kind == "disk")
+    gathers = (4 - copy) * runs[1].numel  # a rank reads its half for forward and backward, but the last unit's once
+    assert 0.85 * gathers < moved - 2 * runs[1].disk_bytes < 0.95 * gathers
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
@@ -82,7 +102,7 @@ def held_by_real_ranks(cases: list[tuple[int, str | None]]) -> list[dict[str, in
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_planned_bytes_are_within_two_percent_of_what_real_ranks_hold(run_on, ranks):
-    cases = [(stage, offload) for stage in (1, 2, 3) for offload in (None, "cpu")]
+    cases = [(stage, offload) for stage in (1, 2, 3) for offload in (None, "cpu", "nvme")]
     of_ranks = run_on(ranks, held_by_real_ranks, cases=cases)
     for number, (stage, offload) in enumerate(cases):
         run = fake_run(

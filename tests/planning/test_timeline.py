@@ -7,7 +7,13 @@ import pytest
 from lightning_zero.planning.timeline import Event, Resources, replay
 
 SLOW = Resources(
-    flops=10.0, memory_bandwidth=10.0, operator_seconds=1.0, link_bandwidth=10.0, link_seconds=1.0, host_bandwidth=10.0
+    flops=10.0,
+    memory_bandwidth=10.0,
+    operator_seconds=1.0,
+    link_bandwidth=10.0,
+    link_seconds=1.0,
+    host_bandwidth=10.0,
+    disk_bandwidth=10.0,
 )
 
 
@@ -33,6 +39,12 @@ def test_collectives_follow_one_another():
 def test_updates_on_the_host_run_beside_the_device():
     events = [Event("compute", nbytes=10.0), Event("host", nbytes=50.0), Event("compute", nbytes=20.0)]
     assert replay(events, SLOW) == {"total": 6.0, "compute": 3.0, "communication": 0.0, "waiting": 3.0}
+
+
+def test_a_disk_is_read_and_written_beside_the_device_and_the_host():
+    events = [Event("disk", nbytes=40.0), Event("compute", nbytes=20.0), Event("host", nbytes=50.0)]
+    assert replay(events, SLOW)["total"] == 7.0
+    assert replay([*events, Event("disk", nbytes=40.0)], SLOW)["total"] == 8.0
 
 
 def test_speeds_are_numbers():

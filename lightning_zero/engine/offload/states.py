@@ -50,6 +50,10 @@ class Swap:
         for file in list(self._files):
             file.close()
 
+    def over(self, memory: memoryview, dtype: torch.dtype, numel: int, offset: int) -> Tensor:
+        """A 1-D tensor over memory that is read from a file or written to it."""
+        return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
+
     def ring(self, nbytes: int) -> Ring:
         """The ring of buffers, for extents of up to so many bytes."""
         if nbytes > self._ring.nbytes:
@@ -98,6 +102,11 @@ class DiskStates:
         """Remove the file."""
         self._file.close()
 
+    @property
+    def nbytes(self) -> int:
+        """Of the file."""
+        return self._file.nbytes
+
     # -- by sub-group -----------------------------------------------------------------------------------------------
 
     def extents(self) -> list[Extent]:
@@ -124,8 +133,7 @@ class DiskStates:
         start, stop = self.range_of(index)
         offsets = self._offsets(index)
         return {
-            field: torch.frombuffer(memory, dtype=dtype, count=stop - start, offset=offsets[field])
-            for field, dtype in self.fields.items()
+            field: self.swap.over(memory, dtype, stop - start, offsets[field]) for field, dtype in self.fields.items()
         }
 
     # -- by range ---------------------------------------------------------------------------------------------------
@@ -155,7 +163,7 @@ class DiskStates:
             begin = (low - first) * dtype.itemsize // ALIGNMENT * ALIGNMENT
             memory = aligned_memory(aligned((high - first) * dtype.itemsize) - begin)
             offset = (low - first) * dtype.itemsize - begin
-            elements = torch.frombuffer(memory, dtype=dtype, count=high - low, offset=offset)
+            elements = self.swap.over(memory, dtype, high - low, offset)
             position = index * self._nbytes(0) + self._offsets(index)[field] + begin
             yield slice(low - start, high - start), position, memory, elements
 
