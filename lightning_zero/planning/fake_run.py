@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from itertools import repeat
-from typing import Any
+from types import ModuleType
+from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
+from lightning_zero.engine import Engine
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.compat import FakeTensorMode, tree_leaves, tree_map
 from lightning_zero.engine.state.residency import Medium
+from lightning_zero.io.sizes import in_bytes
 from lightning_zero.io.swap import BUFFERS
 from lightning_zero.planning.pretend import pretending
 from lightning_zero.planning.timeline import Event, Recorder
 from lightning_zero.planning.tracking import Assumptions, MemoryTracker
-from lightning_zero.strategies.trainer import ZeroStrategy
+from lightning_zero.strategies.trainer import TrainerStrategy
 
 DDP_BUCKET_BYTES = 25 * 2**20
 """Gradients that ``DistributedDataParallel`` reduces together."""
@@ -85,8 +89,8 @@ class _Pretending:
         """Nothing: fake parameters need not become ordinary again."""
 
 
-class PretendingZeroStrategy(_Pretending, ZeroStrategy):
-    """The strategy as rank 0 of so many ranks, in one process.
+class _PretendingZero(_Pretending):
+    """Mixin for the ZeRO strategy as rank 0 of so many ranks, in one process.
 
     Arguments:
         ranks: how many.
@@ -95,9 +99,11 @@ class PretendingZeroStrategy(_Pretending, ZeroStrategy):
         options: as for ``ZeroStrategy``.
     """
 
+    engine: Engine | None
+
     def __init__(self, ranks: int, recorder: Recorder, transport: str, **options: Any) -> None:
         self._ranks, self._recorder, self.leave_modes = ranks, recorder, ExitStack()
-        self._engine_class = pretending(ranks, recorder, transport)  # type: ignore[misc]
+        self._engine_class = pretending(ranks, recorder, transport)
         super().__init__(**options)
 
     @property
@@ -131,20 +137,22 @@ class PretendingZeroStrategy(_Pretending, ZeroStrategy):
         return sum(states.nbytes for states in files), BUFFERS * largest
 
 
-class PretendingDDPStrategy(_Pretending, SingleDeviceStrategy):
-    """One rank of ``DistributedDataParallel``: every rank holds all; gradients are averaged while backward goes on.
+class _PretendingDDP(_Pretending):
+    """Mixin for one rank of ``DistributedDataParallel``, which holds all, and averages gradients in backward.
 
     Arguments:
         ranks: how many.
         recorder: notes the collectives.
     """
 
+    optimizers: list[torch.optim.Optimizer]
+
     def __init__(self, ranks: int, recorder: Recorder) -> None:
         self._ranks, self._recorder, self.leave_modes = ranks, recorder, ExitStack()
         self._now = Counter[str]()
         self._started: list[int] = []
         self._collected = self._reduced = 0
-        super().__init__("cpu")
+        super().__init__("cpu")  # type: ignore[call-arg]
         self.world_size = ranks
 
     def model_to_device(self) -> None:
@@ -180,7 +188,7 @@ class PretendingDDPStrategy(_Pretending, SingleDeviceStrategy):
         self._started = []
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
         states = (value for each in self.optimizers for state in each.state.values() for value in state.values())
         self._now["optimizer"] = sum(value.nbytes for value in states if isinstance(value, Tensor))
         return result
@@ -193,6 +201,19 @@ class PretendingDDPStrategy(_Pretending, SingleDeviceStrategy):
 
     def traffic(self) -> dict[str, int]:
         return {"all_reduce": self._reduced}
+
+
+@cache
+def _strategies(package: ModuleType) -> tuple[type[Any], type[Any]]:
+    """The ZeRO and the DDP strategy for the Trainer of ``lightning.pytorch`` or ``pytorch_lightning``."""
+
+    class PretendingZeroStrategy(_PretendingZero, TrainerStrategy, package.strategies.ParallelStrategy):  # type: ignore[name-defined]
+        lightning: ClassVar[ModuleType] = package
+
+    class PretendingDDPStrategy(_PretendingDDP, package.strategies.SingleDeviceStrategy):  # type: ignore[name-defined]
+        pass
+
+    return PretendingZeroStrategy, PretendingDDPStrategy
 
 
 @dataclass(frozen=True)
@@ -227,7 +248,13 @@ class FakeRun:
         return sum(self.peak_bytes.values())
 
 
-def _made_on_meta(make_module: Callable[[], LightningModule]) -> LightningModule:
+def _package_of(module: Any) -> ModuleType | None:
+    """The package whose LightningModule an object is: ``lightning.pytorch`` or ``pytorch_lightning``."""
+    packages = [sys.modules[name] for name in ("lightning.pytorch", "pytorch_lightning") if name in sys.modules]
+    return next((package for package in packages if isinstance(module, package.LightningModule)), None)
+
+
+def _made_on_meta(make_module: Callable[[], LightningModule]) -> tuple[LightningModule, ModuleType]:
     try:
         with torch.device("meta"):
             module = make_module()
@@ -236,9 +263,10 @@ def _made_on_meta(make_module: Callable[[], LightningModule]) -> LightningModule
             f"The module could not be made on the meta device: {error}. Tensors whose values __init__ reads must be "
             'made with device="cpu".'
         ) from error
-    if not isinstance(module, LightningModule):
+    package = _package_of(module)
+    if package is None:
         raise ValueError(f"What is planned must be a LightningModule, and is a {type(module).__name__}.")
-    return module
+    return module, package
 
 
 class _Batches:
@@ -254,8 +282,8 @@ class _Batches:
         return repeat(self._batch, self._count)
 
 
-class _SecondStep(Callback):
-    """Callback that starts measuring in the second step, when optimizer states exist."""
+class _SecondStep:
+    """Mixin for a callback that starts measuring in the second step, when optimizer states exist."""
 
     def __init__(self, strategy: Any, tracker: MemoryTracker, recorder: Recorder, accumulate: int) -> None:
         self._strategy, self._tracker, self._recorder, self._accumulate = strategy, tracker, recorder, accumulate
@@ -278,15 +306,17 @@ class _SecondStep(Callback):
 @contextmanager
 def quiet() -> Iterator[None]:
     """Context without Lightning's messages about a Trainer, and torch's warnings about fake tensors' addresses."""
-    logger = logging.getLogger("lightning.pytorch")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "pytorch_lightning")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(before)
+        for logger, level in zip(loggers, before):
+            logger.setLevel(level)
 
 
 @quiet()
@@ -321,17 +351,18 @@ def fake_run(
     Raises:
         ValueError: if the module cannot be made on the meta device.
     """
-    module = _made_on_meta(make_module)
+    module, package = _made_on_meta(make_module)
+    zero_strategy, ddp_strategy = _strategies(package)
     mode, recorder, assumptions = FakeTensorMode(allow_non_fake_inputs=True), Recorder(), Assumptions()
     strategy: Any = (
-        PretendingDDPStrategy(ranks, recorder)
+        ddp_strategy(ranks, recorder)
         if stage is None
-        else PretendingZeroStrategy(ranks, recorder, transport, stage=stage, **options)
+        else zero_strategy(ranks, recorder, transport, stage=stage, **options)
     )
     tracker = MemoryTracker(strategy.held, lambda: recorder.on_host)
     strategy.modes = [nullcontext() if with_values else mode, tracker, recorder, assumptions]
-    second = _SecondStep(strategy, tracker, recorder, accumulate)
-    trainer = Trainer(
+    second: Any = type("SecondStep", (_SecondStep, package.Callback), {})(strategy, tracker, recorder, accumulate)
+    trainer = package.Trainer(
         strategy=strategy,
         accelerator="cpu",
         devices=1,
@@ -349,12 +380,18 @@ def fake_run(
     with strategy.leave_modes:
         trainer.fit(module, _Batches(batch, 2 * accumulate))
         numel = sum(parameter.numel() for parameter in module.parameters())
+        whole = sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())
         offloaded = strategy.host_bytes()
         on_disk, buffers = strategy.disk_bytes()
     peak = {"parameters": 0, "optimizer": 0, **tracker.at_peak}  # which may be elsewhere entirely
     peak["activations"] = tracker.peak - sum(peak.values())
     host = peak.pop("host", 0) + offloaded + buffers
     peak["parameters"] -= offloaded
+    if stage is not None and transport != "nccl":
+        assumptions.made[
+            "freed memory goes back to the system; a process on the CPU keeps it by default, of setting up alone up to "
+            f"{in_bytes(whole)} (MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=65536 returns it)"
+        ] = None
     return FakeRun(
         peak_bytes=peak,
         report_peak=second.report_peak,
@@ -363,7 +400,7 @@ def fake_run(
         traffic=second.traffic,
         numel=numel,
         events=second.events,
-        assumptions=(*assumptions.made, *_left_out(module)),
+        assumptions=(*assumptions.made, *_left_out(module, package.LightningModule)),
     )
 
 
@@ -372,11 +409,11 @@ def _is_data(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.uint8)
 
 
-def _left_out(module: LightningModule) -> list[str]:
+def _left_out(module: nn.Module, base: type) -> list[str]:
     """Name the parts of the project that a plan leaves out, since they are not training."""
     beside = re.compile("validation|test|predict|checkpoint")
-    own = {name for cls in type(module).__mro__ if not issubclass(LightningModule, cls) for name in vars(cls)}
-    names = sorted(name for name in own if hasattr(LightningModule, name) and beside.search(name))
+    own = {name for cls in type(module).__mro__ if not issubclass(base, cls) for name in vars(cls)}
+    names = sorted(name for name in own if hasattr(base, name) and beside.search(name))
     return [f"training takes the most ({', '.join(names)} did not run)"] if names else []
 
 

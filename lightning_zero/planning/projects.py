@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import inspect
 import runpy
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from pathlib import Path
@@ -75,7 +76,11 @@ def of_script(script: Path, arguments: list[str]) -> Project:
         given.update(model=model, data=datamodule or train_dataloaders, trainer=trainer)
         raise _FitCalled
 
-    with _trainers_on_this_machine() as made, patch.object(Trainer, "fit", fit), _run_as(script, arguments):
+    made: dict[Any, dict[str, Any]] = {}
+    with _run_as(script, arguments), ExitStack() as patches:
+        for trainer_class in _trainer_classes():
+            patches.enter_context(_made_on_this_machine(trainer_class, made))
+            patches.enter_context(patch.object(trainer_class, "fit", fit))
         try:
             runpy.run_path(str(script), run_name="__main__")
         except (_FitCalled, SystemExit):
@@ -120,21 +125,27 @@ def settings_of(trainer: dict[str, Any]) -> dict[str, Any]:
     return settings | {names[name]: trainer[name] for name in names if trainer.get(name) is not None}
 
 
+def _trainer_classes() -> list[Any]:
+    """Of both packages; the second need not be installed."""
+    if importlib.util.find_spec("pytorch_lightning") is None:
+        return [Trainer]
+    return [Trainer, importlib.import_module("pytorch_lightning").Trainer]
+
+
 @contextmanager
-def _trainers_on_this_machine() -> Iterator[dict[Trainer, dict[str, Any]]]:
-    """Context in which every Trainer is made for one process on the CPU; yields each Trainer's original arguments."""
-    made: dict[Trainer, dict[str, Any]] = {}
-    make, here = Trainer.__init__, {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto"}
+def _made_on_this_machine(trainer_class: Any, made: dict[Any, dict[str, Any]]) -> Iterator[None]:
+    """Context in which every Trainer is made for one process on the CPU; notes each Trainer's original arguments."""
+    make, here = trainer_class.__init__, {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto"}
     signature = inspect.signature(make)
 
     @wraps(make)
-    def make_here(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+    def make_here(trainer: Any, *args: Any, **kwargs: Any) -> None:
         arguments = signature.bind(trainer, *args, **kwargs).arguments
         made[arguments.pop("self")] = dict(arguments)
         make(trainer, **{**arguments, **here, "precision": "32-true", "plugins": None})
 
-    with patch.object(Trainer, "__init__", make_here):
-        yield made
+    with patch.object(trainer_class, "__init__", make_here):
+        yield
 
 
 @contextmanager

@@ -6,12 +6,14 @@ import logging
 from typing import Any
 
 import pytest
+import pytorch_lightning
 import torch
 from lightning.pytorch import seed_everything
 from lightning_utilities.core import rank_zero
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_zero import ZeroAutoStrategy
+from lightning_zero.pytorch_lightning import ZeroAutoStrategy as OtherZeroAutoStrategy
 from tests.planning.projects import Net
 from tests.support.trainer import make_trainer
 
@@ -91,6 +93,39 @@ def test_with_less_memory_it_shards_more_and_then_recomputes(run_on):
     # on a CPU the host's memory is the device's, so offload would free nothing
     assert (tight.stage, tight.offload, tight.activation_checkpointing) == (3, None, "units")
     assert any("Nothing fits" in sentence for sentence in tight.why)
+
+
+class OfOther(pytorch_lightning.LightningModule):
+    """``Net`` for the package whose classes differ from those of ``lightning.pytorch``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = Net().blocks
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.blocks(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+def chosen_by_the_other_package(memory: float) -> tuple[Any, list[torch.Tensor]]:
+    seed_everything(3, verbose=False)
+    module, speed = OfOther(), {**SPEED, "memory": memory}
+    strategy = OtherZeroAutoStrategy(resources=speed)
+    trainer = make_trainer(strategy, pytorch_lightning.Trainer, max_steps=2)
+    trainer.fit(module, DataLoader(Rows(), batch_size=4))
+    return trainer.strategy.choice, [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def test_it_plans_for_pytorch_lightning_as_well(run_on):
+    states = 16 * sum(parameter.numel() for parameter in OfOther().parameters())
+    (roomy, weights), (tight, same) = (
+        run_on(2, chosen_by_the_other_package, memory=part * states)[0] for part in (8, 0.5)
+    )
+    assert any("samples/s" in sentence for sentence in roomy.why), "of a plan, not of the formula"
+    assert (tight.stage, tight.activation_checkpointing) == (3, "units")
+    assert all(map(torch.equal, weights, same))
 
 
 def test_a_stream_is_not_read_for_the_choice(run_on):

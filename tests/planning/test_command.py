@@ -88,6 +88,34 @@ def test_a_script_is_planned_as_its_trainer_is_made_without_its_devices(capsys, 
     assert json.loads(capsys.readouterr().out)[0]["ranks"] == 4
 
 
+def test_a_script_of_pytorch_lightning_is_planned(capsys, tmp_path):
+    script = SCRIPT.replace("lightning.pytorch import Trainer", "pytorch_lightning import Trainer, LightningModule")
+    script = script.replace(
+        "parser = ",
+        """
+class OfOther(LightningModule):
+    def __init__(self, width):
+        super().__init__()
+        self.net = Net(width).blocks
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+parser = """,
+        1,
+    )
+    (tmp_path / "train.py").write_text(script.replace("fit(Net(", "fit(OfOther("))
+    assert main([str(tmp_path / "train.py"), "--stage", "0", "2", "--json", "--", "--width", "32"]) == 0
+    plans = json.loads(capsys.readouterr().out)
+    expected = planned(capsys, "--stage", "0", "2", "--ranks", "16", "--accumulate", "2")
+    for plan, like in zip(plans, expected):
+        assert plan["ranks"] == 16 and plan["traffic_bytes"] == like["traffic_bytes"]
+        assert plan["peak_bytes"]["optimizer"] == like["peak_bytes"]["optimizer"]
+
+
 def test_a_configuration_is_planned_as_train_would_make_it(capsys):
     overrides = ["model=vit_tiny", "data=digits", "trainer.devices=4", "precision=bf16-mixed"]
     assert main([*overrides, "--stage", "3", "--json"]) == 0
