@@ -213,6 +213,7 @@ def _strategies(package: ModuleType) -> tuple[type[Any], type[Any]]:
     class PretendingDDPStrategy(_PretendingDDP, package.strategies.SingleDeviceStrategy):  # type: ignore[name-defined]
         pass
 
+    package.strategies.DDPStrategy.register(PretendingZeroStrategy)  # as ``ZeroStrategy``, for compiled modules
     return PretendingZeroStrategy, PretendingDDPStrategy
 
 
@@ -248,25 +249,27 @@ class FakeRun:
         return sum(self.peak_bytes.values())
 
 
-def _package_of(module: Any) -> ModuleType | None:
-    """The package whose LightningModule an object is: ``lightning.pytorch`` or ``pytorch_lightning``."""
-    packages = [sys.modules[name] for name in ("lightning.pytorch", "pytorch_lightning") if name in sys.modules]
-    return next((package for package in packages if isinstance(module, package.LightningModule)), None)
+def package_of(module: Any) -> ModuleType:
+    """The package whose LightningModule an object is: ``lightning.pytorch`` or ``pytorch_lightning``.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        if name in sys.modules and isinstance(module, sys.modules[name].LightningModule):
+            return sys.modules[name]
+    raise ValueError(f"What is planned must be a LightningModule, and is a {type(module).__name__}.")
 
 
-def _made_on_meta(make_module: Callable[[], LightningModule]) -> tuple[LightningModule, ModuleType]:
+def _made_on_meta(make_module: Callable[[], LightningModule]) -> LightningModule:
     try:
         with torch.device("meta"):
-            module = make_module()
+            return make_module()
     except (RuntimeError, TypeError) as error:
         raise ValueError(
             f"The module could not be made on the meta device: {error}. Tensors whose values __init__ reads must be "
             'made with device="cpu".'
         ) from error
-    package = _package_of(module)
-    if package is None:
-        raise ValueError(f"What is planned must be a LightningModule, and is a {type(module).__name__}.")
-    return module, package
 
 
 class _Batches:
@@ -351,7 +354,8 @@ def fake_run(
     Raises:
         ValueError: if the module cannot be made on the meta device.
     """
-    module, package = _made_on_meta(make_module)
+    module = _made_on_meta(make_module)
+    package = package_of(module)
     zero_strategy, ddp_strategy = _strategies(package)
     mode, recorder, assumptions = FakeTensorMode(allow_non_fake_inputs=True), Recorder(), Assumptions()
     strategy: Any = (

@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero.engine.access import full_parameters
 from lightning_zero.engine.comm import process_group
-from lightning_zero.planning.fake_run import quiet
+from lightning_zero.planning.fake_run import package_of, quiet
 from lightning_zero.planning.projects import Project
-from lightning_zero.strategies.trainer import ZeroStrategy
+from lightning_zero.strategies.trainer import TrainerStrategy
 
 
 @dataclass(frozen=True)
@@ -73,6 +72,10 @@ def probe(
     """
     seed_everything(0, verbose=False)
     module = project.make_module()
+    package = package_of(module)
+    strategies, recorder = package.strategies, type("Recorder", (_Recorder, package.Callback), {})
+    zero: Any = type("ZeroStrategy", (TrainerStrategy, strategies.ParallelStrategy), {"lightning": package})
+    strategies.DDPStrategy.register(zero)  # as those that are imported, for compiled modules
     needed = steps * accumulate * ranks
     batches = list(itertools.islice(project.batches(), needed))
     if len(batches) < needed:
@@ -80,7 +83,7 @@ def probe(
 
     def recorded(strategy: Any) -> list[list[_Step]]:
         with tempfile.TemporaryDirectory() as folder:
-            trainer = Trainer(
+            trainer = package.Trainer(
                 strategy=strategy,
                 accelerator="cpu",
                 devices=ranks,
@@ -95,15 +98,13 @@ def probe(
                 enable_progress_bar=False,
                 enable_model_summary=False,
                 use_distributed_sampler=False,
-                callbacks=[_Recorder(Path(folder))],
+                callbacks=[recorder(Path(folder))],
             )
             trainer.fit(copy.deepcopy(module), DataLoader(_Shares(batches), batch_size=None))
             return [torch.load(Path(folder, f"{rank}.pt"), weights_only=True) for rank in range(ranks)]
 
-    ddp = recorded(DDPStrategy(start_method="fork", find_unused_parameters=True))
-    return [
-        _compared(stage, ddp, recorded(ZeroStrategy(stage=stage, start_method="fork", **options))) for stage in stages
-    ]
+    ddp = recorded(strategies.DDPStrategy(start_method="fork", find_unused_parameters=True))
+    return [_compared(stage, ddp, recorded(zero(stage=stage, start_method="fork", **options))) for stage in stages]
 
 
 _Step = dict[str, Tensor]
@@ -120,8 +121,8 @@ class _Shares(IterableDataset[Any]):
         return iter(self._batches[process_group.rank() :: process_group.world_size()])
 
 
-class _Recorder(Callback):
-    """Writes losses and weights of each micro-batch to a folder."""
+class _Recorder:
+    """Mixin for a callback that writes losses and weights of each micro-batch to a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._steps = folder, list[_Step]()

@@ -88,11 +88,10 @@ def test_a_script_is_planned_as_its_trainer_is_made_without_its_devices(capsys, 
     assert json.loads(capsys.readouterr().out)[0]["ranks"] == 4
 
 
-def test_a_script_of_pytorch_lightning_is_planned(capsys, tmp_path):
-    script = SCRIPT.replace("lightning.pytorch import Trainer", "pytorch_lightning import Trainer, LightningModule")
-    script = script.replace(
-        "parser = ",
-        """
+OTHER_SCRIPT = SCRIPT.replace("lightning.pytorch import Trainer", "pytorch_lightning import Trainer, LightningModule")
+OTHER_SCRIPT = OTHER_SCRIPT.replace("fit(Net(", "fit(OfOther(").replace(
+    "parser = ",
+    """
 class OfOther(LightningModule):
     def __init__(self, width):
         super().__init__()
@@ -105,9 +104,12 @@ class OfOther(LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 parser = """,
-        1,
-    )
-    (tmp_path / "train.py").write_text(script.replace("fit(Net(", "fit(OfOther("))
+    1,
+)
+
+
+def test_a_script_of_pytorch_lightning_is_planned(capsys, tmp_path):
+    (tmp_path / "train.py").write_text(OTHER_SCRIPT)
     assert main([str(tmp_path / "train.py"), "--stage", "0", "2", "--json", "--", "--width", "32"]) == 0
     plans = json.loads(capsys.readouterr().out)
     expected = planned(capsys, "--stage", "0", "2", "--ranks", "16", "--accumulate", "2")

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.planning.test_command import PROJECT, SCRIPT
+from tests.planning.test_command import OTHER_SCRIPT, PROJECT, SCRIPT
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -54,8 +54,9 @@ def test_optimization_by_hand_is_probed():
     assert code == 0 and [each["stage"] for each in found] == [1, 3]
 
 
-def test_a_script_is_probed_with_its_own_batches(tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
+@pytest.mark.parametrize("text", [SCRIPT, OTHER_SCRIPT], ids=["lightning", "pytorch_lightning"])
+def test_a_script_is_probed_with_its_own_batches(tmp_path, text):
+    (tmp_path / "train.py").write_text(text)
     script = [str(tmp_path / "train.py"), "--stage", "3", "--precision", "32-true"]
     code, (found,) = probed(*script, "--steps", "1", "--ranks", "1", "--", "--width", "32")
     assert code == 0 and found["is_equal"]
