@@ -60,6 +60,7 @@ PACKAGES = {
     "zero3": "lightning_zero.engine",
 }
 """The systems of `systems.py`, and what a project imports for each."""
+OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon for the matrices of blocks and AdamW for the rest"}
 WARM_UP = 2  # steps: the first allocates gradients and optimizer state, the second may still find its order
 WORKER_TIMEOUT = 1800.0  # seconds
 MEBIBYTE = 2**20
@@ -78,6 +79,12 @@ def parser() -> Parser:
     made.add_argument("--sequence", type=int, help="tokens in a sequence, where the models read some (default: 128)")
     made.add_argument("--precision", default="fp32", choices=list(TOLERANCE))
     made.add_argument("--accumulate", type=int, default=1, help="micro-batches a step")
+    made.add_argument(
+        "--optimizer",
+        default="adamw",
+        choices=list(OPTIMIZERS),
+        help="muon: for the matrices of blocks, beside AdamW; not with zero_optimizer and fsdp1",
+    )
     made.add_argument("--checkpoint-activations", action="store_true", help="compute blocks again in backward")
     made.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: GPUs, if there are any")
     made.add_argument("--ranks", type=int, help="processes; by default 2 on a CPU, and one a GPU")
@@ -103,6 +110,8 @@ def check(parser: Parser, arguments: argparse.Namespace) -> None:
     if arguments.sequence and without:
         parser.error(f"--sequence: {', '.join(without)} reads no sequences; leave one of the two out")
     arguments.sequence = arguments.sequence or 128
+    if arguments.optimizer == "muon":
+        arguments.systems = [system for system in arguments.systems if system not in ("zero_optimizer", "fsdp1")]
     if arguments.output.exists() and not arguments.output.is_dir():
         parser.error(f"--output {arguments.output}: this is no folder")
     if find_spec("deepspeed") is None:
@@ -159,7 +168,7 @@ def work(arguments: argparse.Namespace) -> None:
     from systems import Conditions
 
     dtype = torch.bfloat16 if arguments.precision == "bf16" else torch.float32
-    conditions = Conditions(device, dtype, arguments.accumulate, arguments.checkpoint_activations)
+    conditions = Conditions(device, dtype, arguments.accumulate, arguments.checkpoint_activations, arguments.optimizer)
     before = resident_bytes()  # here, so that the memory of code is not counted as the training's
     started = time.perf_counter()
 
@@ -211,6 +220,7 @@ def run(system: str, model: str, arguments: argparse.Namespace, *more: str, **en
     options = ["--systems", system, "--models", model, "--device", arguments.device]
     options += ["--precision", arguments.precision, "--accumulate", str(arguments.accumulate)]
     options += ["--batch", str(arguments.batch), "--sequence", str(arguments.sequence), "--steps", str(arguments.steps)]
+    options += ["--optimizer", arguments.optimizer]
     options += ["--checkpoint-activations"] * arguments.checkpoint_activations + ["--shrunk"] * arguments.shrunk
     if arguments.device == "cpu":
         environment |= {"DS_ACCELERATOR": "cpu"}  # DeepSpeed takes a GPU that it finds
@@ -333,7 +343,8 @@ def description(
     over = "Gloo, one thread each" if arguments.device == "cpu" else "NCCL"
     return [
         f"The model {model}{', shrunk,' * arguments.shrunk} of {first['parameters'] / 1e6:.1f} M parameters, "
-        f"{arguments.precision}, AdamW, {size} a rank and micro-batch, {arguments.accumulate} micro-batches a step"
+        f"{arguments.precision}, {OPTIMIZERS[arguments.optimizer]}, {size} a rank and micro-batch, "
+        f"{arguments.accumulate} micro-batches a step"
         f"{', activations checkpointed' * arguments.checkpoint_activations}; {arguments.ranks} processes over {over}, "
         f"on {first['device']}. `single` is one process with one rank's data: no communication, and other losses.",
         f"Medians of {arguments.rounds} rounds of {arguments.steps} steps; `rounds` is the lowest and the highest "
@@ -379,6 +390,7 @@ def file_name(model: str, arguments: argparse.Namespace) -> str:
     parts += [f"batch{arguments.batch}"] if arguments.batch != 2 else []
     parts += [f"sequence{arguments.sequence}"] if arguments.sequence != 128 else []
     parts += [f"accumulate{arguments.accumulate}"] if arguments.accumulate != 1 else []
+    parts += [arguments.optimizer] if arguments.optimizer != "adamw" else []
     parts += ["checkpointed"] if arguments.checkpoint_activations else []
     return "_".join(parts)
 

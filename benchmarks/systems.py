@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -25,14 +26,15 @@ LEARNING_RATE = 3e-4
 
 @dataclass(frozen=True)
 class Conditions:
-    """What all systems train under: the device, the dtype they compute in, micro-batches a step, and whether blocks
-    compute their activations again in backward.
+    """What all systems train under: the device, the dtype they compute in, micro-batches a step, whether blocks compute
+    their activations again in backward, and the optimizer: ``"adamw"``, or ``"muon"`` for the matrices of blocks.
     """
 
     device: torch.device = torch.device("cpu")
     dtype: torch.dtype = torch.float32
     accumulate: int = 1
     checkpoint: bool = False
+    optimizer: str = "adamw"
 
     def autocast(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, self.dtype)
@@ -93,14 +95,73 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(trained(model), lr=LEARNING_RATE)
 
 
+class Both:
+    """Two optimizers with the methods of one."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = list(optimizers)
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+class MuonOfWholeTensors(torch.optim.Optimizer):
+    """Muon over sharded tensors as projects with FSDP2 write it: every rank gathers and computes each matrix.
+
+    With the same update as torch's Muon, which takes no DTensor.
+    """
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, {**torch.optim.Muon([nn.Parameter(torch.zeros(2, 2))], **options).defaults})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                whole = nn.Parameter(p.full_tensor())
+                whole.grad = p.grad.full_tensor()
+                alone = torch.optim.Muon([whole], **{k: v for k, v in group.items() if k != "params"})
+                if self.state[p]:
+                    alone.state[whole] = {"momentum_buffer": self.state[p]["momentum_buffer"].full_tensor()}
+                alone.step()
+                for key, value in alone.state[whole].items():
+                    self.state[p][key] = distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)
+                p.copy_(distribute_tensor(whole.detach(), p.device_mesh, p.placements, src_data_rank=None))
+
+
+def is_hidden(name: str, parameter: nn.Parameter) -> bool:
+    """Whether Muon is for it: a matrix of a block."""
+    return "blocks." in name and parameter.ndim == 2
+
+
+def muon(model: nn.Module, kind: Callable[..., torch.optim.Optimizer] = torch.optim.Muon) -> Both:
+    """Muon for the matrices of blocks, AdamW for the rest."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return Both(
+        kind([p for name, p in named if is_hidden(name, p)], lr=0.02, weight_decay=0.1),
+        torch.optim.AdamW([p for name, p in named if not is_hidden(name, p)], lr=LEARNING_RATE),
+    )
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {"adamw": adamw, "muon": muon}
+
+
 def single(model: nn.Module, conditions: Conditions) -> Training:
-    return Training(plain_step(model, adamw(model), conditions.accumulate, conditions.autocast))
+    optimizer = OPTIMIZERS[conditions.optimizer](model)
+    return Training(plain_step(model, optimizer, conditions.accumulate, conditions.autocast))
 
 
-def data_parallel(model: nn.Module, conditions: Conditions, optimizer: Callable[[nn.Module], Any]) -> Training:
+def data_parallel(
+    model: nn.Module, conditions: Conditions, optimizer: Callable[[nn.Module], Any] | None = None
+) -> Training:
     wrapped = DistributedDataParallel(model)
     loop = (conditions.accumulate, conditions.autocast, wrapped.no_sync)
-    return Training(plain_step(wrapped, optimizer(wrapped), *loop))
+    return Training(plain_step(wrapped, (optimizer or OPTIMIZERS[conditions.optimizer])(wrapped), *loop))
 
 
 def zero_redundancy(model: nn.Module) -> torch.optim.Optimizer:
@@ -140,16 +201,17 @@ def fsdp2(model: nn.Module, conditions: Conditions, reshard_after_forward: bool)
         yield
         model.set_requires_gradient_sync(True)
 
-    return Training(plain_step(model, adamw(model), conditions.accumulate, no_sync=no_sync))
+    optimizer = adamw(model) if conditions.optimizer == "adamw" else muon(model, MuonOfWholeTensors)
+    return Training(plain_step(model, optimizer, conditions.accumulate, no_sync=no_sync))
 
 
 def zero(model: nn.Module, conditions: Conditions, stage: int) -> Training:
     from lightning_zero.engine import Engine
 
-    optimizer, blocks = adamw(model), set(model.blocks)
+    optimizer, blocks = OPTIMIZERS[conditions.optimizer](model), set(model.blocks)
     engine = Engine(
         model,
-        [optimizer],
+        getattr(optimizer, "optimizers", [optimizer]),
         stage=stage,
         compute_dtype=conditions.dtype if conditions.dtype != torch.float32 else None,
         device=conditions.device,
@@ -192,7 +254,12 @@ def deepspeed(model: nn.Module, stage: int, accumulate: int = 1, **config: Any) 
 
 
 def deepspeed_zero(model: nn.Module, conditions: Conditions, stage: int) -> Training:
-    return deepspeed(model, stage, conditions.accumulate, bf16={"enabled": conditions.dtype == torch.bfloat16})
+    config: dict[str, Any] = {"bf16": {"enabled": conditions.dtype == torch.bfloat16}}
+    if conditions.optimizer == "muon":  # DeepSpeed's own, which reads this attribute
+        for name, parameter in model.named_parameters():
+            parameter.use_muon = is_hidden(name, parameter)
+        config["optimizer"] = {"type": "Muon", "params": {"lr": LEARNING_RATE, "muon_lr": 0.02, "weight_decay": 0.1}}
+    return deepspeed(model, stage, conditions.accumulate, **config)
 
 
 def checkpointed(train: Callable[[nn.Module, Conditions], Training]) -> Callable[[nn.Module, Conditions], Training]:
@@ -208,7 +275,7 @@ def checkpointed(train: Callable[[nn.Module, Conditions], Training]) -> Callable
 
 SYSTEMS: dict[str, Callable[[nn.Module, Conditions], Training]] = {
     "single": checkpointed(single),
-    "ddp": checkpointed(partial(data_parallel, optimizer=adamw)),
+    "ddp": checkpointed(data_parallel),
     "zero_optimizer": checkpointed(partial(data_parallel, optimizer=zero_redundancy)),
     "fsdp1": checkpointed(fsdp1),
     "fsdp2": checkpointed(partial(fsdp2, reshard_after_forward=True)),

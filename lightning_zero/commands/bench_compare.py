@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_zero.commands.parsing import Parser
-from lightning_zero.commands.showing import in_bytes, print_json, show
+from lightning_zero.commands.showing import print_json
+from lightning_zero.io.sizes import in_bytes
+from lightning_zero.io.tables import show
 
 _UNITS = {
     **dict.fromkeys(("seconds", "start_up_seconds", "overhead", "cpu", "hooks_seconds", "setup", "step"), "s"),

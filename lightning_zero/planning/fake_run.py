@@ -85,25 +85,29 @@ class _Pretending:
         """Bytes of files, and of the buffers in the host's memory through which they are updated."""
         return 0, 0
 
+    def most_loaded(self, rank: int) -> int:
+        """The rank that has the most to keep."""
+        return rank
+
     def teardown(self) -> None:
         """Nothing: fake parameters need not become ordinary again."""
 
 
 class _PretendingZero(_Pretending):
-    """Mixin for the ZeRO strategy as rank 0 of so many ranks, in one process.
+    """Mixin for the ZeRO strategy as one of so many ranks, in one process.
 
     Arguments:
         ranks: how many.
         recorder: notes the collectives.
-        transport: as for ``pretending``.
+        transport, rank: as for ``pretending``.
         options: as for ``ZeroStrategy``.
     """
 
     engine: Engine | None
 
-    def __init__(self, ranks: int, recorder: Recorder, transport: str, **options: Any) -> None:
+    def __init__(self, ranks: int, recorder: Recorder, transport: str, rank: int, **options: Any) -> None:
         self._ranks, self._recorder, self.leave_modes = ranks, recorder, ExitStack()
-        self._engine_class = pretending(ranks, recorder, transport)
+        self._engine_class = pretending(ranks, recorder, transport, rank)
         super().__init__(**options)
 
     @property
@@ -129,6 +133,13 @@ class _PretendingZero(_Pretending):
         assert self.engine is not None
         at_rest = (part for bucket in self.engine.buckets for part in bucket.residency.plan.at_rest())
         return sum(nbytes for _, medium, nbytes in at_rest if medium is Medium.HOST)
+
+    def most_loaded(self, rank: int) -> int:
+        """The rank with the most elements, as shards of whole parameters are unequal; ``rank`` if none has more."""
+        assert self.engine is not None
+        layouts = [bucket.layout for bucket in self.engine.buckets if bucket.layout.is_whole]
+        loads = [sum(layout.shard_numel(each) for layout in layouts) for each in range(self._ranks)] if layouts else []
+        return max([rank, *range(len(loads))], key=loads.__getitem__) if loads else rank
 
     def disk_bytes(self) -> tuple[int, int]:
         assert self.engine is not None
@@ -335,6 +346,7 @@ def fake_run(
     clip: float | None = None,
     transport: str = "nccl",
     with_values: bool = False,
+    rank: int = 0,
     **options: Any,
 ) -> FakeRun:
     """Train a module for two steps on fake tensors, with the real Trainer, strategy and engine.
@@ -349,6 +361,7 @@ def fake_run(
         clip: the Trainer's ``gradient_clip_val``.
         transport: between the ranks, ``"nccl"``, ``"gloo"`` or ``"shared memory"``: which buffers a reduction takes.
         with_values: compute with real tensors, to check what fake ones give.
+        rank: which one to run as; where another has more to keep, since parameters stay whole, that one is taken.
         options: of ``ZeroStrategy``.
 
     Raises:
@@ -361,7 +374,7 @@ def fake_run(
     strategy: Any = (
         ddp_strategy(ranks, recorder)
         if stage is None
-        else zero_strategy(ranks, recorder, transport, stage=stage, **options)
+        else zero_strategy(ranks, recorder, transport, rank, stage=stage, **options)
     )
     tracker = MemoryTracker(strategy.held, lambda: recorder.on_host)
     strategy.modes = [nullcontext() if with_values else mode, tracker, recorder, assumptions]
@@ -378,6 +391,7 @@ def fake_run(
         limit_val_batches=0,
         barebones=True,  # no checkpoints, and nothing is logged
     )
+    given = batch
     if not with_values:
         batch = tree_map(lambda leaf: mode.from_tensor(leaf) if _is_data(leaf) else leaf, batch)
     tracker.count(tree_leaves(batch))
@@ -387,6 +401,21 @@ def fake_run(
         whole = sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())
         offloaded = strategy.host_bytes()
         on_disk, buffers = strategy.disk_bytes()
+        most_loaded = strategy.most_loaded(rank)
+    if most_loaded != rank:
+        return fake_run(
+            make_module,
+            given,
+            ranks=ranks,
+            stage=stage,
+            accumulate=accumulate,
+            precision=precision,
+            clip=clip,
+            transport=transport,
+            with_values=with_values,
+            rank=most_loaded,
+            **options,
+        )
     peak = {"parameters": 0, "optimizer": 0, **tracker.at_peak}  # which may be elsewhere entirely
     peak["activations"] = tracker.peak - sum(peak.values())
     host = peak.pop("host", 0) + offloaded + buffers

@@ -77,8 +77,13 @@ class PretendWatch:
 class _PretendTransport(Transport):
     """Base class of transports that allocate the same buffers as the real ones, and send nothing."""
 
-    def __init__(self, recorder: Recorder, size: int) -> None:
-        self._recorder, self._size, self._rank = recorder, size, 0
+    def __init__(self, recorder: Recorder, size: int, rank: int) -> None:
+        self._recorder, self._size, self._rank = recorder, size, rank
+
+    def _parts(self, flat: Tensor, ranges: Ranges) -> tuple[Tensor, list[Tensor]]:
+        """This rank's slice of a flat buffer, and those of the others."""
+        slices = slices_of(flat, ranges)
+        return slices.pop(self._rank), slices
 
     def all_gather(self, full: Tensor, ranges: Ranges, number: int, own: Tensor | None = None) -> Started:
         return Started([self._sent_of(full.nbytes)], [full])
@@ -91,13 +96,14 @@ class _PretendTransport(Transport):
 class PretendBackendTransport(_PretendTransport, BackendTransport):
     def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
         sent = codec.encode(flat)
-        shard = torch.empty_like(sent[: sent.numel() // self._size])
+        start, stop = ranges[self._rank]
+        shard = sent.new_empty(codec.size(stop - start))
         return Started([self._sent_of(sent.nbytes)], [sent], lambda: codec.decode(shard, flat.dtype))
 
 
 class PretendGlooTransport(_PretendTransport, GlooTransport):
     def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
-        own, *others = slices_of(flat, ranges)
+        own, others = self._parts(flat, ranges)
         dtype = flat.dtype
         sent = [codec.encode(part) for part in others]
         received = [own.new_empty(codec.size(len(own)), dtype=codec.dtype) for _ in others]
@@ -107,14 +113,14 @@ class PretendGlooTransport(_PretendTransport, GlooTransport):
 
 class PretendSharedMemoryTransport(_PretendTransport, SharedMemoryTransport):
     def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
-        own, *others = slices_of(flat, ranges)
+        own, others = self._parts(flat, ranges)
         sent = [codec.encode(part) for part in others]
         return self._sum_of([own, *sent], codec.size(len(flat)) * codec.dtype.itemsize, torch.empty_like(own))
 
     def reduce_pieces(self, pieces: list[list[Piece]], dtype: torch.dtype, factor: float) -> Started:
         kept = [piece.values for part in pieces for piece in part if piece.values is not None]
         numel = [sum(piece.numel for piece in part) for part in pieces]
-        total = torch.empty(numel[0], dtype=dtype, device="cpu")
+        total = torch.empty(numel[self._rank], dtype=dtype, device="cpu")
         return self._sum_of(kept, sum(numel) * dtype.itemsize, total)
 
     def _sum_of(self, kept: list[Tensor], nbytes: int, total: Tensor) -> Started:
@@ -130,21 +136,22 @@ TRANSPORTS: dict[str, type[_PretendTransport]] = {
 
 
 class PretendCommunicator(Communicator):
-    """The communicator of rank 0 of several ranks.
+    """The communicator of one of several ranks.
 
     Args:
         size: the number of ranks.
         device: where the flat buffers live.
         recorder: notes the collectives.
         transport: one of ``TRANSPORTS``.
+        rank: which one.
     """
 
     name = "pretend"
 
-    def __init__(self, size: int, device: torch.device, recorder: Recorder, transport: str) -> None:
-        self.size, self.rank, self.device, self.counters = size, 0, device, Counters()
+    def __init__(self, size: int, device: torch.device, recorder: Recorder, transport: str, rank: int) -> None:
+        self.size, self.rank, self.device, self.counters = size, rank, device, Counters()
         self.watch, self.control = PretendWatch(), PretendControlPlane(size)  # type: ignore[assignment]
-        self._transport = TRANSPORTS[transport](recorder, size) if size > 1 else None
+        self._transport = TRANSPORTS[transport](recorder, size, rank) if size > 1 else None
 
     def broadcast_ranges(self, flat: Tensor, ranges: list[tuple[int, int]], what: str) -> None:
         pass
@@ -295,11 +302,12 @@ class PretendSwap(Swap):
         return values if self._mode is None else self._mode.from_tensor(values)
 
 
-def pretending(ranks: int, recorder: Recorder, transport: str = "nccl") -> type[Engine]:
-    """Make a class of engines that run as rank 0 of several ranks, none of which exists.
+def pretending(ranks: int, recorder: Recorder, transport: str = "nccl", rank: int = 0) -> type[Engine]:
+    """Make a class of engines that run as one of several ranks, none of which exists.
 
     Args:
         transport: one of ``TRANSPORTS``.
+        rank: which one.
     """
 
     class PretendingEngine(Engine):
@@ -309,7 +317,7 @@ def pretending(ranks: int, recorder: Recorder, transport: str = "nccl") -> type[
             return ranks
 
         def _connect(self, group: Any, device: torch.device) -> None:
-            self.communicator = PretendCommunicator(ranks, device, recorder, transport)
+            self.communicator = PretendCommunicator(ranks, device, recorder, transport, rank)
             self.rendezvous = PretendRendezvous()  # type: ignore[assignment]
 
         def _open_swap(self, offload: OffloadConfig) -> Swap:

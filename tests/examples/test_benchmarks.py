@@ -114,3 +114,27 @@ def test_monitor_compares_parts_of_a_fit_with_the_monitor_and_without_it(tmp_pat
     found = json.loads((tmp_path / "monitor.json").read_text())["strategies"]["zero3"]
     assert len(found["seconds"]["on"]) == len(found["seconds"]["off"]) == 2
     assert 0 < found["hooks"] < max(found["seconds"]["on"])
+
+
+@pytest.mark.timeout(300)  # nine pairs of processes
+@pytest.mark.exhaustive
+def test_plans_compares_predicted_with_measured_times(tmp_path: Path) -> None:
+    options = [
+        "--model",
+        "tiny",
+        "--batch",
+        "1",
+        "--sequence",
+        "16",
+        "--rounds",
+        "1",
+        "--steps",
+        "2",
+        "--output",
+        str(tmp_path),
+    ]
+    run(SCRIPT, "benchmarks/plans.py", *options, folder=tmp_path, timeout=280)
+    found = json.loads((tmp_path / "plans_tiny.json").read_text())
+    assert [row["name"] for row in found["configurations"]][:4] == ["ddp", "zero1", "zero2", "zero3"]
+    assert all(len(row["seconds"]) == 2 and row["predicted"] > 0 for row in found["configurations"])
+    assert 0 < found["of_the_quickest"] <= 1

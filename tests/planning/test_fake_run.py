@@ -19,6 +19,7 @@ from tests.planning.projects import (
     Net,
     Reading,
     ViT,
+    WithAdafactor,
     batch,
     labelled_pictures,
     pictures,
@@ -59,6 +60,30 @@ def test_states_in_files_take_the_bytes_of_their_elements(precision):
     moved = sum(event.nbytes for event in runs[1].events if event.kind == "disk")
     gathers = (4 - copy) * runs[1].numel  # a rank reads its half for forward and backward, but the last unit's once
     assert 0.85 * gathers < moved - 2 * runs[1].disk_bytes < 0.95 * gathers
+
+
+def hold_whole_parameters(stage: int, offload: str | None) -> dict[str, int]:
+    watch = Watch()
+    trainer = make_trainer(ZeroStrategy(stage=stage, offload=offload, unit_numel=0), callbacks=[watch], max_steps=2)
+    trainer.fit(WithAdafactor(width=128, depth=16), DataLoader(torch.randn(24, 16, 128), batch_size=4))
+    return watch.peak
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_of_whole_parameters_the_rank_with_the_most_is_planned(run_on, stage, offload):
+    held = run_on(3, hold_whole_parameters, stage=stage, offload=offload)
+    run = fake_run(
+        partial(WithAdafactor, width=128, depth=16),
+        torch.randn(4, 16, 128),
+        ranks=3,
+        stage=stage,
+        offload=offload,
+        unit_numel=0,
+        transport="shared memory",
+    )
+    totals = [sum(of_rank.values()) for of_rank in held]
+    assert sum(run.report_peak.values()) == pytest.approx(max(totals), rel=0.02)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])

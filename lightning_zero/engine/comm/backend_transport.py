@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_zero.engine.comm.codec import Codec
 from lightning_zero.engine.comm.process_group import ProcessGroup, rank
-from lightning_zero.engine.comm.transport import Ranges, Started, Transport
+from lightning_zero.engine.comm.transport import Ranges, Started, Transport, slices_of
 
 
 class BackendTransport(Transport):
@@ -28,19 +28,31 @@ class BackendTransport(Transport):
         if own is None:
             start, stop = ranges[self._rank]
             own = full[start:stop]
-        return Started([dist.all_gather_single(full, own, group=self._gathers, async_op=True).wait], [full, own])
+        if _are_equal(ranges):
+            work = dist.all_gather_single(full, own, group=self._gathers, async_op=True)
+        else:
+            work = dist.all_gather(slices_of(full, ranges), own, group=self._gathers, async_op=True)
+        return Started([work.wait], [full, own])
 
     def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
         (start, stop), dtype, sent = ranges[self._rank], flat.dtype, codec.encode(flat)
         shard = sent.new_empty(codec.size(stop - start))
         mine, all_of_it = _as_real(shard), _as_real(sent)
-        work = dist.reduce_scatter_single(mine, all_of_it, group=self._reductions, async_op=True)
+        if _are_equal(ranges):
+            work = dist.reduce_scatter_single(mine, all_of_it, group=self._reductions, async_op=True)
+        else:
+            encoded = [(codec.size(begin), codec.size(end)) for begin, end in ranges]
+            work = dist.reduce_scatter(mine, slices_of(all_of_it, encoded), group=self._reductions, async_op=True)
         # the input is kept until the current stream has waited for its reader
         return Started([work.wait], [sent], lambda: codec.decode(shard, dtype))
 
     def reduction_bytes(self, flat: Tensor, ranges: Ranges, codec: Codec) -> int:
         start, stop = ranges[self._rank]
         return (codec.size(len(flat)) + codec.size(stop - start)) * codec.dtype.itemsize
+
+
+def _are_equal(ranges: Ranges) -> bool:
+    return len({stop - start for start, stop in ranges}) == 1
 
 
 def _as_real(tensor: Tensor) -> Tensor:
