@@ -32,10 +32,12 @@ WHOLE: dict[str, tuple[int, int]] = {
     "_reduce_scatter_base_": (1, 1),
     "reduce_scatter_": (1, 1),
     "reduce_scatter_tensor_coalesced_": (1, 1),
+    "all_reduce": (0, 2),
     "alltoall_": (1, 1),
     "alltoall_base_": (1, 1),
 }
-NOTHING = {"recv_", "recv_any_source_", "barrier", "monitored_barrier_"}  # what is received another rank sends
+# what is received another rank sends
+NOTHING = {"recv_", "recv_any_source_", "barrier", "monitored_barrier_", "wait_tensor"}
 
 
 class Asked(TorchDispatchMode):
@@ -67,6 +69,8 @@ def asked_by(name: str, args: Any, ranks: int) -> float:
     """
     if name in NOTHING:
         return 0.0
+    if name == "all_gather_into_tensor":  # of DTensor, which gives its own part alone
+        return float(bytes_of(args[0]) * (ranks - 1))
     if name == "send":
         return float(bytes_of(args[0]))
     if name not in WHOLE:

@@ -63,7 +63,7 @@ def measure_rank(place: torch.device, ranks: int) -> tuple[Resources, dict[str, 
     a = torch.randn(1024, 1024, device=place)
     large = torch.randn(2**24, device=place)
     other, small = torch.empty_like(large), torch.zeros(8, device=place)
-    on_host = torch.randn(2**22, device="cpu")
+    on_host = torch.randn(2**24, device="cpu")  # more than caches hold
     averages = [torch.zeros_like(on_host) for _ in range(2)]
 
     def adam() -> None:
@@ -80,6 +80,7 @@ def measure_rank(place: torch.device, ranks: int) -> tuple[Resources, dict[str, 
         memory_bandwidth=2 * large.nbytes / _seconds(lambda: other.copy_(large), place),
         operator_seconds=_seconds(lambda: small.add_(1), place, 200),
         host_bandwidth=8 * on_host.nbytes / _seconds(adam, torch.device("cpu")),
+        overlaps=place.type != "cpu",
         memory=_memory(place),
         **link,
     )

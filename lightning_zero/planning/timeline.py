@@ -26,6 +26,8 @@ class Resources:
         link_seconds: latency of a collective.
         host_bandwidth: bytes per second that an update of offloaded states reads and writes in the host's memory.
         disk_bandwidth: bytes per second that an update of states on a disk reads and writes there, together.
+        overlaps: whether collectives and updates in the host's memory take no time of the device. On a CPU they take
+            that of its cores.
         memory: bytes of the device; None if unknown.
     """
 
@@ -36,6 +38,7 @@ class Resources:
     link_seconds: float = 30e-6
     host_bandwidth: float = 10e9
     disk_bandwidth: float = 2e9
+    overlaps: bool = True
     memory: float | None = None
 
     def __post_init__(self) -> None:
@@ -104,8 +107,9 @@ _FREE = {_aten.empty.memory_format, _aten.detach.default, _aten.empty_like.defau
 def replay(events: list[Event], resources: Resources) -> dict[str, float]:
     """Seconds that the events take: ``total``; and what it is made of.
 
-    Operators follow one another. Collectives follow one another beside them, and so do updates in the host's memory,
-    and reads and writes of a disk; a wait lasts until its collective is done.
+    Operators follow one another; each takes the time of its arithmetic and that of its bytes. Collectives follow one
+    another beside them, and so do updates in the host's memory, unless these take the device's time, and reads and
+    writes of a disk; a wait lasts until its collective is done.
 
     Returns:
         ``total``; ``compute``, the time of operators alone; ``communication``, of collectives alone; ``waiting``, the
@@ -115,12 +119,12 @@ def replay(events: list[Event], resources: Resources) -> dict[str, float]:
     ends: dict[int, float] = defaultdict(float)
     for event in events:
         if event.kind == "compute":
-            seconds = max(
-                event.flops / resources.flops, event.nbytes / resources.memory_bandwidth, resources.operator_seconds
-            )
+            seconds = event.flops / resources.flops + event.nbytes / resources.memory_bandwidth
+            seconds = max(seconds, resources.operator_seconds)
             now, compute = now + seconds, compute + seconds
         elif event.kind == "host":
             host_free = max(host_free, now) + event.nbytes / resources.host_bandwidth
+            now = now if resources.overlaps else host_free
         elif event.kind == "disk":
             disk_free = max(disk_free, now) + event.nbytes / resources.disk_bandwidth
         elif event.kind == "launch":
@@ -128,6 +132,7 @@ def replay(events: list[Event], resources: Resources) -> dict[str, float]:
             network_free = max(network_free, now) + seconds
             communication += seconds
             ends[event.number] = network_free
+            now = now if resources.overlaps else network_free
         else:
             now = max(now, ends[event.number])
     now = max(now, network_free, host_free, disk_free)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace as with_
+
 import pytest
 
 from lightning_zero.planning.timeline import Event, Resources, replay
@@ -17,10 +19,11 @@ SLOW = Resources(
 )
 
 
-def test_an_operator_takes_the_longest_of_arithmetic_memory_and_start():
+def test_an_operator_takes_the_time_of_its_arithmetic_and_of_its_bytes_but_no_less_than_a_start():
     for event, seconds in (
         (Event("compute", flops=50.0), 5.0),
         (Event("compute", nbytes=30.0), 3.0),
+        (Event("compute", flops=50.0, nbytes=30.0), 8.0),
         (Event("compute"), 1.0),
     ):
         assert replay([event], SLOW)["total"] == seconds
@@ -39,6 +42,14 @@ def test_collectives_follow_one_another():
 def test_updates_on_the_host_run_beside_the_device():
     events = [Event("compute", nbytes=10.0), Event("host", nbytes=50.0), Event("compute", nbytes=20.0)]
     assert replay(events, SLOW) == {"total": 6.0, "compute": 3.0, "communication": 0.0, "waiting": 3.0}
+
+
+def test_on_a_cpu_collectives_and_updates_take_the_time_of_its_cores():
+    cpu = with_(SLOW, overlaps=False)
+    events = [Event("launch", nbytes=30.0, number=1), Event("compute", nbytes=20.0), Event("wait", number=1)]
+    assert replay(events, cpu) == {"total": 6.0, "compute": 2.0, "communication": 4.0, "waiting": 4.0}
+    events = [Event("compute", nbytes=10.0), Event("host", nbytes=50.0), Event("compute", nbytes=20.0)]
+    assert replay(events, cpu)["total"] == 8.0
 
 
 def test_a_disk_is_read_and_written_beside_the_device_and_the_host():
