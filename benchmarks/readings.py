@@ -37,7 +37,7 @@ WHOLE: dict[str, tuple[int, int]] = {
     "alltoall_base_": (1, 1),
 }
 # what is received another rank sends
-NOTHING = {"recv_", "recv_any_source_", "barrier", "monitored_barrier_", "wait_tensor"}
+NOTHING = {"recv_", "recv_any_source_", "barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd"}
 
 
 class Asked(TorchDispatchMode):

@@ -84,7 +84,7 @@ def parser() -> Parser:
     )
     made.add_argument("--micro-batch", type=int, nargs="+", help="samples per rank and micro-batch")
     made.add_argument("--checkpointing", nargs="+", default=["off"], choices=["off", "on"], help="of activations")
-    made.add_argument("--accumulate", type=int, help="micro-batches a step (default: the Trainer's, or 1)")
+    made.add_argument("--accumulate", type=int, nargs="+", help="micro-batches a step (default: the Trainer's, or 1)")
     made.add_argument("--precision", help="as the Trainer names it (default: the Trainer's, or 32-true)")
     made.add_argument("--clip", type=float, help="gradient_clip_val (default: the Trainer's)")
     made.add_argument("--memory", help="of the device, such as 80GB: says which choices fit")
@@ -152,7 +152,7 @@ def _print(plans: list[Any]) -> None:
         rows.append(
             (
                 plan.name,
-                str(plan.micro_batch or ""),
+                f"{plan.micro_batch or ''}{f' x {plan.accumulate}' if plan.accumulate > 1 else ''}",
                 *(in_bytes(plan.peak_bytes.get(name, 0)) for name in categories),
                 in_bytes(plan.peak_bytes["total"]),
                 in_bytes(plan.host_bytes),

@@ -30,6 +30,7 @@ class Plan:
         offload: where optimizer states and master weights are: ``"none"``, ``"cpu"`` or ``"nvme"``.
         ranks: the world size.
         micro_batch: samples per rank and micro-batch; None where the batch has no common first dimension.
+        accumulate: micro-batches a step; or several choices.
         activation_checkpointing: whether blocks are computed again in backward.
         parameters: elements of all parameters.
         peak_bytes: on the device by category, and their sum under ``"total"``.
@@ -47,6 +48,7 @@ class Plan:
     offload: str
     ranks: int
     micro_batch: int | None
+    accumulate: int
     activation_checkpointing: bool
     parameters: int
     peak_bytes: dict[str, int]
@@ -80,7 +82,7 @@ def make_plans(
     checkpointing: Iterable[bool] = (False,),
     resources: Resources | None = None,
     memory: float | None = None,
-    accumulate: int = 1,
+    accumulate: int | Iterable[int] = 1,
     **options: Any,
 ) -> list[Plan]:
     """Plan every combination of the choices; DDP, as stage 0, is never offloaded or checkpointed.
@@ -98,7 +100,9 @@ def make_plans(
     if ranks < 1:
         raise ValueError(f"ranks={ranks} must be a whole number, 1 or more.")
     plans = []
-    for micro_batch, stage, offload, recompute in product(micro_batches, stages, offloads, checkpointing):
+    accumulates = [accumulate] if isinstance(accumulate, int) else accumulate
+    choices = product(micro_batches, accumulates, stages, offloads, checkpointing)
+    for micro_batch, of_step, stage, offload, recompute in choices:
         if stage == 0 and (offload != "none" or recompute):
             continue
         sized = batch if micro_batch is None else resized(batch, micro_batch)
@@ -108,7 +112,7 @@ def make_plans(
         if recompute:
             chosen["activation_checkpointing"] = "units"
         chosen |= options
-        run = fake_run(make_module, sized, ranks=ranks, stage=stage or None, accumulate=accumulate, **chosen)
+        run = fake_run(make_module, sized, ranks=ranks, stage=stage or None, accumulate=of_step, **chosen)
         times = replay(run.events, resources) if resources is not None else {}
         seconds = times.get("total")
         samples = samples_of(sized)
@@ -119,6 +123,7 @@ def make_plans(
                 offload=offload,
                 ranks=ranks,
                 micro_batch=samples,
+                accumulate=of_step,
                 activation_checkpointing=recompute,
                 parameters=run.numel,
                 peak_bytes={**run.peak_bytes, "total": total},
@@ -127,7 +132,7 @@ def make_plans(
                 traffic_bytes=run.traffic,
                 seconds_per_step=seconds,
                 waiting_seconds=times.get("waiting"),
-                samples_per_second=samples * ranks * accumulate / seconds if samples and seconds else None,
+                samples_per_second=samples * ranks * of_step / seconds if samples and seconds else None,
                 fits=None if memory is None else total <= ROOM * memory,
                 assumptions=run.assumptions,
             )
@@ -184,9 +189,10 @@ def advise(plans: list[Plan], memory: float | None) -> list[str]:
         return [*said, "Times are unknown without the machine's speed: run lightning-zero doctor, or give --flops."]
     best = max(timed, key=lambda plan: plan.samples_per_second or 0.0)
     assert best.seconds_per_step is not None and best.samples_per_second is not None
+    micro_batches = f" in each of {best.accumulate} micro-batches" if best.accumulate > 1 else ""
     said = [
-        f"Take {best.name} with {best.micro_batch} samples a rank: {best.samples_per_second:.4g} samples/s, "
-        f"{best.seconds_per_step:.3g} s a step, {_gb(best.peak_bytes['total'])} a rank."
+        f"Take {best.name} with {best.micro_batch} samples a rank{micro_batches}: "
+        f"{best.samples_per_second:.4g} samples/s, {best.seconds_per_step:.3g} s a step, {_gb(best.peak_bytes['total'])} a rank."
     ]
     if ddp is not None and ddp.samples_per_second is not None:
         ratio = best.samples_per_second / ddp.samples_per_second

@@ -134,6 +134,17 @@ def test_micro_batches_and_checkpointing_are_varied(capsys):
     assert by_choice[8, False] > 2 * by_choice[2, False] and by_choice[8, True] < by_choice[8, False]
 
 
+def test_accumulation_is_varied_and_advised_where_communication_is_slow(capsys):
+    speed = ["--flops", "1e10", "--memory-bandwidth", "1e10", "--link-bandwidth", "1e6"]
+    plans = planned(capsys, "--stage", "1", "--ranks", "4", "--accumulate", "1", "8", *speed)
+    assert [plan["accumulate"] for plan in plans] == [1, 8]
+    # stage 1 reduces once a step, however many micro-batches it has
+    assert plans[1]["traffic_bytes"] == plans[0]["traffic_bytes"]
+    assert plans[1]["samples_per_second"] > 4 * plans[0]["samples_per_second"]
+    assert main([*PROJECT, "--stage", "1", "--ranks", "4", "--accumulate", "1", "8", *speed]) == 0
+    assert "samples a rank in each of 8 micro-batches" in capsys.readouterr().out
+
+
 def test_other_options_of_the_strategy_are_planned(capsys):
     wide = [PROJECT[0], "width=256", "--batch", "float32[4,16,256]", "--ranks", "4", "--stage", "3", "--json"]
     assert main(wide) == 0
