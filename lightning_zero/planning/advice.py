@@ -192,7 +192,8 @@ def advise(plans: list[Plan], memory: float | None) -> list[str]:
     micro_batches = f" in each of {best.accumulate} micro-batches" if best.accumulate > 1 else ""
     said = [
         f"Take {best.name} with {best.micro_batch} samples a rank{micro_batches}: "
-        f"{best.samples_per_second:.4g} samples/s, {best.seconds_per_step:.3g} s a step, {_gb(best.peak_bytes['total'])} a rank."
+        f"{best.samples_per_second:.4g} samples/s, {best.seconds_per_step:.3g} s a step, "
+        f"{_gb(best.peak_bytes['total'])} a rank."
     ]
     if ddp is not None and ddp.samples_per_second is not None:
         ratio = best.samples_per_second / ddp.samples_per_second
