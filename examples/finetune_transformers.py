@@ -2,6 +2,7 @@
 
     python examples/finetune_transformers.py                       # a tiny Llama, from random weights
     python examples/finetune_transformers.py model.path=FOLDER data.path=TEXT_FILE model.lora.rank=8 precision=bf16
+    python examples/finetune_transformers.py optimizer=muon        # Muon for matrices of blocks, AdamW for the rest
     torchrun --nproc-per-node 2 examples/finetune_transformers.py stage=2
 
 finetune_transformers/config.yaml has every value that can be given so.
@@ -31,6 +32,7 @@ from torchmetrics.text import Perplexity
 
 import lightning_zero  # also registers the strategies, so that `trainer.strategy=zero2` works as well
 from lightning_zero.monitoring import ZeroMonitor, report
+from lightning_zero.zoo.muon import groups_of
 
 
 def stop(reason: object) -> NoReturn:
@@ -241,13 +243,7 @@ class FineTuning(LightningModule):
         self.print(f"tokens written by each rank: {written.view(-1).tolist()}; rank 0: {self.sample!r}")
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        trainable = [p for p in self.parameters() if p.requires_grad]
-        optimizer = self.optimizer(
-            [
-                {"params": [p for p in trainable if p.ndim >= 2]},
-                {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-            ]
-        )
+        optimizer = self.optimizer(groups_of(self, self.optimizer))
         steps = int(self.trainer.estimated_stepping_batches)
         scheduler = get_cosine_schedule_with_warmup(optimizer, self.warmup_steps, steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

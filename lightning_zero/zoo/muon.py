@@ -1,9 +1,10 @@
 """Muon for the matrices of a model's blocks, AdamW for all other parameters, in one optimizer."""
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
@@ -39,6 +40,22 @@ def muon_and_adamw(
     return Muon([group for group in made if group["params"]])
 
 
-def splits_hidden(optimizer: Any) -> bool:
-    """Whether a function that makes an optimizer, or a partial of it, is ``muon_and_adamw``."""
-    return getattr(optimizer, "func", optimizer) is muon_and_adamw
+def groups_of(module: nn.Module, optimizer: Any) -> list[dict[str, Any]]:
+    """A module's parameters in groups: matrices, and without weight decay biases, norms and the like.
+
+    Args:
+        module: whose repeated blocks are in ``nn.ModuleList`` or ``nn.Sequential``, by numbers.
+        optimizer: makes an optimizer from them, for example ``partial(torch.optim.AdamW, lr=1e-3)``. Where it is
+            ``muon_and_adamw``, the matrices of blocks are a group of their own.
+    """
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    matrices = {name: p for name, p in trained.items() if p.ndim >= 2}
+    rest = {"params": [p for p in trained.values() if p.ndim < 2], "weight_decay": 0.0}
+    if getattr(optimizer, "func", optimizer) is not muon_and_adamw:
+        return [{"params": list(matrices.values())}, rest]
+    hidden = {name for name, p in matrices.items() if p.ndim == 2 and re.search(r"\.\d+\.", name)}
+    return [
+        {"params": [p for name, p in matrices.items() if name in hidden], "hidden": True},
+        {"params": [p for name, p in matrices.items() if name not in hidden]},
+        rest,
+    ]

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
@@ -12,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import Metric
 
-from lightning_zero.zoo.muon import splits_hidden
+from lightning_zero.zoo.muon import groups_of
 
 
 class Supervised(LightningModule):
@@ -42,18 +41,7 @@ class Supervised(LightningModule):
         self.log(f"validation/{self.metric_name}", self.metric, prog_bar=True)
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        trainable = {name: p for name, p in self.named_parameters() if p.requires_grad}
-        matrices = {name: p for name, p in trainable.items() if p.ndim >= 2}
-        groups: list[dict[str, Any]] = [{"params": list(matrices.values())}]
-        if splits_hidden(self.optimizer):
-            is_hidden = {name: "blocks." in name and p.ndim == 2 for name, p in matrices.items()}
-            groups = [
-                {"params": [p for name, p in matrices.items() if is_hidden[name] is h], "hidden": h}
-                for h in (True, False)
-            ]
-        # biases, norms and the like
-        groups.append({"params": [p for p in trainable.values() if p.ndim < 2], "weight_decay": 0.0})
-        optimizer = self.optimizer(groups)
+        optimizer = self.optimizer(groups_of(self, self.optimizer))
         warmup, total_steps = self.warmup_steps, int(self.trainer.estimated_stepping_batches)
 
         def scale(step: int) -> float:

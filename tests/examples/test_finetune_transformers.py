@@ -166,6 +166,16 @@ def test_stage_3_under_torchrun_has_the_perplexity_of_ddp(at_stage_3: Outcome, g
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.exhaustive
+def test_with_muon_and_adamw_it_has_the_perplexity_of_ddp(given: Given, tmp_path: Path) -> None:
+    found = []
+    for stage in ("3", "ddp"):
+        (folder := tmp_path / stage).mkdir()
+        found.append(finetune(SCRIPT, folder, *given.overrides, f"stage={stage}", "optimizer=muon").perplexity)
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+@pytest.mark.timeout(240)
 def test_plain_transformers_loads_what_was_written(at_stage_3: Outcome, given: Given) -> None:
     before = perplexity_alone(AutoModelForCausalLM.from_pretrained(given.network), given)
     after = perplexity_alone(AutoModelForCausalLM.from_pretrained(at_stage_3.folder / "model"), given)
