@@ -13,7 +13,7 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
 BENCHMARKS = {
     "peers": "time, memory and communication beside DDP, FSDP and DeepSpeed",
     "ratios": "whether a stage has become slower beside DDP",
-    "plans": "step times that lightning-zero plan predicts, beside measured ones",
+    "plans": "predicted step times beside measured ones",
     "growth": "what the engine costs as tensors, units and ranks grow",
     "compare": "whether results, or runs, take more time or memory than others",
 }

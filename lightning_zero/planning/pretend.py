@@ -287,7 +287,7 @@ class PretendSwap(Swap):
         super().__init__(folder, sub_group)
         self.reader = _InlineReader()  # type: ignore[assignment]
         self._recorder = recorder
-        tried = torch.empty(0)
+        tried = torch.empty(0, device="cpu")
         self._mode = tried.fake_mode if isinstance(tried, FakeTensor) else None
 
     def open(self, nbytes: int) -> SwapFile:

@@ -75,7 +75,8 @@ def test_help_has_one_line_for_each_subcommand(command: str, names: list[str]) -
 
 def test_help_of_train_has_groups_and_the_values_of_the_overrides_given() -> None:
     said = run("train", "--help", "stage=ddp", "model=gpt_small").stdout
-    assert "  stage: 1, 2, 3, auto, ddp\n" in said and "  optimizer: adam, adamw, sgd\n" in said
+    assert "  stage: 1, 2, 3, auto, ddp\n" in said
+    assert "  optimizer: adafactor, adam, adamw, adamw8bit, lion, muon, sgd, soap\n" in said
     assert "_target_: lightning.pytorch.strategies.DDPStrategy" in said and "prefetch" not in said
 
 

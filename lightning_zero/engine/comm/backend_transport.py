@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_zero.engine.comm.codec import Codec
 from lightning_zero.engine.comm.process_group import ProcessGroup, rank
 from lightning_zero.engine.comm.transport import Ranges, Started, Transport, slices_of
+from lightning_zero.engine.plan.layout import ShardRanges
 
 
 class BackendTransport(Transport):
@@ -52,7 +53,7 @@ class BackendTransport(Transport):
 
 
 def _are_equal(ranges: Ranges) -> bool:
-    return len({stop - start for start, stop in ranges}) == 1
+    return ranges.are_equal if isinstance(ranges, ShardRanges) else len({stop - start for start, stop in ranges}) == 1
 
 
 def _as_real(tensor: Tensor) -> Tensor:

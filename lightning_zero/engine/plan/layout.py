@@ -115,7 +115,7 @@ class BucketLayout:
     @property
     def shard_ranges(self) -> Sequence[tuple[int, int]]:
         """``shard_range`` of every rank. Computed when asked for: each of a thousand ranks needs its own alone."""
-        return _ShardRanges(self)
+        return ShardRanges(self)
 
     def owned_range(self, first: int, last: int, rank: int) -> tuple[int, int]:
         """The range ``[start, stop)`` of segments ``first`` to ``last`` (inclusive) that a rank owns; may be empty."""
@@ -150,9 +150,11 @@ class BucketLayout:
         return sizes
 
 
-class _ShardRanges(Sequence[tuple[int, int]]):
+class ShardRanges(Sequence[tuple[int, int]]):
+    """``shard_range`` of every rank; ``are_equal`` says whether they are equally long, without looking at each."""
+
     def __init__(self, layout: BucketLayout) -> None:
-        self._layout = layout
+        self._layout, self.are_equal = layout, not layout.is_whole
 
     def __len__(self) -> int:
         return self._layout.world_size
