@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lightning_zero import engine as engine
     from lightning_zero import fabric as fabric
     from lightning_zero import monitoring as monitoring
+    from lightning_zero import pruning as pruning
     from lightning_zero.checkpoint.weights import load_weights
     from lightning_zero.engine.access import full_grad, full_optimizer_state, full_parameters, shard_of, uneven_forwards
     from lightning_zero.engine.config import OffloadConfig
@@ -41,7 +42,7 @@ _MODULE_OF = {
     "shard_of": "engine.access",
     "uneven_forwards": "engine.access",
 }
-_SUBMODULES = ("engine", "fabric", "monitoring")
+_SUBMODULES = ("engine", "fabric", "monitoring", "pruning")
 
 __all__ = [
     "OffloadConfig",

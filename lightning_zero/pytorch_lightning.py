@@ -7,6 +7,7 @@ import pytorch_lightning
 from pytorch_lightning import Callback
 from pytorch_lightning.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
 
+from lightning_zero import pruning
 from lightning_zero.monitoring import callback, non_finite
 from lightning_zero.planning import automatic
 from lightning_zero.strategies import trainer
@@ -28,6 +29,10 @@ class ZeroMonitor(callback.Monitor, Callback):  # type: ignore[misc]
 
 class FindNonFinite(non_finite.Finder, Callback):  # type: ignore[misc]
     __doc__ = non_finite.Finder.__doc__
+
+
+class MagnitudePruning(pruning.Pruning, Callback):  # type: ignore[misc]
+    __doc__ = pruning.Pruning.__doc__
 
 
 for _strategy in (ZeroStrategy, ZeroAutoStrategy):

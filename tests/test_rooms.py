@@ -20,6 +20,7 @@ ROOMS = (
     "planning",
     "zoo",
     "monitoring",
+    "pruning",
     "strategies",
     "convert",
     "checkpoint",

@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from lightning_zero.engine.report import WORKING_BUFFERS
 from lightning_zero.io.tables import show
 from lightning_zero.monitoring.callback import ZeroMonitor
+from lightning_zero.pruning import Pruning
 
 
 def expected_psi(stage: int, accumulate: int, world_size: int) -> int:
@@ -27,6 +28,7 @@ def expected_psi(stage: int, accumulate: int, world_size: int) -> int:
 def collect(trainer: Trainer, monitor: ZeroMonitor, metrics: Mapping[str, float], checkpoint: str) -> dict[str, Any]:
     """Return all results of a fit as plain values; ``metrics`` are the validation metrics, by ``validation/NAME``."""
     stage = getattr(trainer.strategy, "stage", None)
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     last = [loss for _, loss in monitor.loss_curve[-20:]]
     communicated = None if monitor.elements_per_step is None else monitor.elements_per_step / monitor.numel
     expected = expected_psi(stage, trainer.accumulate_grad_batches, trainer.world_size) if stage else None
@@ -47,6 +49,7 @@ def collect(trainer: Trainer, monitor: ZeroMonitor, metrics: Mapping[str, float]
         "communicated_psi": communicated,
         "expected_psi": expected,
         "waited": monitor.waited,
+        "sparsity": next((each.sparsity for each in callbacks if isinstance(each, Pruning)), None),
         "checkpoint": checkpoint,
         "loss_curve": monitor.loss_curve,
         "validation_curve": monitor.validation_curve,
@@ -77,6 +80,8 @@ def figures(results: dict[str, Any]) -> list[Figure]:
     for name, value in results["validation"].items():
         if name != "loss":
             found.append(Figure(f"validation {name}", name, f"{value:.3g}"))
+    if results["sparsity"] is not None:
+        found.append(Figure("sparsity", "sparsity", f"{results['sparsity']:.1%}", "of the parameters that are pruned"))
     rate, psi = results["per_second"], results["communicated_psi"]
     counted = results["counted"]
     found.append(Figure(f"{counted} a second", f"{counted}/s", "not measured" if rate is None else f"{rate:.0f}"))

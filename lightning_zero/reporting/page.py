@@ -51,6 +51,7 @@ def columns_of(jobs: list[dict[str, Any]]) -> dict[str, list[str]]:
         "status": [job["status"] for job in jobs],
         "strategy": [job["strategy"] or "" for job in jobs],
         **metrics,
+        "sparsity": ["" if job["sparsity"] is None else f"{job['sparsity']:.1%}" for job in jobs],
         "throughput": [rate(job) for job in jobs],
         "peak memory a rank": [
             in_bytes(sum(job["memory"]["measured"].values())) if job["memory"]["measured"] else "" for job in jobs

@@ -68,6 +68,7 @@ def _job(run: Run, declared: Declared, predict: Callable[[Mapping[str, Any]], di
         "parameters": manifest.get("model", {}).get("parameters") or results.get("parameters"),
         "last": {name: curve[-1][1] for name, curve in run.metrics.items()},
         "validation": results.get("validation", {}),
+        "sparsity": results.get("sparsity", run.metrics.get(SPARSITY, [(0, None)])[-1][1]),
         "throughput": _throughput(run),
         "memory": {
             "measured": engine.get("peak") or results.get("peak_bytes") or _at_peak(over_time),
@@ -159,6 +160,7 @@ def is_detail(name: str) -> bool:
 
 
 _PREFIX = "zero/"
+SPARSITY = "pruning/sparsity"
 _UNITS = ("MB", "calls", "s")
 
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 ENGINE_FIRST = """
 import sys
 import lightning_zero
-assert dir(lightning_zero) == sorted([*lightning_zero.__all__, "engine", "fabric", "monitoring"])
+assert dir(lightning_zero) == sorted([*lightning_zero.__all__, "engine", "fabric", "monitoring", "pruning"])
 assert "torch" not in sys.modules
 from lightning_zero.engine import Engine
 lightning = ("lightning", "lightning_fabric", "pytorch_lightning")
@@ -28,7 +28,7 @@ print(type(trainer.strategy) is lightning_zero.ZeroStrategy)
 from lightning_zero import *
 print(ZeroStrategy.__module__, load_weights.__module__)
 assert all(hasattr(lightning_zero, name) for name in dir(lightning_zero))
-assert dir(lightning_zero) == sorted([*lightning_zero.__all__, "engine", "fabric", "monitoring"])
+assert dir(lightning_zero) == sorted([*lightning_zero.__all__, "engine", "fabric", "monitoring", "pruning"])
 """
 
 

@@ -1,0 +1,222 @@
+"""Pruning on shards: the elements of least magnitude over all ranks become zero and stay zero.
+
+No rank needs a whole parameter. The threshold is found by histograms of the magnitudes' bits, each summed over ranks,
+and each rank has the masks of its own shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_zero.engine.access import shard_of
+from lightning_zero.engine.comm.process_group import ReduceOp
+from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
+
+_DIGIT = 16  # bits of a magnitude that one histogram is over
+_CHUNK = 2**22  # elements whose bits are in memory at a time
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def magnitude_masks(parameters: Sequence[Tensor], amount: float, masks: Sequence[Tensor] | None = None) -> list[Tensor]:
+    """Masks that leave out the elements of least magnitude of all parameters together. Collective.
+
+    These are the elements that ``torch.nn.utils.prune.global_unstructured`` with ``L1Unstructured`` selects in the
+    whole parameters; among equal magnitudes the first ones, in the order of the parameters and of their elements.
+
+    Args:
+        parameters: sharded, or ordinary ones that are the same on every rank.
+        amount: the fraction of all elements that is left out, 0 to 1.
+        masks: earlier ones. What they leave out stays left out, and counts towards ``amount``.
+
+    Returns:
+        For each parameter a mask of its shape and sharding, of dtype bool: False for what is left out.
+
+    Raises:
+        ValueError: if ``amount`` is not a fraction.
+
+    Example:
+        >>> [mask] = magnitude_masks([torch.tensor([0.5, -0.1, 0.2, -0.9])], amount=0.5)
+        >>> mask
+        tensor([ True, False, False,  True])
+    """
+    if not 0 <= amount <= 1:
+        raise ValueError(f"amount={amount!r} is not a fraction of the elements: write a number from 0 to 1.")
+    masks = [_like(p, torch.ones_like(shard_of(p), dtype=torch.bool)) for p in parameters] if masks is None else masks
+    masks = [_like(p, shard_of(mask).clone()) for p, mask in zip(parameters, masks)]
+    wanted = round(amount * sum(p.numel() for p in parameters)) - sum(pruned_numels(masks))
+    if wanted > 0:
+        _prune(parameters, masks, wanted)
+    return masks
+
+
+def pruned_numels(masks: Sequence[Tensor]) -> list[int]:
+    """How many elements each mask leaves out, over all ranks. Collective."""
+    own = torch.tensor([int((~shard_of(mask)).sum()) for mask in masks])
+    is_sharded = torch.tensor([isinstance(mask, ShardedTensor) for mask in masks])
+    return (_over_ranks(own * is_sharded, masks) + own * ~is_sharded).tolist()
+
+
+def _prune(parameters: Sequence[Tensor], masks: Sequence[Tensor], wanted: int) -> None:
+    """Leave out as many more elements."""
+    dtype = torch.float16
+    for p in parameters:
+        dtype = torch.promote_types(dtype, p.dtype.to_real())
+    chunks = [partial(_chunks, p, mask, dtype) for p, mask in zip(parameters, masks)]
+    is_sharded = torch.tensor([isinstance(mask, ShardedTensor) for mask in masks])
+
+    threshold = 0
+    need = wanted  # of the elements whose highest bits are those of the threshold
+    for shift in range(8 * dtype.itemsize - _DIGIT, -1, -_DIGIT):
+        counts = {sharded: torch.zeros(2**_DIGIT, dtype=torch.int64) for sharded in (True, False)}
+        for chunks_of, sharded in zip(chunks, is_sharded.tolist()):
+            for bits, kept in chunks_of():
+                digits = bits >> shift
+                chosen = digits[kept & (digits >> _DIGIT == threshold)] & (2**_DIGIT - 1)
+                counts[sharded] += torch.bincount(chosen, minlength=2**_DIGIT).cpu()
+        up_to = (_over_ranks(counts[True], masks) + counts[False]).cumsum(0)
+        digit = int(torch.searchsorted(up_to, need))
+        need -= int(up_to[digit - 1]) if digit else 0
+        threshold = threshold << _DIGIT | digit
+
+    # Among elements equal to the threshold the first ones: those before this rank's, by tensor, are counted.
+    own = torch.tensor([sum(int((kept & (bits == threshold)).sum()) for bits, kept in each()) for each in chunks])
+    on_lower_ranks, everywhere = _of_ranks(own * is_sharded, masks)
+    everywhere += own * ~is_sharded
+    before = everywhere.cumsum(0) - everywhere + on_lower_ranks
+    for chunks_of, left in zip(chunks, (need - before).clamp(min=0).tolist()):
+        for bits, kept in chunks_of():
+            chosen = (kept & (bits == threshold)).nonzero()[:left, 0]
+            kept &= bits >= threshold
+            kept[chosen] = False
+            left -= len(chosen)
+
+
+def _chunks(parameter: Tensor, mask: Tensor, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+    """Bits of this rank's magnitudes, which ascend as magnitudes do, NaN last, beside their part of the mask."""
+    for values, kept in zip(shard_of(parameter).split(_CHUNK), shard_of(mask).split(_CHUNK)):
+        magnitudes = values.to(parameter.dtype).abs().to(dtype)  # of a wider master: of what users see
+        yield magnitudes.view(_INTEGERS[dtype.itemsize]).long(), kept
+
+
+def _over_ranks(counts: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """The sum over ranks of numbers that were counted in the shards of tensors."""
+    slot = next((tensor.slot for tensor in tensors if isinstance(tensor, ShardedTensor)), None)
+    return counts if slot is None else slot.reduce(counts.to(slot.device), ReduceOp.SUM, "pruning").cpu()
+
+
+def _of_ranks(counts: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The sums over lower ranks, and over all ranks."""
+    group = next((tensor.slot.group for tensor in tensors if isinstance(tensor, ShardedTensor)), None)
+    if group is None:
+        return torch.zeros_like(counts), counts
+    by_rank = counts.new_zeros(group.size, len(counts))
+    by_rank[group.rank] = counts
+    by_rank = _over_ranks(by_rank, tensors)
+    return by_rank[: group.rank].sum(0), by_rank.sum(0)
+
+
+def _like(parameter: Tensor, local: Tensor) -> Tensor:
+    """A tensor with a parameter's shape and sharding."""
+    return ShardedTensor(parameter.slot, local) if isinstance(parameter, ShardedTensor) else local.view(parameter.shape)
+
+
+def _matrices(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.ndim >= 2
+
+
+class Pruning:
+    """Sets the weights of least magnitude, over all chosen parameters and all ranks, to zero, and keeps them there.
+
+    At the start of each epoch as many are chosen as ``amount`` says; after each step of an optimizer they are set to
+    zero again. The fraction that is zero is logged as ``pruning/sparsity``. Checkpoints contain the masks, so a resumed
+    run goes on with them; whoever loads the weights alone finds zeros. Works with every strategy; a rank keeps one byte
+    for each element of its shards.
+
+    Args:
+        amount: the fraction of the chosen elements that is zero, 0 to 1; or a function that returns it for an epoch,
+            counted from 0. What is zero stays zero, so a smaller fraction than before changes nothing.
+        parameters: whether a parameter is pruned, by its name and itself; by default those of two dimensions or more.
+
+    Attributes:
+        sparsity: the fraction of the chosen elements that is zero; None before the first epoch.
+        sparsity_of: the fraction of each chosen parameter, by name.
+
+    Raises:
+        ValueError: if ``amount`` is not a fraction, or no parameter is chosen.
+    """
+
+    def __init__(
+        self,
+        amount: float | Callable[[int], float] = 0.5,
+        parameters: Callable[[str, nn.Parameter], bool] = _matrices,
+    ) -> None:
+        if not callable(amount) and not 0 <= amount <= 1:
+            raise ValueError(f"amount={amount!r} is not a fraction of the elements: write a number from 0 to 1.")
+        self._amount, self._is_chosen = amount, parameters
+        self.sparsity: float | None = None
+        self.sparsity_of: dict[str, float] = {}
+        self._chosen: dict[str, nn.Parameter] = {}
+        self._masks: dict[str, Tensor] = {}
+        self._loaded: Mapping[str, Tensor] = {}
+        self._handles: list[RemovableHandle] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._chosen = {name: p for name, p in pl_module.named_parameters() if self._is_chosen(name, p)}
+        if not self._chosen:
+            raise ValueError(
+                "MagnitudePruning(parameters=...) chose none of the module's parameters, of which the first are "
+                f"{[name for name, _ in pl_module.named_parameters()][:3]}."
+            )
+        self._masks = {}
+        for name, mask in self._loaded.items():
+            p = self._chosen[name]
+            local = local_range_of(mask, p.slot) if isinstance(p, ShardedTensor) else mask.reshape(-1)
+            self._masks[name] = _like(p, local.to(shard_of(p).device, copy=True))
+        names = {id(p): name for name, p in self._chosen.items()}
+        for optimizer in trainer.optimizers:
+            mine = [names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names]
+            self._handles.append(optimizer.register_step_post_hook(lambda *_, mine=mine: self._set_to_zero(mine)))
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        amount = self._amount(trainer.current_epoch) if callable(self._amount) else self._amount
+        names, chosen = list(self._chosen), list(self._chosen.values())
+        masks = magnitude_masks(chosen, amount, [self._masks[name] for name in names] if self._masks else None)
+        self._masks = dict(zip(names, masks))
+        self._set_to_zero(names)
+        pruned = pruned_numels(masks)
+        self.sparsity_of = {name: numel / max(p.numel(), 1) for name, p, numel in zip(names, chosen, pruned)}
+        self.sparsity = sum(pruned) / max(sum(p.numel() for p in chosen), 1)
+        pl_module.log("pruning/sparsity", self.sparsity, on_step=False, on_epoch=True, sync_dist=True)
+
+    @torch.no_grad()
+    def _set_to_zero(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name in self._masks:
+                self._chosen[name].mul_(self._masks[name])
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.on_train_end(trainer, pl_module)
+        self._chosen, self._masks = {}, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"masks": self._masks}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loaded = state_dict["masks"]
+
+
+class MagnitudePruning(Pruning, Callback):
+    __doc__ = Pruning.__doc__

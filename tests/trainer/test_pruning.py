@@ -1,0 +1,210 @@
+"""``MagnitudePruning``: what is zero, and training with it, are those of torch's pruning under DDP."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+from torch.nn.utils import prune
+
+from lightning_zero import ZeroStrategy
+from lightning_zero.pruning import MagnitudePruning, magnitude_masks, pruned_numels
+from tests.support import whole
+from tests.support.models import Square
+from tests.support.trainer import Learner, fit, make_trainer
+from tests.support.training import same_tensors, same_values
+from tests.support.workers import world_size
+
+AMOUNTS = [0.3, 0.45, 0.4]
+
+
+def amount(epoch: int) -> float:
+    return AMOUNTS[epoch % 3]
+
+
+class ByHand(Callback):
+    """What projects write around torch's pruning: one mask of all matrices, and zeros again after each step."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.chosen = [p for p in pl_module.parameters() if p.ndim >= 2]
+        self.mask = torch.ones(sum(p.numel() for p in self.chosen))
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        more = round(amount(trainer.current_epoch) * len(self.mask)) - int((self.mask == 0).sum())
+        if more > 0:
+            values = torch.cat([p.detach().flatten() for p in self.chosen])
+            alive = self.mask.nonzero()[:, 0]
+            self.mask[alive] = prune.L1Unstructured(more).compute_mask(values[alive], torch.ones(len(alive)))
+        self.set_to_zero()
+
+    @torch.no_grad()
+    def set_to_zero(self) -> None:
+        for p, mask in zip(self.chosen, self.mask.split([p.numel() for p in self.chosen])):
+            p.mul_(mask.view(p.shape))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.set_to_zero()
+
+
+def prunes(stage: int, optimizer: Any, precision: str, **options: Any) -> None:
+    def learner() -> Learner:
+        return Learner(whole.Layered, optimizer, batches=3)
+
+    training = {"max_epochs": 3, "precision": precision}
+    reference = fit("ddp", learner, callbacks=[ByHand()], **training)
+    pruning = MagnitudePruning(amount)
+    run = fit(ZeroStrategy(stage=stage, **options), learner, callbacks=[pruning], **training)
+    same_tensors(run.weights, reference.weights, bound=0)
+    same_values(run.losses, reference.losses, "losses")
+    matrices = {name: weight for name, weight in run.weights.items() if weight.ndim >= 2}
+    assert pruning.sparsity_of == {name: float((w == 0).sum()) / w.numel() for name, w in matrices.items()}
+    zeros, numel = (sum(each) for each in zip(*((int((w == 0).sum()), w.numel()) for w in matrices.values())))
+    assert (
+        zeros == round(0.45 * numel) == round(pruning.sparsity * numel) and len(set(pruning.sparsity_of.values())) > 1
+    )
+
+
+@pytest.mark.behaviour(
+    "The Trainer", "`MagnitudePruning`: global magnitude pruning on shards; `torch.nn.utils.prune` works as before"
+)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("optimizer", [whole.lion, whole.muon_of_mixed_groups], ids=["by element", "whole"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"precision": "32-true"}, id="fp32"),
+        pytest.param({"precision": "bf16-mixed", "reduce_dtype": "fp32"}, id="bf16-mixed"),
+        pytest.param({"precision": "32-true", "offload": "cpu"}, id="offload"),
+    ],
+)
+def test_pruned_training_is_that_of_torchs_masks_under_ddp(run_on, stage, optimizer, options):
+    run_on(2, prunes, stage=stage, optimizer=optimizer, **options)
+
+
+SHAPES = [(3, 5), (16,), (0, 4), (2, 3, 7), (1,), (40, 2)]
+
+
+def masks_as_torchs(values: list[list[float]], amounts: list[float], dtype: torch.dtype) -> None:
+    from lightning_zero.engine import Engine
+
+    module = torch.nn.ParameterList(
+        [torch.tensor(each, dtype=dtype).view(shape) for each, shape in zip(values, SHAPES)]
+    )
+    whole_values = torch.cat([p.detach().flatten().abs().double() for p in module])
+    engine = Engine(module, [], stage=3)
+    masks, left_out = None, torch.zeros(len(whole_values), dtype=torch.bool)
+    for fraction in amounts:
+        before, masks = left_out, magnitude_masks(list(module), fraction, masks)
+        left_out = ~torch.cat([torch.tensor(mask.tolist(), dtype=torch.bool).flatten() for mask in masks])
+        wanted = max(round(fraction * len(whole_values)), int(before.sum()))
+        assert left_out.sum() == wanted == sum(pruned_numels(masks)) and (left_out | ~before).all()
+        # The first ones in order of magnitude, and in order of position where those are equal.
+        alive = (~before).nonzero()[:, 0]
+        order = alive[torch.sort(whole_values[alive], stable=True).indices]
+        expected = before.clone()
+        expected[order[: wanted - int(before.sum())]] = True
+        assert torch.equal(left_out, expected)
+    engine.close()
+
+
+numbers = st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5, 1e-7, -3.0, float("inf"), 2.0**-20]) | st.floats(-8, 8, width=16)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_masks_leave_out_the_least_of_any_values_with_ties_by_position(run_on, size):
+    numels = [torch.Size(shape).numel() for shape in SHAPES]
+
+    @settings(max_examples=25, deadline=None, derandomize=True, database=None)
+    @given(
+        st.tuples(*(st.lists(numbers, min_size=n, max_size=n) for n in numels)),
+        st.lists(st.floats(0, 1), min_size=1, max_size=3),
+        st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.float16]),
+    )
+    def check(values: Any, amounts: list[float], dtype: torch.dtype) -> None:
+        run_on(size, masks_as_torchs, values=list(values), amounts=amounts, dtype=dtype)
+
+    check()
+
+
+def saved(strategy: Any, folder: Path, epochs: int, ckpt_path: Path | None = None, **options: Any) -> dict[str, Tensor]:
+    callbacks = [MagnitudePruning(amount), ModelCheckpoint(folder, "{epoch}", save_top_k=-1)]
+    learner = fit(
+        strategy, callbacks=callbacks, enable_checkpointing=True, max_epochs=epochs, ckpt_path=ckpt_path, **options
+    )
+    return learner.weights
+
+
+def resumed(first: str, second: str, sharded: bool) -> None:
+    made = {
+        "ddp": lambda: "ddp",
+        "zero1": lambda: ZeroStrategy(stage=1, checkpoint="sharded" if sharded else "full"),
+        "zero3": lambda: ZeroStrategy(stage=3, checkpoint="sharded" if sharded else "full"),
+    }
+    folder = [str(Path.cwd() / "pruned")]
+    dist.broadcast_object_list(folder)
+    expected = saved("ddp", Path(folder[0], "never stopped"), 3)
+    saved(made[first](), Path(folder[0], "stopped"), 1)
+    weights = saved(made[second](), Path(folder[0], "resumed"), 3, Path(folder[0], "stopped", "epoch=0.ckpt"))
+    same_tensors(weights, expected, bound=0)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "sharded"),
+    [
+        ("zero3", "zero3", False),
+        ("zero3", "zero1", True),
+        ("zero1", "ddp", False),
+        ("ddp", "zero3", False),
+    ],
+)
+def test_a_resumed_run_goes_on_with_its_masks(run_on, first, second, sharded):
+    run_on(2, resumed, first=first, second=second, sharded=sharded)
+
+
+def logs(tmp_path: Path, strategy: str) -> None:
+    logger = CSVLogger(tmp_path)
+    fit(strategy, callbacks=[MagnitudePruning(0.25)], logger=logger, max_epochs=1)
+    if dist.get_rank() == 0:
+        rows = list(csv.DictReader(Path(logger.log_dir, "metrics.csv").open()))
+        assert [float(row["pruning/sparsity"]) for row in rows] == [pytest.approx(0.25, abs=1e-3)]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_sparsity_is_logged(run_on, tmp_path, strategy):
+    run_on(2, logs, tmp_path=tmp_path, strategy=strategy)
+
+
+def moves(stage: int) -> None:
+    fits = [
+        fit(f"zero{stage}", lambda: Learner(Square, batches=6), callbacks=callbacks, max_epochs=1)
+        for callbacks in ([], [MagnitudePruning(0.5)])
+    ]
+    moved = [run.reports[-1].elements for run in fits]
+    kept = ("all_gather", "reduce_scatter")
+    assert [moved[1][kind] for kind in kept] == [moved[0][kind] for kind in kept]
+    assert moved[0]["all_gather"] > 0 and world_size() == 2
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_pruned_steps_gather_and_reduce_no_more(run_on, stage):
+    run_on(2, moves, stage=stage)
+
+
+def test_wrong_amounts_and_no_parameters_are_refused_before_training():
+    with pytest.raises(ValueError, match=r"amount=1.5 is not a fraction of the elements: write a number from 0 to 1"):
+        MagnitudePruning(1.5)
+    with pytest.raises(ValueError, match="amount=-0.1 is not a fraction"):
+        magnitude_masks([torch.ones(2)], -0.1)
+    trainer = make_trainer("auto", callbacks=[MagnitudePruning(parameters=lambda name, p: False)])
+    with pytest.raises(ValueError, match=r"chose none of the module's parameters, of which the first are \['model"):
+        trainer.fit(Learner())
