@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.access import shard_of
 from lightning_zero.engine.comm.process_group import ReduceOp
+from lightning_zero.engine.optim.masters import after_updates
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
 
 _DIGIT = 16  # bits of a magnitude that one histogram is over
@@ -180,27 +181,25 @@ class Pruning:
             p = self._chosen[name]
             local = local_range_of(mask, p.slot) if isinstance(p, ShardedTensor) else mask.reshape(-1)
             self._masks[name] = _like(p, local.to(shard_of(p).device, copy=True))
-        names = {id(p): name for name, p in self._chosen.items()}
-        for optimizer in trainer.optimizers:
-            mine = [names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names]
-            self._handles.append(optimizer.register_step_post_hook(lambda *_, mine=mine: self._set_to_zero(mine)))
+        self._handles = [after_updates(optimizer, self._set_to_zero) for optimizer in trainer.optimizers]
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         amount = self._amount(trainer.current_epoch) if callable(self._amount) else self._amount
         names, chosen = list(self._chosen), list(self._chosen.values())
         masks = magnitude_masks(chosen, amount, [self._masks[name] for name in names] if self._masks else None)
         self._masks = dict(zip(names, masks))
-        self._set_to_zero(names)
+        self._set_to_zero(chosen)
         pruned = pruned_numels(masks)
         self.sparsity_of = {name: numel / max(p.numel(), 1) for name, p, numel in zip(names, chosen, pruned)}
         self.sparsity = sum(pruned) / max(sum(p.numel() for p in chosen), 1)
         pl_module.log("pruning/sparsity", self.sparsity, on_step=False, on_epoch=True, sync_dist=True)
 
     @torch.no_grad()
-    def _set_to_zero(self, names: Sequence[str]) -> None:
-        for name in names:
-            if name in self._masks:
-                self._chosen[name].mul_(self._masks[name])
+    def _set_to_zero(self, parameters: Sequence[Tensor]) -> None:
+        masks = {id(self._chosen[name]): mask for name, mask in self._masks.items()}
+        for p in parameters:
+            if (mask := masks.get(id(p))) is not None:
+                p.mul_(mask)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for handle in self._handles:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,15 +21,16 @@ from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.streams import Streams
 from lightning_zero.engine.config import EngineConfig, OffloadConfig, check_names, names_of_options, wire_dtype_of
 from lightning_zero.engine.init.bucketing import assign_to_buckets, reserve_disk
-from lightning_zero.engine.init.host_room import Shortage, check_room, without_room_for_whole
+from lightning_zero.engine.init.host_room import Shortage, check_room, check_room_of_owners, without_room_for_whole
 from lightning_zero.engine.init.materialise import Materialiser, check_can_be_initialised, detach_kept_graphs
 from lightning_zero.engine.init.restore import restore_parameters
-from lightning_zero.engine.init.sources import agree_on_sources, check_ordinary, common_device
+from lightning_zero.engine.init.sources import Source, agree_on_sources, check_ordinary, common_device
 from lightning_zero.engine.offload.states import Swap
 from lightning_zero.engine.offload.updates import Updates
 from lightning_zero.engine.optim.compatibility import check_optimizers, kept_whole
 from lightning_zero.engine.optim.masters import Masters, give_owners, masters_of
 from lightning_zero.engine.optim.state import make_room
+from lightning_zero.engine.plan.ownership import warn_if_uneven
 from lightning_zero.engine.plan.placement import Placement, placements_of
 from lightning_zero.engine.plan.units import plan_units, share_of
 from lightning_zero.engine.report import Report, report_of
@@ -125,8 +126,7 @@ class Engine(StateDicts):
         # No more than a quarter of a small model is to be in reduction at once.
         uncut = assign_to_buckets(config, self.placements, plans, share_of(module), optimizers, shared)
         try:
-            if offload is not None:
-                self._check_room(offload, sources, uncut, self.communicator, bool(optimizers))
+            self._check_room(offload, sources, uncut, bool(optimizers))
             if self._swap is not None:
                 reserve_disk(self._swap, uncut, self.communicator)
             buckets = Materialiser(module, plans, uncut, sources, self.communicator, self.rendezvous).run()
@@ -182,7 +182,13 @@ class Engine(StateDicts):
         assert offload.path is not None
         return Swap(os.path.abspath(offload.path), offload.sub_group)
 
-    _check_room = staticmethod(check_room)
+    def _check_room(
+        self, offload: OffloadConfig | None, sources: Mapping[str, Source], uncut: Any, has_optimizers: bool
+    ) -> None:
+        """Raise a ValueError on every rank if one lacks memory. Collective."""
+        if offload is not None:
+            check_room(offload, sources, uncut, self.communicator, has_optimizers)
+        check_room_of_owners(sources, uncut, self.communicator)
 
     def _world_size(self, group: ProcessGroup | None) -> int:
         return world_size(group)
@@ -246,6 +252,8 @@ class Engine(StateDicts):
         if late:
             synchronize(self.background)
             give_owners(late, self.buckets, self.masters)
+        if self.communicator.rank == 0:
+            warn_if_uneven([bucket.layout for bucket in self.buckets])
 
     def _sizes_of_groups(self) -> list[int]:
         return [len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups]

@@ -1,10 +1,12 @@
 """Layout arithmetic of a bucket, without tensors and processes."""
 
+import warnings
+
 import pytest
 import torch
 
 from lightning_zero.engine.plan.layout import ALIGNMENT, BucketLayout
-from lightning_zero.engine.plan.ownership import balanced_owners, imbalance
+from lightning_zero.engine.plan.ownership import balanced_owners, imbalance, warn_if_uneven
 from lightning_zero.engine.plan.placement import Placement, placements_of
 
 SHAPES = [("a", torch.Size((7, 15))), ("b", torch.Size(())), ("c", torch.Size((0, 3))), ("d", torch.Size((16, 17)))]
@@ -71,6 +73,22 @@ def test_owners_are_balanced_by_elements(name, ranks, most):
     # no rank can take less than the largest segment, so that few segments over many ranks are uneven in any case
     assert max(loads) <= most * max(mean, max(max(numels) for numels in buckets))
     assert imbalance(buckets, owners, ranks) == pytest.approx(max(loads) / mean)
+
+
+def test_uneven_shares_are_warned_of_from_twice_the_mean():
+    def layouts(*buckets: list[int], ranks: int) -> list[BucketLayout]:
+        owners = balanced_owners(buckets, ranks)
+        shapes = [[(f"weight{numel}", torch.Size([numel])) for numel in numels] for numels in buckets]
+        return [BucketLayout.of(named, ranks, of_bucket) for named, of_bucket in zip(shapes, owners)]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_if_uneven([])
+        warn_if_uneven([BucketLayout.of([("head", torch.Size([4096]))], 8)])  # cut anywhere
+        warn_if_uneven(layouts([512], ranks=2))
+        warn_if_uneven(layouts([640, 320], [320], ranks=4))  # 640 of a mean of 320
+    with pytest.warns(UserWarning, match=r"over 4 ranks: one rank owns 2\.3 .*'weight800', is 57% of them"):
+        warn_if_uneven(layouts([800, 300], [300], ranks=4))
 
 
 def test_segments_and_gaps_cover_the_bucket_once_and_segments_are_aligned():

@@ -242,6 +242,26 @@ def test_buffers_that_do_not_fit_ask_for_smaller_pieces(run_on, tmp_path: Path):
     run_on(1, refused, offload=offload, stage=1, memory=total - 1, message=message)
 
 
+def refuses_owners(memory: int) -> None:
+    module = Square()  # six matrices of 1024 elements, of which each rank's largest needs a gradient
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_room, "this_machine", lambda: f"node{rank()}.1")
+        patch.setattr(host_room, "available_memory", lambda: memory - rank())
+        expected = (
+            r"not enough memory for a whole parameter. The 1 rank\(s\) on node1 need 4096 bytes "
+            r"\('layers.\d.linear.weight', which one rank updates as a whole, 4096\), and 4095 are available: "
+            r"give it to an elementwise optimizer"
+        )
+        with pytest.raises(ValueError, match=expected):
+            Engine(module, [torch.optim.Muon(module.parameters())], stage=3)
+        assert all(type(p) is nn.Parameter for p in module.parameters())
+        Engine(module, [torch.optim.SGD(module.parameters())], stage=3).close()
+
+
+def test_a_whole_parameter_above_a_ranks_room_is_told_before_anything_is_changed(run_on):
+    run_on(2, refuses_owners, memory=4096)
+
+
 def asks_for_its_own(tmp: str) -> None:
     """Ranks of two machines: each machine has to have room for its own alone."""
     with pytest.MonkeyPatch.context() as patch:

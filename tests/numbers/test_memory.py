@@ -94,6 +94,40 @@ def test_at_rest_a_rank_holds_what_the_formula_says(run_on, stage, size, kind):
     run_on(size, measure_at_rest, stage=stage, kind=kind)
 
 
+def measure_owners(stage: int, kind: str) -> None:
+    """Muon has one state. The rank with the largest share owns three of eight equal matrices if there are three."""
+    from lightning_zero.engine import Engine
+
+    dtype = torch.bfloat16 if kind == "true" else torch.float32
+    module, optimizer = prepare(Recipe(wide, muon, dtype=dtype))
+    engine = Engine(module, [optimizer], stage=stage, compute_dtype=torch.bfloat16 if kind == "mixed" else None)
+    for index in range(2):
+        loss_of(module, index, kind).backward()
+        gradients = held(engine)["gradients"]
+        optimizer.step()
+        optimizer.zero_grad()
+    owned = max(engine.communicator.control.gather_numbers(held(engine)["optimizer"] // 4, "elements that a rank owns"))
+    assert owned == -(-LAYERS // world_size()) * UNIT
+    mine = held(engine)["optimizer"] // 4
+    replicated = 0 if stage == 3 else 2 * PSI if kind != "fp32" else 4 * PSI
+    masters = 0 if kind == "fp32" and stage < 3 else 4 * mine  # in fp32 a slice of the parameters
+    formula = replicated + masters + 4 * mine + 4 * mine  # masters, momentum and reduced gradients in fp32
+    total = sum(held(engine).values()) + gradients
+    assert formula <= total <= 1.02 * formula, f"{held(engine)} and {gradients} of gradients instead of {formula}"
+    engine.close()
+
+
+def muon(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Muon(module.parameters())
+
+
+@STAGES
+@KINDS
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_with_owners_at_rest_a_rank_holds_what_the_formula_says(run_on, stage, size, kind):
+    run_on(size, measure_owners, stage=stage, kind=kind)
+
+
 def measure_frozen(kind: str) -> None:
     from lightning_zero.engine import Engine
 

@@ -326,3 +326,27 @@ def refuse_in_pieces() -> None:
 
 def test_with_offload_updates_are_of_pieces_on_one_rank_too(run_on):
     run_on(1, refuse_in_pieces)
+
+
+def refuse_overrides(by_module: bool) -> None:
+    from bitsandbytes.optim import AdamW8bit, GlobalOptimManager
+
+    from lightning_zero.engine import Engine
+
+    manager, model = GlobalOptimManager.get_instance(), Square()
+    try:
+        if by_module:
+            manager.register_module_override(model.layers[0].linear, "weight", {"optim_bits": 32})
+        else:
+            manager.override_config(model.layers[0].linear.weight, "optim_bits", 32)
+        with pytest.raises(TypeError, match="overrides of .*GlobalOptimManager.* such as AdamW32bit, or use"):
+            Engine(model, [AdamW8bit(model.parameters())], stage=3)
+        other = Square()
+        Engine(other, [AdamW8bit(other.parameters())], stage=3).close()
+    finally:
+        manager.initialize()
+
+
+@pytest.mark.parametrize("by_module", [False, True])
+def test_overrides_by_the_identity_of_tensors_are_refused(run_on, by_module):
+    run_on(2, refuse_overrides, by_module=by_module)

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-import pytest
+from collections import Counter
+from collections.abc import Callable
 
-from tests.support.models import Square
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tests.support.models import Square, adam
 from tests.support.training import Recipe, batch, prepare
 from tests.support.workers import world_size
 
 WIDTH, LAYERS, STEPS = 32, 6, 5
 
 
-def measure(stage: int, prefetch: int) -> None:
+def measure(stage: int, prefetch: int, optimizer: Callable[[nn.Module], Optimizer] = adam) -> None:
     from lightning_zero.engine import Engine
 
-    module, optimizer = prepare(Recipe(model=Square))
+    module, optimizer = prepare(Recipe(model=Square, optimizer=optimizer))
     engine = Engine(module, [optimizer], stage=stage, prefetch=prefetch)
     # 32 * 32 elements a layer divide by 8 * 2 and 8 * 4: Psi without padding. Each layer's backward needs its weight.
     psi = LAYERS * WIDTH * WIDTH
     for step in range(1 + STEPS):
         module(*batch(step)).backward()
-        optimizer.step()
+        before = engine.report().elements
+        optimizer.step()  # at stages 1 and 2 it begins to gather the new values, and that is all
+        moved = Counter(engine.report().elements)
+        moved.subtract(before)
+        assert +moved == ({} if stage == 3 else {"all_gather": psi})
         optimizer.zero_grad()
         if step == 0:
             engine.reset_counters()
@@ -50,3 +60,13 @@ def measure(stage: int, prefetch: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_step_moves_2_psi_at_stages_1_and_2_and_3_psi_less_the_last_unit_at_stage_3(run_on, stage, size, prefetch):
     run_on(size, measure, stage=stage, prefetch=prefetch)
+
+
+def muon(module: nn.Module) -> Optimizer:
+    return torch.optim.Muon(module.parameters())
+
+
+@pytest.mark.parametrize("size", [2, 4])  # six matrices: at four ranks shares are unequal
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_owned_matrices_move_as_much_as_shards_do(run_on, stage, size):
+    run_on(size, measure, stage=stage, prefetch=1, optimizer=muon)

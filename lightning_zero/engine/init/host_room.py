@@ -1,5 +1,5 @@
-"""Check on all ranks together whether hosts have memory for something, before anything is changed: for offloaded states
-when an engine is made, for the ordinary module and its optimizer states when it ends.
+"""Check on all ranks together whether there is memory for something, before anything is changed: for offloaded states
+and for parameters that one rank owns as a whole when an engine is made, for the ordinary module when it ends.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -100,6 +101,35 @@ def check_room(
         raise ValueError(f"offload: not enough host memory. {' '.join(missing)}")
 
 
+def check_room_of_owners(
+    sources: Mapping[str, Source], units: Sequence[Sequence[UncutBucket]], communicator: Communicator
+) -> None:
+    """Raise a ValueError on every rank if one lacks memory for the largest parameter that it owns. Collective.
+
+    Only what is certain to come is counted: the reduced gradient, and the master weight if it is not there yet.
+    """
+    whole = [bucket for bucket in chain.from_iterable(units) if bucket.layout.owners is not None]
+    if not whole:
+        return
+    need: Counter[str] = Counter()
+    device = communicator.device
+    for bucket in whole:
+        place = torch.device("cpu") if bucket.plan.is_offloaded else communicator.device
+        for segment, owner in zip(bucket.layout.segments, bucket.layout.owners or ()):
+            if owner == communicator.rank:
+                values = sources[segment.name].values
+                is_here = values is not None and values.device.type == place.type
+                nbytes = segment.numel * bucket.plan.master_dtype.itemsize * (1 if is_here else 2)
+                if nbytes > need.total():
+                    need, device = Counter({f"'{segment.name}', which one rank updates as a whole,": nbytes}), place
+    missing = _without_room(need, communicator, device=device)
+    if missing:
+        raise ValueError(
+            f"not enough memory for a whole parameter. {'. '.join(map(str, missing))}: give it to an elementwise "
+            "optimizer such as AdamW, which cuts it over all ranks, or write offload='cpu'."
+        )
+
+
 def without_room_for_whole(
     buckets: Sequence[Bucket], optimizers: Sequence[Optimizer], communicator: Communicator, *, keeps_masters: bool
 ) -> list[Shortage]:
@@ -148,7 +178,12 @@ class Shortage(NamedTuple):
 
 
 def _without_room(
-    need: Counter[str], communicator: Communicator, *, freed: int = 0, may_take: float = 1.0
+    need: Counter[str],
+    communicator: Communicator,
+    *,
+    freed: int = 0,
+    may_take: float = 1.0,
+    device: torch.device | None = None,
 ) -> list[Shortage]:
     """The places that lack memory for the needs of their ranks together, the same on every rank. Collective.
 
@@ -156,9 +191,12 @@ def _without_room(
         need: of this rank, in bytes by purpose.
         freed: bytes that this rank frees before it takes what it needs.
         may_take: the part of the available memory that may be taken.
+        device: whose memory this rank takes; by default the host's.
     """
     host = this_machine()
     own = {(host, None): available_memory(), (host, communicator.rank): left_to_process()}
+    if device is not None and device.type == "cuda":
+        own = {(f"{device} of {host}", None): torch.cuda.mem_get_info(device)[0]}
     ranks_at: dict[tuple[str, int | None], list[tuple[Counter[str], int, int]]] = defaultdict(list)
     for of_rank, given, places in communicator.control.gather_objects((need, freed, own)):
         for place, available in places.items():

@@ -66,11 +66,27 @@ def _check(optimizer: Optimizer, config: EngineConfig, ranks: int) -> None:
             "updated in pieces. Write offload='cpu', or use an elementwise optimizer "
             f"({', '.join(sorted(ELEMENTWISE))})."
         )
+    if _has_overrides(optimizer):
+        raise TypeError(
+            f"{name} has overrides of bitsandbytes' GlobalOptimManager for some parameters, which it looks up by a "
+            "tensor's identity or place, and shards have others. Give these parameters to an optimizer of their own, "
+            f"such as {name.removesuffix('8bit')}32bit, or use {instead}."
+        )
     if config.offloads_optimizer and getattr(optimizer, "is_paged", False):
         raise TypeError(
             f"{name} keeps its states in memory that CUDA pages, which cannot be offloaded: leave offload out, or use "
             f"{name.removeprefix('Paged')} with is_paged=False."
         )
+
+
+def _has_overrides(optimizer: Optimizer) -> bool:
+    """Whether other settings apply to some parameters than those of the optimizer and its groups."""
+    manager: Any = getattr(optimizer, "mng", None)
+    if type(manager).__name__ != "GlobalOptimManager":
+        return False
+    ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    in_modules = {id(getattr(module, name)) for module, name, _ in manager.module_weight_config_triple}
+    return bool(manager.index2config) or not ids.isdisjoint({*manager.pid2config, *in_modules})
 
 
 def _known(optimizer: Optimizer) -> Known | None:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer, SparseAdam
+from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.offload.updates import Update
 from lightning_zero.engine.optim.master import Master, SparseRows, is_alone
@@ -42,12 +43,14 @@ class Masters:
         states: the masters and their state.
         is_closed: after ``close``.
         awaits_step: after a backward in which updates may have begun, until the optimizer's step.
+        hooks_after_update: see ``after_updates``.
     """
 
     def __init__(self, optimizer: Optimizer, owner: Owner) -> None:
         _masters_of[optimizer] = self
         self.states = MasterStates(optimizer, owner)
         self.is_closed = self.awaits_step = False
+        self.hooks_after_update: dict[int, Callable[[list[Tensor]], None]] = OrderedDict()
         self._replaced: list[list[Any]] | None = None  # during a step, the module's parameters by group
         self._active: list[Master] = []
         self._signature: Any = None
@@ -215,9 +218,22 @@ class Masters:
     def _after_step(self) -> None:
         if self._replaced is not None:
             self.recover()
+            self._call_hooks()
             self.states.measure()
             for owner in self.states.owners:
                 owner.updated(self._buckets)
+
+    def _call_hooks(self) -> None:
+        """Call the hooks that may write to shards which are about to be gathered."""
+        buckets = self._buckets if self.hooks_after_update else []
+        for bucket in buckets:
+            bucket.awaits_refresh = True
+        try:
+            for hook in list(self.hooks_after_update.values()):
+                hook([slot.parameter for bucket in buckets for slot in slots_of(bucket)])
+        finally:
+            for bucket in buckets:
+                bucket.awaits_refresh = False
 
     @property
     def _buckets(self) -> list[Bucket]:
@@ -313,6 +329,24 @@ def masters_of(optimizer: Optimizer, owner: Owner) -> Masters:
         return Masters(optimizer, owner)
     masters.join(owner)
     return masters
+
+
+def after_updates(optimizer: Optimizer, hook: Callable[[list[Tensor]], None]) -> RemovableHandle:
+    """Register a hook that is called after each update by an optimizer, before the new parameters are gathered.
+
+    So that elementwise writes to parameters in it (``p.mul_(mask)``) reach all ranks by the gather that follows anyway.
+
+    Args:
+        optimizer: of an engine, or any other.
+        hook: called with the parameters that may have been updated. It must not read whole parameters.
+    """
+    if (masters := _masters_of.get(optimizer)) is None:
+        return optimizer.register_step_post_hook(
+            lambda *_: hook([p for group in optimizer.param_groups for p in group["params"]])
+        )
+    handle = RemovableHandle(masters.hooks_after_update)
+    masters.hooks_after_update[handle.id] = hook
+    return handle
 
 
 def give_owners(late: list[Bucket], buckets: list[Bucket], all_masters: list[Masters]) -> None:

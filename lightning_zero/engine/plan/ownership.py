@@ -1,8 +1,16 @@
-"""Which rank owns each parameter of the whole buckets: balanced by elements over all units. Pure arithmetic."""
+"""Which rank owns each parameter of the whole buckets: balanced by elements over all units."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_zero.engine.plan.layout import BucketLayout
+
+MOST_UNEVEN = 2.0
+"""The load of the most loaded rank over the mean from which users are warned."""
 
 _SWEEPS = 4
 _CHOICES = 4
@@ -47,6 +55,23 @@ def imbalance(buckets: Sequence[Sequence[int]], owners: Sequence[Sequence[int]],
         for rank, numel in zip(of_bucket, numels):
             loads[rank] += numel
     return max(loads) * ranks / max(sum(loads), 1)
+
+
+def warn_if_uneven(layouts: Sequence[BucketLayout]) -> None:
+    """Warn if one rank owns more than twice the mean of whole parameters: a step takes as long as its updates."""
+    whole = [layout for layout in layouts if layout.owners is not None]
+    numels = [[segment.numel for segment in layout.segments] for layout in whole]
+    ranks = whole[0].world_size if whole else 1
+    uneven = imbalance(numels, [layout.owners or () for layout in whole], ranks)
+    if uneven > MOST_UNEVEN:
+        largest = max((segment for layout in whole for segment in layout.segments), key=lambda segment: segment.numel)
+        warnings.warn(
+            f"Parameters that are updated as a whole are unevenly shared out over {ranks} ranks: one rank owns "
+            f"{uneven:.1f} times the mean, and the others wait for it. The largest, '{largest.name}', is "
+            f"{largest.numel / sum(map(sum, numels)):.0%} of them. Use fewer ranks for this model, or give large "
+            "parameters to an elementwise optimizer such as AdamW, which cuts them evenly.",
+            stacklevel=2,
+        )
 
 
 def _runs(numels: Sequence[int], loads: list[int]) -> list[int]:

@@ -87,6 +87,7 @@ class Bucket:
         update: the last background update, if ``full`` does not show its result yet.
         views: views of ``full``: the ordinary parameters that modules compute with.
         parameters: weak references; empty once the parameters are ordinary again.
+        awaits_refresh: within the hooks between an update and the gather that shows it.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Bucket:
         self.dtype = parameters[0].dtype
         self.background, self.updates = updates, updates if residency.plan.is_offloaded else None
         self.update: BackgroundUpdate | None = None
+        self.awaits_refresh = False
         self.is_replicated = residency.plan.is_replicated
         self.state = BucketState.GATHERED if self.is_replicated else BucketState.SHARDED
         self._buffer = GatheredBuffer(full, self.layout, self.ledger, stays=self.is_replicated)

@@ -120,7 +120,8 @@ class BucketSlot:
     def written_locally(self, values: Tensor) -> None:
         bucket = self.bucket
         bucket.residency.written(self.local_range, values)
-        if bucket.is_ready and not (bucket.is_in_buffer and bucket.layout.world_size == 1):
+        shows_it = bucket.awaits_refresh or (bucket.is_in_buffer and bucket.layout.world_size == 1)
+        if bucket.is_ready and not shows_it:
             bucket.segment_view(self.index).copy_(self.collect(values))
 
     def collect(self, local: Tensor) -> Tensor:
