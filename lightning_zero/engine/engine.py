@@ -30,8 +30,9 @@ from lightning_zero.engine.offload.updates import Updates
 from lightning_zero.engine.optim.compatibility import check_optimizers, kept_whole
 from lightning_zero.engine.optim.masters import Masters, give_owners, masters_of
 from lightning_zero.engine.optim.state import make_room
+from lightning_zero.engine.plan.mesh import DATA, Mesh
 from lightning_zero.engine.plan.ownership import warn_if_uneven
-from lightning_zero.engine.plan.placement import Placement, placements_of
+from lightning_zero.engine.plan.placement import placements_of
 from lightning_zero.engine.plan.units import plan_units, share_of
 from lightning_zero.engine.report import Report, report_of
 from lightning_zero.engine.runtime import autograd_patches
@@ -120,8 +121,9 @@ class Engine(StateDicts):
         detach_kept_graphs(module)
         if offload is not None and offload.optimizer == "nvme":
             self._swap = self._open_swap(offload)
+        self.mesh = Mesh({DATA: self.communicator.size}, self.communicator.rank)
         shared = SharedByBuckets(
-            self.communicator, self.rendezvous, self.streams, self.ledger, self.phases, self.background
+            self.mesh, self.communicator, self.rendezvous, self.streams, self.ledger, self.phases, self.background
         )
         # No more than a quarter of a small model is to be in reduction at once.
         uncut = assign_to_buckets(config, self.placements, plans, share_of(module), optimizers, shared)
@@ -150,7 +152,7 @@ class Engine(StateDicts):
             reduce_dtype=wire_dtype_of(config.reduce_dtype),
             in_flight=config.reduction_buffers,
             overlap=config.overlap,
-            reduces_every_backward=self.placements.gradients is Placement.SHARDED,
+            reduces_every_backward=self.placements.gradients.is_sharded,
         )
         self.masters: list[Masters] = []
         self.set_optimizers(optimizers)

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_zero.engine.plan.mesh import DATA, Mesh
 from lightning_zero.engine.plan.placement import placements_of, replicated_bytes
 from lightning_zero.strategies.trainer import TrainerStrategy
 
@@ -205,10 +206,11 @@ def sample_batch(trainer: Trainer) -> Any:
 
 def by_formula(module: nn.Module, ranks: int, memory: float | None, offload: str | None, reason: str) -> Choice:
     """The lowest stage whose model states, by the paper's formula with 30 % for all else, fit, or offload."""
+    mesh = Mesh({DATA: ranks})
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
     needed = {
         stage: _REST
-        * sum(placements_of(stage).model_state_bytes(n, ranks, parameter_bytes=4, trains=t) for n, t in sizes)
+        * sum(placements_of(stage).model_state_bytes(n, mesh, parameter_bytes=4, trains=t) for n, t in sizes)
         for stage in (1, 2, 3)
     }
     ddp = _REST * sum(replicated_bytes(n, 4, trains=t) for n, t in sizes)

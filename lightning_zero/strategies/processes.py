@@ -33,7 +33,7 @@ from lightning_zero.engine.comm.failures import explain, explained, fail, failur
 from lightning_zero.engine.comm.renewal import renew
 from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.init.deferred_param import parameters_await_values
-from lightning_zero.engine.plan.placement import Placement, placements_of
+from lightning_zero.engine.plan.placement import placements_of
 from lightning_zero.engine.tensor.sharded_tree import Leaf, in_parts, is_in_parts, on_cpu, on_meta, walk
 from lightning_zero.strategies.options import StrategyOptions, split_options
 from lightning_zero.version import __version__
@@ -152,7 +152,7 @@ class ZeroProcesses(ParallelStrategy):
     @property
     def _is_sharded(self) -> bool:
         """Whether parameters are sharded, so that a device need not have room for the whole module."""
-        return placements_of(self.stage).parameters is Placement.SHARDED
+        return placements_of(self.stage).parameters.is_sharded
 
     @contextmanager
     def _making_module(self, empty_init: bool | None) -> Iterator[None]:

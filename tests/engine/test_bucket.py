@@ -28,7 +28,7 @@ MIXED = OffloadConfig("nvme", parameters="cpu", path="/anywhere")
 def planned(stage: int, ranks: int, dtype: torch.dtype, offload: OffloadConfig | None, **options: Any) -> ResidencyPlan:
     layout = BucketLayout.of([("weight", torch.Size([256]))], ranks)  # 256 / 4 is a multiple of the alignment
     chosen = {"dtype": dtype, "compute_dtype": dtype, "trains": True} | options
-    return ResidencyPlan.of(layout, placements_of(stage), offload, rank=0, device=torch.device("cuda"), **chosen)
+    return ResidencyPlan.of(layout, placements_of(stage), offload, device=torch.device("cuda"), **chosen)
 
 
 def bytes_of(plan: ResidencyPlan) -> dict[Medium, int]:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from lightning_zero.engine.plan.layout import ALIGNMENT, BucketLayout
+from lightning_zero.engine.plan.mesh import DATA, Mesh
 from lightning_zero.engine.plan.ownership import balanced_owners, imbalance, warn_if_uneven
-from lightning_zero.engine.plan.placement import Placement, placements_of
+from lightning_zero.engine.plan.placement import placements_of
 
 SHAPES = [("a", torch.Size((7, 15))), ("b", torch.Size(())), ("c", torch.Size((0, 3))), ("d", torch.Size((16, 17)))]
 
@@ -118,7 +119,7 @@ def test_another_stage_is_refused_with_what_to_write_instead(name):
 
 def test_each_stage_shards_one_kind_of_state_more():
     sharded = {
-        stage: [p is Placement.SHARDED for p in (places.optimizer, places.gradients, places.parameters)]
+        stage: [p.is_sharded for p in (places.optimizer, places.gradients, places.parameters)]
         for stage in (1, 2, 3)
         for places in [placements_of(stage)]
     }
@@ -143,4 +144,16 @@ def test_each_stage_shards_one_kind_of_state_more():
     ],
 )
 def test_the_formula_of_model_states_at_each_stage_for_800_parameters_on_8_ranks(stage, width, master, expected):
-    assert placements_of(stage).model_state_bytes(800, 8, parameter_bytes=width, master_bytes=master) == expected
+    assert (
+        placements_of(stage).model_state_bytes(800, Mesh({DATA: 8}), parameter_bytes=width, master_bytes=master)
+        == expected
+    )
+
+
+def test_a_mesh_numbers_ranks_along_any_of_its_dimensions():
+    places = [Mesh({"node": 2, "local": 3}, rank) for rank in range(6)]
+    assert [mesh.rank_over(("local",)) for mesh in places] == [0, 1, 2, 0, 1, 2]
+    assert [mesh.rank_over(("node",)) for mesh in places] == [0, 0, 0, 1, 1, 1]
+    assert [mesh.rank_over(("node", "local")) for mesh in places] == [0, 1, 2, 3, 4, 5]
+    assert [mesh.rank_over(("local", "node")) for mesh in places] == [0, 2, 4, 1, 3, 5]
+    assert [places[0].size(over) for over in ((), ("node",), ("local", "node"))] == [1, 2, 6]

@@ -35,7 +35,7 @@ def shard(
     """The plan of a bucket over two ranks with so many elements a rank, a multiple of the alignment."""
     layout = BucketLayout.of([("weight", torch.Size([2 * numel]))], 2)
     chosen = {"dtype": dtype, "compute_dtype": dtype, "trains": True} | options
-    return ResidencyPlan.of(layout, placements_of(stage), offload, rank=0, device=torch.device(device), **chosen)
+    return ResidencyPlan.of(layout, placements_of(stage), offload, device=torch.device(device), **chosen)
 
 
 ON_CPU, ALL_ON_CPU = OffloadConfig("cpu"), OffloadConfig("cpu", parameters="cpu")

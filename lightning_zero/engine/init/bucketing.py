@@ -91,7 +91,7 @@ class UncutBucket:
         Where a source has no values on rank 0, they were written to ``room``.
         """
         flat, communicator, plan = self._opened(), self._shared.communicator, self.plan
-        low, high = self.layout.shard_range(communicator.rank)
+        low, high = self.layout.own_range
         first, last = (0, len(flat)) if plan.is_replicated else (low, high)
         for everywhere, group in groupby(zip(self.layout.segments, sources), lambda member: member[1].everywhere):
             run = list(group)
@@ -140,7 +140,9 @@ def assign_to_buckets(
     groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     group_of = {id(parameter): number for number, group in enumerate(groups) for parameter in group}
     fields_of = fields_by_parameter(optimizers)
-    is_kept_whole = kept_whole(optimizers, config, ranks=shared.communicator.size)
+    over = placements.optimizer.over
+    ranks, rank = shared.mesh.size(over), shared.mesh.rank_over(over)
+    is_kept_whole = kept_whole(optimizers, config, ranks=ranks)
     parts: list[tuple[int, Any, list[tuple[str, nn.Parameter]]]] = []  # each of a unit, by its number, and of a kind
     for of_unit, plan in enumerate(plans):
         kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
@@ -154,17 +156,16 @@ def assign_to_buckets(
             parts += [(of_unit, kind, part) for part in _split(members, min(config.bucket_numel, most_numel))]
     whole = [number for number, (_, kind, _) in enumerate(parts) if kind[-1]]
     numels = [[p.numel() for _, p in parts[number][2]] for number in whole]
-    owners = dict(zip(whole, balanced_owners(numels, shared.communicator.size))) if whole else {}
+    owners = dict(zip(whole, balanced_owners(numels, ranks))) if whole else {}
     units: list[list[UncutBucket]] = [[] for _ in plans]
     for number, (of_unit, (compute, dtype, trains, is_whole), part) in enumerate(parts):
-        layout = BucketLayout.of([(name, p.shape) for name, p in part], shared.communicator.size, owners.get(number))
+        layout = BucketLayout.of([(name, p.shape) for name, p in part], ranks, owners.get(number), rank=rank)
         stays = trains and numel_that_stay >= layout.numel
         numel_that_stay -= layout.numel if stays else 0
         residency = ResidencyPlan.of(
             layout,
             placements,
             None if stays else config.offloads,
-            rank=shared.communicator.rank,
             device=shared.communicator.device,
             dtype=dtype,
             compute_dtype=compute,

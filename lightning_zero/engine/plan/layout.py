@@ -53,6 +53,7 @@ class Segment:
 class BucketLayout:
     """The positions of parameters and of ranks' shards in a flat buffer. Arithmetic only.
 
+    ``world_size`` ranks have a shard each, and ``rank`` is this one.
     ``owners`` are the ranks that have the segments of a whole bucket, in ascending order; None where shards are equal.
     ``padded_to`` is the length of the flat buffer; None if it ends with the last shard that is needed.
     """
@@ -61,17 +62,23 @@ class BucketLayout:
     world_size: int
     owners: tuple[int, ...] | None = None
     padded_to: int | None = None
+    rank: int = 0
 
     @classmethod
     def of(
-        cls, named_shapes: list[tuple[str, torch.Size]], world_size: int, owners: Sequence[int] | None = None
+        cls,
+        named_shapes: list[tuple[str, torch.Size]],
+        world_size: int,
+        owners: Sequence[int] | None = None,
+        *,
+        rank: int = 0,
     ) -> BucketLayout:
         """Place the parameters one after another, in the given order."""
         segments, position = [], 0
         for name, shape in named_shapes:
             segments.append(Segment(name, torch.Size(shape), position))
             position = _align(segments[-1].stop)
-        return cls(tuple(segments), world_size, tuple(owners) if owners is not None else None)
+        return cls(tuple(segments), world_size, tuple(owners) if owners is not None else None, rank=rank)
 
     def with_owners(self, owners: Sequence[int]) -> BucketLayout:
         """The same buffer, of which each segment has one owner."""
@@ -83,6 +90,11 @@ class BucketLayout:
         return self.owners is not None
 
     @property
+    def mean(self) -> float:
+        """What a sum over the ranks is multiplied by for their mean."""
+        return 1.0 / self.world_size
+
+    @property
     def numel(self) -> int:
         """Elements of parameters, without gaps and padding."""
         return sum(segment.numel for segment in self.segments)
@@ -91,6 +103,11 @@ class BucketLayout:
         """Elements of a rank's shard; equal shards at the end may consist of padding, fully or partly."""
         start, stop = self.shard_range(rank)
         return stop - start
+
+    @property
+    def own_range(self) -> tuple[int, int]:
+        """``shard_range`` of this rank."""
+        return self.shard_range(self.rank)
 
     @property
     def padded_numel(self) -> int:

@@ -1,18 +1,22 @@
-"""Placements: whether a ZeRO stage shards or replicates parameters, gradients and optimizer state at rest."""
+"""Placements: over which ranks a ZeRO stage shards parameters, gradients and optimizer state at rest."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
 from lightning_zero.engine.config import stage_number
+from lightning_zero.engine.plan.mesh import DATA, Mesh
 
 
-class Placement(Enum):
-    """Whether one kind of model state is replicated or sharded at rest."""
+@dataclass(frozen=True)
+class Placement:
+    """The dimensions of the mesh over which a kind of model state is sharded; over the others it is replicated."""
 
-    REPLICATED = "replicated"
-    SHARDED = "sharded"
+    over: tuple[str, ...] = ()
+
+    @property
+    def is_sharded(self) -> bool:
+        return bool(self.over)
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class Placements:
     optimizer: Placement
 
     def model_state_bytes(
-        self, numel: int, world_size: int, *, parameter_bytes: int, master_bytes: int = 4, trains: bool = True
+        self, numel: int, mesh: Mesh, *, parameter_bytes: int, master_bytes: int = 4, trains: bool = True
     ) -> int:
         """Bytes of model states per rank, by the paper's formula with Adam and the dtypes of this engine.
 
@@ -34,18 +38,17 @@ class Placements:
 
         Args:
             numel: Psi, the number of parameter elements.
-            world_size: N, the number of ranks.
+            mesh: of the ranks; N is their number along the dimensions that shard.
             parameter_bytes: width of a parameter in computation: 4 for fp32, 2 for bf16 and fp16, 8 for fp64.
             master_bytes: width of a master weight, of a gradient and of each of Adam's moments: 4, but 8 for fp64.
             trains: whether there are gradients and moments.
         """
-        local = -(-numel // world_size)
-        total = master_bytes * local
-        if self.parameters is Placement.REPLICATED:
-            total = parameter_bytes * numel + (master_bytes * local if parameter_bytes != master_bytes else 0)
+        optimizer, gradients = (-(-numel // mesh.size(kind.over)) for kind in (self.optimizer, self.gradients))
+        total = master_bytes * optimizer
+        if not self.parameters.is_sharded:
+            total = parameter_bytes * numel + (master_bytes * optimizer if parameter_bytes != master_bytes else 0)
         if trains:
-            gradients = local if self.gradients is Placement.SHARDED else numel
-            total += master_bytes * (gradients + 2 * local)
+            total += master_bytes * (gradients + 2 * optimizer)
         return total
 
 
@@ -55,7 +58,7 @@ def replicated_bytes(numel: int, parameter_bytes: int, *, trains: bool) -> int:
     return (4 if trains else 1) * numel * parameter_bytes
 
 
-_R, _S = Placement.REPLICATED, Placement.SHARDED
+_R, _S = Placement(), Placement((DATA,))
 _STAGES = {
     1: Placements(1, parameters=_R, gradients=_R, optimizer=_S),
     2: Placements(2, parameters=_R, gradients=_S, optimizer=_S),

@@ -38,6 +38,7 @@ from lightning_zero.engine.comm.transport import Started
 from lightning_zero.engine.compat import keep_version, temporarily_clear_interpreter_stack
 from lightning_zero.engine.offload.states import DiskStates
 from lightning_zero.engine.offload.updates import Updates
+from lightning_zero.engine.plan.mesh import Mesh
 from lightning_zero.engine.state.buffer import GatheredBuffer
 from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.residency import LOW_PRECISION, Medium, Residency
@@ -67,6 +68,7 @@ class BackgroundUpdate:
 class SharedByBuckets(NamedTuple):
     """What all buckets of an engine have in common; ``updates`` runs updates of offloaded master weights."""
 
+    mesh: Mesh
     communicator: Communicator
     rendezvous: Rendezvous
     streams: Streams
@@ -102,7 +104,7 @@ class Bucket:
     ) -> None:
         self.residency, self.full, self.layout = residency, full, residency.plan.layout
         self.unit_name, self._number = unit_name, number
-        self.communicator, self.rendezvous, self.streams, self.ledger, self.phases, updates = shared
+        self.mesh, self.communicator, self.rendezvous, self.streams, self.ledger, self.phases, updates = shared
         self.parameters = [weakref.ref(parameter) for parameter in parameters]
         self.dtype = parameters[0].dtype
         self.background, self.updates = updates, updates if residency.plan.is_offloaded else None
@@ -112,7 +114,7 @@ class Bucket:
         self.state = BucketState.GATHERED if self.is_replicated else BucketState.SHARDED
         self._buffer = GatheredBuffer(full, self.layout, self.ledger, stays=self.is_replicated)
         self.ranges = self.layout.shard_ranges
-        self._low, self._high = self.ranges[self.communicator.rank]
+        self._low, self._high = self.layout.own_range
         self._pending: list[Pending] = []  # the running gather, if there is one
         weakref.finalize(self, _let_go, self._pending).atexit = False
         self._left: torch.Event | None = None  # recorded after the last copy from host to device
@@ -341,7 +343,7 @@ class Bucket:
         self.wait()
         self.layout = self.layout.with_owners(owners)
         self.ranges = self.layout.shard_ranges
-        self._low, self._high = self.ranges[self.communicator.rank]
+        self._low, self._high = self.layout.own_range
         flat = self.full
         if not self.is_in_buffer:
             flat = torch.zeros(self.layout.padded_numel, dtype=self.master_dtype, device=self.residency.device)

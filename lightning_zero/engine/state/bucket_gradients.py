@@ -51,7 +51,7 @@ class BucketGradients:
         self._reduces_in_pieces = communicator.takes_pieces and self._wire_dtype == self._dtype and not are_small
         copied_together = are_small and layout.numel <= _SMALL_BUCKET
         self._may_all_stay_apart = self._reduces_in_pieces or communicator.size == 1 or copied_together
-        self._sizes, self._mean = layout.sizes(), 1.0 / layout.world_size
+        self._sizes, self._mean = layout.sizes(), layout.mean
         self.flat: Tensor | None = None
         self._apart: dict[int, Tensor] = {}  # gradients by parameter's index, kept separately
         self._filled = [False] * len(layout.segments)
@@ -259,7 +259,7 @@ class BucketGradients:
             else:
                 if not self._can_take_mean_first:
                     total.mul_(self._mean)
-                pieces = self.bucket.layout.pieces_of(self.bucket.communicator.rank)
+                pieces = self.bucket.layout.pieces_of(self.bucket.layout.rank)
                 totals, reduced = [total], [(slots, pieces, 0)]
             arrival = None
             if self.bucket.updates is not None and self.bucket.updates.gradients:

@@ -19,7 +19,7 @@ from lightning_zero.engine.comm.background_work import BackgroundWork
 from lightning_zero.engine.config import OffloadConfig
 from lightning_zero.engine.offload.states import MASTERS, PARAMETERS, DiskStates, Swap
 from lightning_zero.engine.plan.layout import BucketLayout
-from lightning_zero.engine.plan.placement import Placement, Placements
+from lightning_zero.engine.plan.placement import Placements
 from lightning_zero.engine.state.ledger import Ledger
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -45,7 +45,6 @@ class ResidencyPlan:
     """
 
     layout: BucketLayout
-    rank: int
     device: torch.device  # that computes
     master_dtype: torch.dtype
     compute_dtype: torch.dtype  # of the gathered buffer
@@ -60,7 +59,6 @@ class ResidencyPlan:
         placements: Placements,
         offload: OffloadConfig | None,
         *,
-        rank: int,
         device: torch.device,
         dtype: torch.dtype,
         compute_dtype: torch.dtype,
@@ -74,7 +72,7 @@ class ResidencyPlan:
         offloaded_to = _MEDIA[offload.optimizer] if offload is not None and trains else parameters_on
         master_dtype = torch.float32 if trains and dtype in LOW_PRECISION else dtype
         is_cast = master_dtype != compute_dtype
-        is_replicated = placements.parameters is Placement.REPLICATED
+        is_replicated = not placements.parameters.is_sharded
         # With one rank the shard is the full bucket: with a gathered buffer there would be two copies.
         if layout.world_size == 1 and parameters_on is None and (not is_cast or offloaded_to is not None):
             is_replicated = True
@@ -84,12 +82,12 @@ class ResidencyPlan:
             copy = parameters_on or Medium.DEVICE
             if not is_cast and (copy is masters or copy is Medium.DISK):
                 copy = None  # gathers start from the master weights
-        return cls(layout, rank, device, master_dtype, compute_dtype, is_replicated, masters, copy)
+        return cls(layout, device, master_dtype, compute_dtype, is_replicated, masters, copy)
 
     @property
     def shard_numel(self) -> int:
         """Elements of this rank's shard."""
-        return self.layout.shard_numel(self.rank)
+        return self.layout.shard_numel(self.layout.rank)
 
     @property
     def is_offloaded(self) -> bool:

@@ -34,10 +34,10 @@ class BucketSlot:
 
     def find_range(self) -> None:
         """Set the range that this rank has by the bucket's layout."""
-        layout, rank, index = self.bucket.layout, self.bucket.communicator.rank, self.index
-        start, stop = layout.owned_range(index, index, rank)
+        layout, index = self.bucket.layout, self.index
+        start, stop = layout.owned_range(index, index, layout.rank)
         self.offset, self.local_numel = start - layout.segments[index].start, stop - start
-        low, _ = layout.shard_range(rank)
+        low, _ = layout.own_range
         self.local_range = slice(start - low, start - low + self.local_numel) if stop > start else slice(0, 0)
 
     @property
@@ -170,7 +170,7 @@ class OwnedSlot(BucketSlot):
     def __init__(self, slot: BucketSlot, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
         owners = slot.bucket.layout.owners
         assert owners is not None
-        self._owner, is_here = owners[slot.index], owners[slot.index] == slot.bucket.communicator.rank
+        self._owner, is_here = owners[slot.index], owners[slot.index] == slot.bucket.layout.rank
         self.bucket, self.index, self.device = slot.bucket, slot.index, slot.device
         self.name, self.shape, self.dtype = name, shape, dtype
         self.offset, self.local_numel = 0, shape.numel() if is_here else 0
