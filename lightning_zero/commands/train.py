@@ -83,7 +83,15 @@ def job(config: DictConfig) -> float | None:
     results = Path(resolved.folder) / "results.json"
     if HydraConfig.get().mode is RunMode.RUN:
         CompareJobs.report = results
-    return json.loads(results.read_text())["validation"].get(resolved.objective) if results.exists() else None
+    if not results.exists():
+        return None
+    metrics = json.loads(results.read_text())["validation"]
+    if metrics and resolved.objective not in metrics:
+        complain(
+            f"objective={resolved.objective} is none of the validation metrics, so a search finds nothing to minimize. "
+            f"Write objective={' or objective='.join(sorted(metrics))}."
+        )
+    return metrics.get(resolved.objective)
 
 
 def this_rank() -> int:

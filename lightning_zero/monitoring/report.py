@@ -80,7 +80,7 @@ def figures(results: dict[str, Any]) -> list[Figure]:
     for name, value in results["validation"].items():
         if name != "loss":
             found.append(Figure(f"validation {name}", name, f"{value:.3g}"))
-    if results["sparsity"] is not None:
+    if results.get("sparsity") is not None:
         found.append(Figure("sparsity", "sparsity", f"{results['sparsity']:.1%}", "of the parameters that are pruned"))
     rate, psi = results["per_second"], results["communicated_psi"]
     counted = results["counted"]

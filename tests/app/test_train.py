@@ -64,6 +64,12 @@ def test_a_model_that_stays_sharded_writes_the_same_sample(alone: tuple[Path, st
     assert sharded == ordinary != []
 
 
+def test_a_pruned_job_says_how_much_is_zero(tmp_path: Path) -> None:
+    output = succeed("train", *TINY, "callbacks=[none,magnitude_pruning]", "hydra.run.dir=job", folder=tmp_path)
+    assert re.search(r"^sparsity +50.0% +of the parameters that are pruned$", output, flags=re.MULTILINE)
+    assert results(tmp_path / "job")["sparsity"] == pytest.approx(0.5, abs=1e-4)
+
+
 def test_figures_are_those_in_the_results_file(alone: tuple[Path, str]) -> None:
     folder, output = alone
     found = results(folder)

@@ -103,10 +103,12 @@ def test_offload_with_ddp_ends_with_one_line(capfd: pytest.CaptureFixture[str]) 
 
 @pytest.mark.exhaustive
 def test_job_of_a_sweep_with_a_wrong_value_does_not_keep_the_others_from_training(tmp_path: Path) -> None:
-    process = start("train", "-m", *TINY, "stage=ddp", "model.heads=3,4", "hydra.sweep.dir=sweep", folder=tmp_path)
-    code, output, errors = finish(process)
+    overrides = ["stage=ddp", "model.heads=3,4", "hydra.sweep.dir=sweep", "objective=lossy"]
+    code, output, errors = finish(start("train", "-m", *TINY, *overrides, folder=tmp_path))
     assert code == 2
     assert "lightning-zero train: model.heads=3 must divide width=32" in errors and "Traceback" not in errors
+    objective = "objective=lossy is none of the validation metrics, so a search finds nothing to minimize. Write "
+    assert f"train: {objective}objective=loss or objective=perplexity.\n" in errors
     assert "1 of 2 jobs" in output and "failed" in output
     assert not (tmp_path / "sweep/0/results.json").exists()
     assert (tmp_path / "sweep/1/results.json").exists()
