@@ -20,7 +20,7 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_zero
-from lightning_zero.pytorch_lightning import ZeroMonitor, ZeroStrategy
+from lightning_zero.pytorch_lightning import MagnitudePruning, ZeroMonitor, ZeroStrategy
 from tests.support.trainer import make_trainer
 from tests.support.training import CLOSE
 from tests.support.warm import warm_python
@@ -62,7 +62,30 @@ def clipped(strategy: str) -> Any:
     return clipped, observed(*fit(strategy, plugins=plugin, gradient_clip_val=0.1, max_epochs=1)), scaler.get_scale()
 
 
-@behaviours("The Trainer", plain)
+class Shaped(Net):
+    """Two optimizers, of which one needs whole matrices, by manual optimization."""
+
+    automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        matrices = [p for p in self.parameters() if p.ndim == 2]
+        rest = [p for p in self.parameters() if p.ndim != 2]
+        return torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=self.lr)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizers = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def whole(strategy: str) -> Any:
+    """`pytorch_lightning`: Muon for matrices with AdamW for the rest, and `MagnitudePruning`"""
+    return observed(*fit(strategy, Shaped(), callbacks=[MagnitudePruning(0.3)]))
+
+
+@behaviours("The Trainer", plain, whole)
 def test_pytorch_lightnings_trainer_gives_its_ddps_numbers(run_on, case):
     run_on(2, same_as_under_ddp, case=case)
 
