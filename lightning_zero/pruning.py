@@ -48,8 +48,7 @@ def magnitude_masks(parameters: Sequence[Tensor], amount: float, masks: Sequence
         >>> mask
         tensor([ True, False, False,  True])
     """
-    if not 0 <= amount <= 1:
-        raise ValueError(f"amount={amount!r} is not a fraction of the elements: write a number from 0 to 1.")
+    _check(amount)
     masks = [_like(p, torch.ones_like(shard_of(p), dtype=torch.bool)) for p in parameters] if masks is None else masks
     masks = [_like(p, shard_of(mask).clone()) for p, mask in zip(parameters, masks)]
     wanted = round(amount * sum(p.numel() for p in parameters)) - sum(pruned_numels(masks))
@@ -63,6 +62,11 @@ def pruned_numels(masks: Sequence[Tensor]) -> list[int]:
     own = torch.tensor([int((~shard_of(mask)).sum()) for mask in masks])
     is_sharded = torch.tensor([isinstance(mask, ShardedTensor) for mask in masks])
     return (_over_ranks(own * is_sharded, masks) + own * ~is_sharded).tolist()
+
+
+def _check(amount: float) -> None:
+    if not 0 <= amount <= 1:
+        raise ValueError(f"amount={amount!r} is not a fraction of the elements: write a number from 0 to 1.")
 
 
 def _prune(parameters: Sequence[Tensor], masks: Sequence[Tensor], wanted: int) -> None:
@@ -89,9 +93,9 @@ def _prune(parameters: Sequence[Tensor], masks: Sequence[Tensor], wanted: int) -
 
     # Among elements equal to the threshold the first ones: those before this rank's, by tensor, are counted.
     own = torch.tensor([sum(int((kept & (bits == threshold)).sum()) for bits, kept in each()) for each in chunks])
-    on_lower_ranks, everywhere = _of_ranks(own * is_sharded, masks)
+    in_lower_shards, everywhere = _of_ranks(own * is_sharded, masks)
     everywhere += own * ~is_sharded
-    before = everywhere.cumsum(0) - everywhere + on_lower_ranks
+    before = everywhere.cumsum(0) - everywhere + in_lower_shards
     for chunks_of, left in zip(chunks, (need - before).clamp(min=0).tolist()):
         for bits, kept in chunks_of():
             chosen = (kept & (bits == threshold)).nonzero()[:left, 0]
@@ -114,14 +118,19 @@ def _over_ranks(counts: Tensor, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _of_ranks(counts: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The sums over lower ranks, and over all ranks."""
+    """For each tensor the sum over ranks whose shards of it come before this rank's, and over all ranks."""
     group = next((tensor.slot.group for tensor in tensors if isinstance(tensor, ShardedTensor)), None)
     if group is None:
         return torch.zeros_like(counts), counts
     by_rank = counts.new_zeros(group.size, len(counts))
     by_rank[group.rank] = counts
     by_rank = _over_ranks(by_rank, tensors)
-    return by_rank[: group.rank].sum(0), by_rank.sum(0)
+    lower = torch.zeros_like(counts)
+    for number, tensor in enumerate(tensors):
+        if isinstance(tensor, ShardedTensor):
+            starts = torch.tensor([start for start, _ in tensor.slot.ranges()])
+            lower[number] = by_rank[starts < tensor.slot.offset, number].sum()
+    return lower, by_rank.sum(0)
 
 
 def _like(parameter: Tensor, local: Tensor) -> Tensor:
@@ -159,8 +168,8 @@ class Pruning:
         amount: float | Callable[[int], float] = 0.5,
         parameters: Callable[[str, nn.Parameter], bool] = _matrices,
     ) -> None:
-        if not callable(amount) and not 0 <= amount <= 1:
-            raise ValueError(f"amount={amount!r} is not a fraction of the elements: write a number from 0 to 1.")
+        if not callable(amount):
+            _check(amount)
         self._amount, self._is_chosen = amount, parameters
         self.sparsity: float | None = None
         self.sparsity_of: dict[str, float] = {}

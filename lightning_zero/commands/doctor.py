@@ -109,6 +109,8 @@ def _findings(found: dict[str, Any]) -> list[str]:
 
 
 def _said(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if value is None or value == []:
         return "none"
     if name.endswith("bytes") or name == "memory":

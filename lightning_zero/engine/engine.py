@@ -30,7 +30,6 @@ from lightning_zero.engine.offload.updates import Updates
 from lightning_zero.engine.optim.compatibility import check_optimizers, kept_whole
 from lightning_zero.engine.optim.masters import Masters, give_owners, masters_of
 from lightning_zero.engine.optim.state import make_room
-from lightning_zero.engine.plan.mesh import DATA, Mesh
 from lightning_zero.engine.plan.ownership import warn_if_uneven
 from lightning_zero.engine.plan.placement import placements_of
 from lightning_zero.engine.plan.units import plan_units, share_of
@@ -121,7 +120,7 @@ class Engine(StateDicts):
         detach_kept_graphs(module)
         if offload is not None and offload.optimizer == "nvme":
             self._swap = self._open_swap(offload)
-        self.mesh = Mesh({DATA: self.communicator.size}, self.communicator.rank)
+        self.mesh = self.communicator.mesh
         shared = SharedByBuckets(
             self.mesh, self.communicator, self.rendezvous, self.streams, self.ledger, self.phases, self.background
         )

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_zero.engine.plan.mesh import DATA, Mesh
+from lightning_zero.engine.plan.mesh import Mesh
 from lightning_zero.engine.plan.placement import placements_of, replicated_bytes
 from lightning_zero.strategies.trainer import TrainerStrategy
 
@@ -206,7 +206,7 @@ def sample_batch(trainer: Trainer) -> Any:
 
 def by_formula(module: nn.Module, ranks: int, memory: float | None, offload: str | None, reason: str) -> Choice:
     """The lowest stage whose model states, by the paper's formula with 30 % for all else, fit, or offload."""
-    mesh = Mesh({DATA: ranks})
+    mesh = Mesh.flat(ranks)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
     needed = {
         stage: _REST

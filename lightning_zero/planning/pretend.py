@@ -29,6 +29,7 @@ from lightning_zero.engine.compat import FakeTensor
 from lightning_zero.engine.config import EngineConfig, OffloadConfig
 from lightning_zero.engine.offload.states import DiskStates, Swap
 from lightning_zero.engine.offload.updates import DiskUpdate, OnSubGroup, Updates
+from lightning_zero.engine.plan.mesh import Mesh
 from lightning_zero.io.swap import SwapFile
 from lightning_zero.planning.timeline import Recorder
 
@@ -150,6 +151,7 @@ class PretendCommunicator(Communicator):
 
     def __init__(self, size: int, device: torch.device, recorder: Recorder, transport: str, rank: int) -> None:
         self.size, self.rank, self.device, self.counters = size, rank, device, Counters()
+        self.mesh, self._others_across = Mesh.flat(size, rank), []
         self.watch, self.control = PretendWatch(), PretendControlPlane(size)  # type: ignore[assignment]
         self._transport = TRANSPORTS[transport](recorder, size, rank) if size > 1 else None
 

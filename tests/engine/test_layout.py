@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from lightning_zero.engine.plan.layout import ALIGNMENT, BucketLayout
-from lightning_zero.engine.plan.mesh import DATA, Mesh
+from lightning_zero.engine.plan.mesh import ALL, LOCAL, NODE, Mesh
 from lightning_zero.engine.plan.ownership import balanced_owners, imbalance, warn_if_uneven
 from lightning_zero.engine.plan.placement import placements_of
+from lightning_zero.engine.plan.topology import Topology
 
 SHAPES = [("a", torch.Size((7, 15))), ("b", torch.Size(())), ("c", torch.Size((0, 3))), ("d", torch.Size((16, 17)))]
 
@@ -145,15 +146,48 @@ def test_each_stage_shards_one_kind_of_state_more():
 )
 def test_the_formula_of_model_states_at_each_stage_for_800_parameters_on_8_ranks(stage, width, master, expected):
     assert (
-        placements_of(stage).model_state_bytes(800, Mesh({DATA: 8}), parameter_bytes=width, master_bytes=master)
+        placements_of(stage).model_state_bytes(800, Mesh.flat(8), parameter_bytes=width, master_bytes=master)
         == expected
     )
 
 
 def test_a_mesh_numbers_ranks_along_any_of_its_dimensions():
-    places = [Mesh({"node": 2, "local": 3}, rank) for rank in range(6)]
-    assert [mesh.rank_over(("local",)) for mesh in places] == [0, 1, 2, 0, 1, 2]
-    assert [mesh.rank_over(("node",)) for mesh in places] == [0, 0, 0, 1, 1, 1]
-    assert [mesh.rank_over(("node", "local")) for mesh in places] == [0, 1, 2, 3, 4, 5]
-    assert [mesh.rank_over(("local", "node")) for mesh in places] == [0, 2, 4, 1, 3, 5]
-    assert [places[0].size(over) for over in ((), ("node",), ("local", "node"))] == [1, 2, 6]
+    mesh = Mesh.of(Topology(tuple("aabbab")), rank=1)  # machine a has ranks 0, 1, 4; b has 2, 3, 5
+    assert [mesh.position(rank, (LOCAL,)) for rank in range(6)] == [0, 1, 0, 1, 2, 2]
+    assert [mesh.position(rank, (NODE,)) for rank in range(6)] == [0, 0, 1, 1, 0, 1]
+    assert mesh.order(ALL) == (0, 2, 1, 3, 4, 5) and mesh.order((NODE, LOCAL)) == (0, 1, 3, 4, 2, 5)
+    assert [mesh.size(over) for over in ((), (NODE,), (LOCAL,), ALL)] == [1, 2, 3, 6]
+    assert Mesh.flat(6).order(ALL) is None and Mesh.flat(6).size(ALL) == 6
+
+
+@pytest.mark.parametrize(
+    ("machines", "nodes", "has_two_levels"),
+    [
+        ("aabb", [[0, 1], [2, 3]], True),
+        ("abab", [[0, 2], [1, 3]], True),
+        ("aaaa", [[0, 1, 2, 3]], False),
+        ("abcd", [[0], [1], [2], [3]], False),
+        ("aaab", [[0, 1, 2], [3]], False),
+    ],
+)
+def test_a_topology_says_which_ranks_share_a_machine(machines, nodes, has_two_levels):
+    topology = Topology(tuple(machines))
+    assert topology.nodes == nodes and topology.has_two_levels is has_two_levels
+    if has_two_levels:
+        assert sorted(topology.across(0)) == [ranks[0] for ranks in nodes]
+        assert all(rank in topology.within(rank) and rank in topology.across(rank) for rank in range(4))
+
+
+@pytest.mark.parametrize("owners", [None, (0, 2, 2, 3)])
+def test_ranks_in_the_same_place_of_their_machines_have_neighbouring_shards(owners):
+    order = Mesh.of(Topology(tuple("abab")), 0).order(ALL)
+    layout = BucketLayout.of(SHAPES, 4, owners, order=order)
+    ranges = [layout.shard_range(rank) for rank in range(4)]
+    assert [ranges[0][1], ranges[1][1], ranges[2][1]] == [ranges[1][0], ranges[2][0], ranges[3][0]], (
+        "0, 2 on a, 1, 3 on b"
+    )
+    assert (ranges[0][0], ranges[3][1]) == (0, layout.padded_numel)
+    if owners is not None:
+        for index, segment in enumerate(layout.segments):
+            start, stop = ranges[layout.owner(index)]
+            assert start <= segment.start and segment.stop <= stop

@@ -29,7 +29,7 @@ def objects_of_all(value: object) -> list[object]:
 def neighbours():
     from lightning_zero.engine.comm.cma_exchange import connect
 
-    found = connect(rank(), world_size(), MINUTE, objects_of_all)
+    _, found = connect(rank(), MINUTE, objects_of_all)
     assert found is not None, "this machine does not let processes read each other's memory"
     return found
 
@@ -95,9 +95,10 @@ def test_each_rank_has_the_sum_of_what_the_others_have_for_it(run_on, size, nume
 
 def train_both_ways(recipe: Recipe, stage: int, **options: object) -> None:
     from lightning_zero.engine.comm import collectives
+    from lightning_zero.engine.plan.topology import Topology
 
     run = train_zero(recipe, stage, **options)
-    connect, collectives.connect = collectives.connect, lambda *_: None
+    connect, collectives.connect = collectives.connect, lambda *_: (Topology(tuple(range(world_size()))), None)
     try:
         over_gloo = train_zero(recipe, stage, **options)
     finally:
@@ -370,7 +371,7 @@ def refuse_until_asked() -> None:
 
     try:
         process_memory.read_memory, process_memory.let_read = read_if_allowed, let_read
-        transport = connect(rank(), world_size(), MINUTE, objects_of_all)
+        _, transport = connect(rank(), MINUTE, objects_of_all)
         assert transport is not None
         full = torch.full((2 * world_size(),), float(rank()))
         transport.gather(0, full.chunk(world_size())).wait()
@@ -396,7 +397,8 @@ def refuse_on(refusing: int) -> None:
     try:
         if rank() == refusing:
             process_memory.read_memory = refuse
-        assert connect(rank(), world_size(), MINUTE, objects_of_all) is None
+        topology, exchanges = connect(rank(), MINUTE, objects_of_all)
+        assert exchanges is None and topology.nodes == [list(range(world_size()))]
     finally:
         process_memory.read_memory = read
     assert "lightning_zero-shared-memory" not in [thread.name for thread in threading.enumerate()]

@@ -26,6 +26,7 @@ from torch import Tensor
 from lightning_zero.engine.comm import process_memory
 from lightning_zero.engine.comm.small_messages import Key, SmallMessages
 from lightning_zero.engine.comm.transport import Piece
+from lightning_zero.engine.plan.topology import Topology
 
 _ADDRESS = struct.Struct("<q")
 _PATIENCE = 30.0  # seconds to connect
@@ -311,13 +312,17 @@ def sever_all(reason: str) -> None:
 
 
 def connect(
-    rank: int, size: int, timeout: timedelta, exchange_objects: Callable[[Any], list[Any]]
-) -> CrossMemoryExchanges | None:
-    """Connect the ranks of a group; None on every rank if one cannot read another's memory. Collective.
+    rank: int, timeout: timedelta, exchange_objects: Callable[[Any], list[Any]]
+) -> tuple[Topology, CrossMemoryExchanges | None]:
+    """Find which ranks of a group share a machine, and connect those, numbered by their places. Collective.
 
     Args:
         timeout: of each exchange to come.
         exchange_objects: all-gathers a small object.
+
+    Returns:
+        The machines of all ranks; and the exchanges of this one's, None on every rank if some rank cannot read the
+        memory of another one of its machine, or if machines have one rank or different numbers of them.
     """
     probe = torch.randint(2**62, (8,), generator=torch.Generator().manual_seed(os.getpid()), device="cpu")
     with ExitStack() as stack:
@@ -326,24 +331,28 @@ def connect(
             if process_memory.is_supported():
                 listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
                 listener.bind("")  # the system chooses a name, which is not a file's
-                listener.listen(2 * size)
+                listener.listen(socket.SOMAXCONN)
                 where = listener.getsockname(), probe.data_ptr(), probe.tolist()
                 said = process_memory.memory_domain(), os.getpid(), *where
-        told = exchange_objects(said)
-        if None in told or len({each[0] for each in told}) > 1:
-            return None
+        every = exchange_objects(said)
+        # A rank that cannot say it is on a machine of its own.
+        topology = Topology(tuple(number if each is None else each[0] for number, each in enumerate(every)))
+        if not topology.has_two_levels and (len(topology.nodes) > 1 or None in every):
+            return topology, None
+        here = topology.within(rank)
+        told, place, size = [every[each] for each in here], here.index(rank), len(here)
         if any(exchange_objects(_is_unreadable(probe, told))):
             allowed = all(exchange_objects(process_memory.let_read(os.getppid())))
             if not allowed or any(exchange_objects(_is_unreadable(probe, told))):
                 process_memory.let_read(0)
-                return None
+                return topology, None
         lines, error = {}, None
         try:
-            lines = _connect_to([each[2] for each in told[:rank]], rank, stack)
+            lines = _connect_to([each[2] for each in told[:place]], place, stack)
         except OSError as raised:
             error = raised
         if any(exchange_objects(error is not None)):
-            return None
+            return topology, None
         processes = [each[1] for each in told]
         while len(lines) < 2 * (size - 1):  # all have connected, so accepting does not block
             line, _ = listener.accept()
@@ -352,8 +361,9 @@ def connect(
                 lines[tuple(map(int, line.recv(32).split()))] = line
         stack.pop_all()
         listener.close()
-    ring = ((rank - k) % size for k in range(1, size))
-    return CrossMemoryExchanges(rank, [(r, processes[r], lines[r, 0], lines[r, 1]) for r in ring], timeout)
+    ring = ((place - k) % size for k in range(1, size))
+    peers = [(other, processes[other], lines[other, 0], lines[other, 1]) for other in ring]
+    return topology, CrossMemoryExchanges(place, peers, timeout)
 
 
 def _is_unreadable(probe: Tensor, told: list[Any]) -> bool:

@@ -21,6 +21,8 @@ from lightning_zero.engine.comm.gloo_transport import GlooTransport
 from lightning_zero.engine.comm.process_group import ProcessGroup
 from lightning_zero.engine.comm.shared_memory_transport import SharedMemoryTransport
 from lightning_zero.engine.comm.transport import Piece, Ranges, Started, Transport
+from lightning_zero.engine.comm.two_level_transport import TwoLevelTransport
+from lightning_zero.engine.plan.mesh import Mesh
 
 # Of messages, by tag: those of the control plane, whose second is of small messages; of reductions; and of gathers, one
 # for each bucket.
@@ -74,6 +76,7 @@ class Communicator:
     Attributes:
         rank, size: in the group.
         counters: of what has been communicated.
+        mesh: of the ranks: two-dimensional where collectives have two levels.
         control: for Python values.
         watch: over the waits; only with several ranks.
         name: the same on every rank, and new each time; likewise.
@@ -85,6 +88,8 @@ class Communicator:
         self._own_groups: list[ProcessGroup] = []
         self._background_group: ProcessGroup | None = None
         self._transport: Transport | None = None
+        self.mesh = Mesh.flat(self.size, self.rank)
+        self._others_across: list[int] = []  # ranks whose slices cross between machines on the way from or to this one
         if self.size == 1:
             self.control = ControlPlane(None, [0], 0, None, self.counters, 0)
             return
@@ -118,13 +123,28 @@ class Communicator:
         """
         if groups:
             return BackendTransport(*groups)
-        exchanges = None
-        if self.device.type == "cpu" and self._timeout is not None:
-            exchanges = connect(self.rank, self.size, self._timeout, self.control.gather_objects)
-        if exchanges is None:
+        if self.device.type != "cpu" or self._timeout is None:
             return GlooTransport(self.group, gather_tag, reduce_tag)
-        self.control.small, self.counters.link = exchanges.small, "within"
-        return SharedMemoryTransport(exchanges, self.rank, gather_tag, reduce_tag)
+        topology, exchanges = connect(self.rank, self._timeout, self.control.gather_objects)
+        here = topology.within(self.rank)
+        if exchanges is None:
+            self._others_across = [rank for rank in range(self.size) if rank not in here]
+            return GlooTransport(self.group, gather_tag, reduce_tag)
+        within = SharedMemoryTransport(exchanges, here.index(self.rank), gather_tag, reduce_tag)
+        if len(here) == self.size:
+            self.control.small, self.counters.link = exchanges.small, "within"
+            return within
+        self.mesh, column = Mesh.of(topology, self.rank), topology.across(self.rank)
+        self._others_across = [rank for rank in column if rank != self.rank]
+        across = GlooTransport(self.group, gather_tag, reduce_tag, column)
+        return TwoLevelTransport(within, across, topology, self.rank)
+
+    def _count(self, kind: str, ranges: Ranges, numel: int, itemsize: int) -> None:
+        """Count a collective: slices that cross between machines by that link, the rest of the buffer by the other."""
+        across = sum(stop - start for start, stop in (ranges[rank] for rank in self._others_across))
+        if across:
+            self.counters.add(kind, across, across * itemsize, "across")
+        self.counters.add(kind, numel - across, (numel - across) * itemsize, "within" if across else None)
 
     # -- buckets ----------------------------------------------------------------------------------------------------
 
@@ -132,7 +152,7 @@ class Communicator:
         """``Transport.all_gather``; ``what`` it is, for the error message."""
         if self._transport is None:
             return Pending(what)
-        self.counters.add("all_gather", full.numel(), full.nbytes)
+        self._count("all_gather", ranges, full.numel(), full.itemsize)
         with explained(what):
             return Pending(what, self._transport.all_gather(full, ranges, number, own), self.watch)
 
@@ -146,7 +166,7 @@ class Communicator:
             what: for the error message.
         """
         assert self._transport is not None, "a bucket keeps its gradients as they come over one rank"
-        self.counters.add("reduce_scatter", flat.numel(), codec.size(flat.numel()) * codec.dtype.itemsize)
+        self._count("reduce_scatter", ranges, codec.size(flat.numel()), codec.dtype.itemsize)
         with explained(what):
             return Pending(what, self._transport.reduce_scatter(flat, ranges, codec), self.watch)
 
@@ -158,8 +178,8 @@ class Communicator:
     def reduce_pieces(self, pieces: list[list[Piece]], dtype: torch.dtype, factor: float, what: str) -> Pending:
         """``reduce_scatter`` of pieces, which are kept until the end; see ``Transport.reduce_pieces``."""
         assert self._transport is not None
-        numel = sum(piece.numel for part in pieces for piece in part)
-        self.counters.add("reduce_scatter", numel, numel * dtype.itemsize)
+        lengths = [(0, sum(piece.numel for piece in part)) for part in pieces]
+        self._count("reduce_scatter", lengths, sum(numel for _, numel in lengths), dtype.itemsize)
         return Pending(what, self._transport.reduce_pieces(pieces, dtype, factor), self.watch)
 
     def reduction_bytes(self, flat: Tensor, ranges: Ranges, codec: Codec) -> int:

@@ -15,8 +15,11 @@ class Counters:
     One all-gather of a bucket counts the whole padded bucket once, as the paper counts its communication volume
     (SC20, section 7): the wire carries (N - 1) / N of it each way.
 
+    Where ranks are on several machines, slices of ranks that are on this rank's count as within, all others as across;
+    where collectives have two levels, those that this rank exchanges with other machines do.
+
     Attributes:
-        link: what ``add`` counts for.
+        link: what ``add`` counts for where nothing else is said.
         calls, elements, bytes: by (kind, link).
     """
 
@@ -26,15 +29,16 @@ class Counters:
         self.elements: Counter[tuple[str, Link]] = Counter()
         self.bytes: Counter[tuple[str, Link]] = Counter()
 
-    def add(self, kind: str, numel: int, nbytes: int) -> None:
+    def add(self, kind: str, numel: int, nbytes: int, link: Link | None = None) -> None:
         """Count one call.
 
         Args:
             kind: of collective.
             numel: elements that it moves.
             nbytes: bytes of these elements as they travel.
+            link: by which they travel.
         """
-        key = kind, self.link
+        key = kind, link or self.link
         self.calls[key] += 1
         self.elements[key] += numel
         self.bytes[key] += nbytes

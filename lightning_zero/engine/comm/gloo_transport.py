@@ -6,6 +6,7 @@ They overlap with computation and are several times as fast as Gloo's own collec
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,11 +26,16 @@ class GlooTransport(Transport):
         gather_tag: the tag of bucket 0's gathers; those of the others follow. Ranks that gather in another order wait,
             and never mix buckets up.
         reduce_tag: of reductions.
+        members: the ranks of the group that exchange; slices are theirs, in this order. By default all.
     """
 
-    def __init__(self, group: ProcessGroup, gather_tag: int, reduce_tag: int) -> None:
+    def __init__(
+        self, group: ProcessGroup, gather_tag: int, reduce_tag: int, members: Sequence[int] | None = None
+    ) -> None:
         self._group, self._gather_tag, self._reduce_tag = group, gather_tag, reduce_tag
-        self._ranks, self._rank = ranks_of(group), rank(group)
+        every, own = ranks_of(group), rank(group)
+        members = range(len(every)) if members is None else members
+        self._ranks, self._rank = [every[member] for member in members], list(members).index(own)
         size = len(self._ranks)
         # (rank to send to, rank to receive from) in a ring, so that no rank is first for all others
         self._peers = [((self._rank + k) % size, (self._rank - k) % size) for k in range(1, size)]

@@ -141,7 +141,7 @@ def assign_to_buckets(
     group_of = {id(parameter): number for number, group in enumerate(groups) for parameter in group}
     fields_of = fields_by_parameter(optimizers)
     over = placements.optimizer.over
-    ranks, rank = shared.mesh.size(over), shared.mesh.rank_over(over)
+    ranks, rank, order = shared.mesh.size(over), shared.mesh.rank, shared.mesh.order(over)
     is_kept_whole = kept_whole(optimizers, config, ranks=ranks)
     parts: list[tuple[int, Any, list[tuple[str, nn.Parameter]]]] = []  # each of a unit, by its number, and of a kind
     for of_unit, plan in enumerate(plans):
@@ -159,7 +159,9 @@ def assign_to_buckets(
     owners = dict(zip(whole, balanced_owners(numels, ranks))) if whole else {}
     units: list[list[UncutBucket]] = [[] for _ in plans]
     for number, (of_unit, (compute, dtype, trains, is_whole), part) in enumerate(parts):
-        layout = BucketLayout.of([(name, p.shape) for name, p in part], ranks, owners.get(number), rank=rank)
+        layout = BucketLayout.of(
+            [(name, p.shape) for name, p in part], ranks, owners.get(number), rank=rank, order=order
+        )
         stays = trains and numel_that_stay >= layout.numel
         numel_that_stay -= layout.numel if stays else 0
         residency = ResidencyPlan.of(

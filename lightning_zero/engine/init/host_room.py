@@ -115,8 +115,8 @@ def check_room_of_owners(
     device = communicator.device
     for bucket in whole:
         place = torch.device("cpu") if bucket.plan.is_offloaded else communicator.device
-        for segment, owner in zip(bucket.layout.segments, bucket.layout.owners or ()):
-            if owner == bucket.layout.rank:
+        for index, segment in enumerate(bucket.layout.segments):
+            if bucket.layout.owner(index) == bucket.layout.rank:
                 values = sources[segment.name].values
                 is_here = values is not None and values.device.type == place.type
                 nbytes = segment.numel * bucket.plan.master_dtype.itemsize * (1 if is_here else 2)

@@ -352,9 +352,10 @@ def after_updates(optimizer: Optimizer, hook: Callable[[list[Tensor]], None]) ->
 def give_owners(late: list[Bucket], buckets: list[Bucket], all_masters: list[Masters]) -> None:
     """Cut some of an engine's buckets anew, so that one rank has each of their parameters whole. Collective."""
     ranks = late[0].layout.world_size
-    loads = [
-        sum(bucket.layout.shard_numel(rank) for bucket in buckets if bucket.layout.is_whole) for rank in range(ranks)
-    ]
+    loads = [0] * ranks  # by position, as owners are
+    for layout in (bucket.layout for bucket in buckets if bucket.layout.is_whole):
+        for rank in range(ranks):
+            loads[layout.position(rank)] += layout.shard_numel(rank)
     owners = balanced_owners([[s.numel for s in bucket.layout.segments] for bucket in late], ranks, loads)
 
     def of_late(tensor: Tensor) -> Tensor:

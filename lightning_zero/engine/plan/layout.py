@@ -53,8 +53,9 @@ class Segment:
 class BucketLayout:
     """The positions of parameters and of ranks' shards in a flat buffer. Arithmetic only.
 
-    ``world_size`` ranks have a shard each, and ``rank`` is this one.
-    ``owners`` are the ranks that have the segments of a whole bucket, in ascending order; None where shards are equal.
+    ``world_size`` ranks have a shard each, and ``rank`` is this one. ``order`` is the position of each rank's shard
+    among the shards; None if it is the rank.
+    ``owners`` are the positions that have the segments of a whole bucket, ascending; None where shards are equal.
     ``padded_to`` is the length of the flat buffer; None if it ends with the last shard that is needed.
     """
 
@@ -63,6 +64,7 @@ class BucketLayout:
     owners: tuple[int, ...] | None = None
     padded_to: int | None = None
     rank: int = 0
+    order: tuple[int, ...] | None = None
 
     @classmethod
     def of(
@@ -72,13 +74,14 @@ class BucketLayout:
         owners: Sequence[int] | None = None,
         *,
         rank: int = 0,
+        order: tuple[int, ...] | None = None,
     ) -> BucketLayout:
-        """Place the parameters one after another, in the given order."""
+        """Place the parameters one after another, as they are given."""
         segments, position = [], 0
         for name, shape in named_shapes:
             segments.append(Segment(name, torch.Size(shape), position))
             position = _align(segments[-1].stop)
-        return cls(tuple(segments), world_size, tuple(owners) if owners is not None else None, rank=rank)
+        return cls(tuple(segments), world_size, tuple(owners) if owners is not None else None, rank=rank, order=order)
 
     def with_owners(self, owners: Sequence[int]) -> BucketLayout:
         """The same buffer, of which each segment has one owner."""
@@ -111,15 +114,27 @@ class BucketLayout:
 
     @property
     def padded_numel(self) -> int:
-        _, stop = self.shard_range(self.world_size - 1)
+        _, stop = self._range_at(self.world_size - 1)
         return stop
+
+    def owner(self, index: int) -> int:
+        """The rank that owns a segment of a whole bucket."""
+        assert self.owners is not None
+        return self.owners[index] if self.order is None else self.order.index(self.owners[index])
 
     def shard_range(self, rank: int) -> tuple[int, int]:
         """``[start, stop)`` of a rank's shard in the bucket."""
+        return self._range_at(self.position(rank))
+
+    def position(self, rank: int) -> int:
+        """A rank's place in the order of shards."""
+        return rank if self.order is None else self.order[rank]
+
+    def _range_at(self, position: int) -> tuple[int, int]:
         if self.owners is None:
-            return rank * self._equal_shard, (rank + 1) * self._equal_shard
+            return position * self._equal_shard, (position + 1) * self._equal_shard
         starts = [*(segment.start for segment in self.segments), self.padded_to or _align(self._stop)]
-        return starts[bisect_left(self.owners, rank)], starts[bisect_left(self.owners, rank + 1)]
+        return starts[bisect_left(self.owners, position)], starts[bisect_left(self.owners, position + 1)]
 
     @cached_property
     def _equal_shard(self) -> int:

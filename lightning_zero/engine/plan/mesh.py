@@ -6,32 +6,54 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-DATA = "data"
-"""The dimension along which ranks have different batches; today there is no other."""
+from lightning_zero.engine.plan.topology import Topology
+
+NODE, LOCAL = "node", "local"
+"""The dimensions: machines, and the ranks of each."""
+
+ALL = (LOCAL, NODE)
+"""Both, in the order of shards: ranks that have the same place on their machines have neighbouring ones."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Ranks in a grid, numbered so that the last dimension varies fastest.
+    """Ranks in a grid.
 
     Attributes:
-        dimensions: the size of each dimension, by name.
-        rank: this rank's number.
+        dimensions: the size of each, by name.
+        rank: this one.
+        places: of each rank, its index along each dimension; None if all are ranks of one machine.
     """
 
     dimensions: Mapping[str, int]
     rank: int = 0
+    places: tuple[tuple[int, ...], ...] | None = None
+
+    @classmethod
+    def flat(cls, size: int, rank: int = 0) -> Mesh:
+        """Ranks of one machine, or which are treated as such."""
+        return cls({NODE: 1, LOCAL: size}, rank)
+
+    @classmethod
+    def of(cls, topology: Topology, rank: int) -> Mesh:
+        """Machines with equally many ranks."""
+        nodes = topology.nodes
+        places = {each: (node, local) for node, ranks in enumerate(nodes) for local, each in enumerate(ranks)}
+        return cls({NODE: len(nodes), LOCAL: len(nodes[0])}, rank, tuple(places[each] for each in sorted(places)))
 
     def size(self, over: Sequence[str]) -> int:
         """How many ranks differ in their place along these dimensions only."""
         return prod(self.dimensions[name] for name in over)
 
-    def rank_over(self, over: Sequence[str]) -> int:
-        """This rank's number among them, with the last of the given dimensions varying fastest."""
-        places, rest = {}, self.rank
-        for name, size in reversed(list(self.dimensions.items())):
-            rest, places[name] = divmod(rest, size)
+    def position(self, rank: int, over: Sequence[str]) -> int:
+        """A rank's number among those that differ along these dimensions, of which the last varies fastest."""
+        place = dict(zip(self.dimensions, (0, rank) if self.places is None else self.places[rank]))
         number = 0
         for name in over:
-            number = number * self.dimensions[name] + places[name]
+            number = number * self.dimensions[name] + place[name]
         return number
+
+    def order(self, over: Sequence[str]) -> tuple[int, ...] | None:
+        """The position of each rank along all dimensions; None if it is the rank itself."""
+        positions = tuple(self.position(rank, over) for rank in range(len(self.places or ())))
+        return None if positions == tuple(range(len(positions))) else positions

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_zero.engine.config import stage_number
-from lightning_zero.engine.plan.mesh import DATA, Mesh
+from lightning_zero.engine.plan.mesh import ALL, Mesh
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def replicated_bytes(numel: int, parameter_bytes: int, *, trains: bool) -> int:
     return (4 if trains else 1) * numel * parameter_bytes
 
 
-_R, _S = Placement(), Placement((DATA,))
+_R, _S = Placement(), Placement(ALL)
 _STAGES = {
     1: Placements(1, parameters=_R, gradients=_R, optimizer=_S),
     2: Placements(2, parameters=_R, gradients=_S, optimizer=_S),

@@ -168,9 +168,8 @@ class OwnedSlot(BucketSlot):
     """
 
     def __init__(self, slot: BucketSlot, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
-        owners = slot.bucket.layout.owners
-        assert owners is not None
-        self._owner, is_here = owners[slot.index], owners[slot.index] == slot.bucket.layout.rank
+        self._owner = slot.bucket.layout.owner(slot.index)
+        is_here = self._owner == slot.bucket.layout.rank
         self.bucket, self.index, self.device = slot.bucket, slot.index, slot.device
         self.name, self.shape, self.dtype = name, shape, dtype
         self.offset, self.local_numel = 0, shape.numel() if is_here else 0

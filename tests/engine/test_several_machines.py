@@ -1,0 +1,259 @@
+"""Collectives in two levels, within machines and between them.
+
+Here ranks of one machine take some of the others for ranks of another machine, by what says which machine they are on;
+``tests/network`` has machines that are apart as far as the kernel's network is concerned.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_zero.engine import Engine
+from lightning_zero.engine.comm import process_memory
+from lightning_zero.engine.comm.codec import Cast
+from lightning_zero.engine.comm.collectives import Communicator
+from lightning_zero.engine.comm.transport import Piece
+from lightning_zero.engine.comm.two_level_transport import TwoLevelTransport
+from lightning_zero.engine.plan.layout import BucketLayout
+from lightning_zero.engine.plan.mesh import ALL
+from tests.support import whole
+from tests.support.lost import die, run_ranks
+from tests.support.models import OddModel, Square, adam
+from tests.support.training import CLOSE, Recipe, batch, prepare, same_runs, same_tensors, train_ddp, train_zero
+from tests.support.workers import rank
+
+MACHINES = pytest.mark.parametrize("machines", ["aabb", "abab"])
+
+
+@contextmanager
+def on_machines(machines: str) -> Iterator[None]:
+    """Ranks with the same letter share a machine."""
+    domain = process_memory.memory_domain()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_memory, "memory_domain", lambda: f"{domain} {machines[rank()]}")
+        yield
+
+
+def communicator_on(machines: str) -> Communicator:
+    with on_machines(machines):
+        return Communicator(None, torch.device("cpu"))
+
+
+def in_order(machines: str) -> tuple[list[int], list[int]]:
+    """The ranks of this one's machine and those with its place, from the one that is added first."""
+    here = [r for r in range(4) if machines[r] == machines[rank()]]
+    place = here.index(rank())
+    column = [[r for r in range(4) if machines[r] == machine][place] for machine in dict.fromkeys(machines)]
+    node = column.index(rank())
+    return [here[(place - k) % 2] for k in range(2)], [column[(node - k) % 2] for k in range(2)]
+
+
+def exchange(machines: str, numel: int, owners: Any, wire: torch.dtype, in_pieces: bool) -> None:
+    communicator = communicator_on(machines)
+    assert isinstance(communicator._transport, TwoLevelTransport)
+    shapes = [(str(n), torch.Size([numel])) for n in range(5)]
+    layout = BucketLayout.of(shapes, 4, owners, rank=rank(), order=communicator.mesh.order(ALL))
+    ranges = layout.shard_ranges
+    values = torch.randn(4, layout.padded_numel, generator=torch.Generator().manual_seed(1))
+
+    for turn in range(3):
+        full = torch.full_like(values[0], -1.0)
+        for start, stop in [ranges[rank()]]:
+            full[start:stop] = values[turn][start:stop]
+        communicator.all_gather(full, ranges, 0, "a gather").wait()
+        assert torch.equal(full, values[turn])
+
+    def sum_of(ranks: list[int], parts: dict[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """In the order of both levels: the first of the others, then this rank's own, then the rest."""
+        mine, *others = ranks
+        return parts[others[0]].to(dtype).float() + parts[mine]
+
+    start, stop = ranges[rank()]
+    _, column = in_order(machines)
+    of_machines = {}
+    for member in column:
+        here = [r for r in range(4) if machines[r] == machines[member]]
+        ranks = [member, next(r for r in here if r != member)]
+        of_machines[member] = sum_of(ranks, {r: values[r][start:stop] for r in ranks}, torch.float32)
+    expected = sum_of(column, of_machines, wire)
+    for _ in range(3):
+        if in_pieces:
+            mine = values[rank()].clone()
+            pieces = [
+                [Piece(n, mine[ranges[r][0] :][offset : offset + n]) for n, offset in halves(*ranges[r])]
+                for r in range(4)
+            ]
+            total = communicator.reduce_pieces(pieces, torch.float32, 1.0, "a reduction").wait()
+        else:
+            total = communicator.reduce_scatter(values[rank()].clone(), ranges, Cast(wire), "a reduction").wait()
+        assert torch.equal(total, expected)
+    communicator.close()
+
+
+def halves(start: int, stop: int) -> list[tuple[int, int]]:
+    half = (stop - start) // 2
+    return [(half, 0), (stop - start - half, half)]
+
+
+@MACHINES
+@pytest.mark.parametrize("numel", [3, 40_000], ids=["small", "large"])
+@pytest.mark.parametrize("owners", [None, (0, 0, 1, 2, 2)], ids=["equal", "owned"])
+@pytest.mark.parametrize(
+    ("wire", "in_pieces"),
+    [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)],
+    ids=["fp32", "pieces", "bf16"],
+)
+def test_gathers_and_sums_are_those_of_both_levels(run_on, machines, numel, owners, wire, in_pieces):
+    run_on(4, exchange, machines=machines, numel=numel, owners=owners, wire=wire, in_pieces=in_pieces)
+
+
+def gather_in_different_orders() -> None:
+    communicator = communicator_on("aabb")
+    layout = BucketLayout.of([("p", torch.Size([2**16]))], 4, rank=rank(), order=communicator.mesh.order(ALL))
+    start, stop = layout.own_range
+    buffers = [torch.zeros(layout.padded_numel) for _ in range(8)]
+    numbers = list(range(8)) if rank() % 2 else list(range(8))[::-1]
+    pending = {}
+    for number in numbers:
+        buffers[number][start:stop] = number + 1.0
+        pending[number] = communicator.all_gather(buffers[number], layout.shard_ranges, number, "a gather")
+        time.sleep(0.002 * rank())
+    for number in sorted(numbers, reverse=rank() == 2):
+        pending[number].wait()
+        assert (buffers[number] == number + 1.0).all()
+    communicator.close()
+
+
+def test_ranks_may_begin_gathers_in_different_orders(run_on):
+    run_on(4, gather_in_different_orders)
+
+
+def train_on(machines: str, stage: int, recipe: Recipe, **options: Any) -> Any:
+    with on_machines(machines):
+        return train_zero(recipe, stage, **options)
+
+
+def train_alike(machines: str, recipe: Recipe, bound: float = CLOSE, **options: Any) -> None:
+    runs = [train_on(machines, stage, recipe, **options) for stage in (1, 2, 3)]
+    same_runs(runs[1], runs[0])
+    same_runs(runs[2], runs[0])
+    same_runs(runs[0], train_ddp(recipe), bound=bound)
+
+
+@pytest.mark.behaviour("The numbers", "Several machines with several ranks each, over Gloo: each byte crosses once")
+@MACHINES
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"unit_numel": 2**20}, {"offload": "cpu"}, {"overlap": False}],
+    ids=str,
+)
+def test_stages_train_alike_and_as_ddp_but_for_the_order_of_sums(run_on, machines, options):
+    run_on(4, train_alike, machines=machines, recipe=Recipe(OddModel, adam), **options)
+
+
+def train_wholes(machines: str) -> None:
+    train_alike(machines, Recipe(whole.Layered, whole.adafactor), bound=1e-5)
+
+
+def test_owners_of_whole_parameters_on_several_machines_train_alike(run_on):
+    run_on(4, train_wholes, machines="aabb")
+
+
+def refuse_two_levels(machines: str) -> None:
+    communicator = communicator_on(machines)
+    assert not isinstance(communicator._transport, TwoLevelTransport)
+    communicator.close()
+    same_runs(train_on(machines, 3, Recipe(steps=3)), train_on("aaaa", 3, Recipe(steps=3)))
+
+
+@pytest.mark.parametrize(("size", "machines"), [(3, "aab"), (4, "abcd"), (4, "aaaa")])
+def test_machines_with_different_numbers_of_ranks_or_one_each_exchange_directly(run_on, size, machines):
+    run_on(size, refuse_two_levels, machines=machines)
+
+
+def count(machines: str, stage: int, crosses: float) -> None:
+    with on_machines(machines):
+        module, optimizer = prepare(Recipe(Square, adam))
+        engine = Engine(module, [optimizer], stage=stage)
+    for step in range(3):
+        module(*batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            engine.reset_counters()
+    elements = engine.communicator.counters.elements
+    for kind in ("all_gather", "reduce_scatter"):
+        across, within = elements[kind, "across"], elements[kind, "within"]
+        assert across == pytest.approx(crosses * (across + within)), (kind, across, within)
+        assert across + within == engine.report().elements[kind]
+    psi = engine.report().numel
+    assert engine.report().elements["reduce_scatter"] == 2 * psi
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("size", "machines", "crosses"),
+    # of a buffer, for one rank: (N - 1) / N of its part in two levels, all that other machines have otherwise
+    [(4, "aabb", 1 / 4), (4, "aaab", None), (4, "aaaa", 0), (4, "abcd", 3 / 4)],
+)
+def test_what_crosses_between_machines_is_counted(run_on, stage, size, machines, crosses):
+    run_on(size, count_unevenly if crosses is None else count, machines=machines, stage=stage, crosses=crosses)
+
+
+def count_unevenly(machines: str, stage: int, crosses: None) -> None:
+    count(machines, stage, 1 / 4 if machines[rank()] == "a" else 3 / 4)
+
+
+def be_killed() -> str:
+    with on_machines("aabb"):
+        module, optimizer = prepare(Recipe(Square, adam))
+        engine = Engine(module, [optimizer], stage=3)
+    for step in range(3):
+        if step == 1 and rank() == 3:
+            die()
+        module(*batch(step)).backward()
+        optimizer.step()
+    engine.close()
+    return "trained on"
+
+
+def test_a_killed_rank_ends_the_others_on_both_machines():
+    *others, killed = run_ranks(be_killed, 4)
+    assert killed.code == -9
+    for ending in others:
+        assert ending.code == 1 and "rank 3 was killed" in ending.said and ending.seconds < 15
+
+
+def resume_elsewhere(tmp_path: Any) -> None:
+    """What is sharded over two machines is written and read like any other."""
+    with on_machines("aabb"):
+        module, optimizer = prepare(Recipe(OddModel, adam))
+        engine = Engine(module, [optimizer], stage=3)
+    for step in range(2):
+        module(*batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights, states = engine.full_state_dict(), engine.full_optimizer_state_dict(optimizer)
+    engine.close()
+    same_tensors(dict(module.state_dict()), weights, bound=0)
+    other, its_optimizer = prepare(Recipe(OddModel, adam))
+    other.load_state_dict(weights)
+    second = Engine(other, [its_optimizer], stage=3)
+    its_optimizer.load_state_dict(states)
+    again = second.full_optimizer_state_dict(its_optimizer)
+    for number, state in states["state"].items():
+        same_tensors(again["state"][number], state, bound=0)
+    second.close()
+    dist.barrier()
+
+
+def test_states_go_from_two_machines_to_one(run_on, tmp_path):
+    run_on(4, resume_elsewhere, tmp_path=tmp_path)

@@ -1,0 +1,72 @@
+"""Two machines, as far as the network is concerned: what leaves one is counted by the kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.support.machines import Machines, bytes_sent, needed
+
+WIDTH, LAYERS, STEPS = 512, 8, 4
+PSI = WIDTH * WIDTH * LAYERS
+
+pytestmark = [needed, pytest.mark.timeout(300)]
+
+
+def train(stage: int, accumulate: int = 1, **options: Any) -> dict[str, Any]:
+    """Train, and count what leaves this rank's machine in a step: by the kernel, and by the engine's own counters."""
+    from lightning_zero.engine import Engine
+
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    engine = Engine(module, [optimizer], stage=stage, unit_numel=0, **options)
+    losses = []
+
+    def step(number: int) -> None:
+        for micro_batch in range(accumulate):
+            generator = torch.Generator().manual_seed(100 * number + 10 * micro_batch + dist.get_rank())
+            loss = module(torch.randn(4, WIDTH, generator=generator)).square().mean()
+            (loss / accumulate).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+
+    step(0)
+    dist.barrier()
+    before = bytes_sent()
+    engine.reset_counters()
+    for number in range(1, STEPS + 1):
+        step(number)
+    dist.barrier()
+    after = bytes_sent()
+    crossed = sum(n for (_, link), n in engine.communicator.counters.bytes.items() if link == "across")
+    found = {"losses": losses, "crossed": crossed / STEPS, "machines": engine.mesh.dimensions["node"]}
+    weights = torch.cat([value.flatten() for value in engine.full_state_dict().values()])
+    engine.close()
+    found |= {name: (after[name] - before[name]) / STEPS for name in after}
+    return found | {"sum": weights.double().sum().item()}
+
+
+@pytest.mark.parametrize(
+    ("stage", "accumulate", "elements"),
+    # half of what a reduction or a gather moves: with two machines of which each element crosses once
+    [(1, 1, 2), (2, 1, 2), (3, 1, 3), (2, 4, 5), (3, 4, 12)],
+)
+def test_bytes_that_leave_a_machine_are_those_of_the_formula(stage, accumulate, elements):
+    with Machines() as machines:
+        ranks = machines.run(train, stage=stage, accumulate=accumulate)
+    formula = 0.5 * elements * 4 * PSI
+    if stage == 3:  # backward begins with the unit with which forward has ended, and finds it there
+        formula -= 0.5 * 4 * accumulate * WIDTH * WIDTH
+    assert [rank["machines"] for rank in ranks] == [2] * 4
+    assert ranks[0]["losses"] != ranks[1]["losses"] and len({rank["sum"] for rank in ranks}) == 1
+    for first, second in (ranks[:2], ranks[2:]):
+        assert formula <= first["cable"] <= 1.02 * formula, (first["cable"], formula)
+        counted = first["crossed"] + second["crossed"]
+        assert counted == pytest.approx(first["cable"], rel=0.02), "the engine's counters say what the kernel counts"
+        assert first["lo"] < 0.01 * formula, "ranks of one machine use no network"
