@@ -70,7 +70,7 @@ def _check(amount: float) -> None:
 
 
 def _prune(parameters: Sequence[Tensor], masks: Sequence[Tensor], wanted: int) -> None:
-    """Leave out as many more elements."""
+    """Leave out so many more elements, in place in the masks."""
     dtype = torch.float16
     for p in parameters:
         dtype = torch.promote_types(dtype, p.dtype.to_real())
@@ -78,7 +78,7 @@ def _prune(parameters: Sequence[Tensor], masks: Sequence[Tensor], wanted: int) -
     is_sharded = torch.tensor([isinstance(mask, ShardedTensor) for mask in masks])
 
     threshold = 0
-    need = wanted  # of the elements whose highest bits are those of the threshold
+    need = wanted  # how many to leave out of the elements whose leading bits are those of the threshold
     for shift in range(8 * dtype.itemsize - _DIGIT, -1, -_DIGIT):
         counts = {sharded: torch.zeros(2**_DIGIT, dtype=torch.int64) for sharded in (True, False)}
         for chunks_of, sharded in zip(chunks, is_sharded.tolist()):
@@ -91,7 +91,7 @@ def _prune(parameters: Sequence[Tensor], masks: Sequence[Tensor], wanted: int) -
         need -= int(up_to[digit - 1]) if digit else 0
         threshold = threshold << _DIGIT | digit
 
-    # Among elements equal to the threshold the first ones: those before this rank's, by tensor, are counted.
+    # Of elements equal to the threshold the first ones are left out: count, by tensor, those before this rank's.
     own = torch.tensor([sum(int((kept & (bits == threshold)).sum()) for bits, kept in each()) for each in chunks])
     in_lower_shards, everywhere = _of_ranks(own * is_sharded, masks)
     everywhere += own * ~is_sharded
@@ -105,9 +105,9 @@ def _prune(parameters: Sequence[Tensor], masks: Sequence[Tensor], wanted: int) -
 
 
 def _chunks(parameter: Tensor, mask: Tensor, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """Bits of this rank's magnitudes, which ascend as magnitudes do, NaN last, beside their part of the mask."""
+    """Chunks of this rank's magnitudes, as integers of the same order (NaN last), with their parts of the mask."""
     for values, kept in zip(shard_of(parameter).split(_CHUNK), shard_of(mask).split(_CHUNK)):
-        magnitudes = values.to(parameter.dtype).abs().to(dtype)  # of a wider master: of what users see
+        magnitudes = values.to(parameter.dtype).abs().to(dtype)  # a wider master is rounded to what users see
         yield magnitudes.view(_INTEGERS[dtype.itemsize]).long(), kept
 
 
@@ -118,7 +118,7 @@ def _over_ranks(counts: Tensor, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _of_ranks(counts: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """For each tensor the sum over ranks whose shards of it come before this rank's, and over all ranks."""
+    """For each tensor the sum over ranks with earlier shards of it, and the sum over all ranks."""
     group = next((tensor.slot.group for tensor in tensors if isinstance(tensor, ShardedTensor)), None)
     if group is None:
         return torch.zeros_like(counts), counts
@@ -145,18 +145,18 @@ def _matrices(name: str, parameter: nn.Parameter) -> bool:
 class Pruning:
     """Sets the weights of least magnitude, over all chosen parameters and all ranks, to zero, and keeps them there.
 
-    At the start of each epoch as many are chosen as ``amount`` says; after each step of an optimizer they are set to
-    zero again. The fraction that is zero is logged as ``pruning/sparsity``. Checkpoints contain the masks, so a resumed
-    run goes on with them; whoever loads the weights alone finds zeros. Works with every strategy; a rank keeps one byte
-    for each element of its shards.
+    At the start of each epoch weights are chosen until the fraction ``amount`` is pruned; after each step of an
+    optimizer they are set to zero again. The fraction is logged as ``pruning/sparsity``. Checkpoints contain the masks,
+    so a resumed run goes on with them. Works under DDP and on a single device as well; a rank keeps one byte for each
+    element of its shards.
 
     Args:
-        amount: the fraction of the chosen elements that is zero, 0 to 1; or a function that returns it for an epoch,
-            counted from 0. What is zero stays zero, so a smaller fraction than before changes nothing.
+        amount: the fraction of the chosen parameters' elements to prune, 0 to 1; or a function that returns it for an
+            epoch, counted from 0. What is pruned stays so: a smaller fraction than before changes nothing.
         parameters: whether a parameter is pruned, by its name and itself; by default those of two dimensions or more.
 
     Attributes:
-        sparsity: the fraction of the chosen elements that is zero; None before the first epoch.
+        sparsity: the fraction of the chosen elements that is pruned; None before the first epoch.
         sparsity_of: the fraction of each chosen parameter, by name.
 
     Raises:
@@ -217,10 +217,15 @@ class Pruning:
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.on_train_end(trainer, pl_module)
-        self._chosen, self._masks = {}, {}
+        self._chosen = {}
+        # for a checkpoint of the ended run; only the next run's own checkpoint gives it masks
+        self._loaded, self._masks = self._masks, {}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._loaded = {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"masks": self._masks}
+        return {"masks": self._masks or self._loaded}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict["masks"]

@@ -14,6 +14,7 @@ from torch import multiprocessing
 
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.collectives import Communicator
+from lightning_zero.engine.plan.mesh import ALL
 from lightning_zero.planning.timeline import Resources
 
 _REPEATS = 7
@@ -94,7 +95,8 @@ def _link(ranks: int, place: torch.device) -> tuple[dict[str, float], str]:
     for size in _SIZES:
         part = size // 4
         full = torch.zeros(part * ranks, device=place)
-        ranges = [(start, start + part) for start in range(0, part * ranks, part)]
+        positions = communicator.mesh.order(ALL) or range(ranks)
+        ranges = [(part * position, part * (position + 1)) for position in positions]
         gather = partial(communicator.all_gather, full, ranges, 0, "a measurement")
         seconds.append(_seconds(lambda gather=gather: gather().wait(), place))  # type: ignore[misc]
     transport = "shared memory" if communicator.counters.link == "within" else "gloo" if place.type == "cpu" else "nccl"

@@ -1,4 +1,4 @@
-"""Machines that are apart as far as the network is concerned: namespaces of the kernel, joined by a virtual cable."""
+"""Two simulated machines: network namespaces of Linux, joined by a virtual Ethernet cable."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Machines:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
     def run(self, function: Any, ranks_each: int = 2, **arguments: Any) -> list[Any]:
-        """Call a function of a module on every rank, ``ranks_each`` on either machine; what it returns, by rank.
+        """Call a module's function on every rank, with ``ranks_each`` ranks a machine, and return the results by rank.
 
         It is called after ``init_process_group("gloo")``. Arguments and results are JSON.
         """
@@ -98,7 +98,7 @@ class Machines:
 
 
 def bytes_sent() -> dict[str, int]:
-    """Bytes that have left this machine by the cable, and that went over its loopback device, by the kernel's count."""
+    """Bytes sent over the cable and over the loopback device, as counted by the kernel."""
     folder = Path("/sys/class/net")
     return {name: int((folder / name / "statistics" / "tx_bytes").read_text()) for name in (CABLE, "lo")}
 

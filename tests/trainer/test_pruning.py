@@ -17,10 +17,11 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.nn.utils import prune
 
+import lightning_zero
 from lightning_zero import ZeroStrategy
 from lightning_zero.pruning import MagnitudePruning, magnitude_masks, pruned_numels
 from tests.support import whole
-from tests.support.models import Square
+from tests.support.models import Square, adam
 from tests.support.trainer import Learner, fit, make_trainer
 from tests.support.training import same_tensors, same_values
 from tests.support.workers import world_size
@@ -56,6 +57,100 @@ class ByHand(Callback):
         self.set_to_zero()
 
 
+class Clipped(Learner):
+    """Its updates begin in the optimizer's step, since clipping needs all gradients."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="value")
+
+
+def stays_pruned(stage: int, precision: str, offload: str | None, folder: Path) -> None:
+    """Modules compute with what is pruned, wherever masters are; and so do whole weights and checkpoints."""
+    seen = []
+
+    class Look(Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            with lightning_zero.full_parameters(pl_module):
+                seen.append(sum(int((p == 0).sum()) for p in pl_module.parameters() if p.ndim >= 2))
+
+    chosen = lightning_zero.OffloadConfig("nvme", path=str(folder)) if offload == "nvme" else offload
+    pruning = MagnitudePruning(0.5)
+    run = fit(
+        ZeroStrategy(stage=stage, offload=chosen),
+        lambda: Clipped(whole.Layered, adam, batches=3),
+        callbacks=[pruning, Look()],
+        max_epochs=2,
+        precision=precision,
+    )
+    matrices = [weight for weight in run.weights.values() if weight.ndim >= 2]
+    wanted = round(0.5 * sum(weight.numel() for weight in matrices))
+    assert seen == [wanted] * len(seen) and len(seen) == 6
+    assert sum(int((weight == 0).sum()) for weight in matrices) == wanted
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("offload", [None, "cpu", "nvme"])
+def test_what_is_pruned_is_zero_wherever_masters_and_copies_are(run_on, tmp_path, size, stage, precision, offload):
+    run_on(size, stays_pruned, stage=stage, precision=precision, offload=offload, folder=tmp_path)
+
+
+def saves_after_the_fit(folder: Path) -> None:
+    def made() -> tuple[Any, Any, Any]:
+        torch.manual_seed(0)
+        pruning = MagnitudePruning(lambda epoch: [0.5, 0.1][epoch])
+        return make_trainer("zero3", callbacks=[pruning], max_epochs=2, max_steps=4), Learner(whole.Layered), pruning
+
+    trainer, learner, pruning = made()
+    trainer.fit(learner)  # ends in the second epoch
+    trainer.save_checkpoint(folder / "end.ckpt")
+    trainer, resumed, resumed_pruning = made()
+    trainer.fit_loop.epoch_loop.max_steps = 8
+    trainer.fit(resumed, ckpt_path=folder / "end.ckpt")
+    zeros = sum(int((p == 0).sum()) for p in resumed.parameters() if p.ndim >= 2)
+    assert zeros == round(0.5 * sum(p.numel() for p in resumed.parameters() if p.ndim >= 2))
+    pruning._amount = 0.0  # the next fit of the first callback knows nothing of its masks
+    trainer = make_trainer("zero3", callbacks=[pruning], max_epochs=1, max_steps=1)
+    trainer.fit(Learner(whole.Layered))
+    assert pruning.sparsity == 0.0
+
+
+def test_masks_are_in_a_checkpoint_that_is_saved_after_the_fit(run_on, tmp_path):
+    run_on(2, saves_after_the_fit, folder=tmp_path)
+
+
+class Unfreezes(Learner):
+    """Matrices that are frozen at first, and then get owners by another layout of their unit."""
+
+    def configure_optimizers(self) -> Any:
+        last = list(self.model.head.parameters())
+        self.rest = [p for p in self.model.parameters() if not any(p is each for each in last)]
+        for p in self.rest:
+            p.requires_grad_(False)
+        return torch.optim.Adafactor(last, lr=1e-2)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            for p in self.rest:
+                p.requires_grad_(True)
+            self.optimizers().optimizer.zero_grad()
+            self.optimizers().optimizer.add_param_group({"params": self.rest})
+
+
+def prunes_what_is_unfrozen(stage: int) -> None:
+    pruning = MagnitudePruning(0.5)
+    run = fit(f"zero{stage}", lambda: Unfreezes(whole.Layered, batches=3), callbacks=[pruning], max_epochs=3)
+    matrices = [weight for weight in run.weights.values() if weight.ndim >= 2]
+    zeros = sum(int((weight == 0).sum()) for weight in matrices)
+    assert zeros == round(0.5 * sum(weight.numel() for weight in matrices))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_masks_follow_parameters_whose_unit_gets_another_layout(run_on, stage):
+    run_on(2, prunes_what_is_unfrozen, stage=stage)
+
+
 def prunes(stage: int, optimizer: Any, precision: str, **options: Any) -> None:
     def learner() -> Learner:
         return Learner(whole.Layered, optimizer, batches=3)
@@ -85,6 +180,7 @@ def prunes(stage: int, optimizer: Any, precision: str, **options: Any) -> None:
         pytest.param({"precision": "32-true"}, id="fp32"),
         pytest.param({"precision": "bf16-mixed", "reduce_dtype": "fp32"}, id="bf16-mixed"),
         pytest.param({"precision": "32-true", "offload": "cpu"}, id="offload"),
+        pytest.param({"precision": "bf16-mixed", "reduce_dtype": "fp32", "offload": "cpu"}, id="offload bf16-mixed"),
     ],
 )
 def test_pruned_training_is_that_of_torchs_masks_under_ddp(run_on, stage, optimizer, options):

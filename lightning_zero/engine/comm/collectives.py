@@ -15,7 +15,7 @@ from lightning_zero.engine.comm.backend_transport import BackendTransport
 from lightning_zero.engine.comm.cma_exchange import connect
 from lightning_zero.engine.comm.codec import Codec
 from lightning_zero.engine.comm.control_plane import MESSAGE_BYTES, ControlPlane
-from lightning_zero.engine.comm.counters import Counters
+from lightning_zero.engine.comm.counters import Counters, Link
 from lightning_zero.engine.comm.failures import Watch, explained
 from lightning_zero.engine.comm.gloo_transport import GlooTransport
 from lightning_zero.engine.comm.process_group import ProcessGroup
@@ -139,12 +139,20 @@ class Communicator:
         across = GlooTransport(self.group, gather_tag, reduce_tag, column)
         return TwoLevelTransport(within, across, topology, self.rank)
 
-    def _count(self, kind: str, ranges: Ranges, numel: int, itemsize: int) -> None:
-        """Count a collective: slices that cross between machines by that link, the rest of the buffer by the other."""
+    def _count(self, kind: str, ranges: Ranges, numel: int, itemsize: int, own_itemsize: int) -> None:
+        """Count a collective: slices that cross between machines by that link, the rest of the buffer by the other.
+
+        Args:
+            itemsize: of encoded elements.
+            own_itemsize: of elements as they are, which they stay within a machine if there are two levels.
+        """
         across = sum(stop - start for start, stop in (ranges[rank] for rank in self._others_across))
         if across:
             self.counters.add(kind, across, across * itemsize, "across")
-        self.counters.add(kind, numel - across, (numel - across) * itemsize, "within" if across else None)
+        if isinstance(self._transport, TwoLevelTransport):
+            itemsize = own_itemsize
+        link: Link | None = "within" if self._others_across else None
+        self.counters.add(kind, numel - across, (numel - across) * itemsize, link)
 
     # -- buckets ----------------------------------------------------------------------------------------------------
 
@@ -152,7 +160,7 @@ class Communicator:
         """``Transport.all_gather``; ``what`` it is, for the error message."""
         if self._transport is None:
             return Pending(what)
-        self._count("all_gather", ranges, full.numel(), full.itemsize)
+        self._count("all_gather", ranges, full.numel(), full.itemsize, full.itemsize)
         with explained(what):
             return Pending(what, self._transport.all_gather(full, ranges, number, own), self.watch)
 
@@ -166,7 +174,7 @@ class Communicator:
             what: for the error message.
         """
         assert self._transport is not None, "a bucket keeps its gradients as they come over one rank"
-        self._count("reduce_scatter", ranges, codec.size(flat.numel()), codec.dtype.itemsize)
+        self._count("reduce_scatter", ranges, codec.size(flat.numel()), codec.dtype.itemsize, flat.itemsize)
         with explained(what):
             return Pending(what, self._transport.reduce_scatter(flat, ranges, codec), self.watch)
 
@@ -179,7 +187,7 @@ class Communicator:
         """``reduce_scatter`` of pieces, which are kept until the end; see ``Transport.reduce_pieces``."""
         assert self._transport is not None
         lengths = [(0, sum(piece.numel for piece in part)) for part in pieces]
-        self._count("reduce_scatter", lengths, sum(numel for _, numel in lengths), dtype.itemsize)
+        self._count("reduce_scatter", lengths, sum(numel for _, numel in lengths), dtype.itemsize, dtype.itemsize)
         return Pending(what, self._transport.reduce_pieces(pieces, dtype, factor), self.watch)
 
     def reduction_bytes(self, flat: Tensor, ranges: Ranges, codec: Codec) -> int:

@@ -108,7 +108,8 @@ def check_room_of_owners(
 
     Only what is certain to come is counted: the reduced gradient, and the master weight if it is not there yet.
     """
-    whole = [bucket for bucket in chain.from_iterable(units) if bucket.layout.owners is not None]
+    every = chain.from_iterable(units)
+    whole = [bucket for bucket in every if bucket.layout.is_whole and bucket.parameters[0].requires_grad]
     if not whole:
         return
     need: Counter[str] = Counter()
@@ -196,7 +197,9 @@ def _without_room(
     host = this_machine()
     own = {(host, None): available_memory(), (host, communicator.rank): left_to_process()}
     if device is not None and device.type == "cuda":
-        own = {(f"{device} of {host}", None): torch.cuda.mem_get_info(device)[0]}
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        place = f"GPU {torch.cuda.get_device_properties(device).uuid} of {host}"
+        own = {(place, None): torch.cuda.mem_get_info(device)[0] + cached}
     ranks_at: dict[tuple[str, int | None], list[tuple[Counter[str], int, int]]] = defaultdict(list)
     for of_rank, given, places in communicator.control.gather_objects((need, freed, own)):
         for place, available in places.items():

@@ -110,7 +110,7 @@ def kept_whole(optimizers: Iterable[Optimizer], config: EngineConfig, *, ranks: 
     if ranks > 1 or config.offloads_optimizer:
         for optimizer in optimizers:
             known = _known(optimizer)
-            rule = known is not None and known.need is Need.PARAMETER or declared
+            rule = declared if known is None else known.need is Need.PARAMETER
             rules |= {id(p): rule for group in optimizer.param_groups for p in group["params"]}
 
     def is_kept_whole(name: str, parameter: Tensor) -> bool:

@@ -225,12 +225,15 @@ class Masters:
 
     def _call_hooks(self) -> None:
         """Call the hooks that may write to shards which are about to be gathered."""
-        buckets = self._buckets if self.hooks_after_update else []
+        if not self.hooks_after_update:
+            return
+        buckets, groups = self._buckets, self.states.optimizer.param_groups
+        ordinary = [p for group in groups for p in group["params"] if slot_of(p) is None]
         for bucket in buckets:
             bucket.awaits_refresh = True
         try:
             for hook in list(self.hooks_after_update.values()):
-                hook([slot.parameter for bucket in buckets for slot in slots_of(bucket)])
+                hook([slot.parameter for bucket in buckets for slot in slots_of(bucket)] + ordinary)
         finally:
             for bucket in buckets:
                 bucket.awaits_refresh = False

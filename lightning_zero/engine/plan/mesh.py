@@ -12,7 +12,7 @@ NODE, LOCAL = "node", "local"
 """The dimensions: machines, and the ranks of each."""
 
 ALL = (LOCAL, NODE)
-"""Both, in the order of shards: ranks that have the same place on their machines have neighbouring ones."""
+"""Both, in the order of shards: ranks with the same local index have adjacent ones."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Mesh:
 
     @classmethod
     def flat(cls, size: int, rank: int = 0) -> Mesh:
-        """Ranks of one machine, or which are treated as such."""
+        """Ranks of one machine, or treated as if they were."""
         return cls({NODE: 1, LOCAL: size}, rank)
 
     @classmethod
@@ -42,11 +42,11 @@ class Mesh:
         return cls({NODE: len(nodes), LOCAL: len(nodes[0])}, rank, tuple(places[each] for each in sorted(places)))
 
     def size(self, over: Sequence[str]) -> int:
-        """How many ranks differ in their place along these dimensions only."""
+        """The number of ranks along these dimensions."""
         return prod(self.dimensions[name] for name in over)
 
     def position(self, rank: int, over: Sequence[str]) -> int:
-        """A rank's number among those that differ along these dimensions, of which the last varies fastest."""
+        """A rank's number along these dimensions, of which the last varies fastest."""
         place = dict(zip(self.dimensions, (0, rank) if self.places is None else self.places[rank]))
         number = 0
         for name in over:
@@ -54,6 +54,6 @@ class Mesh:
         return number
 
     def order(self, over: Sequence[str]) -> tuple[int, ...] | None:
-        """The position of each rank along all dimensions; None if it is the rank itself."""
+        """The position of every rank along these dimensions, which are all; None if positions equal ranks."""
         positions = tuple(self.position(rank, over) for rank in range(len(self.places or ())))
         return None if positions == tuple(range(len(positions))) else positions

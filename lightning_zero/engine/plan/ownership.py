@@ -1,4 +1,4 @@
-"""Which rank owns each parameter of the whole buckets: balanced by elements over all units."""
+"""Owners of the parameters of whole buckets (see ``layout``), with their elements balanced over all units."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ if TYPE_CHECKING:
     from lightning_zero.engine.plan.layout import BucketLayout
 
 MOST_UNEVEN = 2.0
-"""The load of the most loaded rank over the mean from which users are warned."""
+"""Users are warned if the largest load is more than so many times the mean."""
 
 _SWEEPS = 4
 _CHOICES = 4
-"""Ranks that are tried for each segment: the least loaded ones, where there are many."""
+"""Ranks that are tried for each segment of a bucket, the least loaded ones, where there are more."""
 
 
 def balanced_owners(
     buckets: Sequence[Sequence[int]], ranks: int, loads: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """The owner of each segment, with owners in ascending order in each bucket.
+    """The owner of each segment, by its position in the order of shards; ascending in each bucket.
 
     So a rank's shard of a bucket is one run of segments, and no segment has to move. Buckets are assigned one after
-    another, each in the best way given the others, those with the largest segments first; then again, as the others
-    have been assigned since. With ranks enough to choose from, the most loaded rank comes as close to the mean as with
+    another, each in the best way given the others, those with the largest segments first; then again, since the other
+    assignments have changed. With ranks enough to choose from, the most loaded rank comes as close to the mean as with
     segments assigned freely (largest first, to the least loaded rank).
 
     Args:
         buckets: elements of each segment, by bucket.
         ranks: how many.
-        loads: what each rank owns already, of other buckets.
+        loads: the elements of other buckets that each already owns.
 
     Returns:
         For each bucket the owners of its segments.
@@ -58,7 +58,7 @@ def imbalance(buckets: Sequence[Sequence[int]], owners: Sequence[Sequence[int]],
 
 
 def warn_if_uneven(layouts: Sequence[BucketLayout]) -> None:
-    """Warn if one rank owns more than twice the mean of whole parameters: a step takes as long as its updates."""
+    """Warn if one rank owns far more than the mean of whole parameters: a step takes as long as its updates."""
     whole = [layout for layout in layouts if layout.owners is not None]
     numels = [[segment.numel for segment in layout.segments] for layout in whole]
     ranks = whole[0].world_size if whole else 1
@@ -66,10 +66,10 @@ def warn_if_uneven(layouts: Sequence[BucketLayout]) -> None:
     if uneven > MOST_UNEVEN:
         largest = max((segment for layout in whole for segment in layout.segments), key=lambda segment: segment.numel)
         warnings.warn(
-            f"Parameters that are updated as a whole are unevenly shared out over {ranks} ranks: one rank owns "
-            f"{uneven:.1f} times the mean, and the others wait for it. The largest, '{largest.name}', is "
-            f"{largest.numel / sum(map(sum, numels)):.0%} of them. Use fewer ranks for this model, or give large "
-            "parameters to an elementwise optimizer such as AdamW, which cuts them evenly.",
+            f"Parameters that are updated as a whole are unevenly distributed over {ranks} ranks: one rank owns "
+            f"{uneven:.1f} times the mean number of elements, so the others wait for it. The largest parameter, "
+            f"'{largest.name}', has {largest.numel / sum(map(sum, numels)):.0%} of them. Use fewer ranks for this "
+            "model, or give large parameters to an elementwise optimizer such as AdamW: those are sharded evenly.",
             stacklevel=2,
         )
 

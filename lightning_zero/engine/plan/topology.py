@@ -27,7 +27,7 @@ class Topology:
 
     @property
     def has_two_levels(self) -> bool:
-        """Whether there are several machines with equally many ranks each, more than one."""
+        """Whether there are several machines, all with the same number of ranks, at least two."""
         sizes = {len(ranks) for ranks in self.nodes}
         return len(self.nodes) > 1 and len(sizes) == 1 and sizes != {1}
 
@@ -36,6 +36,6 @@ class Topology:
         return next(ranks for ranks in self.nodes if rank in ranks)
 
     def across(self, rank: int) -> list[int]:
-        """The rank of each machine that has the same place there, in the order of machines."""
-        place = self.within(rank).index(rank)
-        return [ranks[place] for ranks in self.nodes]
+        """The rank with the same local index on each machine, in the order of machines."""
+        local = self.within(rank).index(rank)
+        return [ranks[local] for ranks in self.nodes]

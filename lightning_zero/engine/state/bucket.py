@@ -316,6 +316,11 @@ class Bucket:
         shown = self.full.data[self._low : self._high] if writes_to_buffer else self.residency.copy
         self.update = BackgroundUpdate(begin(shown), is_early, awaits_step, writes_to_buffer, was_kept)
 
+    def correct_update(self, part: slice, values: Tensor) -> None:
+        """After a write to a range of the master weights, write to what the last update has shown of them."""
+        if self.update is not None and self.update.writes_to_buffer:
+            self.full.data[self._low : self._high][part].copy_(values)
+
     def refresh(self) -> bool:
         """After a change of the master weights, gather ``full`` again if it is filled.
 

@@ -98,7 +98,7 @@ class BucketSlot:
         bucket = self.bucket
         if bucket.layout.world_size == 1:  # this rank has the master weights in full precision
             return self.local_parameter().view(self.shape).to(self.device, self.dtype).to(dtype)
-        if bucket.full.dtype != dtype:
+        if bucket.full.dtype != dtype or bucket.awaits_refresh:
             return None
         if bucket.rendezvous.absence.ranks:
             bucket.gather()  # a gather, unlike other collectives, works with ranks that have no batch
@@ -120,8 +120,9 @@ class BucketSlot:
     def written_locally(self, values: Tensor) -> None:
         bucket = self.bucket
         bucket.residency.written(self.local_range, values)
-        shows_it = bucket.awaits_refresh or (bucket.is_in_buffer and bucket.layout.world_size == 1)
-        if bucket.is_ready and not shows_it:
+        if bucket.awaits_refresh:
+            bucket.correct_update(self.local_range, values)
+        elif bucket.is_ready and not (bucket.is_in_buffer and bucket.layout.world_size == 1):
             bucket.segment_view(self.index).copy_(self.collect(values))
 
     def collect(self, local: Tensor) -> Tensor:
@@ -196,9 +197,12 @@ def cut_anew(bucket: Bucket, owners: Sequence[int]) -> None:
     """Cut a bucket anew, so that one rank has each parameter as a whole. Collective. No gradients may be shown."""
     slots = slots_of(bucket)
     values = [slot.collect(slot.local_parameter()) for slot in slots]
+    derived = [(each, each.whole()) for slot in slots for each in slot.derived.values() if not each.is_parameter]
     bucket.cut_anew(owners, values)
     for slot in slots:
         slot.find_range()
+    for each, value in derived:
+        each.show(local_range_of(value, each.slot).to(each.local.device, copy=True), each.keep)
 
 
 def make_ordinary(bucket: Bucket, device: torch.device) -> None:
