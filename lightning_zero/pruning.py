@@ -59,8 +59,8 @@ def magnitude_masks(parameters: Sequence[Tensor], amount: float, masks: Sequence
 
 def pruned_numels(masks: Sequence[Tensor]) -> list[int]:
     """How many elements each mask leaves out, over all ranks. Collective."""
-    own = torch.tensor([int((~shard_of(mask)).sum()) for mask in masks])
-    is_sharded = torch.tensor([isinstance(mask, ShardedTensor) for mask in masks])
+    own = torch.tensor([int((~shard_of(mask)).sum()) for mask in masks], device="cpu")
+    is_sharded = torch.tensor([isinstance(mask, ShardedTensor) for mask in masks], device="cpu")
     return (_over_ranks(own * is_sharded, masks) + own * ~is_sharded).tolist()
 
 
@@ -75,12 +75,12 @@ def _prune(parameters: Sequence[Tensor], masks: Sequence[Tensor], wanted: int) -
     for p in parameters:
         dtype = torch.promote_types(dtype, p.dtype.to_real())
     chunks = [partial(_chunks, p, mask, dtype) for p, mask in zip(parameters, masks)]
-    is_sharded = torch.tensor([isinstance(mask, ShardedTensor) for mask in masks])
+    is_sharded = torch.tensor([isinstance(mask, ShardedTensor) for mask in masks], device="cpu")
 
     threshold = 0
     need = wanted  # how many to leave out of the elements whose leading bits are those of the threshold
     for shift in range(8 * dtype.itemsize - _DIGIT, -1, -_DIGIT):
-        counts = {sharded: torch.zeros(2**_DIGIT, dtype=torch.int64) for sharded in (True, False)}
+        counts = {sharded: torch.zeros(2**_DIGIT, dtype=torch.int64, device="cpu") for sharded in (True, False)}
         for chunks_of, sharded in zip(chunks, is_sharded.tolist()):
             for bits, kept in chunks_of():
                 digits = bits >> shift
@@ -92,7 +92,8 @@ def _prune(parameters: Sequence[Tensor], masks: Sequence[Tensor], wanted: int) -
         threshold = threshold << _DIGIT | digit
 
     # Of elements equal to the threshold the first ones are left out: count, by tensor, those before this rank's.
-    own = torch.tensor([sum(int((kept & (bits == threshold)).sum()) for bits, kept in each()) for each in chunks])
+    ties = [sum(int((kept & (bits == threshold)).sum()) for bits, kept in each()) for each in chunks]
+    own = torch.tensor(ties, device="cpu")
     in_lower_shards, everywhere = _of_ranks(own * is_sharded, masks)
     everywhere += own * ~is_sharded
     before = everywhere.cumsum(0) - everywhere + in_lower_shards
@@ -128,7 +129,7 @@ def _of_ranks(counts: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor
     lower = torch.zeros_like(counts)
     for number, tensor in enumerate(tensors):
         if isinstance(tensor, ShardedTensor):
-            starts = torch.tensor([start for start, _ in tensor.slot.ranges()])
+            starts = torch.tensor([start for start, _ in tensor.slot.ranges()], device="cpu")
             lower[number] = by_rank[starts < tensor.slot.offset, number].sum()
     return lower, by_rank.sum(0)
 

@@ -225,7 +225,11 @@ def be_killed() -> str:
     return "trained on"
 
 
-def test_a_killed_rank_ends_the_others_on_both_machines():
+def test_a_killed_rank_ends_the_others_on_both_machines(run_on):
+    run_on(1, kill_one)
+
+
+def kill_one() -> None:
     *others, killed = run_ranks(be_killed, 4)
     assert killed.code == -9
     for ending in others:

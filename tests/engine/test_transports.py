@@ -17,10 +17,11 @@ TRANSPORTS = pytest.mark.parametrize("transport", ["shared memory", "gloo", "the
 def communicator(transport: str) -> Iterator:
     """Over Gloo's own collectives, too, taken for another backend's."""
     from lightning_zero.engine.comm import collectives, process_group
+    from lightning_zero.engine.plan.topology import Topology
 
     with pytest.MonkeyPatch.context() as patch:
         if transport != "shared memory":
-            patch.setattr(collectives, "connect", lambda *_: None)
+            patch.setattr(collectives, "connect", lambda *_: (Topology((0,) * world_size()), None))
         if transport == "the backend's own":
             new_group = process_group.new_group
             patch.setattr(process_group, "backend_name", lambda *_: "another")
