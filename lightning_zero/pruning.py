@@ -19,6 +19,7 @@ from lightning_zero.engine.access import shard_of
 from lightning_zero.engine.comm.process_group import ReduceOp
 from lightning_zero.engine.optim.masters import after_updates
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
+from lightning_zero.engine.tensor.slot import Slot
 
 _DIGIT = 16  # bits of a magnitude that one histogram is over
 _CHUNK = 2**22  # elements whose bits are in memory at a time
@@ -60,7 +61,7 @@ def magnitude_masks(parameters: Sequence[Tensor], amount: float, masks: Sequence
 def pruned_numels(masks: Sequence[Tensor]) -> list[int]:
     """How many elements each mask leaves out, over all ranks. Collective."""
     own = torch.tensor([int((~shard_of(mask)).sum()) for mask in masks], device="cpu")
-    is_sharded = torch.tensor([isinstance(mask, ShardedTensor) for mask in masks], device="cpu")
+    is_sharded = _are_sharded(masks)
     return (_over_ranks(own * is_sharded, masks) + own * ~is_sharded).tolist()
 
 
@@ -75,7 +76,7 @@ def _prune(parameters: Sequence[Tensor], masks: Sequence[Tensor], wanted: int) -
     for p in parameters:
         dtype = torch.promote_types(dtype, p.dtype.to_real())
     chunks = [partial(_chunks, p, mask, dtype) for p, mask in zip(parameters, masks)]
-    is_sharded = torch.tensor([isinstance(mask, ShardedTensor) for mask in masks], device="cpu")
+    is_sharded = _are_sharded(masks)
 
     threshold = 0
     need = wanted  # how many to leave out of the elements whose leading bits are those of the threshold
@@ -112,19 +113,28 @@ def _chunks(parameter: Tensor, mask: Tensor, dtype: torch.dtype) -> Iterator[tup
         yield magnitudes.view(_INTEGERS[dtype.itemsize]).long(), kept
 
 
+def _are_sharded(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.tensor([isinstance(tensor, ShardedTensor) for tensor in tensors], device="cpu")
+
+
+def _any_slot(tensors: Sequence[Tensor]) -> Slot | None:
+    """The slot of one of the sharded tensors, which reduces for all of them; None without any."""
+    return next((tensor.slot for tensor in tensors if isinstance(tensor, ShardedTensor)), None)
+
+
 def _over_ranks(counts: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     """The sum over ranks of numbers that were counted in the shards of tensors."""
-    slot = next((tensor.slot for tensor in tensors if isinstance(tensor, ShardedTensor)), None)
+    slot = _any_slot(tensors)
     return counts if slot is None else slot.reduce(counts.to(slot.device), ReduceOp.SUM, "pruning").cpu()
 
 
 def _of_ranks(counts: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """For each tensor the sum over ranks with earlier shards of it, and the sum over all ranks."""
-    group = next((tensor.slot.group for tensor in tensors if isinstance(tensor, ShardedTensor)), None)
-    if group is None:
+    slot = _any_slot(tensors)
+    if slot is None:
         return torch.zeros_like(counts), counts
-    by_rank = counts.new_zeros(group.size, len(counts))
-    by_rank[group.rank] = counts
+    by_rank = counts.new_zeros(slot.group.size, len(counts))
+    by_rank[slot.group.rank] = counts
     by_rank = _over_ranks(by_rank, tensors)
     lower = torch.zeros_like(counts)
     for number, tensor in enumerate(tensors):

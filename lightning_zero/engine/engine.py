@@ -120,9 +120,8 @@ class Engine(StateDicts):
         detach_kept_graphs(module)
         if offload is not None and offload.optimizer == "nvme":
             self._swap = self._open_swap(offload)
-        self.mesh = self.communicator.mesh
         shared = SharedByBuckets(
-            self.mesh, self.communicator, self.rendezvous, self.streams, self.ledger, self.phases, self.background
+            self.communicator, self.rendezvous, self.streams, self.ledger, self.phases, self.background
         )
         # No more than a quarter of a small model is to be in reduction at once.
         uncut = assign_to_buckets(config, self.placements, plans, share_of(module), optimizers, shared)

@@ -94,7 +94,7 @@ def formula_bytes(stage: int, buckets: Sequence[Bucket]) -> int:
     return sum(
         placements_of(stage).model_state_bytes(
             bucket.layout.numel,
-            bucket.mesh,
+            bucket.communicator.mesh,
             parameter_bytes=bucket.full.element_size(),
             master_bytes=bucket.master_dtype.itemsize,
             trains=bucket.views[0].requires_grad,

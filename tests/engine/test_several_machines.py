@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from lightning_zero.engine import Engine
 from lightning_zero.engine.comm import process_memory
@@ -46,13 +45,10 @@ def communicator_on(machines: str) -> Communicator:
         return Communicator(None, torch.device("cpu"))
 
 
-def in_order(machines: str) -> tuple[list[int], list[int]]:
-    """The ranks of this one's machine and those with its place, from the one that is added first."""
-    here = [r for r in range(4) if machines[r] == machines[rank()]]
-    place = here.index(rank())
-    column = [[r for r in range(4) if machines[r] == machine][place] for machine in dict.fromkeys(machines)]
-    node = column.index(rank())
-    return [here[(place - k) % 2] for k in range(2)], [column[(node - k) % 2] for k in range(2)]
+def column_of(machines: str) -> list[int]:
+    """This rank and the one with its place on the other machine."""
+    here, there = ([r for r in range(4) if (machines[r] == machines[rank()]) is is_here] for is_here in (True, False))
+    return [rank(), there[here.index(rank())]]
 
 
 def exchange(machines: str, numel: int, owners: Any, wire: torch.dtype, in_pieces: bool) -> None:
@@ -63,10 +59,10 @@ def exchange(machines: str, numel: int, owners: Any, wire: torch.dtype, in_piece
     ranges = layout.shard_ranges
     values = torch.randn(4, layout.padded_numel, generator=torch.Generator().manual_seed(1))
 
+    start, stop = ranges[rank()]
     for turn in range(3):
         full = torch.full_like(values[0], -1.0)
-        for start, stop in [ranges[rank()]]:
-            full[start:stop] = values[turn][start:stop]
+        full[start:stop] = values[turn][start:stop]
         communicator.all_gather(full, ranges, 0, "a gather").wait()
         assert torch.equal(full, values[turn])
 
@@ -75,8 +71,7 @@ def exchange(machines: str, numel: int, owners: Any, wire: torch.dtype, in_piece
         mine, *others = ranks
         return parts[others[0]].to(dtype).float() + parts[mine]
 
-    start, stop = ranges[rank()]
-    _, column = in_order(machines)
+    column = column_of(machines)
     of_machines = {}
     for member in column:
         here = [r for r in range(4) if machines[r] == machines[member]]
@@ -236,7 +231,7 @@ def kill_one() -> None:
         assert ending.code == 1 and "rank 3 was killed" in ending.said and ending.seconds < 15
 
 
-def resume_elsewhere(tmp_path: Any) -> None:
+def resume_elsewhere() -> None:
     """What is sharded over two machines is written and read like any other."""
     with on_machines("aabb"):
         module, optimizer = prepare(Recipe(OddModel, adam))
@@ -256,8 +251,7 @@ def resume_elsewhere(tmp_path: Any) -> None:
     for number, state in states["state"].items():
         same_tensors(again["state"][number], state, bound=0)
     second.close()
-    dist.barrier()
 
 
-def test_states_go_from_two_machines_to_one(run_on, tmp_path):
-    run_on(4, resume_elsewhere, tmp_path=tmp_path)
+def test_states_go_from_two_machines_to_one(run_on):
+    run_on(4, resume_elsewhere)

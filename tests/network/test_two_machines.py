@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.support.machines import Machines, bytes_sent, needed
+from tests.support.machines import Machines, bytes_sent
 
 WIDTH, LAYERS, STEPS = 512, 8, 4
 PSI = WIDTH * WIDTH * LAYERS
 
-pytestmark = [needed, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 
 def train(stage: int, accumulate: int = 1, **options: Any) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def train(stage: int, accumulate: int = 1, **options: Any) -> dict[str, Any]:
     dist.barrier()
     after = bytes_sent()
     crossed = sum(n for (_, link), n in engine.communicator.counters.bytes.items() if link == "across")
-    found = {"losses": losses, "crossed": crossed / STEPS, "machines": engine.mesh.dimensions["node"]}
+    found = {"losses": losses, "crossed": crossed / STEPS, "machines": engine.communicator.mesh.dimensions["node"]}
     weights = torch.cat([value.flatten() for value in engine.full_state_dict().values()])
     engine.close()
     found |= {name: (after[name] - before[name]) / STEPS for name in after}

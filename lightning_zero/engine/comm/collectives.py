@@ -144,12 +144,13 @@ class Communicator:
 
         Args:
             itemsize: of encoded elements.
-            own_itemsize: of elements as they are, which they stay within a machine if there are two levels.
+            own_itemsize: of elements as they are.
         """
+        assert self._transport is not None
         across = sum(stop - start for start, stop in (ranges[rank] for rank in self._others_across))
         if across:
             self.counters.add(kind, across, across * itemsize, "across")
-        if isinstance(self._transport, TwoLevelTransport):
+        if not self._transport.encodes_within:
             itemsize = own_itemsize
         link: Link | None = "within" if self._others_across else None
         self.counters.add(kind, numel - across, (numel - across) * itemsize, link)

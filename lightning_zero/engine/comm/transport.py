@@ -51,9 +51,11 @@ class Transport(ABC):
 
     Attributes:
         takes_pieces: whether ``reduce_pieces`` is offered.
+        encodes_within: whether gradients are encoded on their way between ranks of one machine, too.
     """
 
     takes_pieces: bool = False
+    encodes_within: bool = True
 
     @abstractmethod
     def all_gather(self, full: Tensor, ranges: Ranges, number: int, own: Tensor | None = None) -> Started:

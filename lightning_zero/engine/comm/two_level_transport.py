@@ -37,6 +37,7 @@ class TwoLevelTransport(Transport):
     """
 
     takes_pieces = True
+    encodes_within = False
 
     def __init__(self, within: SharedMemoryTransport, across: GlooTransport, topology: Topology, rank: int) -> None:
         self._within, self._across = within, across

@@ -140,8 +140,8 @@ def assign_to_buckets(
     groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     group_of = {id(parameter): number for number, group in enumerate(groups) for parameter in group}
     fields_of = fields_by_parameter(optimizers)
-    over = placements.optimizer.over
-    ranks, rank, order = shared.mesh.size(over), shared.mesh.rank, shared.mesh.order(over)
+    mesh, over = shared.communicator.mesh, placements.optimizer.over
+    ranks, order = mesh.size(over), mesh.order(over)
     is_kept_whole = kept_whole(optimizers, config, ranks=ranks)
     parts: list[tuple[int, Any, list[tuple[str, nn.Parameter]]]] = []  # each of a unit, by its number, and of a kind
     for of_unit, plan in enumerate(plans):
@@ -160,7 +160,7 @@ def assign_to_buckets(
     units: list[list[UncutBucket]] = [[] for _ in plans]
     for number, (of_unit, (compute, dtype, trains, is_whole), part) in enumerate(parts):
         layout = BucketLayout.of(
-            [(name, p.shape) for name, p in part], ranks, owners.get(number), rank=rank, order=order
+            [(name, p.shape) for name, p in part], ranks, owners.get(number), rank=mesh.rank, order=order
         )
         stays = trains and numel_that_stay >= layout.numel
         numel_that_stay -= layout.numel if stays else 0

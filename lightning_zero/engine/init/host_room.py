@@ -127,7 +127,7 @@ def check_room_of_owners(
     if missing:
         raise ValueError(
             f"not enough memory for a whole parameter. {'. '.join(map(str, missing))}: give it to an elementwise "
-            "optimizer such as AdamW, which cuts it over all ranks, or write offload='cpu'."
+            "optimizer such as AdamW, for which it is sharded over all ranks, or write offload='cpu'."
         )
 
 

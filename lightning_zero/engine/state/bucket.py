@@ -38,7 +38,6 @@ from lightning_zero.engine.comm.transport import Started
 from lightning_zero.engine.compat import keep_version, temporarily_clear_interpreter_stack
 from lightning_zero.engine.offload.states import DiskStates
 from lightning_zero.engine.offload.updates import Updates
-from lightning_zero.engine.plan.mesh import Mesh
 from lightning_zero.engine.state.buffer import GatheredBuffer
 from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.residency import LOW_PRECISION, Medium, Residency
@@ -68,7 +67,6 @@ class BackgroundUpdate:
 class SharedByBuckets(NamedTuple):
     """What all buckets of an engine have in common; ``updates`` runs updates of offloaded master weights."""
 
-    mesh: Mesh
     communicator: Communicator
     rendezvous: Rendezvous
     streams: Streams
@@ -104,7 +102,7 @@ class Bucket:
     ) -> None:
         self.residency, self.full, self.layout = residency, full, residency.plan.layout
         self.unit_name, self._number = unit_name, number
-        self.mesh, self.communicator, self.rendezvous, self.streams, self.ledger, self.phases, updates = shared
+        self.communicator, self.rendezvous, self.streams, self.ledger, self.phases, updates = shared
         self.parameters = [weakref.ref(parameter) for parameter in parameters]
         self.dtype = parameters[0].dtype
         self.background, self.updates = updates, updates if residency.plan.is_offloaded else None
