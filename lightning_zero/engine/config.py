@@ -37,6 +37,9 @@ class EngineConfig:
         offload: model states outside of the device's memory: ``"cpu"`` keeps master weights and optimizer states in
             host memory, ``"nvme"`` in files on a local disk; an ``OffloadConfig``, or a mapping of its fields, for
             more. ``None`` keeps all of them on the device.
+        shard_within: at stage 3, between which ranks parameters and accumulating gradients are sharded: ``"node"`` for
+            those of each machine, or how many adjacent ranks. Each parameter then crosses between machines once a step.
+            Master weights and optimizer state are sharded over all ranks. ``None`` shards parameters over all ranks.
         units: which modules are gathered and released together: ``"auto"``, module classes, or a predicate of
             (qualified name, module).
         unit_numel: elements up to which neighbouring blocks are gathered together. ``None`` with automatic units:
@@ -64,6 +67,7 @@ class EngineConfig:
 
     stage: int | str = 3
     offload: OffloadTarget | OffloadConfig | Mapping[str, Any] | None = None
+    shard_within: Literal["node"] | int | None = None
     units: Modules = "auto"
     unit_numel: int | None = None
     prefetch: int = 1
@@ -103,6 +107,20 @@ class EngineConfig:
                 f"offload: parameters={offload.parameters!r} requires stage 3: at stage {self.stage} every rank keeps "
                 "all parameters gathered. Write stage=3, or leave parameters= out."
             )
+        within = self.shard_within
+        if within is not None:
+            if within != "node" and (isinstance(within, bool) or not isinstance(within, int) or within < 2):
+                raise ValueError(f"shard_within={within!r} must be 'node', a number of ranks of at least 2, or None.")
+            if self.stage != 3:
+                raise ValueError(
+                    f"shard_within={within!r} requires stage 3: at stage {self.stage} every rank keeps all parameters "
+                    "gathered. Write stage=3, or leave shard_within= out."
+                )
+            if offload is not None and offload.parameters is not None:
+                raise ValueError(
+                    f"shard_within={within!r} keeps parameters on the device for the ranks of a machine, and offload: "
+                    f"parameters={offload.parameters!r} would move them away. Leave one of the two out."
+                )
         if offload is not None and offload.activations is not None and self.activation_checkpointing is None:
             raise ValueError(
                 f"offload: activations={offload.activations!r} offloads the inputs of checkpointed modules, and no "

@@ -93,7 +93,7 @@ class Engine(StateDicts):
     ) -> None:
         check_names(options, names_of_options(EngineConfig), "Engine")
         self.config = config = replace(config or EngineConfig(), **options)
-        self.placements = placements_of(config.stage)
+        self.placements = placements_of(config.stage, shards_within=config.shard_within is not None)
         offload = config.offloads
         self.background = self._updates_thread(config)
         self._swap: Swap | None = None
@@ -195,7 +195,7 @@ class Engine(StateDicts):
 
     def _connect(self, group: ProcessGroup | None, device: torch.device) -> None:
         """Open the engine's communication over a group; it is closed when the engine is deleted or closed."""
-        self.communicator = Communicator(group, device)
+        self.communicator = Communicator(group, device, self.config.shard_within)
         self.rendezvous = Rendezvous(self.communicator, self.config.handshake_timeout)
         for part in (self.rendezvous, self.communicator):
             weakref.finalize(self, part.close)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.counters import by_kind
-from lightning_zero.engine.plan.placement import Placements, placements_of, replicated_bytes
+from lightning_zero.engine.plan.placement import Placements, replicated_bytes
 from lightning_zero.engine.runtime.schedule import Unit
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.ledger import Ledger
@@ -80,7 +80,7 @@ def report_of(
         bytes=by_kind(counters.bytes),
         steps=steps,
         backwards=backwards,
-        formula=formula_bytes(placements.stage, buckets),
+        formula=formula_bytes(placements, buckets),
         replicated=sum(
             replicated_bytes(bucket.layout.numel, bucket.dtype.itemsize, trains=bucket.views[0].requires_grad)
             for bucket in buckets
@@ -89,10 +89,10 @@ def report_of(
     )
 
 
-def formula_bytes(stage: int, buckets: Sequence[Bucket]) -> int:
-    """Bytes of a rank's model states by the paper's formula, at any stage."""
+def formula_bytes(placements: Placements, buckets: Sequence[Bucket]) -> int:
+    """Bytes of a rank's model states by the paper's formula, by any placements."""
     return sum(
-        placements_of(stage).model_state_bytes(
+        placements.model_state_bytes(
             bucket.layout.numel,
             bucket.communicator.mesh,
             parameter_bytes=bucket.full.element_size(),

@@ -19,7 +19,7 @@ from lightning_zero.engine import Engine
 from lightning_zero.engine.comm.backend_transport import BackendTransport
 from lightning_zero.engine.comm.background_work import BackgroundWork
 from lightning_zero.engine.comm.codec import Codec
-from lightning_zero.engine.comm.collectives import Communicator
+from lightning_zero.engine.comm.collectives import BucketCollectives, Communicator, Gathering
 from lightning_zero.engine.comm.counters import Counters
 from lightning_zero.engine.comm.gloo_transport import GlooTransport
 from lightning_zero.engine.comm.rendezvous import Absence
@@ -29,7 +29,7 @@ from lightning_zero.engine.compat import FakeTensor
 from lightning_zero.engine.config import EngineConfig, OffloadConfig
 from lightning_zero.engine.offload.states import DiskStates, Swap
 from lightning_zero.engine.offload.updates import DiskUpdate, OnSubGroup, Updates
-from lightning_zero.engine.plan.mesh import Mesh
+from lightning_zero.engine.plan.mesh import ALL, Mesh
 from lightning_zero.io.swap import SwapFile
 from lightning_zero.planning.timeline import Recorder
 
@@ -151,9 +151,11 @@ class PretendCommunicator(Communicator):
 
     def __init__(self, size: int, device: torch.device, recorder: Recorder, transport: str, rank: int) -> None:
         self.size, self.rank, self.device, self.counters = size, rank, device, Counters()
-        self.mesh, self._others_across = Mesh.flat(size, rank), []
+        self.mesh = Mesh.flat(size, rank)
         self.watch, self.control = PretendWatch(), PretendControlPlane(size)  # type: ignore[assignment]
-        self._transport = TRANSPORTS[transport](recorder, size, rank) if size > 1 else None
+        self.gathering = Gathering(range(size), rank, self.control)
+        between = TRANSPORTS[transport](recorder, size, rank) if size > 1 else None
+        self._along = {ALL: BucketCollectives(between, self.counters, watch=self.watch)}
 
     def broadcast_ranges(self, flat: Tensor, ranges: list[tuple[int, int]], what: str) -> None:
         pass

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from lightning_zero.engine import Engine
+from lightning_zero.engine.plan.placement import placements_of
 from lightning_zero.engine.report import formula_bytes
 
 
@@ -43,7 +44,7 @@ def _remedies(engine: Engine) -> str:
     stage, rest, on_cpu = engine.placements.stage, _rest(engine), engine.communicator.device.type == "cpu"
     remedies = []
     if stage < 3:
-        less = formula_bytes(stage, engine.buckets) - formula_bytes(3, engine.buckets)
+        less = formula_bytes(engine.placements, engine.buckets) - formula_bytes(placements_of(3), engine.buckets)
         remedies.append((less, f"stage=3 frees {_gb(less)}"))
     optimizer = engine.report().at_rest.get("optimizer", 0)
     place = "nvme" if on_cpu else "cpu"

@@ -361,12 +361,13 @@ class ZeroProcesses(ParallelStrategy):
 
     @classmethod
     def _named(cls) -> dict[str, dict[str, Any]]:
-        """Options by name: ``zero1`` to ``zero3_nvme``."""
+        """Options by name: ``zero1`` to ``zero3_nvme``, and ``zero3_node``."""
         places = {"": {}, "_offload": {"offload": "cpu"}, "_nvme": {"offload": "nvme"}}
-        return {
+        named: dict[str, dict[str, Any]] = {
             f"zero{stage}{place}": {"stage": stage, **offload}
             for stage, (place, offload) in product((1, 2, 3), places.items())
         }
+        return named | {"zero3_node": {"stage": 3, "shard_within": "node"}}
 
 
 class _Telling:

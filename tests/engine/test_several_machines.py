@@ -53,7 +53,7 @@ def column_of(machines: str) -> list[int]:
 
 def exchange(machines: str, numel: int, owners: Any, wire: torch.dtype, in_pieces: bool) -> None:
     communicator = communicator_on(machines)
-    assert isinstance(communicator._transport, TwoLevelTransport)
+    assert isinstance(communicator.along(ALL)._transport, TwoLevelTransport)
     shapes = [(str(n), torch.Size([numel])) for n in range(5)]
     layout = BucketLayout.of(shapes, 4, owners, rank=rank(), order=communicator.mesh.order(ALL))
     ranges = layout.shard_ranges
@@ -63,7 +63,7 @@ def exchange(machines: str, numel: int, owners: Any, wire: torch.dtype, in_piece
     for turn in range(3):
         full = torch.full_like(values[0], -1.0)
         full[start:stop] = values[turn][start:stop]
-        communicator.all_gather(full, ranges, 0, "a gather").wait()
+        communicator.along(ALL).all_gather(full, ranges, 0, "a gather").wait()
         assert torch.equal(full, values[turn])
 
     def sum_of(ranks: list[int], parts: dict[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -85,9 +85,10 @@ def exchange(machines: str, numel: int, owners: Any, wire: torch.dtype, in_piece
                 [Piece(n, mine[ranges[r][0] :][offset : offset + n]) for n, offset in halves(*ranges[r])]
                 for r in range(4)
             ]
-            total = communicator.reduce_pieces(pieces, torch.float32, 1.0, "a reduction").wait()
+            total = communicator.along(ALL).reduce_pieces(pieces, torch.float32, 1.0, "a reduction").wait()
         else:
-            total = communicator.reduce_scatter(values[rank()].clone(), ranges, Cast(wire), "a reduction").wait()
+            mine = values[rank()].clone()
+            total = communicator.along(ALL).reduce_scatter(mine, ranges, Cast(wire), "a reduction").wait()
         assert torch.equal(total, expected)
     communicator.close()
 
@@ -118,7 +119,7 @@ def gather_in_different_orders() -> None:
     pending = {}
     for number in numbers:
         buffers[number][start:stop] = number + 1.0
-        pending[number] = communicator.all_gather(buffers[number], layout.shard_ranges, number, "a gather")
+        pending[number] = communicator.along(ALL).all_gather(buffers[number], layout.shard_ranges, number, "a gather")
         time.sleep(0.002 * rank())
     for number in sorted(numbers, reverse=rank() == 2):
         pending[number].wait()
@@ -163,7 +164,7 @@ def test_owners_of_whole_parameters_on_several_machines_train_alike(run_on):
 
 def refuse_two_levels(machines: str) -> None:
     communicator = communicator_on(machines)
-    assert not isinstance(communicator._transport, TwoLevelTransport)
+    assert not isinstance(communicator.along(ALL)._transport, TwoLevelTransport)
     communicator.close()
     same_runs(train_on(machines, 3, Recipe(steps=3)), train_on("aaaa", 3, Recipe(steps=3)))
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from lightning_zero.engine.plan.mesh import ALL
 from tests.support.workers import rank, world_size
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["shared memory", "gloo", "the backend's own"])
@@ -42,7 +43,7 @@ def gather_from_apart(transport: str, numel: int) -> None:
             full = torch.zeros(world_size(), numel)
             if own is None:
                 full[rank()] = values[rank()]
-            group.all_gather(full.view(-1), ranges, 3, "this gather", own).wait()
+            group.along(ALL).all_gather(full.view(-1), ranges, 3, "this gather", own).wait()
             assert torch.equal(full, values)
 
 
@@ -59,7 +60,8 @@ def add_up_what_is_encoded(transport: str, numel: int) -> None:
     ranges = [(each * numel, (each + 1) * numel) for each in range(world_size())]
     with communicator(transport) as group:
         for dtype, accuracy in ((torch.float32, 1e-5), (torch.bfloat16, 0.1)):
-            total = group.reduce_scatter(values[rank()].clone(), ranges, Cast(dtype), "this reduction").wait()
+            mine = values[rank()].clone()
+            total = group.along(ALL).reduce_scatter(mine, ranges, Cast(dtype), "this reduction").wait()
             expected = values.sum(0)[rank() * numel : (rank() + 1) * numel]
             assert total.dtype == torch.float32
             assert torch.allclose(total, expected, atol=accuracy)

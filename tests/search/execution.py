@@ -81,6 +81,7 @@ class Execution:
             "overlap": setup.overlap,
             "bucket_numel": setup.bucket_numel,
             "offload": setup.offload,
+            "shard_within": setup.shard_within,
         }
 
     def run(self) -> str | None:
@@ -170,6 +171,23 @@ class Execution:
                 self._same_part(parameter.grad, gradients[rank()], f"the gradient of parameter {index}")
         for index, (ours, theirs) in self.kept.items():
             self._same_part(ours, theirs, f"a kept gradient of parameter {index}")
+        if self.setup.shard_within is not None:
+            self._compare_parts()
+
+    def _compare_parts(self) -> None:
+        """Compare what this rank has of the parameters at rest with those of the reference."""
+        expected = dict(self.reference.net.named_parameters())
+        for bucket in self.engine.buckets if self.engine is not None else ():
+            low, high = bucket.layout.own_part
+            values = bucket.part.values()
+            for segment in bucket.layout.segments:
+                start, stop = max(segment.start, low), min(segment.stop, high)
+                whole = expected[segment.name].flatten()
+                self._same(
+                    values[start - low : stop - low] if stop > start else values[:0],
+                    whole[start - segment.start : stop - segment.start] if stop > start else whole[:0],
+                    f"{segment.name} in this machine's part",
+                )
 
     def _same_states(self, ours: Any, theirs: Any, what: str) -> None:
         found, wanted = list(ours["state"]), list(theirs["state"])

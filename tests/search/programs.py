@@ -25,6 +25,7 @@ class Setup:
     Attributes:
         units: "merged" (the whole model is one unit), "single" (each block is one), or "resident" (each is one, and
             stays gathered for the step, as in a tiny model by default).
+        shard_within: as of the engine: the ranks of each pretended machine.
         owner_of: by parameter, the optimizer that has it from the start; None for one that may be added later.
     """
 
@@ -37,6 +38,7 @@ class Setup:
     bucket_numel: int
     optimizers: tuple[str, ...]
     owner_of: tuple[int | None, ...]
+    shard_within: int | None = None
 
 
 @dataclass(frozen=True)
@@ -188,9 +190,10 @@ def setups(draw: st.DrawFn, ranks: int) -> Setup:
         owners = tuple(by_block[index // 4] for index in range(PARAMETERS))
     else:
         owners = tuple(draw(owner) for _ in range(PARAMETERS))
+    shard_within = 2 if ranks == 4 else None
     return Setup(
         ranks=ranks,
-        stage=draw(st.sampled_from((1, 2, 3))),
+        stage=draw(st.sampled_from((1, 2, 3))) if shard_within is None else 3,
         blocks=draw(st.integers(1, BLOCKS)),
         units=draw(st.sampled_from(("merged", "single", "resident"))),
         overlap=draw(st.booleans()),
@@ -198,6 +201,7 @@ def setups(draw: st.DrawFn, ranks: int) -> Setup:
         bucket_numel=draw(st.sampled_from((2**25, 2**25, 40))),
         optimizers=optimizers,
         owner_of=owners,
+        shard_within=shard_within,
     )
 
 

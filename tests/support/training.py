@@ -107,7 +107,7 @@ def train_zero(recipe: Recipe, stage: int, **options: Any) -> Run:
 
     module, optimizer = prepare(recipe)
     engine = Engine(module, getattr(optimizer, "optimizers", [optimizer]), stage=stage, **options)
-    no_sync = engine.no_sync if stage == 1 else contextlib.nullcontext
+    no_sync = engine.no_sync if stage == 1 or "shard_within" in options else contextlib.nullcontext
     dtype = options.get("compute_dtype")
     with torch.autocast("cpu", dtype, enabled=dtype is not None):
         losses = _loop(module, module, optimizer, recipe, no_sync)

@@ -312,17 +312,21 @@ def sever_all(reason: str) -> None:
 
 
 def connect(
-    rank: int, timeout: timedelta, exchange_objects: Callable[[Any], list[Any]]
+    rank: int,
+    timeout: timedelta,
+    exchange_objects: Callable[[Any], list[Any]],
+    groups_of: Callable[[Topology], Topology] = lambda topology: topology,
 ) -> tuple[Topology, CrossMemoryExchanges | None]:
-    """Find which ranks of a group share a machine, and connect those, numbered by their places. Collective.
+    """Find which ranks share a machine, and connect those of each group, numbered by their places. Collective.
 
     Args:
         timeout: of each exchange to come.
         exchange_objects: all-gathers a small object.
+        groups_of: the groups of ranks to connect, by their machines; by default those of a machine.
 
     Returns:
-        The machines of all ranks; and the exchanges of this one's, None on every rank if some rank cannot read the
-        memory of another one of its machine, or if machines have one rank or different numbers of them.
+        The machines of all ranks; and the exchanges of this one's group, None on every rank if some rank cannot read
+        the memory of another one of its group, or if groups have one rank or different numbers of them.
     """
     probe = torch.randint(2**62, (8,), generator=torch.Generator().manual_seed(os.getpid()), device="cpu")
     with ExitStack() as stack:
@@ -337,9 +341,10 @@ def connect(
         every = exchange_objects(said)
         # A rank that cannot say it is on a machine of its own.
         topology = Topology(tuple(number if each is None else each[0] for number, each in enumerate(every)))
-        if not topology.has_two_levels and (len(topology.nodes) > 1 or None in every):
+        groups = groups_of(topology)
+        if not groups.has_two_levels and (len(groups.nodes) > 1 or None in every):
             return topology, None
-        here = topology.within(rank)
+        here = groups.within(rank)
         told, place, size = [every[each] for each in here], here.index(rank), len(here)
         if any(exchange_objects(_is_unreadable(probe, told))):
             allowed = all(exchange_objects(process_memory.let_read(os.getppid())))
@@ -364,6 +369,18 @@ def connect(
     ring = ((place - k) % size for k in range(1, size))
     peers = [(other, processes[other], lines[other, 0], lines[other, 1]) for other in ring]
     return topology, CrossMemoryExchanges(place, peers, timeout)
+
+
+def machines_of(exchange_objects: Callable[[Any], list[Any]]) -> Topology:
+    """Which ranks share a machine, as far as they can say; another one may be taken for a machine of its own.
+
+    Args:
+        exchange_objects: all-gathers a small object.
+    """
+    said = None
+    with suppress(OSError):
+        said = process_memory.memory_domain()
+    return Topology(tuple(number if each is None else each for number, each in enumerate(exchange_objects(said))))
 
 
 def _is_unreadable(probe: Tensor, told: list[Any]) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.backend_transport import BackendTransport
-from lightning_zero.engine.comm.cma_exchange import connect
+from lightning_zero.engine.comm.cma_exchange import connect, machines_of
 from lightning_zero.engine.comm.codec import Codec
 from lightning_zero.engine.comm.control_plane import MESSAGE_BYTES, ControlPlane
 from lightning_zero.engine.comm.counters import Counters, Link
@@ -22,7 +23,8 @@ from lightning_zero.engine.comm.process_group import ProcessGroup
 from lightning_zero.engine.comm.shared_memory_transport import SharedMemoryTransport
 from lightning_zero.engine.comm.transport import Piece, Ranges, Started, Transport
 from lightning_zero.engine.comm.two_level_transport import TwoLevelTransport
-from lightning_zero.engine.plan.mesh import Mesh
+from lightning_zero.engine.plan.mesh import ALL, LOCAL, NODE, Mesh
+from lightning_zero.engine.plan.topology import Topology
 
 # Of messages, by tag: those of the control plane, whose second is of small messages; of reductions; and of gathers, one
 # for each bucket.
@@ -66,96 +68,28 @@ class Pending:
             self.wait()
 
 
-class Communicator:
-    """A data-parallel group. With one rank it communicates nothing and counts nothing.
+class BucketCollectives:
+    """Collectives of flat buffers between the ranks along some dimensions of the mesh.
 
     Args:
-        group: the process group, ``None`` for the default one; ignored where none is initialised.
-        device: where the flat buffers live.
-
-    Attributes:
-        rank, size: in the group.
-        counters: of what has been communicated.
-        mesh: of the ranks: two-dimensional where collectives have two levels.
-        control: for Python values.
-        watch: over the waits; only with several ranks.
-        name: the same on every rank, and new each time; likewise.
+        transport: between these ranks; None if there is one alone.
+        counters: of what is communicated.
+        across: those of the ranks, numbered along the dimensions, whose slices cross between machines on the way from
+            or to this one.
+        watch: over the waits; None if there is one rank alone.
+        link: by which the other slices travel; None for that of the counters.
     """
 
-    def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
-        self.device, self.counters = device, Counters()
-        self.size, self.rank = process_group.world_size(group), process_group.rank(group)
-        self._own_groups: list[ProcessGroup] = []
-        self._background_group: ProcessGroup | None = None
-        self._transport: Transport | None = None
-        self.mesh = Mesh.flat(self.size, self.rank)
-        self._others_across: list[int] = []  # ranks whose slices cross between machines on the way from or to this one
-        if self.size == 1:
-            self.control = ControlPlane(None, [0], 0, None, self.counters, 0)
-            return
-        self.group = group or process_group.default_group()
-        self._ranks = process_group.ranks_of(self.group)
-        self._timeout = process_group.timeout_of(self.group, device)
-        backend = process_group.backend_name(self.group, device)
-        is_gloo = backend == "gloo"
-        # What others ask of the group (Lightning once a batch) would wait for all gathers that came before it.
-        groups = [] if is_gloo else [self._new_group(backend) for _ in ("gathers", "reductions")]
-        has_cpu = process_group.serves_cpu(self.group)
-        self._control_group = self.group if has_cpu else self._new_group("gloo")
-        # rank 0 gives the name of what is kept in the store: a failure may have left the ranks' counts apart
-        number = torch.tensor(next(_communicators), device="cpu")
-        with explained("setting up the sharded module"):
-            dist.broadcast(number, self._ranks[0], self._control_group)
-        self.name = f"{self._ranks[0]}/{number.item()}"
-        # the modules of a process have engines of their own, which begin to communicate in an order that data decide
-        first = int(number) % 2**11 << 20
-        self.watch = Watch(self.group, self.name)
-        self.control = ControlPlane(
-            self._control_group, self._ranks, self.rank, self.watch, self.counters, first + _CONTROL_TAG
-        )
-        self._transport = self._choose_transport(groups, first + _GATHER_TAG, first + _REDUCE_TAG)
-
-    def _choose_transport(self, groups: list[ProcessGroup], gather_tag: int, reduce_tag: int) -> Transport:
-        """The quickest way between the ranks. Collective.
-
-        Args:
-            groups: of a backend that is not Gloo, for gathers and for reductions.
-        """
-        if groups:
-            return BackendTransport(*groups)
-        if self.device.type != "cpu" or self._timeout is None:
-            return GlooTransport(self.group, gather_tag, reduce_tag)
-        topology, exchanges = connect(self.rank, self._timeout, self.control.gather_objects)
-        here = topology.within(self.rank)
-        if exchanges is None:
-            self._others_across = [rank for rank in range(self.size) if rank not in here]
-            return GlooTransport(self.group, gather_tag, reduce_tag)
-        within = SharedMemoryTransport(exchanges, here.index(self.rank), gather_tag, reduce_tag)
-        if len(here) == self.size:
-            self.control.small, self.counters.link = exchanges.small, "within"
-            return within
-        self.mesh, column = Mesh.of(topology, self.rank), topology.across(self.rank)
-        self._others_across = [rank for rank in column if rank != self.rank]
-        across = GlooTransport(self.group, gather_tag, reduce_tag, column)
-        return TwoLevelTransport(within, across, topology, self.rank)
-
-    def _count(self, kind: str, ranges: Ranges, numel: int, itemsize: int, own_itemsize: int) -> None:
-        """Count a collective: slices that cross between machines by that link, the rest of the buffer by the other.
-
-        Args:
-            itemsize: of encoded elements.
-            own_itemsize: of elements as they are.
-        """
-        assert self._transport is not None
-        across = sum(stop - start for start, stop in (ranges[rank] for rank in self._others_across))
-        if across:
-            self.counters.add(kind, across, across * itemsize, "across")
-        if not self._transport.encodes_within:
-            itemsize = own_itemsize
-        link: Link | None = "within" if self._others_across else None
-        self.counters.add(kind, numel - across, (numel - across) * itemsize, link)
-
-    # -- buckets ----------------------------------------------------------------------------------------------------
+    def __init__(
+        self,
+        transport: Transport | None,
+        counters: Counters,
+        across: Sequence[int] = (),
+        watch: Watch | None = None,
+        link: Link | None = None,
+    ) -> None:
+        self._transport, self._counters, self._across, self._watch = transport, counters, across, watch
+        self._link = "within" if across else link
 
     def all_gather(self, full: Tensor, ranges: Ranges, number: int, what: str, own: Tensor | None = None) -> Pending:
         """``Transport.all_gather``; ``what`` it is, for the error message."""
@@ -163,7 +97,7 @@ class Communicator:
             return Pending(what)
         self._count("all_gather", ranges, full.numel(), full.itemsize, full.itemsize)
         with explained(what):
-            return Pending(what, self._transport.all_gather(full, ranges, number, own), self.watch)
+            return Pending(what, self._transport.all_gather(full, ranges, number, own), self._watch)
 
     def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec, what: str) -> Pending:
         """Sum a flat buffer over ranks; ``wait()`` gives this rank's slice of the sum (1-D), in the buffer's dtype.
@@ -177,7 +111,7 @@ class Communicator:
         assert self._transport is not None, "a bucket keeps its gradients as they come over one rank"
         self._count("reduce_scatter", ranges, codec.size(flat.numel()), codec.dtype.itemsize, flat.itemsize)
         with explained(what):
-            return Pending(what, self._transport.reduce_scatter(flat, ranges, codec), self.watch)
+            return Pending(what, self._transport.reduce_scatter(flat, ranges, codec), self._watch)
 
     @property
     def takes_pieces(self) -> bool:
@@ -189,11 +123,173 @@ class Communicator:
         assert self._transport is not None
         lengths = [(0, sum(piece.numel for piece in part)) for part in pieces]
         self._count("reduce_scatter", lengths, sum(numel for _, numel in lengths), dtype.itemsize, dtype.itemsize)
-        return Pending(what, self._transport.reduce_pieces(pieces, dtype, factor), self.watch)
+        return Pending(what, self._transport.reduce_pieces(pieces, dtype, factor), self._watch)
 
     def reduction_bytes(self, flat: Tensor, ranges: Ranges, codec: Codec) -> int:
         assert self._transport is not None
         return self._transport.reduction_bytes(flat, ranges, codec)
+
+    def _count(self, kind: str, ranges: Ranges, numel: int, itemsize: int, own_itemsize: int) -> None:
+        """Count a collective: slices that cross between machines by that link, the rest of the buffer by the other.
+
+        Args:
+            itemsize: of encoded elements.
+            own_itemsize: of elements as they are.
+        """
+        assert self._transport is not None
+        across = sum(stop - start for start, stop in (ranges[rank] for rank in self._across))
+        if across:
+            self._counters.add(kind, across, across * itemsize, "across")
+        if not self._transport.encodes_within:
+            itemsize = own_itemsize
+        self._counters.add(kind, numel - across, (numel - across) * itemsize, self._link)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+
+class Gathering(NamedTuple):
+    """The ranks between which parameters are gathered.
+
+    Attributes:
+        ranks: as numbered in the data-parallel group.
+        place: of this rank among them.
+        control: for Python values, between them alone.
+    """
+
+    ranks: Sequence[int]
+    place: int
+    control: ControlPlane
+
+
+class Communicator:
+    """A data-parallel group. With one rank it communicates nothing and counts nothing.
+
+    Args:
+        group: the process group, ``None`` for the default one; ignored where none is initialised.
+        device: where the flat buffers live.
+        shard_within: as of ``EngineConfig``.
+
+    Attributes:
+        rank, size: in the group.
+        counters: of what has been communicated.
+        mesh: of the ranks: two-dimensional where collectives have two levels, or shards are within groups of ranks.
+        control: for Python values.
+        gathering: the ranks between which parameters are gathered; fewer than all where shards are within groups.
+        watch: over the waits; only with several ranks.
+        name: the same on every rank, and new each time; likewise.
+    """
+
+    def __init__(
+        self, group: ProcessGroup | None, device: torch.device, shard_within: Literal["node"] | int | None = None
+    ) -> None:
+        self.device, self.counters = device, Counters()
+        self.size, self.rank = process_group.world_size(group), process_group.rank(group)
+        self._own_groups: list[ProcessGroup] = []
+        self._background_group: ProcessGroup | None = None
+        self.mesh = Mesh.flat(self.size, self.rank)
+        self._along: dict[tuple[str, ...], BucketCollectives] = {ALL: BucketCollectives(None, self.counters)}
+        if self.size == 1:
+            self.control = ControlPlane(None, [0], 0, None, self.counters, 0)
+            self.gathering = Gathering([0], 0, self.control)
+            return
+        self.group = group or process_group.default_group()
+        self._ranks = process_group.ranks_of(self.group)
+        self._timeout = process_group.timeout_of(self.group, device)
+        backend = process_group.backend_name(self.group, device)
+        has_cpu = process_group.serves_cpu(self.group)
+        self._control_group = self.group if has_cpu else self._new_group("gloo")
+        # rank 0 gives the name of what is kept in the store: a failure may have left the ranks' counts apart
+        number = torch.tensor(next(_communicators), device="cpu")
+        with explained("setting up the sharded module"):
+            dist.broadcast(number, self._ranks[0], self._control_group)
+        self.name = f"{self._ranks[0]}/{number.item()}"
+        # the modules of a process have engines of their own, which begin to communicate in an order that data decide
+        first = int(number) % 2**11 << 20
+        self.watch = Watch(self.group, self.name)
+        self.control = ControlPlane(
+            self._control_group, self._ranks, self.rank, self.watch, self.counters, first + _CONTROL_TAG
+        )
+        self.gathering = Gathering(range(self.size), self.rank, self.control)
+        self._find_ways(backend, first + _GATHER_TAG, first + _REDUCE_TAG, shard_within)
+
+    def _find_ways(
+        self, backend: str, gather_tag: int, reduce_tag: int, shard_within: Literal["node"] | int | None
+    ) -> None:
+        """Find the quickest ways between the ranks. Collective.
+
+        Raises:
+            ValueError: if parameters cannot be sharded within such groups of ranks.
+        """
+
+        def groups_of(topology: Topology) -> Topology:
+            groups = topology.groups(shard_within) if shard_within is not None else topology
+            return groups if groups.has_two_levels else topology
+
+        topology, exchanges = None, None
+        if backend == "gloo" and self.device.type == "cpu" and self._timeout is not None:
+            topology, exchanges = connect(self.rank, self._timeout, self.control.gather_objects, groups_of)
+        elif shard_within is not None:
+            topology = machines_of(self.control.gather_objects)
+        if topology is None:
+            self._along[ALL] = self._collectives(self._transport(backend, [range(self.size)], gather_tag, reduce_tag))
+            return
+
+        groups, machine = groups_of(topology), set(topology.within(self.rank))
+        here, every = groups.within(self.rank), range(self.size)
+        within: SharedMemoryTransport | None = None
+        if exchanges is not None:
+            within = SharedMemoryTransport(exchanges, here.index(self.rank), gather_tag, reduce_tag)
+            if len(machine) == self.size:
+                self.counters.link = "within"
+            if len(here) == self.size:
+                self.control.small = exchanges.small
+                self._along[ALL] = self._collectives(within)
+                return
+        shards_within = shard_within is not None and groups.has_two_levels
+        if within is None and not shards_within:
+            transport = self._transport(backend, [every], gather_tag, reduce_tag)
+            self._along[ALL] = self._collectives(transport, [rank for rank in every if rank not in machine])
+            return
+
+        self.mesh, column = Mesh.of(groups, self.rank), groups.across(self.rank)
+        columns = [[ranks[place] for ranks in groups.nodes] for place in range(len(here))]
+        across = self._transport(backend, columns, gather_tag, reduce_tag)
+        elsewhere = [place for place, rank in enumerate(column) if rank not in machine]
+        if shards_within:
+            over = [place for place, rank in enumerate(here) if rank not in machine]
+            inner = within or self._transport(backend, groups.nodes, gather_tag, reduce_tag)
+            watch = self.watch.among(here)
+            self._along[LOCAL,] = BucketCollectives(inner, self.counters, over, watch, "within")
+            self._along[NODE,] = BucketCollectives(across, self.counters, elsewhere, self.watch.among(column), "within")
+            group, ranks = self._new_group("gloo", groups.nodes), [self._ranks[rank] for rank in here]
+            place = here.index(self.rank)
+            control = ControlPlane(group, ranks, place, watch, self.counters, self.control.tag)
+            control.small = exchanges.small if exchanges is not None else None
+            self.gathering = Gathering(here, place, control)
+        else:
+            assert within is not None and isinstance(across, GlooTransport)
+            both = TwoLevelTransport(within, across, topology, self.rank)
+            self._along[ALL] = self._collectives(both, [column[place] for place in elsewhere])
+
+    def _collectives(self, transport: Transport, across: Sequence[int] = ()) -> BucketCollectives:
+        return BucketCollectives(transport, self.counters, across, self.watch)
+
+    def _transport(
+        self, backend: str, groups: Sequence[Sequence[int]], gather_tag: int, reduce_tag: int
+    ) -> GlooTransport | BackendTransport:
+        """A transport between the ranks of that group which has this one. Collective."""
+        if backend == "gloo":
+            return GlooTransport(
+                self.group, gather_tag, reduce_tag, next(ranks for ranks in groups if self.rank in ranks)
+            )
+        # What others ask of the group (Lightning once a batch) would wait for all gathers that came before it.
+        return BackendTransport(*(self._new_group(backend, groups) for _ in ("gathers", "reductions")))
+
+    def along(self, over: Sequence[str]) -> BucketCollectives:
+        """The collectives between the ranks along some dimensions of the mesh."""
+        return self._along[tuple(over)]
 
     # -- other values on the group's device -------------------------------------------------------------------------
 
@@ -264,17 +360,25 @@ class Communicator:
             self._background_group = self._new_group("gloo")
         return self._background_group
 
-    def _new_group(self, backend: str) -> ProcessGroup:
-        """A group of the same ranks, with the timeout that the user has chosen for theirs."""
+    def _new_group(self, backend: str, groups: Sequence[Sequence[int]] | None = None) -> ProcessGroup:
+        """A group of the same ranks, with the timeout that the user has chosen for theirs.
+
+        Args:
+            groups: make several groups instead; the one that has this rank is returned. By default one of all ranks.
+        """
         with explained("making a group"):
-            self._own_groups.append(process_group.new_group(self._ranks, backend, self._timeout))
+            for members in groups or [range(self.size)]:
+                ranks = [self._ranks[member] for member in members]
+                made = process_group.new_group(ranks, backend, self._timeout)
+                if self.rank in members:
+                    self._own_groups.append(made)
         return self._own_groups[-1]
 
     def close(self) -> None:
         """End the watch over its waits, the transport, and the groups that it made."""
         if self.size > 1:
-            if self._transport is not None:
-                self._transport.close()
+            for collectives in self._along.values():
+                collectives.close()
             self.watch.close()
             while self._own_groups:
                 with suppress(RuntimeError, ValueError):  # they may have failed, or be gone with the default group

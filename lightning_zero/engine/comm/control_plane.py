@@ -33,6 +33,7 @@ class ControlPlane:
         tag: of messages; ``tag + 1`` is used as well.
 
     Attributes:
+        tag: as given.
         small: exchanges messages up to ``SMALL`` bytes in the quickest way, where the ranks share a machine.
     """
 
@@ -41,7 +42,7 @@ class ControlPlane:
     ) -> None:
         self.small: SmallMessages | None = None
         self._group, self._ranks, self._rank, self._counters = group, ranks, rank, counters
-        self._watch_or_none, self._message_tag, self._small_tag = watch, tag, tag + 1
+        self._watch_or_none, self.tag, self._small_tag = watch, tag, tag + 1
         self._sent: list[tuple[Tensor, Any]] = []  # messages are kept until they have left
 
     @property
@@ -136,7 +137,7 @@ class ControlPlane:
         message = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         self._counters.add("control", message.numel(), message.nbytes)
         for rank in ranks:
-            work = dist.isend(message, self._ranks[rank], self._group, tag=self._message_tag)
+            work = dist.isend(message, self._ranks[rank], self._group, tag=self.tag)
             self._sent.append((message, work))
 
     def wait_until_told(self) -> None:
@@ -149,5 +150,5 @@ class ControlPlane:
         """Receive ``count`` numbers that a rank sends by ``tell``."""
         message = torch.empty(count, dtype=torch.int64, device="cpu")
         with self._watch.waiting(what, ordinal=0):
-            dist.recv(message, self._ranks[rank], self._group, tag=self._message_tag)
+            dist.recv(message, self._ranks[rank], self._group, tag=self.tag)
         return message.tolist()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from threading import Lock
@@ -43,6 +43,7 @@ class _Wait(NamedTuple):
     ordinal: int  # counts the waits of this key; 0 where not every rank takes part, so that nothing can be concluded
     since: float
     may_be_refused: bool  # whether the run can continue after an error of this wait
+    members: Sequence[int] = ()  # ranks that take part; empty for all
 
 
 class _Watchdog(Lifelines):
@@ -160,7 +161,8 @@ class _Watchdog(Lifelines):
         """Extend a path of ranks, of which each waits for the next, to a cycle; None if there is no cycle."""
         wait = self._notices[path[-1]][0]
         for other, (_, begun, closed) in self._notices.items():
-            if begun[wait.key] < wait.ordinal and _engine_in(wait.key) not in closed:
+            takes_part = not wait.members or other in wait.members
+            if takes_part and begun[wait.key] < wait.ordinal and _engine_in(wait.key) not in closed:
                 if other == path[0]:
                     return path
                 if other not in path and (found := self._cycle([*path, other])) is not None:
@@ -179,10 +181,15 @@ class Watch:
     Args:
         group: the process group.
         name: of the engine, the same on every rank and new each time.
+        members: the ranks of the group that wait for each other; by default all.
     """
 
-    def __init__(self, group: ProcessGroup, name: str) -> None:
-        self._name, self._watchdog = name, lifelines_over(group)
+    def __init__(self, group: ProcessGroup, name: str, members: Sequence[int] = ()) -> None:
+        self._group, self._name, self._members, self._watchdog = group, name, members, lifelines_over(group)
+
+    def among(self, members: Sequence[int]) -> Watch:
+        """The watch over waits of some of the ranks."""
+        return Watch(self._group, self._name, list(members))
 
     def begin(self, what: str) -> int:
         """Count a collective of this name, which all ranks begin in the same order; returns its ordinal."""
@@ -204,7 +211,7 @@ class Watch:
         """
         ordinal = self.begin(what) if ordinal is None else ordinal
         key = f"{self._name}: {what}"
-        return self._watchdog.waiting(_Wait(key, what, ordinal, time.monotonic(), may_be_refused))
+        return self._watchdog.waiting(_Wait(key, what, ordinal, time.monotonic(), may_be_refused, self._members))
 
     def close(self) -> None:
         """Forget the engine's collectives."""

@@ -23,6 +23,7 @@ from lightning_zero.engine.plan.placement import Placements
 from lightning_zero.engine.plan.units import Owner, UnitPlan
 from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
 from lightning_zero.engine.state.buffer import without_memory
+from lightning_zero.engine.state.node_part import NodePart
 from lightning_zero.engine.state.residency import Medium, Residency, ResidencyPlan
 from lightning_zero.engine.state.slot import make_sharded
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
@@ -90,9 +91,9 @@ class UncutBucket:
 
         Where a source has no values on rank 0, they were written to ``room``.
         """
-        flat, communicator, plan = self._opened(), self._shared.communicator, self.plan
+        flat, communicator, plan, ledger = self._opened(), self._shared.communicator, self.plan, self._shared.ledger
         low, high = self.layout.own_range
-        first, last = (0, len(flat)) if plan.is_replicated else (low, high)
+        first, last = (0, len(flat)) if plan.is_replicated else self.layout.own_part
         for everywhere, group in groupby(zip(self.layout.segments, sources), lambda member: member[1].everywhere):
             run = list(group)
             for segment, source in run:
@@ -102,11 +103,16 @@ class UncutBucket:
                     end = max(min(end, last), begin)
                 if source.values is not None and (everywhere or communicator.rank == 0):
                     values = source.values.detach()
-                    part = values.stored if isinstance(values, LazyTensor) else partial(flat_range, values)
-                    flat[begin:end].copy_(part(begin - segment.start, end - segment.start))
+                    read = values.stored if isinstance(values, LazyTensor) else partial(flat_range, values)
+                    flat[begin:end].copy_(read(begin - segment.start, end - segment.start))
             if not everywhere:
                 communicator.broadcast(flat[run[0][0].start : run[-1][0].stop])
-        residency = Residency(plan, flat[low:high], self._states, self._shared.ledger)
+        part, own = None, flat[low:high]
+        if self.layout.nodes > 1:
+            in_part = flat[slice(*self.layout.own_part)].to(plan.compute_dtype, copy=True)
+            part = NodePart(in_part, self.layout, communicator, self._number, f"unit {self._unit_name!r}", ledger)
+            own = part.own if plan.masters is Medium.PART else own
+        residency = Residency(plan, own, self._states, ledger, part.own if part is not None else None)
         full = self._full
         if plan.masters is Medium.BUFFER:
             full = flat
@@ -115,7 +121,7 @@ class UncutBucket:
             full.copy_(flat)
         self._flat = None
         bucket = Bucket(
-            self.parameters, residency, full, number=self._number, unit_name=self._unit_name, shared=self._shared
+            self.parameters, residency, full, part, number=self._number, unit_name=self._unit_name, shared=self._shared
         )
         make_sharded(bucket, self.parameters)
         return bucket
@@ -142,6 +148,7 @@ def assign_to_buckets(
     fields_of = fields_by_parameter(optimizers)
     mesh, over = shared.communicator.mesh, placements.optimizer.over
     ranks, order = mesh.size(over), mesh.order(over)
+    nodes = ranks // mesh.size(placements.parameters.over) if placements.parameters.is_sharded else 1
     is_kept_whole = kept_whole(optimizers, config, ranks=ranks)
     parts: list[tuple[int, Any, list[tuple[str, nn.Parameter]]]] = []  # each of a unit, by its number, and of a kind
     for of_unit, plan in enumerate(plans):
@@ -160,7 +167,7 @@ def assign_to_buckets(
     units: list[list[UncutBucket]] = [[] for _ in plans]
     for number, (of_unit, (compute, dtype, trains, is_whole), part) in enumerate(parts):
         layout = BucketLayout.of(
-            [(name, p.shape) for name, p in part], ranks, owners.get(number), rank=mesh.rank, order=order
+            [(name, p.shape) for name, p in part], ranks, owners.get(number), rank=mesh.rank, order=order, nodes=nodes
         )
         stays = trains and numel_that_stay >= layout.numel
         numel_that_stay -= layout.numel if stays else 0

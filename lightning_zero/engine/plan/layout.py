@@ -31,6 +31,9 @@ import torch
 # strides each element is computed as in the full parameter.
 ALIGNMENT = 32
 
+Pieces = list[tuple[int, int | None, int]]
+"""A range in order, as (elements, index of the segment or None for a gap, start in the segment)."""
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -55,6 +58,8 @@ class BucketLayout:
 
     ``world_size`` ranks have a shard each, and ``rank`` is this one. ``order`` is the position of each rank's shard
     among the shards; None if it is the rank.
+    ``nodes`` machines have all parameters at rest each: a rank has those of its own shard and of the adjacent shards of
+    the ranks with its place on the other machines, together its *part*. With 1 the part is the shard.
     ``owners`` are the positions that have the segments of a whole bucket, ascending; None where shards are equal.
     ``padded_to`` is the length of the flat buffer; None if it ends with the last shard that is needed.
     """
@@ -65,6 +70,7 @@ class BucketLayout:
     padded_to: int | None = None
     rank: int = 0
     order: tuple[int, ...] | None = None
+    nodes: int = 1
 
     @classmethod
     def of(
@@ -75,13 +81,15 @@ class BucketLayout:
         *,
         rank: int = 0,
         order: tuple[int, ...] | None = None,
+        nodes: int = 1,
     ) -> BucketLayout:
         """Place the parameters one after another, as they are given."""
         segments, position = [], 0
         for name, shape in named_shapes:
             segments.append(Segment(name, torch.Size(shape), position))
             position = _align(segments[-1].stop)
-        return cls(tuple(segments), world_size, tuple(owners) if owners is not None else None, rank=rank, order=order)
+        owned = tuple(owners) if owners is not None else None
+        return cls(tuple(segments), world_size, owned, rank=rank, order=order, nodes=nodes)
 
     def with_owners(self, owners: Sequence[int]) -> BucketLayout:
         """The same buffer, of which each segment has one owner."""
@@ -126,6 +134,27 @@ class BucketLayout:
         """``[start, stop)`` of a rank's shard in the bucket."""
         return self._range_at(self.position(rank))
 
+    @property
+    def own_part(self) -> tuple[int, int]:
+        """``[start, stop)`` in the bucket of the parameters that this rank has at rest."""
+        return self._part_at(self.position(self.rank) // self.nodes)
+
+    @property
+    def part_ranges(self) -> Sequence[tuple[int, int]]:
+        """``[start, stop)`` of the part of each rank that a gather of the bucket is between."""
+        return [self._part_at(n) for n in range(self.world_size // self.nodes)] if self.nodes > 1 else self.shard_ranges
+
+    @property
+    def ranges_in_part(self) -> Sequence[tuple[int, int]]:
+        """``[start, stop)`` within this rank's part, of the shard of each rank that has the same part."""
+        begin, first = self.own_part[0], self.position(self.rank) // self.nodes * self.nodes
+        shards = map(self._range_at, range(first, first + self.nodes))
+        return [(start - begin, stop - begin) for start, stop in shards]
+
+    def _part_at(self, number: int) -> tuple[int, int]:
+        first = number * self.nodes
+        return self._range_at(first)[0], self._range_at(first + self.nodes - 1)[1]
+
     def position(self, rank: int) -> int:
         """A rank's place in the order of shards."""
         return rank if self.order is None else self.order[rank]
@@ -155,18 +184,23 @@ class BucketLayout:
         start = max(self.segments[first].start, low)
         return start, max(start, min(self.segments[last].stop, high))
 
-    def pieces_of(self, rank: int) -> list[tuple[int, int | None, int]]:
-        """A rank's shard in order, as (elements, index of the segment or None for a gap, start in the segment)."""
-        if rank not in self._pieces:
-            self._pieces[rank] = self._cut(rank)
-        return self._pieces[rank]
+    def pieces_of(self, rank: int) -> Pieces:
+        """The pieces of a rank's shard."""
+        return self.pieces_in(*self.shard_range(rank))
+
+    def pieces_in(self, low: int, high: int) -> Pieces:
+        """The pieces of a range."""
+        if (low, high) not in self._pieces:
+            self._pieces[low, high] = self._cut(low, high)
+        return self._pieces[low, high]
 
     @cached_property
-    def _pieces(self) -> dict[int, list[tuple[int, int | None, int]]]:
+    def _pieces(self) -> dict[tuple[int, int], Pieces]:
         return {}
 
-    def _cut(self, rank: int) -> list[tuple[int, int | None, int]]:
-        (low, high), pieces, position = self.shard_range(rank), [], 0
+    def _cut(self, low: int, high: int) -> Pieces:
+        pieces: Pieces = []
+        position = 0
         for number, size in enumerate(self.sizes()):
             start, stop = max(position, low), min(position + size, high)
             if start < stop:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_zero.engine.config import stage_number
-from lightning_zero.engine.plan.mesh import ALL, Mesh
+from lightning_zero.engine.plan.mesh import ALL, LOCAL, Mesh
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Placements:
     ) -> int:
         """Bytes of model states per rank, by the paper's formula with Adam and the dtypes of this engine.
 
-        A master weight as wide as its parameter *is* the rank's own slice of the parameter, and at stage 3 a
-        low-precision copy exists only while it is gathered, so neither is counted twice.
+        A master weight as wide as its parameter *is* the rank's own slice of the parameter. A low-precision copy of
+        what is sharded like the master weights exists only while it is gathered. So neither is counted twice.
 
         Args:
             numel: Psi, the number of parameter elements.
@@ -43,10 +43,11 @@ class Placements:
             master_bytes: width of a master weight, of a gradient and of each of Adam's moments: 4, but 8 for fp64.
             trains: whether there are gradients and moments.
         """
-        optimizer, gradients = (-(-numel // mesh.size(kind.over)) for kind in (self.optimizer, self.gradients))
+        kinds = (self.parameters, self.gradients, self.optimizer)
+        parameters, gradients, optimizer = (-(-numel // mesh.size(kind.over)) for kind in kinds)
         total = master_bytes * optimizer
-        if not self.parameters.is_sharded:
-            total = parameter_bytes * numel + (master_bytes * optimizer if parameter_bytes != master_bytes else 0)
+        if self.parameters != self.optimizer:
+            total = parameter_bytes * parameters + (master_bytes * optimizer if parameter_bytes != master_bytes else 0)
         if trains:
             total += master_bytes * (gradients + 2 * optimizer)
         return total
@@ -66,6 +67,11 @@ _STAGES = {
 }
 
 
-def placements_of(stage: int | str) -> Placements:
-    """The placements of a stage, given by number or by a name from the literature; a ValueError if there is none."""
-    return _STAGES[stage_number(stage)]
+def placements_of(stage: int | str, *, shards_within: bool = False) -> Placements:
+    """The placements of a stage, given by number or by a name from the literature; a ValueError if there is none.
+
+    Args:
+        shards_within: whether each machine has all parameters (stage 3 only).
+    """
+    placements = _STAGES[stage_number(stage)]
+    return replace(placements, parameters=Placement((LOCAL,))) if shards_within else placements

@@ -33,12 +33,14 @@ class Join:
 
     While ranks are absent, parameters that user code reads are gathered by bucket, which absent ranks can take part in.
     Operations that absent ranks cannot know of (a write, a sum over shards of another tensor) raise an error.
+
+    Where each machine has all parameters, its ranks take turns without the others.
     """
 
     def __init__(
         self, communicator: Communicator, rendezvous: Rendezvous, schedule: Schedule, buckets: list[Bucket]
     ) -> None:
-        self._rank, self._size, self._control = communicator.rank, communicator.size, communicator.control
+        self._ranks, self._place, self._control = communicator.gathering
         self._rendezvous, self._schedule, self._buckets = rendezvous, schedule, buckets
         self._position = 0  # index of the dataloader of this rank's present batch
 
@@ -84,13 +86,14 @@ class Join:
             positions = self._control.gather_numbers(own, "the other ranks' next batch or forward")
             behind = min(positions)
             if own == behind:
-                self._begin([rank for rank, other in enumerate(positions) if other > behind])
+                self._begin([place for place, other in enumerate(positions) if other > behind])
                 return
             self._serve(leader=positions.index(behind))
 
     def _begin(self, absent: list[int]) -> None:
-        announces = absent and self._rank == min(set(range(self._size)).difference(absent))
-        self._rendezvous.absence = Absence(absent, self._announce if announces else None)
+        announces = absent and self._place == min(set(range(len(self._ranks))).difference(absent))
+        ranks = [self._ranks[place] for place in absent]
+        self._rendezvous.absence = Absence(ranks, self._announce if announces else None)
 
     def _end(self) -> None:
         for unit in self._schedule.units:
@@ -106,12 +109,13 @@ class Join:
         """Send the absent ranks the number of the bucket to gather next, and the order of units after this turn."""
         order = self._schedule.order
         blank = [-1] * (len(self._schedule.units) - len(order))
-        self._control.tell(self._rendezvous.absence.ranks, [number, *order, *blank])
+        absent = [self._ranks.index(rank) for rank in self._rendezvous.absence.ranks]
+        self._control.tell(absent, [number, *order, *blank])
 
     def _serve(self, leader: int) -> None:
         while True:
             count = 1 + len(self._schedule.units)
-            number, *order = self._control.hear(leader, count, f"what rank {leader} gathers next")
+            number, *order = self._control.hear(leader, count, f"what rank {self._ranks[leader]} gathers next")
             if number == _OVER:
                 self._schedule.order = [unit for unit in order if unit >= 0]
                 return

@@ -49,6 +49,7 @@ class _Backward:
     sent: set[tuple[int, int]] = field(default_factory=set)  # (bucket, parameter) with a gradient in a reduction
     completed: list[int] = field(default_factory=list)
     in_flight: deque[tuple[int, Pending]] = field(default_factory=deque)
+    crossing: deque[tuple[int, Pending]] = field(default_factory=deque)  # between machines, where they have parameters
     shards: dict[int, dict[int, GradientShard]] = field(default_factory=dict)
 
 
@@ -181,7 +182,7 @@ class GradientReducer:
             must = self.synchronise or self._reduces_every_backward or self._communicator.size == 1
             self._synchronises = must or self._shows_reduced(leaf)
             for gradients in self._gradients:
-                gradients.reduces = self._synchronises
+                gradients.reduces, gradients.crosses = self._synchronises, self.synchronise
                 gradients.resume_unsynchronised(leaf)
             self._deferred = True
         if self._deferred:
@@ -218,9 +219,25 @@ class GradientReducer:
 
     def _finish_oldest(self, backward: _Backward) -> None:
         number, pending = backward.in_flight.popleft()
-        bucket = self._buckets[number]
         with at(self._streams.home):
-            shards = backward.shards[number] = self._gradients[number].finish_reduction(pending)
+            crossing = self._gradients[number].start_crossing(pending)
+            if crossing is None:
+                self._finish_reduction(backward, number, pending)
+                return
+            backward.crossing.append((number, crossing))
+            while len(backward.crossing) > self._in_flight:
+                self._finish_reduction(backward, *backward.crossing.popleft())
+
+    def _finish_all(self, backward: _Backward) -> None:
+        while backward.in_flight:
+            self._finish_oldest(backward)
+        with at(self._streams.home):
+            while backward.crossing:
+                self._finish_reduction(backward, *backward.crossing.popleft())
+
+    def _finish_reduction(self, backward: _Backward, number: int, pending: Pending) -> None:
+        bucket = self._buckets[number]
+        shards = backward.shards[number] = self._gradients[number].finish_reduction(pending)
         # If a unit ran twice, the other run's backward may need its values although all gradients are there.
         is_done = all(backward.counts[number]) and number not in backward.left and not self._units[number].ran_twice
         if self.on_reduced is not None and backward.expectation.observed and is_done:
@@ -297,15 +314,13 @@ class GradientReducer:
         backward, self._backward = self._backward, None
         if backward is None:
             return
-        while backward.in_flight:
-            self._finish_oldest(backward)
+        self._finish_all(backward)
         for gradients in self._gradients:
             gradients.drop()
         self._schedule.end_backward()
 
     def _collect(self, backward: _Backward, used: list[list[bool]]) -> None:
-        while backward.in_flight:
-            self._finish_oldest(backward)
+        self._finish_all(backward)
         for number, shards in backward.shards.items():
             self._gradients[number].show(used[number], shards)
 

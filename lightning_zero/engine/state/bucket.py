@@ -9,6 +9,8 @@ stage and state                 masters                ``full``              ``v
 3 gathered                      the rank's values      all values            ``full``
 ==============================  =====================  ====================  =====================
 
+Where each machine has all parameters (``shard_within``) the masters in fp32 are a slice of ``part``.
+
 ``residency`` says where the master weights are. The state of ``full`` is a ``BucketState``::
 
               gather               wait              release, or a failure
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -38,8 +40,10 @@ from lightning_zero.engine.comm.transport import Started
 from lightning_zero.engine.compat import keep_version, temporarily_clear_interpreter_stack
 from lightning_zero.engine.offload.states import DiskStates
 from lightning_zero.engine.offload.updates import Updates
+from lightning_zero.engine.plan.mesh import ALL, LOCAL
 from lightning_zero.engine.state.buffer import GatheredBuffer
 from lightning_zero.engine.state.ledger import Ledger
+from lightning_zero.engine.state.node_part import NodePart
 from lightning_zero.engine.state.residency import LOW_PRECISION, Medium, Residency
 from lightning_zero.engine.tensor.unsharded_param import View, mark_seen, may_be_written, show
 
@@ -81,6 +85,7 @@ class Bucket:
     Args:
         parameters: the module's own, in the order of the layout.
         full: the flat buffer, 1-D, in the compute dtype; with memory only where all values stay gathered.
+        part: what gathers start from, where each machine has all parameters; else None, and it is ``residency``.
         number: of the bucket among all buckets, the same on every rank.
 
     Attributes:
@@ -95,12 +100,13 @@ class Bucket:
         parameters: list[nn.Parameter],
         residency: Residency,
         full: Tensor,
+        part: NodePart | None,
         *,
         number: int,
         unit_name: str,
         shared: SharedByBuckets,
     ) -> None:
-        self.residency, self.full, self.layout = residency, full, residency.plan.layout
+        self.residency, self.full, self.part, self.layout = residency, full, part, residency.plan.layout
         self.unit_name, self._number = unit_name, number
         self.communicator, self.rendezvous, self.streams, self.ledger, self.phases, updates = shared
         self.parameters = [weakref.ref(parameter) for parameter in parameters]
@@ -111,10 +117,11 @@ class Bucket:
         self.is_replicated = residency.plan.is_replicated
         self.state = BucketState.GATHERED if self.is_replicated else BucketState.SHARDED
         self._buffer = GatheredBuffer(full, self.layout, self.ledger, stays=self.is_replicated)
-        self.ranges = self.layout.shard_ranges
-        self._low, self._high = self.layout.own_range
+        self._find_ranges()
         self._pending: list[Pending] = []  # the running gather, if there is one
         weakref.finalize(self, _let_go, self._pending).atexit = False
+        if part is not None:
+            weakref.finalize(self, part.let_go).atexit = False
         self._left: torch.Event | None = None  # recorded after the last copy from host to device
 
         nan = torch.full((), float("nan"), device=full.device).to(full.dtype)
@@ -122,7 +129,20 @@ class Bucket:
         shown = self._buffer.segments if self.is_replicated else self._placeholders
         self.views = [View(tensor, parameters[0].requires_grad) for tensor in shown]
 
+    def _find_ranges(self) -> None:
+        low, high = self.layout.own_range
+        self._shard, self._gathers_from, self._ranges = (
+            slice(low, high),
+            slice(*self.layout.own_part),
+            self.layout.part_ranges,
+        )
+
     # -- parameters -------------------------------------------------------------------------------------------------
+
+    @property
+    def over(self) -> tuple[str, ...]:
+        """The dimensions of the mesh over which parameters are sharded at rest."""
+        return (LOCAL,) if self.part is not None else ALL
 
     @property
     def states(self) -> DiskStates | None:
@@ -200,7 +220,8 @@ class Bucket:
         with torch.no_grad(), keep_version(self.full), self.phases("gather", self.unit_name):
             self._buffer.allocate()
             is_in_place = update is not None and update.writes_to_buffer
-            self._pending.append(self._start_gather(None if is_in_place else self.residency.own_values()))
+            own = self.part.values() if self.part is not None else self.residency.own_values()
+            self._pending.append(self._start_gather(None if is_in_place else own))
         self.update = None
         if self.state is BucketState.SHARDED and not self.is_replicated:
             for view, segment in zip(self.views, self._buffer.segments):
@@ -213,10 +234,10 @@ class Bucket:
 
         def gather() -> Pending:
             if own is not None:
-                self.full[self._low : self._high].copy_(own, non_blocking=True)
+                self.full[self._gathers_from].copy_(own, non_blocking=True)
             if (announce := self.rendezvous.absence.announce) is not None:
                 announce(self._number)
-            return self.communicator.all_gather(self.full, self.ranges, self._number, what)
+            return self.communicator.along(self.over).all_gather(self.full, self._ranges, self._number, what)
 
         what = f"the gather of unit {self.unit_name!r}"
         if own is None or own.device == self.full.device:
@@ -263,7 +284,9 @@ class Bucket:
             return
         self.wait()
         with torch.no_grad():
-            self.follow(slice(0, self._high - self._low), self.full[self._low : self._high])
+            self.follow(slice(0, self._shard.stop - self._shard.start), self.full[self._shard])
+            if self.part is not None:
+                self.part.values().copy_(self.full[self._gathers_from])
         for view in self.views:
             mark_seen(view)
 
@@ -311,13 +334,13 @@ class Bucket:
         writes_to_buffer = self.residency.plan.updates_write_to_buffer and not awaits_step
         was_kept = writes_to_buffer and self._buffer.is_kept  # before the update's thread has tensors over it
         # ``data``, so that the views do not take the update for a write by a module
-        shown = self.full.data[self._low : self._high] if writes_to_buffer else self.residency.copy
+        shown = self.full.data[self._shard] if writes_to_buffer else self.residency.copy
         self.update = BackgroundUpdate(begin(shown), is_early, awaits_step, writes_to_buffer, was_kept)
 
     def correct_update(self, part: slice, values: Tensor) -> None:
         """After a write to a range of the master weights, write to what the last update has shown of them."""
         if self.update is not None and self.update.writes_to_buffer:
-            self.full.data[self._low : self._high][part].copy_(values)
+            self.full.data[self._shard][part].copy_(values)
 
     def refresh(self) -> bool:
         """After a change of the master weights, gather ``full`` again if it is filled.
@@ -327,6 +350,8 @@ class Bucket:
         True if the caller has to wait for the gather, because user code holds a tensor over ``full`` (a module that
         has stored a row of its weight) and may read it at any time.
         """
+        if self.part is not None:
+            self._refresh_part(self.part)
         if not self.is_ready:
             return False
         update = self.update
@@ -337,6 +362,17 @@ class Bucket:
         self.gather(refresh=True)
         return is_kept
 
+    def _refresh_part(self, part: NodePart) -> None:
+        """Start to fetch what other machines have updated."""
+        if self.update is not None:
+            with self.phases("wait for update", self.unit_name):
+                self.update.work.wait()
+            self.update = None
+        with torch.no_grad(), self.phases("gather", self.unit_name):
+            if (own := self.residency.own_values()) is not None:
+                part.own.copy_(own)
+            part.refresh()
+
     def cut_anew(self, owners: Sequence[int], values: Sequence[Tensor]) -> None:
         """Give each parameter one owner.
 
@@ -345,14 +381,18 @@ class Bucket:
         """
         self.wait()
         self.layout = self.layout.with_owners(owners)
-        self.ranges = self.layout.shard_ranges
-        self._low, self._high = self.layout.own_range
+        self._find_ranges()
         flat = self.full
         if not self.is_in_buffer:
             flat = torch.zeros(self.layout.padded_numel, dtype=self.master_dtype, device=self.residency.device)
             for segment, value in zip(self.layout.segments, values):
                 flat[segment.start : segment.stop].copy_(value.reshape(-1))
-        self.residency = self.residency.cut_anew(self.layout, flat[self._low : self._high])
+        own, in_part = flat[self._shard], None
+        if self.part is not None:
+            self.part = self.part.cut_anew(flat, self.layout)
+            in_part = self.part.own
+            own = in_part if self.residency.plan.masters is Medium.PART else own
+        self.residency = self.residency.cut_anew(self.layout, own, in_part)
         self._buffer.masters.clear()
         self._buffer.forget_holders()
 
@@ -363,6 +403,12 @@ class Bucket:
         self._pending.clear()
         if not self.is_replicated and self.is_ready:
             self._free()
+        if self.part is not None:  # what came from other machines may be from before or after an update
+            self.layout = replace(self.layout, nodes=1)
+            self.residency.leave_part(self.layout)
+            self.part.drop()
+            self.part = None
+            self._find_ranges()
         self.state = BucketState.SHARDED  # a replicated buffer may be partly overwritten
 
     def rejoin(self, communicator: Communicator, rendezvous: Rendezvous) -> None:
@@ -372,7 +418,7 @@ class Bucket:
     def leave_disk(self, may_read: bool) -> None:
         """Move the master weights to memory, before their file is removed."""
         if self.states is not None:
-            gathered = self.full[self._low : self._high].clone() if self.is_ready else None
+            gathered = self.full[self._shard].clone() if self.is_ready else None
             self.residency.leave_disk(gathered, may_read)
 
 

@@ -12,6 +12,8 @@ from lightning_zero.engine.comm.collectives import Pending
 from lightning_zero.engine.comm.streams import at, current_stream, wait_for
 from lightning_zero.engine.comm.transport import Piece, Started
 from lightning_zero.engine.compat import foreach_copy, foreach_mul, foreach_zero
+from lightning_zero.engine.plan.layout import Pieces
+from lightning_zero.engine.plan.mesh import NODE
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.gradient_shard import GradientShard, shard_of_all, shown_by
 from lightning_zero.engine.state.residency import LOW_PRECISION
@@ -32,11 +34,12 @@ class BucketGradients:
 
     Attributes:
         reduces: whether gradients of the present backward are reduced at its end.
+        crosses: where each machine has all parameters, whether they are summed over machines, too.
         flat: the flat buffer, if there is one.
     """
 
     def __init__(self, bucket: Bucket, reduce_dtype: torch.dtype | None) -> None:
-        self.bucket, self.reduces = bucket, True
+        self.bucket, self.reduces, self.crosses = bucket, True, True
         communicator, layout, dtype = bucket.communicator, bucket.layout, bucket.dtype
         self._dtype = self._wire_dtype = torch.float32 if dtype in LOW_PRECISION else dtype
         if reduce_dtype is not None and dtype.is_floating_point:
@@ -48,7 +51,10 @@ class BucketGradients:
         )
         are_small = layout.numel <= _SMALL * len(layout.segments)
         # Reduce without a copy into one buffer; not with many small gradients, where the calls cost more than the copy.
-        self._reduces_in_pieces = communicator.takes_pieces and self._wire_dtype == self._dtype and not are_small
+        # Within a machine nothing is encoded if sums over machines follow.
+        self._first_dtype = self._dtype if bucket.part is not None else self._wire_dtype
+        takes_pieces = communicator.along(bucket.over).takes_pieces
+        self._reduces_in_pieces = takes_pieces and self._first_dtype == self._dtype and not are_small
         copied_together = are_small and layout.numel <= _SMALL_BUCKET
         self._may_all_stay_apart = self._reduces_in_pieces or communicator.size == 1 or copied_together
         self._sizes, self._mean = layout.sizes(), layout.mean
@@ -182,17 +188,21 @@ class BucketGradients:
         return self.flat[segment.start : segment.stop].view(segment.shape)
 
     def start_reduction(self) -> Pending:
-        """Start to sum the gradients over ranks, with zeros for parameters without a gradient."""
+        """Start to sum the gradients over ranks, with zeros for parameters without a gradient.
+
+        Where each machine has all parameters, over its ranks; ``start_crossing`` is next.
+        """
         self._turn_to_current_stream()
         self._take_local()
-        communicator, what = self.bucket.communicator, f"the gradient reduction of unit {self.bucket.unit_name!r}"
+        communicator, what = self.bucket.communicator, self._what
+        collectives, ranges = communicator.along(self.bucket.over), self.bucket.layout.part_ranges
         if communicator.size > 1 and not (self._reduces_in_pieces and self.flat is None):
             with torch.no_grad():
                 flat, self.flat = self._complete_flat(), None
-                codec = Cast(self._wire_dtype)
-                self._reducing_nbytes = communicator.reduction_bytes(flat, self.bucket.ranges, codec)
+                codec = Cast(self._first_dtype)
+                self._reducing_nbytes = collectives.reduction_bytes(flat, ranges, codec)
                 self.bucket.ledger.add("reduction", self._reducing_nbytes - flat.untyped_storage().nbytes())
-                return communicator.reduce_scatter(flat, self.bucket.ranges, codec, what)
+                return collectives.reduce_scatter(flat, ranges, codec, what)
         apart = {index: gradient.view(-1) for index, gradient in self._take_apart().items()}
         self._filled = [False] * len(self._filled)
         self._streams.clear()
@@ -201,15 +211,67 @@ class BucketGradients:
         pieces = [
             [
                 Piece(numel, apart[index][offset : offset + numel] if index in apart else None)
-                for numel, index, offset in self.bucket.layout.pieces_of(rank)
+                for numel, index, offset in self.bucket.layout.pieces_in(start, stop)
             ]
-            for rank in range(communicator.size)
+            for start, stop in ranges
         ]
         self._reducing_nbytes = sum(gradient.nbytes for gradient in apart.values())
-        self._reducing_nbytes += self.bucket.residency.plan.shard_numel * self._dtype.itemsize
+        start, stop = self.bucket.layout.own_part
+        self._reducing_nbytes += (stop - start) * self._dtype.itemsize
         self.bucket.ledger.add("reduction", self._reducing_nbytes)
         factor = self._mean if self._can_take_mean_first else 1.0
-        return communicator.reduce_pieces(pieces, self._dtype, factor, what)
+        return collectives.reduce_pieces(pieces, self._dtype, factor, what)
+
+    @property
+    def _what(self) -> str:
+        return f"the gradient reduction of unit {self.bucket.unit_name!r}"
+
+    def start_crossing(self, pending: Pending) -> Pending | None:
+        """Once the sum within the machine is there, start to sum over machines, what was accumulated before as well.
+
+        None where nothing is to be summed over machines in this backward.
+        """
+        if self.bucket.part is None or not self.crosses:
+            return None
+        with torch.no_grad():
+            total = self._mean_of(pending)
+            assert isinstance(total, Tensor)
+            shard = shard_of_all(slots_of(self.bucket))
+            if shard is not None and (accumulated := shard.take()) is not None:
+                total.add_(accumulated)
+            return self._reduce_across(total)
+
+    def _sum_of(self, pending: Pending) -> Tensor | dict[int, Tensor]:
+        """Wait for a reduction."""
+        with self.bucket.phases("wait for reduction", self.bucket.unit_name, on_stream=True):
+            total = pending.wait()
+        self.bucket.ledger.add("reduction", -self._reducing_nbytes)
+        self._reducing_nbytes = 0
+        return total
+
+    def _mean_of(self, pending: Pending) -> Tensor | dict[int, Tensor]:
+        """Wait for the first reduction of gradients; what follows is a sum of parts of the mean."""
+        total = self._sum_of(pending)
+        if isinstance(total, Tensor) and not self._can_take_mean_first:
+            total.mul_(self._mean)
+        return total
+
+    def _reduce_across(self, part: Tensor) -> Pending:
+        collectives, ranges = self.bucket.communicator.along((NODE,)), self.bucket.layout.ranges_in_part
+        codec = Cast(self._wire_dtype)
+        self._reducing_nbytes = collectives.reduction_bytes(part, ranges, codec)
+        self.bucket.ledger.add("reduction", self._reducing_nbytes)
+        return collectives.reduce_scatter(part, ranges, codec, f"{self._what} over machines")
+
+    def _sum_over_machines(self, part: Tensor) -> Tensor:
+        """Complete a sum that was left within a machine. Collective."""
+        self.bucket.rendezvous.meet(
+            f"the gradients of unit {self.bucket.unit_name!r}, which are summed within machines"
+        )
+        with torch.no_grad():
+            total = self._sum_of(self._reduce_across(part))
+        assert isinstance(total, Tensor)
+        return total
 
     def _take_apart(self) -> dict[int, Tensor]:
         """Hand over the gradients that were kept separately; the bucket forgets them."""
@@ -248,17 +310,18 @@ class BucketGradients:
     def finish_reduction(self, pending: Pending) -> dict[int, GradientShard]:
         """Wait for a reduction and add the mean over ranks to the gradient shards, which are by parameter's index."""
         with torch.no_grad():
-            with self.bucket.phases("wait for reduction", self.bucket.unit_name, on_stream=True):
-                total = pending.wait()
-            self.bucket.ledger.add("reduction", -self._reducing_nbytes)
-            self._reducing_nbytes = 0
+            is_second = self.bucket.part is not None and self.crosses
+            total = self._sum_of(pending) if is_second else self._mean_of(pending)
             slots, segments = slots_of(self.bucket), self.bucket.layout.segments
+            if self.bucket.part is not None and not self.crosses:
+                assert isinstance(total, Tensor)
+                incomplete = self._accumulate_within(total, slots)
+                return {slot.index: incomplete for slot in slots}
+            reduced: list[tuple[list[BucketSlot], Pieces, int]]
             if isinstance(total, dict):  # one rank: separate gradients of those parameters that got one
                 totals = list(total.values())
                 reduced = [([slots[i]], [(segments[i].numel, i, 0)], segments[i].start) for i in total]
             else:
-                if not self._can_take_mean_first:
-                    total.mul_(self._mean)
                 pieces = self.bucket.layout.pieces_of(self.bucket.layout.rank)
                 totals, reduced = [total], [(slots, pieces, 0)]
             arrival = None
@@ -267,13 +330,24 @@ class BucketGradients:
             shards: dict[int, GradientShard] = {}
             for total, (members, pieces, start) in zip(totals, reduced):
                 shard = shard_of_all(members)
-                if shard is not None:  # as in every micro-batch except the first
+                if shard is not None and not shard.is_taken:  # as in every micro-batch except the first
                     shard.add(total, arrival)
                 else:
                     shard = GradientShard(total, pieces, start, arrival, self.bucket.ledger)
                     shard.take_over(members)
                 shards |= {slot.index: shard for slot in members}
         return shards
+
+    def _accumulate_within(self, total: Tensor, slots: list[BucketSlot]) -> GradientShard:
+        """Add a sum within this machine to the gradient shard, which is incomplete from then on."""
+        layout, shard = self.bucket.layout, shard_of_all(slots)
+        (begin, _), (low, high) = layout.own_part, layout.own_range
+        own = slice(low - begin, high - begin)
+        if shard is None:
+            shard = GradientShard(total[own], layout.pieces_of(layout.rank), 0, None, self.bucket.ledger)
+            shard.take_over(slots)
+        shard.accumulate(total, own, self._sum_over_machines)
+        return shard
 
     def show(self, used: list[bool], shards: dict[int, GradientShard]) -> None:
         """Set ``p.grad`` to the reduced gradient, for those parameters that had a gradient on any rank."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_zero.engine.comm.background_work import BackgroundWork
+from lightning_zero.engine.plan.layout import Pieces
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
+from lightning_zero.engine.tensor.slot import Deferred
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
 if TYPE_CHECKING:
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
     from lightning_zero.engine.state.slot import BucketSlot
 
 
-class ShownGradient:
+class ShownGradient(Deferred):
     """The values of one ``p.grad``; the tensor and all its aliases hold this object.
 
     ``local`` is this rank's range of the values, 1-D, in the memory of ``shard``. The tensor object stays the same when
@@ -28,6 +31,27 @@ class ShownGradient:
     def __init__(self, slot: BucketSlot, local: Tensor, shard: GradientShard) -> None:
         self.slot, self.local, self.shard = slot, local, shard
 
+    def complete(self) -> None:
+        self.shard.complete()
+
+
+class _Count:
+    """Bytes that a ledger counts."""
+
+    def __init__(self, ledger: Ledger, category: str) -> None:
+        self._ledger, self._category, self._nbytes = ledger, category, 0
+
+    def set(self, nbytes: int) -> None:
+        self._ledger.add(self._category, nbytes - self._nbytes)
+        self._nbytes = nbytes
+
+
+class Accumulated(NamedTuple):
+    """A sum within a machine of this rank's part of a bucket, and what completes it."""
+
+    part: Tensor
+    sum_over_machines: Callable[[Tensor], Tensor]
+
 
 class GradientShard:
     """This rank's shard of a bucket's reduced gradient. It lives as long as some ``p.grad`` shows a range of it.
@@ -35,27 +59,41 @@ class GradientShard:
     With one rank each parameter has a shard of its own, so that nothing is laid out for a reduction and nothing copied.
     Only ``p.grad`` says which values are live: ranges that no ``.grad`` shows are never read.
 
+    Where each machine has all parameters, micro-batches that are not synchronised are summed within a machine alone, in
+    ``accumulated``. Whoever reads the gradient before the next synchronised backward completes the sum over machines.
+
     Args:
         pieces: layout of ``flat``, see ``BucketLayout.pieces_of``.
         start: of ``flat`` within this rank's shard of the bucket.
         arrival: background copy of the values; None if they are there.
+
+    Attributes:
+        accumulated: sums within this machine; None if there are none. ``flat`` is a range of it.
+        is_taken: after ``take``: the values are in a reduction.
     """
 
     def __init__(
         self,
         flat: Tensor,
-        pieces: list[tuple[int, int | None, int]],
+        pieces: Pieces,
         start: int,
         arrival: BackgroundWork | None,
         ledger: Ledger,
     ) -> None:
         self._flat, self._pieces, self._start, self._arrival = flat, pieces, start, arrival
-        category, nbytes = "gradients" if arrival is None else "host", flat.numel() * flat.element_size()
-        ledger.add(category, nbytes)
-        weakref.finalize(self, ledger.add, category, -nbytes)
+        self._shown: weakref.WeakSet[ShownGradient] = weakref.WeakSet()
+        self.accumulated: Accumulated | None = None
+        self.is_taken = False
+        self._count = _Count(ledger, "gradients" if arrival is None else "host")
+        self._count.set(flat.nbytes)
+        weakref.finalize(self, self._count.set, 0)
 
     @property
     def flat(self) -> Tensor:
+        self.complete()
+        return self._arrived()
+
+    def _arrived(self) -> Tensor:
         arrival = self._arrival  # another thread may set it to None
         if arrival is not None:
             arrival.wait()
@@ -64,7 +102,7 @@ class GradientShard:
 
     def parts(self) -> dict[int, Tensor]:
         """This rank's range of each parameter's gradient, 1-D, by the parameter's index."""
-        flat = self.flat
+        flat = self._arrived()
         parts = flat.split_with_sizes([numel for numel, _, _ in self._pieces])  # all views in one call
         here = {index: part for part, (_, index, _) in zip(parts, self._pieces) if index is not None}
         return defaultdict(lambda: flat[:0], here)
@@ -79,21 +117,65 @@ class GradientShard:
             arrival.wait()
         self.flat.add_(total)
 
+    # -- sums within a machine --------------------------------------------------------------------------------------
+
+    def accumulate(self, part: Tensor, own: slice, sum_over_machines: Callable[[Tensor], Tensor]) -> None:
+        """Add a sum within this machine.
+
+        Args:
+            part: the sum, of this rank's part of the bucket.
+            own: this rank's shard of it.
+            sum_over_machines: completes it; gives this rank's shard.
+        """
+        if self.accumulated is not None:
+            self.accumulated.part.add_(part)
+            return
+        self._count.set(part.nbytes)
+        before, mine = self.flat, part[own]
+        if before.data_ptr() != mine.data_ptr():  # a complete sum, which this rank alone adds
+            mine.add_(before.to(mine.device))
+        self._move(mine)
+        self.accumulated = Accumulated(part, sum_over_machines)
+
+    def take(self) -> Tensor | None:
+        """Hand over the sums within this machine, to be completed; another shard then takes this one's place."""
+        if self.accumulated is None:
+            return None
+        self.is_taken = True
+        return self.accumulated.part
+
+    def complete(self) -> None:
+        """Sum over machines what has been summed within them. Collective."""
+        if self.accumulated is not None and not self.is_taken:
+            (part, sum_over_machines), self.accumulated = self.accumulated, None
+            self._move(sum_over_machines(part))
+            self._count.set(self._flat.nbytes)
+
+    def _move(self, flat: Tensor) -> None:
+        """Let this shard, and all that show a range of it, have other values."""
+        self._flat = flat
+        parts = self.parts()
+        for shown in self._shown:
+            shown.local.data = parts[shown.slot.index]
+
     def take_over(self, slots: list[BucketSlot]) -> None:
         """Add the sharded gradients in the parameters' ``.grad``; those that show an earlier shard show this one."""
         # An ordinary tensor in ``.grad`` is this rank's own and has been reduced with the gradients.
         held = [(slot, gradient) for slot in slots if isinstance(gradient := slot.parameter.grad, WrapperTensor)]
         parts = self.parts() if held else {}
         for slot, gradient in held:
-            part = parts[slot.index]
-            part.add_(local_range_of(gradient, slot).to(part.device))
-            if (shown := shown_by(gradient, slot)) is not None:
+            part, shown = parts[slot.index], shown_by(gradient, slot)
+            if shown is None or not shown.shard.is_taken:
+                part.add_(local_range_of(gradient, slot).to(part.device))
+            if shown is not None:
                 shown.local.data = part
                 shown.shard = self
+                self._shown.add(shown)
 
     def show(self, slot: BucketSlot, part: Tensor, dtype: torch.dtype) -> None:
         """Make ``p.grad`` show a range of this shard; if it is a tensor derived from the parameter, in place."""
         shown = ShownGradient(slot, part, self)
+        self._shown.add(shown)
         gradient = slot.parameter.grad
         if isinstance(gradient, ShardedTensor) and gradient.slot is slot and not gradient.is_parameter:
             gradient.show(part, keep=shown)  # as autograd adds in place

@@ -29,10 +29,14 @@ class Medium(Enum):
     """Where a rank's values are at rest."""
 
     BUFFER = "this rank's slice of the gathered buffer"
+    PART = "this rank's slice of its part of the parameters, where each machine has all of them"
     DEVICE = "memory of their own on the device that computes"
     HOST = "the host's memory"
     DISK = "a file"
 
+
+SHOWN = (Medium.BUFFER, Medium.PART)
+"""Where a rank's values are a slice of what others have as well."""
 
 _MEDIA = {None: None, "cpu": Medium.HOST, "nvme": Medium.DISK}
 
@@ -76,9 +80,12 @@ class ResidencyPlan:
         # With one rank the shard is the full bucket: with a gathered buffer there would be two copies.
         if layout.world_size == 1 and parameters_on is None and (not is_cast or offloaded_to is not None):
             is_replicated = True
-        masters = offloaded_to or (Medium.BUFFER if is_replicated and not is_cast else Medium.DEVICE)
+        at_rest = Medium.BUFFER if is_replicated else Medium.PART if layout.nodes > 1 else Medium.DEVICE
+        masters = offloaded_to or (Medium.DEVICE if is_cast else at_rest)
         copy = None
-        if offloaded_to is not None and not is_replicated:
+        if offloaded_to is not None and layout.nodes > 1:
+            copy = Medium.PART
+        elif offloaded_to is not None and not is_replicated:
             copy = parameters_on or Medium.DEVICE
             if not is_cast and (copy is masters or copy is Medium.DISK):
                 copy = None  # gathers start from the master weights
@@ -108,9 +115,12 @@ class ResidencyPlan:
         shard = self.shard_numel
         if self.is_replicated:
             yield "parameters", Medium.BUFFER, self.layout.padded_numel * self.compute_dtype.itemsize
-        if self.masters is not Medium.BUFFER:
+        elif self.layout.nodes > 1:
+            start, stop = self.layout.own_part
+            yield "parameters", Medium.PART, (stop - start) * self.compute_dtype.itemsize
+        if self.masters not in SHOWN:
             yield "master weights", self.masters, shard * self.master_dtype.itemsize
-        if self.copy is not None:
+        if self.copy is not None and self.copy not in SHOWN:
             yield "parameters", self.copy, shard * self.compute_dtype.itemsize
 
     def reserve(self, swap: Swap, name: str, fields: Mapping[str, torch.dtype]) -> DiskStates:
@@ -124,22 +134,32 @@ class Residency:
     """This rank's master weights of one bucket, and their copy in the compute dtype if one is in memory.
 
     Args:
-        own: this rank's values in the dtype of the parameters; a slice of the gathered buffer if the plan keeps the
-            master weights there, so that updates change modules' values directly.
+        own: this rank's values in the dtype of the parameters; a slice of the gathered buffer, or of this rank's part
+            of the parameters, if the plan keeps the master weights there, so that updates change it directly.
         states: the file for master weights and optimizer states; None if the master weights are in memory.
+        in_part: this rank's slice of its part of the parameters, in the compute dtype; None if there is no part.
     """
 
-    def __init__(self, plan: ResidencyPlan, own: Tensor, states: DiskStates | None, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        plan: ResidencyPlan,
+        own: Tensor,
+        states: DiskStates | None,
+        ledger: Ledger,
+        in_part: Tensor | None = None,
+    ) -> None:
         self.plan, self.states, self._ledger = plan, states, ledger
         self._fetched: Future[Tensor] | None = None
         self._values = own  # of no elements if they are on a disk
         if plan.masters is Medium.DISK:
             self._write(0, own.to("cpu", plan.master_dtype))
             self._values = torch.empty(0, dtype=plan.master_dtype, device="cpu")
-        elif plan.masters is not Medium.BUFFER:
+        elif plan.masters not in SHOWN:
             self._values = self._kept(own, plan.masters, plan.master_dtype)
         is_copied = plan.copy in (Medium.DEVICE, Medium.HOST)
         self.copy = self._kept(own, plan.copy, plan.compute_dtype) if is_copied else None
+        if plan.copy is Medium.PART:
+            self.copy = in_part
 
     def _kept(self, own: Tensor, medium: Medium | None, dtype: torch.dtype) -> Tensor:
         if medium is Medium.DEVICE or self.plan.device.type == "cpu":
@@ -196,7 +216,9 @@ class Residency:
         self.written(part, master)
 
     def own_values(self) -> Tensor | None:
-        """The values that a gather starts from; None where these are in the gathered buffer already."""
+        """The values that a gather starts from; None where these are in what is gathered already."""
+        if Medium.PART in (self.plan.masters, self.plan.copy):
+            return None
         if self.copy is not None or self.plan.masters is Medium.BUFFER:
             return self.copy
         self.fetch(None)
@@ -231,20 +253,27 @@ class Residency:
             self._write(0, on_disk.read(MASTERS, 0, on_disk.numel).float())
             on_disk.close()
             return
-        is_in_buffer = plan.masters is Medium.BUFFER
-        self.plan = replace(plan, masters=Medium.DEVICE) if is_in_buffer else plan
+        is_shown = plan.masters in SHOWN
+        self.plan = replace(plan, masters=Medium.DEVICE) if is_shown else plan
         self._values = former.float()
-        self._count(self._values, self._values.nbytes - (0 if is_in_buffer else former.nbytes))
+        self._count(self._values, self._values.nbytes - (0 if is_shown else former.nbytes))
 
-    def cut_anew(self, layout: BucketLayout, own: Tensor) -> Residency:
+    def cut_anew(self, layout: BucketLayout, own: Tensor, in_part: Tensor | None) -> Residency:
         """The residency of another cut of the same bucket, with this rank's values; this one is at its end."""
-        self._count_out()
-        return Residency(replace(self.plan, layout=layout), own, None, self._ledger)
-
-    def _count_out(self) -> None:
-        for kept in (self._values if self.plan.masters is not Medium.BUFFER else None, self.copy):
-            if kept is not None:
+        for kept, medium in ((self._values, self.plan.masters), (self.copy, self.plan.copy)):
+            if kept is not None and medium not in SHOWN:
                 self._count(kept, -kept.nbytes)
+        return Residency(replace(self.plan, layout=layout), own, None, self._ledger, in_part)
+
+    def leave_part(self, layout: BucketLayout) -> None:
+        """Keep this rank's values apart from its part of the parameters, by a layout without parts."""
+        self.plan = replace(self.plan, layout=layout)
+        if self.plan.masters is Medium.PART:
+            self.plan = replace(self.plan, masters=Medium.DEVICE)
+            self._values = self._kept(self._values, Medium.DEVICE, self.plan.master_dtype)
+        if self.copy is not None and self.plan.copy is Medium.PART:
+            self.plan = replace(self.plan, copy=Medium.DEVICE)
+            self.copy = self._kept(self.copy, Medium.DEVICE, self.plan.compute_dtype)
 
     def leave_disk(self, gathered: Tensor | None, may_read: bool) -> None:
         """Move the master weights to memory, before their file is removed.

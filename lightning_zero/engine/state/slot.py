@@ -116,13 +116,20 @@ class BucketSlot:
                 bucket.segment_view(self.index).copy_(value)
             if not bucket.is_in_buffer:
                 bucket.follow(self.local_range, local_range_of(value, self))
+            if bucket.part is not None:
+                bucket.part.write(bucket.layout.segments[self.index], value)
 
     def written_locally(self, values: Tensor) -> None:
         bucket = self.bucket
         bucket.residency.written(self.local_range, values)
         if bucket.awaits_refresh:
             bucket.correct_update(self.local_range, values)
-        elif bucket.is_ready and not (bucket.is_in_buffer and bucket.layout.world_size == 1):
+            return
+        if bucket.part is not None:
+            bucket.rendezvous.meet(f"a write to '{self.name}'")
+            bucket.part.own[self.local_range].copy_(values)
+            bucket.part.exchange(bucket.layout.segments[self.index])
+        if bucket.is_ready and not (bucket.is_in_buffer and bucket.layout.world_size == 1):
             bucket.segment_view(self.index).copy_(self.collect(values))
 
     def collect(self, local: Tensor) -> Tensor:

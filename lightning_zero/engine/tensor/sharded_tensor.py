@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.comm.background_work import synchronize
 from lightning_zero.engine.plan.chunks import Box, boxes
-from lightning_zero.engine.tensor.slot import Slot
+from lightning_zero.engine.tensor.slot import Deferred, Slot
 from lightning_zero.engine.tensor.wrapper import WrapperTensor, new_wrapper
 
 if TYPE_CHECKING:  # their import takes a while, and only checkpoints need them
@@ -31,7 +31,7 @@ class ShardedTensor(WrapperTensor):
             than the tensor's (an fp32 master weight of a bf16 parameter), and it may be in host memory although the
             tensor's device is another.
         dtype: the dtype that user code sees.
-        keep: any object that must live as long as this tensor.
+        keep: any object that must live as long as this tensor; a ``Deferred`` completes the values when they are read.
     """
 
     slot: Slot
@@ -63,6 +63,8 @@ class ShardedTensor(WrapperTensor):
         if self._local is None:
             return self.slot.local_parameter()
         synchronize(self.slot.background)  # background work may be writing to it
+        if isinstance(self.keep, Deferred):
+            self.keep.complete()
         return self._local
 
     def show(self, local: Tensor, keep: Any) -> None:

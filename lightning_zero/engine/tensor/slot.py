@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+
+class Deferred(ABC):
+    """What keeps values of a tensor that are complete only after an exchange between ranks."""
+
+    @abstractmethod
+    def complete(self) -> None:
+        """Complete the values, if they are not. Collective."""
 
 
 class Slot(Protocol):

@@ -1,0 +1,98 @@
+"""This rank's part of a bucket's parameters where each machine has all of them at rest (``shard_within``)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lightning_zero.engine.comm.collectives import Communicator, Pending
+from lightning_zero.engine.plan.layout import BucketLayout, Segment
+from lightning_zero.engine.plan.mesh import NODE
+from lightning_zero.engine.state.ledger import Ledger
+from lightning_zero.engine.tensor.sharded_tensor import flat_range
+
+
+class NodePart:
+    """The parameters of this rank's shard, and of the shards of the ranks with its place on the other machines.
+
+    Gathers of the bucket start from it, between the ranks of a machine. Shards cross between machines once after each
+    change, and all ranks with the same place have the same values.
+
+    Args:
+        values: 1-D, in the dtype of the gathered buffer.
+        number: of the bucket among all buckets, the same on every rank.
+        what: an exchange is for, in words.
+
+    Attributes:
+        own: this rank's shard, a view of the values.
+    """
+
+    def __init__(
+        self, values: Tensor, layout: BucketLayout, communicator: Communicator, number: int, what: str, ledger: Ledger
+    ) -> None:
+        self._values, self._number, self._what, self._ledger = values, number, what, ledger
+        self._communicator = communicator
+        self._ranges, self._collectives = layout.ranges_in_part, communicator.along((NODE,))
+        self._begin, _ = layout.own_part
+        low, high = layout.own_range
+        self.own = values[low - self._begin : high - self._begin]
+        self._pending: list[Pending] = []
+        ledger.add("parameters", values.nbytes)
+
+    def refresh(self) -> None:
+        """Start to fetch the other shards, after a change of ``own`` on every rank."""
+        self.values()
+        self._pending.append(self._collectives.all_gather(self._values, self._ranges, self._number, self._what))
+
+    def values(self) -> Tensor:
+        """All values, once the shards on their way have arrived."""
+        if self._pending:
+            self._pending.pop().wait()
+        return self._values
+
+    def exchange(self, segment: Segment) -> None:
+        """Fetch a parameter from the ranks in whose shards it is, after a change of ``own`` everywhere. Collective."""
+        start, stop = self._range_of(segment)
+        ranges = [
+            (min(max(low, start), stop) - start, min(max(high, start), stop) - start) for low, high in self._ranges
+        ]
+        self._collectives.all_gather(self.values()[start:stop], ranges, self._number, self._what).wait()
+
+    def write(self, segment: Segment, value: Tensor) -> None:
+        """Take over a parameter's value, in a shape that expands to its own, which is the same on every rank."""
+        start, stop = self._range_of(segment)
+        begin = self._begin - segment.start
+        self.values()[start:stop].copy_(flat_range(value.expand(segment.shape), start + begin, stop + begin))
+
+    def _range_of(self, segment: Segment) -> tuple[int, int]:
+        """A parameter's range of the part, which may be empty."""
+        start, stop = (min(max(each - self._begin, 0), len(self._values)) for each in (segment.start, segment.stop))
+        return start, stop
+
+    def cut_anew(self, flat: Tensor, layout: BucketLayout) -> NodePart:
+        """The part by another layout; this one is at its end.
+
+        Args:
+            flat: the values of all parameters.
+        """
+        self.drop()
+        return NodePart(
+            flat[slice(*layout.own_part)].to(self._values.dtype, copy=True),
+            layout,
+            self._communicator,
+            self._number,
+            self._what,
+            self._ledger,
+        )
+
+    def let_go(self) -> None:
+        """End what is under way: other ranks need it to end."""
+        while self._pending:
+            self._pending.pop().let_go()
+
+    def abandon(self) -> None:
+        """Await nothing any more, after a failure: other ranks may never take part."""
+        self._pending.clear()
+
+    def drop(self) -> None:
+        """Count its memory out."""
+        self._ledger.add("parameters", -self._values.nbytes)
