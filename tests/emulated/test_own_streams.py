@@ -83,3 +83,10 @@ def test_such_branches_with_states_elsewhere(run_on_device, ranks, offload, mode
     recipe = Recipe(MODELS[model], steps=3, device=device.NAME)
     options = {"stage": 3, "units": [nn.Linear], "offload": OFFLOADS[offload]}
     assert run_on_device(ranks, out_of_order, recipe=recipe, **options) == [[]] * ranks
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_such_branches_within_groups(run_on_device, model):
+    recipe = Recipe(MODELS[model], steps=3, device=device.NAME)
+    options = {"stage": 3, "units": [nn.Linear], "shard_within": 2}
+    assert run_on_device(4, out_of_order, recipe=recipe, **options) == [[]] * 4

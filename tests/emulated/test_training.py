@@ -170,3 +170,21 @@ def test_waits_of_a_kind_that_do_nothing_are_seen(run_on_device, waits, stage, o
         2, is_seen_without, waits=waits, recipe=recipe, stage=stage, offload=offload, units=[nn.Linear]
     )
     assert seen == [waits != ""] * 2
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize(
+    "options", [{}, {"overlap": False}, {"offload": "cpu"}, {"prefetch": 2, "reduction_buffers": 3}], ids=str
+)
+def test_sharding_within_groups_is_ddps_but_for_the_order_of_sums(run_on_device, options, micro_batches):
+    recipe = Recipe(Wide, sgd, steps=4, micro_batches=micro_batches, device=NAME)
+    run_on_device(4, is_ddps, recipe=recipe, stage=3, bound=CLOSE, units=[nn.Linear], shard_within=2, **options)
+
+
+def test_low_precision_within_groups_is_that_of_stage_3(run_on_device):
+    run_on_device(4, is_as_flat, recipe=Recipe(Wide, sgd, steps=4, dtype=torch.bfloat16, device=NAME))
+
+
+@in_order
+def is_as_flat(recipe: Recipe) -> None:
+    same_runs(train_zero(recipe, 3, shard_within=2), train_zero(recipe, 3), CLOSE)

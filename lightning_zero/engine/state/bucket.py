@@ -256,7 +256,9 @@ class Bucket:
         return Pending(what, Started([], [own], finish))
 
     def wait(self) -> None:
-        """Wait until ``full`` is filled, with the result of the last update."""
+        """Wait until ``full`` is filled, with the result of the last update, and so is ``part``."""
+        if self.part is not None:
+            self.part.values()
         if self.state is BucketState.STALE:
             self.gather()
         self._finish_gather()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from lightning_zero.engine.comm.collectives import Communicator, Pending
+from lightning_zero.engine.comm.streams import current_stream
 from lightning_zero.engine.plan.layout import BucketLayout, Segment
 from lightning_zero.engine.plan.mesh import NODE
 from lightning_zero.engine.state.ledger import Ledger
@@ -36,6 +38,7 @@ class NodePart:
         low, high = layout.own_range
         self.own = values[low - self._begin : high - self._begin]
         self._pending: list[Pending] = []
+        self._arrived: torch.Event | None = None  # recorded when a stream had waited for the last exchange
         ledger.add("parameters", values.nbytes)
 
     def refresh(self) -> None:
@@ -45,8 +48,12 @@ class NodePart:
 
     def values(self) -> Tensor:
         """All values, once the shards on their way have arrived."""
+        stream = current_stream(self._values.device)
         if self._pending:
             self._pending.pop().wait()
+            self._arrived = stream.record_event() if stream is not None else None
+        elif self._arrived is not None and stream is not None:
+            stream.wait_event(self._arrived)  # another stream may have waited before
         return self._values
 
     def exchange(self, segment: Segment) -> None:
