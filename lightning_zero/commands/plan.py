@@ -44,6 +44,7 @@ def main(arguments: list[str]) -> int:
             checkpointing=[{"off": False, "on": True}[each] for each in parsed.checkpointing],
             resources=resources,
             memory=memory,
+            shard_within=[_group(each) for each in parsed.shard_within],
             transport=parsed.transport or measured.get("machine", {}).get("transport") or "nccl",
             **{"ranks": 1, **project.settings, **settings, **strategy_options(parsed.option)},
         )
@@ -61,7 +62,13 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-_SETTINGS = ("ranks", "accumulate", "precision", "clip")
+_SPEEDS = (
+    *("flops", "memory_bandwidth", "link_bandwidth", "machine_bandwidth", "link_seconds"),
+    *("host_bandwidth", "disk_bandwidth"),
+)
+"""Options that override what was measured."""
+
+_SETTINGS = ("ranks", "machines", "accumulate", "precision", "clip")
 """Options that come before what the project's own Trainer is given."""
 
 
@@ -82,6 +89,13 @@ def parser() -> Parser:
         metavar="name=value",
         help="other options of ZeroStrategy, such as prefetch=0",
     )
+    made.add_argument("--machines", type=int, help="that have equally many of the ranks (default: num_nodes, or 1)")
+    made.add_argument(
+        "--shard-within",
+        nargs="+",
+        default=["none"],
+        help="at stage 3, between which ranks parameters are sharded: none for all, node, or a number of ranks",
+    )
     made.add_argument("--micro-batch", type=int, nargs="+", help="samples per rank and micro-batch")
     made.add_argument("--checkpointing", nargs="+", default=["off"], choices=["off", "on"], help="of activations")
     made.add_argument("--accumulate", type=int, nargs="+", help="micro-batches a step (default: the Trainer's, or 1)")
@@ -92,6 +106,7 @@ def parser() -> Parser:
     made.add_argument("--flops", type=float, help="floating-point operations per second of matrix products")
     made.add_argument("--memory-bandwidth", type=float, help="bytes per second that operators read and write")
     made.add_argument("--link-bandwidth", type=float, help="bytes per second that a rank sends in a collective")
+    made.add_argument("--machine-bandwidth", type=float, help="bytes per second that a machine sends to the others")
     made.add_argument("--link-seconds", type=float, help="latency of a collective")
     made.add_argument("--host-bandwidth", type=float, help="bytes per second of optimizer updates on the host")
     made.add_argument(
@@ -109,6 +124,10 @@ def parser() -> Parser:
     return made
 
 
+def _group(text: str) -> str | int | None:
+    return {"none": None, "node": "node"}.get(text, int(text) if text.isdigit() else text)
+
+
 def _memory(text: str) -> int:
     try:
         return size_of(text)
@@ -121,7 +140,7 @@ def _resources(parsed: argparse.Namespace, measured: dict[str, Any]) -> Any:
     from lightning_zero.planning.timeline import Resources
 
     given = dict(measured)
-    for name in ("flops", "memory_bandwidth", "link_bandwidth", "link_seconds", "host_bandwidth", "disk_bandwidth"):
+    for name in _SPEEDS:
         if (value := getattr(parsed, name)) is not None:
             given[name] = value
     if not given:
@@ -134,6 +153,7 @@ def _resources(parsed: argparse.Namespace, measured: dict[str, Any]) -> Any:
 def _print(plans: list[Any]) -> None:
     categories = [name for name in _CATEGORIES if any(plan.peak_bytes.get(name) for plan in plans)]
     has_disk = any(plan.disk_bytes for plan in plans)
+    has_machines = any(plan.leaving_bytes for plan in plans)
     has_times = any(plan.seconds_per_step is not None for plan in plans)
     heading = (
         "strategy",
@@ -143,6 +163,7 @@ def _print(plans: list[Any]) -> None:
         "host",
         *(("disk",) if has_disk else ()),
         "sent",
+        *(("leaves a machine",) if has_machines else ()),
         *(("s/step", "samples/s") if has_times else ()),
         "fits",
     )
@@ -158,6 +179,7 @@ def _print(plans: list[Any]) -> None:
                 in_bytes(plan.host_bytes),
                 *((in_bytes(plan.disk_bytes),) if has_disk else ()),
                 in_bytes(sum(plan.traffic_bytes.values())),
+                *((in_bytes(plan.leaving_bytes),) if has_machines else ()),
                 *times,
                 {True: "yes", False: "no", None: ""}[plan.fits],
             )

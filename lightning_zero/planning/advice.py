@@ -37,11 +37,13 @@ class Plan:
         host_bytes: offloaded to the host's memory, with the buffers for states on a disk.
         disk_bytes: offloaded to a disk.
         traffic_bytes: of a step, by kind of collective.
+        leaving_bytes: of a step, that leave a machine, of all its ranks; 0 on one machine.
         seconds_per_step: an estimate; None where the machine's speed is unknown.
         waiting_seconds: the part of it in which the device waits for communication or the host.
         samples_per_second: over all ranks; likewise.
         fits: whether the peak is within 90 % of the device's memory; None where that is unknown.
         assumptions: made where the project reads values.
+        shard_within: as of ``ZeroStrategy``, at stage 3.
     """
 
     stage: int
@@ -55,16 +57,20 @@ class Plan:
     host_bytes: int
     disk_bytes: int
     traffic_bytes: dict[str, int]
+    leaving_bytes: int
     seconds_per_step: float | None
     waiting_seconds: float | None
     samples_per_second: float | None
     fits: bool | None
     assumptions: tuple[str, ...]
+    shard_within: str | int | None = None
 
     @property
     def name(self) -> str:
         """As a user writes it."""
         text = "DDP" if self.stage == 0 else f"zero{self.stage}{_SUFFIXES[self.offload]}"
+        if self.shard_within is not None:
+            text += f" with shard_within={self.shard_within!r}"
         return f"{text} with activation_checkpointing='units'" if self.activation_checkpointing else text
 
     def as_json(self) -> dict[str, Any]:
@@ -83,6 +89,7 @@ def make_plans(
     resources: Resources | None = None,
     memory: float | None = None,
     accumulate: int | Iterable[int] = 1,
+    shard_within: Iterable[str | int | None] = (None,),
     **options: Any,
 ) -> list[Plan]:
     """Plan every combination of the choices; DDP, as stage 0, is never offloaded or checkpointed.
@@ -93,6 +100,7 @@ def make_plans(
         resources: the machine's speed; None for plans without times.
         memory: bytes of the device; None for plans that do not say whether they fit.
         accumulate: micro-batches a step.
+        shard_within: choices at stage 3.
 
     Raises:
         ValueError: if there are no ranks, or micro-batches cannot be varied.
@@ -101,9 +109,9 @@ def make_plans(
         raise ValueError(f"ranks={ranks} must be a whole number, 1 or more.")
     plans = []
     accumulates = [accumulate] if isinstance(accumulate, int) else accumulate
-    choices = product(micro_batches, accumulates, stages, offloads, checkpointing)
-    for micro_batch, of_step, stage, offload, recompute in choices:
-        if stage == 0 and (offload != "none" or recompute):
+    choices = product(micro_batches, accumulates, stages, offloads, checkpointing, shard_within)
+    for micro_batch, of_step, stage, offload, recompute, within in choices:
+        if (stage == 0 and (offload != "none" or recompute)) or (stage != 3 and within is not None):
             continue
         sized = batch if micro_batch is None else resized(batch, micro_batch)
         # with a path, since no file is created: the folder for temporary files may be in memory
@@ -111,6 +119,8 @@ def make_plans(
         chosen: dict[str, Any] = {} if stage == 0 else {"offload": where}
         if recompute:
             chosen["activation_checkpointing"] = "units"
+        if within is not None:
+            chosen["shard_within"] = within
         chosen |= options
         run = fake_run(make_module, sized, ranks=ranks, stage=stage or None, accumulate=of_step, **chosen)
         times = replay(run.events, resources) if resources is not None else {}
@@ -130,11 +140,13 @@ def make_plans(
                 host_bytes=run.host_bytes,
                 disk_bytes=run.disk_bytes,
                 traffic_bytes=run.traffic,
+                leaving_bytes=run.leaving,
                 seconds_per_step=seconds,
                 waiting_seconds=times.get("waiting"),
                 samples_per_second=samples * ranks * of_step / seconds if samples and seconds else None,
                 fits=None if memory is None else total <= ROOM * memory,
                 assumptions=run.assumptions,
+                shard_within=within,
             )
         )
     return plans

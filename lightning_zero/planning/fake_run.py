@@ -99,15 +99,17 @@ class _PretendingZero(_Pretending):
     Arguments:
         ranks: how many.
         recorder: notes the collectives.
-        transport, rank: as for ``pretending``.
+        transport, rank, machines: as for ``pretending``.
         options: as for ``ZeroStrategy``.
     """
 
     engine: Engine | None
 
-    def __init__(self, ranks: int, recorder: Recorder, transport: str, rank: int, **options: Any) -> None:
+    def __init__(
+        self, ranks: int, recorder: Recorder, transport: str, rank: int, machines: int, **options: Any
+    ) -> None:
         self._ranks, self._recorder, self.leave_modes = ranks, recorder, ExitStack()
-        self._engine_class = pretending(ranks, recorder, transport, rank)
+        self._engine_class = pretending(ranks, recorder, transport, rank, machines)
         super().__init__(**options)
 
     @property
@@ -154,12 +156,13 @@ class _PretendingDDP(_Pretending):
     Arguments:
         ranks: how many.
         recorder: notes the collectives.
+        machines: on how many the ranks are.
     """
 
     optimizers: list[torch.optim.Optimizer]
 
-    def __init__(self, ranks: int, recorder: Recorder) -> None:
-        self._ranks, self._recorder, self.leave_modes = ranks, recorder, ExitStack()
+    def __init__(self, ranks: int, recorder: Recorder, machines: int) -> None:
+        self._ranks, self._recorder, self._machines, self.leave_modes = ranks, recorder, machines, ExitStack()
         self._now = Counter[str]()
         self._started: list[int] = []
         self._collected = self._reduced = 0
@@ -187,8 +190,8 @@ class _PretendingDDP(_Pretending):
 
     def _reduce(self) -> None:
         if self._ranks > 1 and self._collected:
-            sent = 2 * self._collected * (self._ranks - 1) / self._ranks
-            self._started.append(self._recorder.launch(sent))
+            sent = 2 * self._collected * (self._ranks - 1) / self._ranks  # by a ring
+            self._started.append(self._recorder.launch(sent, sent if self._machines > 1 else 0.0))
             self._reduced += self._collected
         self._collected = 0
 
@@ -241,6 +244,7 @@ class FakeRun:
         host_bytes: of what is offloaded to the host's memory, with the buffers for states on a disk.
         disk_bytes: of states on a disk.
         traffic: bytes of a step by kind of collective.
+        leaving: bytes of a step that leave a machine, of all its ranks; 0 on one machine.
         numel: elements of all parameters.
         events: of the step; see ``replay``.
         assumptions: made where the project reads values, which fake tensors do not have; and what of it did not run.
@@ -251,6 +255,7 @@ class FakeRun:
     host_bytes: int
     disk_bytes: int
     traffic: dict[str, int]
+    leaving: int
     numel: int
     events: list[Event]
     assumptions: tuple[str, ...]
@@ -347,6 +352,7 @@ def fake_run(
     transport: str = "nccl",
     with_values: bool = False,
     rank: int = 0,
+    machines: int = 1,
     **options: Any,
 ) -> FakeRun:
     """Train a module for two steps on fake tensors, with the real Trainer, strategy and engine.
@@ -362,19 +368,22 @@ def fake_run(
         transport: between the ranks, ``"nccl"``, ``"gloo"`` or ``"shared memory"``: which buffers a reduction takes.
         with_values: compute with real tensors, to check what fake ones give.
         rank: which one to run as; where another has more to keep, since parameters stay whole, that one is taken.
+        machines: on how many the ranks are, equally many on each.
         options: of ``ZeroStrategy``.
 
     Raises:
-        ValueError: if the module cannot be made on the meta device.
+        ValueError: if the module cannot be made on the meta device, or machines cannot have equally many ranks.
     """
+    if machines < 1 or ranks % machines:
+        raise ValueError(f"machines={machines} must be a whole number that divides {ranks} ranks.")
     module = _made_on_meta(make_module)
     package = package_of(module)
     zero_strategy, ddp_strategy = _strategies(package)
     mode, recorder, assumptions = FakeTensorMode(allow_non_fake_inputs=True), Recorder(), Assumptions()
     strategy: Any = (
-        ddp_strategy(ranks, recorder)
+        ddp_strategy(ranks, recorder, machines)
         if stage is None
-        else zero_strategy(ranks, recorder, transport, rank, stage=stage, **options)
+        else zero_strategy(ranks, recorder, transport, rank, machines, stage=stage, **options)
     )
     tracker = MemoryTracker(strategy.held, lambda: recorder.on_host)
     strategy.modes = [nullcontext() if with_values else mode, tracker, recorder, assumptions]
@@ -414,6 +423,7 @@ def fake_run(
             transport=transport,
             with_values=with_values,
             rank=most_loaded,
+            machines=machines,
             **options,
         )
     peak = {"parameters": 0, "optimizer": 0, **tracker.at_peak}  # which may be elsewhere entirely
@@ -431,6 +441,7 @@ def fake_run(
         host_bytes=host,
         disk_bytes=on_disk,
         traffic=second.traffic,
+        leaving=round(sum(event.leaving for event in second.events)),
         numel=numel,
         events=second.events,
         assumptions=(*assumptions.made, *_left_out(module, package.LightningModule)),

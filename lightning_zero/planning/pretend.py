@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from lightning_zero.engine.comm.backend_transport import BackendTransport
 from lightning_zero.engine.comm.background_work import BackgroundWork
 from lightning_zero.engine.comm.codec import Codec
 from lightning_zero.engine.comm.collectives import BucketCollectives, Communicator, Gathering
-from lightning_zero.engine.comm.counters import Counters
+from lightning_zero.engine.comm.counters import Counters, Link
 from lightning_zero.engine.comm.gloo_transport import GlooTransport
 from lightning_zero.engine.comm.rendezvous import Absence
 from lightning_zero.engine.comm.shared_memory_transport import SharedMemoryTransport
@@ -29,7 +29,8 @@ from lightning_zero.engine.compat import FakeTensor
 from lightning_zero.engine.config import EngineConfig, OffloadConfig
 from lightning_zero.engine.offload.states import DiskStates, Swap
 from lightning_zero.engine.offload.updates import DiskUpdate, OnSubGroup, Updates
-from lightning_zero.engine.plan.mesh import ALL, Mesh
+from lightning_zero.engine.plan.mesh import ALL, LOCAL, NODE, Mesh
+from lightning_zero.engine.plan.topology import Topology
 from lightning_zero.io.swap import SwapFile
 from lightning_zero.planning.timeline import Recorder
 
@@ -76,10 +77,14 @@ class PretendWatch:
 
 
 class _PretendTransport(Transport):
-    """Base class of transports that allocate the same buffers as the real ones, and send nothing."""
+    """Base class of transports that allocate the same buffers as the real ones, and send nothing.
 
-    def __init__(self, recorder: Recorder, size: int, rank: int) -> None:
-        self._recorder, self._size, self._rank = recorder, size, rank
+    Args:
+        leaving: bytes that leave the machine, of all its ranks, for each byte of a collective's full buffer.
+    """
+
+    def __init__(self, recorder: Recorder, size: int, rank: int, leaving: float) -> None:
+        self._recorder, self._size, self._rank, self._leaving = recorder, size, rank, leaving
 
     def _parts(self, flat: Tensor, ranges: Ranges) -> tuple[Tensor, list[Tensor]]:
         """This rank's slice of a flat buffer, and those of the others."""
@@ -91,7 +96,8 @@ class _PretendTransport(Transport):
 
     def _sent_of(self, nbytes: int) -> Callable[[], None]:
         """Record a collective over a full buffer, of which a rank sends all but its own part; returns its wait."""
-        return partial(self._recorder.wait, self._recorder.launch(nbytes * (self._size - 1) / self._size))
+        sent = nbytes * (self._size - 1) / self._size
+        return partial(self._recorder.wait, self._recorder.launch(sent, nbytes * self._leaving))
 
 
 class PretendBackendTransport(_PretendTransport, BackendTransport):
@@ -145,17 +151,43 @@ class PretendCommunicator(Communicator):
         recorder: notes the collectives.
         transport: one of ``TRANSPORTS``.
         rank: which one.
+        machines: on how many the ranks are, equally many on each.
+        shard_within: as of ``EngineConfig``.
     """
 
     name = "pretend"
 
-    def __init__(self, size: int, device: torch.device, recorder: Recorder, transport: str, rank: int) -> None:
+    def __init__(
+        self,
+        size: int,
+        device: torch.device,
+        recorder: Recorder,
+        transport: str,
+        rank: int,
+        machines: int,
+        shard_within: Literal["node"] | int | None,
+    ) -> None:
         self.size, self.rank, self.device, self.counters = size, rank, device, Counters()
         self.mesh = Mesh.flat(size, rank)
         self.watch, self.control = PretendWatch(), PretendControlPlane(size)  # type: ignore[assignment]
         self.gathering = Gathering(range(size), rank, self.control)
-        between = TRANSPORTS[transport](recorder, size, rank) if size > 1 else None
-        self._along = {ALL: BucketCollectives(between, self.counters, watch=self.watch)}
+        topology = Topology(tuple(each * machines // size for each in range(size)))
+        groups = topology.groups(shard_within) if shard_within is not None else topology
+        here = len(topology.within(rank))
+
+        def between(members: list[int], leaving: float, link: Link | None = None) -> BucketCollectives:
+            made = TRANSPORTS[transport](recorder, len(members), members.index(rank), leaving)
+            across = [place for place, each in enumerate(members) if each not in topology.within(rank)]
+            return BucketCollectives(made if len(members) > 1 else None, self.counters, across, self.watch, link)
+
+        # In a ring every byte passes the border of each machine; in two levels it comes to each machine once.
+        leaving = (size - 1) / size if transport == "nccl" else (machines - 1) / machines
+        self._along = {ALL: between(list(range(size)), leaving if machines > 1 else 0.0)}
+        if shard_within is not None and groups.has_two_levels:
+            self.mesh, column = Mesh.of(groups, rank), groups.across(rank)
+            beyond = len({topology.machines[each] for each in column})
+            self._along[LOCAL,] = between(groups.within(rank), 0.0, "within")
+            self._along[NODE,] = between(column, here * (beyond - 1) / beyond, "within")
 
     def broadcast_ranges(self, flat: Tensor, ranges: list[tuple[int, int]], what: str) -> None:
         pass
@@ -306,12 +338,15 @@ class PretendSwap(Swap):
         return values if self._mode is None else self._mode.from_tensor(values)
 
 
-def pretending(ranks: int, recorder: Recorder, transport: str = "nccl", rank: int = 0) -> type[Engine]:
+def pretending(
+    ranks: int, recorder: Recorder, transport: str = "nccl", rank: int = 0, machines: int = 1
+) -> type[Engine]:
     """Make a class of engines that run as one of several ranks, none of which exists.
 
     Args:
         transport: one of ``TRANSPORTS``.
         rank: which one.
+        machines: on how many the ranks are, equally many on each.
     """
 
     class PretendingEngine(Engine):
@@ -321,7 +356,8 @@ def pretending(ranks: int, recorder: Recorder, transport: str = "nccl", rank: in
             return ranks
 
         def _connect(self, group: Any, device: torch.device) -> None:
-            self.communicator = PretendCommunicator(ranks, device, recorder, transport, rank)
+            within = self.config.shard_within
+            self.communicator = PretendCommunicator(ranks, device, recorder, transport, rank, machines, within)
             self.rendezvous = PretendRendezvous()  # type: ignore[assignment]
 
         def _open_swap(self, offload: OffloadConfig) -> Swap:

@@ -28,7 +28,8 @@ class Project:
     Attributes:
         make_module: makes the LightningModule; for a plan, where parameters are made on the meta device.
         batches: for training, as the project's loader gives them, on the CPU.
-        settings: of its Trainer, by the argument of ``make_plans``: ``ranks``, ``accumulate``, ``precision``, ``clip``.
+        settings: of its Trainer, by the argument of ``make_plans``: ``ranks``, ``machines``, ``accumulate``,
+            ``precision``, ``clip``.
     """
 
     make_module: Callable[[], LightningModule]
@@ -120,7 +121,7 @@ def settings_of(trainer: dict[str, Any]) -> dict[str, Any]:
     if isinstance(devices, (list, tuple)):
         devices = len(devices)
     if isinstance(devices, int) or (isinstance(devices, str) and devices.isdigit()):
-        settings["ranks"] = int(devices) * nodes
+        settings |= {"ranks": int(devices) * nodes, "machines": nodes}
     names = {"accumulate_grad_batches": "accumulate", "precision": "precision", "gradient_clip_val": "clip"}
     return settings | {names[name]: trainer[name] for name in names if trainer.get(name) is not None}
 

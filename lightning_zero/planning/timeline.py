@@ -23,6 +23,8 @@ class Resources:
         memory_bandwidth: bytes per second that operators read and write.
         operator_seconds: the least time of an operator.
         link_bandwidth: bytes per second that a rank sends, and receives, in a collective.
+        machine_bandwidth: bytes per second that all ranks of a machine together send to other machines; None if that is
+            as quick as within a machine.
         link_seconds: latency of a collective.
         host_bandwidth: bytes per second that an update of offloaded states reads and writes in the host's memory.
         disk_bandwidth: bytes per second that an update of states on a disk reads and writes there, together.
@@ -35,6 +37,7 @@ class Resources:
     memory_bandwidth: float
     operator_seconds: float = 5e-6
     link_bandwidth: float = 10e9
+    machine_bandwidth: float | None = None
     link_seconds: float = 30e-6
     host_bandwidth: float = 10e9
     disk_bandwidth: float = 2e9
@@ -55,12 +58,14 @@ class Event(NamedTuple):
             of an update in the background; ``"disk"`` a read or a write of states there.
         flops, nbytes: of it; the bytes of a collective are those that the rank sends.
         number: of a collective.
+        leaving: bytes of a collective that leave the machine, of all its ranks.
     """
 
     kind: str
     flops: float = 0.0
     nbytes: float = 0.0
     number: int = 0
+    leaving: float = 0.0
 
 
 class Recorder(TorchDispatchMode):
@@ -86,10 +91,10 @@ class Recorder(TorchDispatchMode):
             self.events.append(Event("host" if self.on_host else "compute", float(flops), float(nbytes)))
         return result
 
-    def launch(self, nbytes: float) -> int:
-        """Record a collective in which this rank sends ``nbytes``; returns its number."""
+    def launch(self, nbytes: float, leaving: float = 0.0) -> int:
+        """Record a collective in which this rank sends ``nbytes`` and its machine ``leaving``; returns its number."""
         self._collectives += 1
-        self.events.append(Event("launch", nbytes=nbytes, number=self._collectives))
+        self.events.append(Event("launch", nbytes=nbytes, number=self._collectives, leaving=leaving))
         return self._collectives
 
     def disk(self, nbytes: int) -> None:
@@ -128,7 +133,10 @@ def replay(events: list[Event], resources: Resources) -> dict[str, float]:
         elif event.kind == "disk":
             disk_free = max(disk_free, now) + event.nbytes / resources.disk_bandwidth
         elif event.kind == "launch":
-            seconds = resources.link_seconds + event.nbytes / resources.link_bandwidth
+            seconds = event.nbytes / resources.link_bandwidth
+            if resources.machine_bandwidth is not None:
+                seconds = max(seconds, event.leaving / resources.machine_bandwidth)
+            seconds += resources.link_seconds
             network_free = max(network_free, now) + seconds
             communication += seconds
             ends[event.number] = network_free

@@ -211,3 +211,29 @@ def test_a_rank_that_cannot_be_measured_ends_doctor_with_one_line(capfd):
     assert doctor.main(["--ranks", "2", "--device", "nowhere"]) == 1
     errors = capfd.readouterr().err
     assert "lightning-zero doctor: rank" in errors and "could not be measured: " in errors
+
+
+def test_sharding_within_machines_is_planned_beside_stage_3(capsys):
+    choices = ["--stage", "3", "--ranks", "8", "--machines", "2", "--shard-within", "none", "node", "2"]
+    speed = ["--flops", "1e12", "--machine-bandwidth", "1e7", "--accumulate", "4"]
+    flat, node, pairs = planned(capsys, *choices, *speed)
+    assert [plan["shard_within"] for plan in (flat, node, pairs)] == [None, "node", 2]
+    assert node["leaving_bytes"] < 0.17 * flat["leaving_bytes"]
+    assert node["samples_per_second"] > 4 * flat["samples_per_second"]
+    assert flat["peak_bytes"]["parameters"] < node["peak_bytes"]["parameters"] < pairs["peak_bytes"]["parameters"]
+    assert main([*PROJECT, *choices, *speed]) == 0
+    said = capsys.readouterr().out
+    assert "zero3 with shard_within='node'" in said and "leaves a machine" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--machines", "3"], "machines=3 must be a whole number that divides 8 ranks"),
+        (["--machines", "2", "--shard-within", "3"], "shard_within=3 does not divide 8 ranks: write 2, 4 or 8"),
+        (["--shard-within", "nodes"], "shard_within='nodes' must be 'node', a number of ranks of at least 2, or None"),
+    ],
+)
+def test_impossible_machines_and_groups_are_refused(capsys, given, said):
+    assert main([*PROJECT, "--stage", "3", "--ranks", "8", *given]) == 2
+    assert said in capsys.readouterr().err

@@ -86,6 +86,47 @@ def test_of_whole_parameters_the_rank_with_the_most_is_planned(run_on, stage, of
     assert sum(run.report_peak.values()) == pytest.approx(max(totals), rel=0.02)
 
 
+def hold_within_groups(precision: str, accumulate: int) -> dict[str, int]:
+    watch = Watch()
+    strategy = ZeroStrategy(stage=3, shard_within=2, unit_numel=0)
+    options = {"precision": precision, "accumulate_grad_batches": accumulate}
+    trainer = make_trainer(strategy, callbacks=[watch], max_steps=2, **options)
+    trainer.fit(Net(width=128), DataLoader(torch.randn(32 * accumulate, 16, 128), batch_size=4))
+    return watch.peak
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_sharding_within_groups_is_planned_as_real_ranks_hold_it(run_on, precision, accumulate):
+    held = run_on(4, hold_within_groups, precision=precision, accumulate=accumulate)
+    run = fake_run(
+        partial(Net, width=128),
+        torch.randn(4, 16, 128),
+        ranks=4,
+        stage=3,
+        shard_within=2,
+        unit_numel=0,
+        transport="shared memory",
+        precision=precision,
+        accumulate=accumulate,
+    )
+    for of_rank in held:
+        assert sum(run.report_peak.values()) == pytest.approx(sum(of_rank.values()), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("options", "elements"),
+    # half of each gather of 4 bytes, and of each reduction, leaves one of two machines
+    [({"stage": 2}, 3), ({"stage": 3}, 6), ({"stage": 3, "shard_within": "node"}, 2), ({"stage": 1}, 2)],
+    ids=str,
+)
+def test_what_leaves_a_machine_is_planned(options, elements):
+    run = fake_run(Net, batch(), ranks=4, machines=2, accumulate=2, transport="shared memory", unit_numel=0, **options)
+    whole = 0.5 * 4 * elements * run.numel
+    assert 0.85 * whole < run.leaving < 1.02 * whole  # backward finds the unit gathered with which forward has ended
+    assert fake_run(Net, batch(), ranks=4, accumulate=2, transport="shared memory", **options).leaving == 0
+
+
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_other_precisions_take_the_bytes_of_real_ones(precision):
     runs = [
