@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
+from machines import Machines
 
 System = TypeVar("System")
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -54,9 +55,16 @@ RETURN_MEMORY_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHO
 
 
 def run_workers(
-    script: str, arguments: list[str], ranks: int, environment: dict[str, str], timeout: float
+    script: str,
+    arguments: list[str],
+    ranks: int,
+    environment: dict[str, str],
+    timeout: float,
+    machines: Machines | None = None,
 ) -> list[Any]:
     """Runs `script --worker FILE *arguments` as `ranks` processes of one thread each; returns what each wrote as JSON.
+
+    With `machines` half of them run on each.
 
     Raises:
         RuntimeError: a worker failed or did not end within `timeout` seconds; the text holds the end of its output.
@@ -69,14 +77,16 @@ def run_workers(
         results = [Path(folder, f"rank{rank}.json") for rank in range(ranks)]
         logs = [Path(folder, f"rank{rank}.log") for rank in range(ranks)]
         processes = []
+        places = machines.places(ranks) if machines is not None else [([], {})] * ranks
         for rank in range(ranks):
             added = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
             added |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "PYTHONPATH": path}
+            inside, there = places[rank]
             with logs[rank].open("w") as log:
                 processes.append(
                     subprocess.Popen(
-                        [sys.executable, script, "--worker", str(results[rank]), *arguments],
-                        env=os.environ | {name: str(value) for name, value in added.items()} | environment,
+                        [*inside, sys.executable, script, "--worker", str(results[rank]), *arguments],
+                        env=os.environ | {name: str(value) for name, value in added.items()} | there | environment,
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=log,

@@ -41,6 +41,7 @@ from common import (
     spread,
     write_results,
 )
+from machines import Machines
 
 from lightning_zero.commands.parsing import Parser
 from lightning_zero.commands.showing import print_json
@@ -52,14 +53,19 @@ PACKAGES = {
     "fsdp1": "torch.distributed.fsdp",
     "fsdp2": "torch.distributed.fsdp",
     "fsdp2_keep": "torch.distributed.fsdp",
+    "hsdp": "torch.distributed.fsdp",
     "deepspeed1": "deepspeed",
     "deepspeed2": "deepspeed",
     "deepspeed3": "deepspeed",
+    "deepspeed3_hpz": "deepspeed",
     "zero1": "lightning_zero.engine",
     "zero2": "lightning_zero.engine",
     "zero3": "lightning_zero.engine",
+    "zero3_node": "lightning_zero.engine",
 }
 """The systems of `systems.py`, and what a project imports for each."""
+BETWEEN_MACHINES = ("hsdp", "deepspeed3_hpz", "zero3_node")
+"""Those that are left out by default on one machine."""
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon for the matrices of blocks and AdamW for the rest"}
 WARM_UP = 2  # steps: the first allocates gradients and optimizer state, the second may still find its order
 WORKER_TIMEOUT = 1800.0  # seconds
@@ -71,7 +77,8 @@ OVERHEAD_STEPS = 20  # of the shrunk model
 
 def parser() -> Parser:
     made = Parser("lightning-zero bench peers", description=__doc__.partition("\n")[0])
-    made.add_argument("--systems", default=",".join(PACKAGES), help="comma-separated, of: " + " ".join(PACKAGES))
+    default = ",".join(name for name in PACKAGES if name not in BETWEEN_MACHINES)
+    made.add_argument("--systems", default=default, help="comma-separated, of: " + " ".join(PACKAGES))
     made.add_argument("--models", default="25m", help="comma-separated, of: " + " ".join(MODELS))
     made.add_argument("--rounds", type=int, default=5, help="how often each system is run and timed")
     made.add_argument("--steps", type=int, default=8, help="timed steps a round, after the warm-up")
@@ -88,6 +95,8 @@ def parser() -> Parser:
     made.add_argument("--checkpoint-activations", action="store_true", help="compute blocks again in backward")
     made.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: GPUs, if there are any")
     made.add_argument("--ranks", type=int, help="processes; by default 2 on a CPU, and one a GPU")
+    made.add_argument("--two-machines", action="store_true", help="half of the ranks each; needs root and Linux's ip")
+    made.add_argument("--rate", help="of the network between the two, such as 1gbit")
     made.add_argument("--shrunk", action="store_true", help="models of as many modules that compute next to nothing")
     made.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
     made.add_argument("--json", action="store_true", help="print the results as JSON, by model")
@@ -126,6 +135,10 @@ def check(parser: Parser, arguments: argparse.Namespace) -> None:
         parser.error("--device cuda: torch finds no GPU on this machine")
     arguments.device = "cuda" if gpus else "cpu"
     arguments.ranks = arguments.ranks or gpus or 2
+    if arguments.two_machines and (gpus or arguments.ranks % 2):
+        parser.error("--two-machines takes an even number of --ranks, and --device cpu")
+    if arguments.rate and not arguments.two_machines:
+        parser.error("--rate is that of the network of --two-machines")
     if gpus and arguments.ranks > gpus:
         parser.error(f"--ranks {arguments.ranks}: this machine has {gpus} GPUs; take fewer, or --device cpu")
 
@@ -224,7 +237,11 @@ def run(system: str, model: str, arguments: argparse.Namespace, *more: str, **en
     options += ["--checkpoint-activations"] * arguments.checkpoint_activations + ["--shrunk"] * arguments.shrunk
     if arguments.device == "cpu":
         environment |= {"DS_ACCELERATOR": "cpu"}  # DeepSpeed takes a GPU that it finds
-    return run_workers(__file__, [*options, *more], ranks_of(system, arguments), environment, WORKER_TIMEOUT)
+    ranks = ranks_of(system, arguments)
+    if not arguments.two_machines or ranks == 1:
+        return run_workers(__file__, [*options, *more], ranks, environment, WORKER_TIMEOUT)
+    with Machines(arguments.rate) as machines:
+        return run_workers(__file__, [*options, *more], ranks, environment, WORKER_TIMEOUT, machines)
 
 
 def ranks_of(system: str, arguments: argparse.Namespace) -> int:
@@ -242,7 +259,9 @@ def read(system: str, model: str, arguments: argparse.Namespace) -> dict[str, An
         "overhead_seconds": statistics.fmean(statistics.median(steps) for steps in overhead),
         "overhead": overhead,
         **{
-            key: statistics.fmean(rank[key] for rank in read) for key in ("asked_bytes", "sent_bytes") if key in read[0]
+            key: statistics.fmean(rank[key] for rank in read)
+            for key in ("asked_bytes", "sent_bytes", "left_bytes")
+            if key in read[0]
         },
     }
     if arguments.device == "cuda":
@@ -319,7 +338,8 @@ def report(model: str, arguments: argparse.Namespace, measured: dict[str, dict[s
     reads = MODELS[model]["kind"] in READS_TOKENS
     head = ["system", "s a step", "rounds", *(f"x {base.upper()}" for base in bases)]
     head += [f"{'tokens' if reads else 'samples'} a s", *(f"{kind} MiB" for kind in memory)]
-    head += ["asked MiB", "sent MiB", "overhead ms", "start-up s", "losses off"]
+    head += ["asked MiB", "sent MiB", *(["left MiB"] if arguments.two_machines else [])]
+    head += ["overhead ms", "start-up s", "losses off"]
     rows = [row(system, found, done, bases, memory, reads, arguments) for system, found in measured.items()]
     lines = [
         *description(model, arguments, measured, reference),
@@ -341,12 +361,16 @@ def description(
     if MODELS[model]["kind"] not in READS_TOKENS:
         size = f"{arguments.batch} samples"
     over = "Gloo, one thread each" if arguments.device == "cpu" else "NCCL"
+    network = ""
+    if arguments.two_machines:
+        network = f", half of them on each of two simulated machines ({arguments.rate or 'no limit'} between them)"
     return [
         f"The model {model}{', shrunk,' * arguments.shrunk} of {first['parameters'] / 1e6:.1f} M parameters, "
         f"{arguments.precision}, {OPTIMIZERS[arguments.optimizer]}, {size} a rank and micro-batch, "
         f"{arguments.accumulate} micro-batches a step"
         f"{', activations checkpointed' * arguments.checkpoint_activations}; {arguments.ranks} processes over {over}, "
-        f"on {first['device']}. `single` is one process with one rank's data: no communication, and other losses.",
+        f"on {first['device']}{network}. `single` is one process with one rank's data: no communication, and other "
+        "losses.",
         f"Medians of {arguments.rounds} rounds of {arguments.steps} steps; `rounds` is the lowest and the highest "
         f"median of one round. Losses off: at worst, from those of {reference}; up to "
         f"{TOLERANCE[arguments.precision]:g} counts as the same.",
@@ -363,7 +387,7 @@ def row(
     arguments: argparse.Namespace,
 ) -> list[str]:
     if "error" in found:
-        return [system, "FAILED", *[""] * (10 + len(bases) - 1)]
+        return [system, "FAILED", *[""] * (9 + len(bases) + arguments.two_machines)]
     median = found["median_seconds"]
     count = arguments.batch * arguments.accumulate * ranks_of(system, arguments) * (arguments.sequence if reads else 1)
     off = f"{found['losses_off']:.1e}" if "losses_off" in found else ""
@@ -375,6 +399,7 @@ def row(
         f"{count / median:.0f}",
         *(f"{found[f'{kind}_bytes'] / MEBIBYTE:.1f}" for kind in memory),
         *(f"{found[key] / MEBIBYTE:.2f}" if key in found else "" for key in ("asked_bytes", "sent_bytes")),
+        *([f"{found.get('left_bytes', 0) / MEBIBYTE:.2f}"] if arguments.two_machines else []),
         f"{found['overhead_seconds'] * 1e3:.2f}",
         f"{statistics.median(found['start_up_seconds']):.2f}",
         f"DIFFERENT: {off}" if is_wrong(found, arguments.precision) else off,
@@ -391,6 +416,7 @@ def file_name(model: str, arguments: argparse.Namespace) -> str:
     parts += [f"sequence{arguments.sequence}"] if arguments.sequence != 128 else []
     parts += [f"accumulate{arguments.accumulate}"] if arguments.accumulate != 1 else []
     parts += [arguments.optimizer] if arguments.optimizer != "adamw" else []
+    parts += ["two_machines", *([arguments.rate] if arguments.rate else [])] if arguments.two_machines else []
     parts += ["checkpointed"] if arguments.checkpoint_activations else []
     return "_".join(parts)
 

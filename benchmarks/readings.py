@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
+from machines import CABLE, bytes_sent, is_on_one_of_two
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -132,18 +133,21 @@ class Read:
 
 
 def communication(step: Callable[[], None]) -> dict[str, float]:
-    """Bytes that a rank is asked to send in one step, and on a CPU what its sockets have sent in another.
+    """Bytes that a rank is asked to send in one step, and on a CPU what its sockets have sent in another, and what has
+    left this rank's machine if there are two.
 
     What goes without a network counts for both: see `Read`.
     """
     found = {}
     if dist.get_backend() == "gloo" and sys.platform == "linux":
         all_is_sent()
-        before = sent_by_sockets()
+        before, left_before = sent_by_sockets(), bytes_sent()[CABLE] if is_on_one_of_two() else 0
         with Read() as read:
             step()
             all_is_sent()
         found["sent_bytes"] = float(sent_by_sockets() - before + read.bytes)
+        if is_on_one_of_two():
+            found["left_bytes"] = float(bytes_sent()[CABLE] - left_before)
     with Asked() as asked, Read() as read:
         step()
         all_is_sent()

@@ -4,6 +4,7 @@ Each takes the model (ordinary, the same weights on every rank, on its device) a
 and returns a `Training`.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -188,11 +189,16 @@ def fully_shard_blocks(model: nn.Module, **options: Any) -> None:
     fully_shard(model, **options)
 
 
-def fsdp2(model: nn.Module, conditions: Conditions, reshard_after_forward: bool) -> Training:
+def fsdp2(model: nn.Module, conditions: Conditions, reshard_after_forward: bool, is_hybrid: bool = False) -> Training:
+    """With ``is_hybrid`` in replicas, one on each machine (HSDP)."""
     options: dict[str, Any] = {"reshard_after_forward": reshard_after_forward}
     if conditions.dtype != torch.float32:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=conditions.dtype, reduce_dtype=torch.float32)
-    mesh = init_device_mesh(conditions.device.type, (dist.get_world_size(),))
+    shape: tuple[int, ...] = (dist.get_world_size(),)
+    if is_hybrid:
+        here = int(os.environ["LOCAL_WORLD_SIZE"])
+        shape = (shape[0] // here, here)
+    mesh = init_device_mesh(conditions.device.type, shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
     fully_shard_blocks(model, mesh=mesh, **options)
 
     @contextmanager
@@ -205,7 +211,7 @@ def fsdp2(model: nn.Module, conditions: Conditions, reshard_after_forward: bool)
     return Training(plain_step(model, optimizer, conditions.accumulate, no_sync=no_sync))
 
 
-def zero(model: nn.Module, conditions: Conditions, stage: int) -> Training:
+def zero(model: nn.Module, conditions: Conditions, stage: int, **options: Any) -> Training:
     from lightning_zero.engine import Engine
 
     optimizer, blocks = OPTIMIZERS[conditions.optimizer](model), set(model.blocks)
@@ -216,6 +222,7 @@ def zero(model: nn.Module, conditions: Conditions, stage: int) -> Training:
         compute_dtype=conditions.dtype if conditions.dtype != torch.float32 else None,
         device=conditions.device,
         activation_checkpointing=(lambda _, module: module in blocks) if conditions.checkpoint else None,
+        **options,
     )
     loop = (conditions.accumulate, conditions.autocast, engine.no_sync)
     return Training(plain_step(model, optimizer, *loop), peak_by_category=lambda: dict(engine.report().peak))
@@ -253,8 +260,12 @@ def deepspeed(model: nn.Module, stage: int, accumulate: int = 1, **config: Any) 
     return Training(step)
 
 
-def deepspeed_zero(model: nn.Module, conditions: Conditions, stage: int) -> Training:
+def deepspeed_zero(model: nn.Module, conditions: Conditions, stage: int, is_hybrid: bool = False) -> Training:
+    """With ``is_hybrid`` with ZeRO++'s secondary copy of the parameters on each machine."""
     config: dict[str, Any] = {"bf16": {"enabled": conditions.dtype == torch.bfloat16}}
+    if is_hybrid:
+        here = int(os.environ["LOCAL_WORLD_SIZE"])
+        config["zero_optimization"] = {"stage": stage, "zero_hpz_partition_size": here}
     if conditions.optimizer == "muon":  # DeepSpeed's own, which reads this attribute
         for name, parameter in model.named_parameters():
             parameter.use_muon = is_hidden(name, parameter)
@@ -279,11 +290,14 @@ SYSTEMS: dict[str, Callable[[nn.Module, Conditions], Training]] = {
     "zero_optimizer": checkpointed(partial(data_parallel, optimizer=zero_redundancy)),
     "fsdp1": checkpointed(fsdp1),
     "fsdp2": checkpointed(partial(fsdp2, reshard_after_forward=True)),
+    "hsdp": checkpointed(partial(fsdp2, reshard_after_forward=True, is_hybrid=True)),
     "fsdp2_keep": checkpointed(partial(fsdp2, reshard_after_forward=False)),
     "deepspeed1": checkpointed(partial(deepspeed_zero, stage=1)),
     "deepspeed2": checkpointed(partial(deepspeed_zero, stage=2)),
     "deepspeed3": checkpointed(partial(deepspeed_zero, stage=3)),
+    "deepspeed3_hpz": checkpointed(partial(deepspeed_zero, stage=3, is_hybrid=True)),
     "zero1": partial(zero, stage=1),  # with an option of its own for that
     "zero2": partial(zero, stage=2),
     "zero3": partial(zero, stage=3),
+    "zero3_node": partial(zero, stage=3, shard_within="node"),
 }

@@ -14,24 +14,29 @@ from lightning_zero.monitoring.callback import ZeroMonitor
 from lightning_zero.pruning import Pruning
 
 
-def expected_psi(stage: int, accumulate: int, world_size: int) -> int:
+def expected_psi(stage: int, accumulate: int, world_size: int, within: int | None = None) -> float:
     """Expected elements communicated per rank and optimizer step, divided by Psi (ZeRO paper, section 7).
 
     Psi is the number of parameters. Stage 1 reduces the gradients once a step, stages 2 and 3 once a micro-batch;
-    stages 1 and 2 gather the parameters once a step, stage 3 twice a micro-batch.
+    stages 1 and 2 gather the parameters once a step, stage 3 twice a micro-batch. If stage 3 is within groups of ranks,
+    so many in each, its parts are exchanged between groups once a step, too.
     """
     if world_size == 1:
         return 0
+    if within is not None and 1 < within < world_size:
+        return 3 * accumulate + 2 / within
     return {1: 2, 2: accumulate + 1, 3: 3 * accumulate}[stage]
 
 
 def collect(trainer: Trainer, monitor: ZeroMonitor, metrics: Mapping[str, float], checkpoint: str) -> dict[str, Any]:
     """Return all results of a fit as plain values; ``metrics`` are the validation metrics, by ``validation/NAME``."""
     stage = getattr(trainer.strategy, "stage", None)
+    within = trainer.strategy.config.shard_within if stage else None  # type: ignore[attr-defined]
+    within = trainer.world_size // trainer.num_nodes if within == "node" else within
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     last = [loss for _, loss in monitor.loss_curve[-20:]]
     communicated = None if monitor.elements_per_step is None else monitor.elements_per_step / monitor.numel
-    expected = expected_psi(stage, trainer.accumulate_grad_batches, trainer.world_size) if stage else None
+    expected = expected_psi(stage, trainer.accumulate_grad_batches, trainer.world_size, within) if stage else None
     return {
         "strategy": f"ZeRO stage {stage}" if stage else type(trainer.strategy).__name__,
         "processes": trainer.world_size,

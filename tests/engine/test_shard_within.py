@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from lightning_zero import full_grad, uneven_forwards
 from lightning_zero.engine import Engine, EngineConfig
 from lightning_zero.engine.comm import process_group
+from lightning_zero.engine.comm.renewal import renew
 from tests.engine.test_several_machines import MACHINES, on_machines, train_on
 from tests.support import whole
 from tests.support.lost import die, run_ranks
@@ -507,6 +509,29 @@ def resume(first: dict[str, Any], then: dict[str, Any]) -> None:
 def test_states_go_from_one_placement_to_another(run_on, within_first, stage):
     within, flat = {"shard_within": "node"}, {"stage": stage}
     run_on(4, resume, first=within if within_first else flat, then=flat if within_first else within)
+
+
+def come_back() -> None:
+    """As after a failure on all ranks alike: with a new group, each rank's own shard is what counts."""
+    for options in ({}, {"offload": "cpu"}):
+        module, optimizer = prepare(Recipe(OddModel, adam))
+        with on_machines("aabb"):
+            engine = Engine(module, [optimizer], shard_within="node", **options)
+        for step in range(2):
+            module(*batch(step)).backward()
+            optimizer.step()
+        expected = engine.full_state_dict()
+        renew(timeout=timedelta(seconds=60))
+        engine.rejoin()
+        same_tensors(engine.full_state_dict(), expected, bound=0)
+        with torch.no_grad():
+            module(*batch(0))
+        engine.close()
+        same_tensors(dict(module.state_dict()), expected, bound=0)
+
+
+def test_after_a_failure_the_ranks_save_and_close(run_on):
+    run_on(4, come_back)
 
 
 def be_killed() -> str:

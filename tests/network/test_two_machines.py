@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.support.machines import Machines, bytes_sent
+from tests.support.machines import bytes_sent, run_on_two
 
 WIDTH, LAYERS, STEPS = 512, 8, 4
 PSI = WIDTH * WIDTH * LAYERS
@@ -77,8 +77,7 @@ def train(stage: int, accumulate: int = 1, **options: Any) -> dict[str, Any]:
     ids=str,
 )
 def test_bytes_that_leave_a_machine_are_those_of_the_formula(options, accumulate, elements):
-    with Machines() as machines:
-        ranks = machines.run(train, accumulate=accumulate, **options)
+    ranks = run_on_two(train, accumulate=accumulate, **options)
     formula = 0.5 * elements * 4 * PSI
     if options == {"stage": 3}:  # backward begins with the unit with which forward has ended, and finds it there
         formula -= 0.5 * 4 * accumulate * WIDTH * WIDTH

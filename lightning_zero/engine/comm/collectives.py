@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Literal, NamedTuple
@@ -66,6 +67,16 @@ class Pending:
         """Give up the result. Peers still get what they need. (A garbage collection may call this in any thread.)"""
         if self._waits and not self._ends_by_itself:
             self.wait()
+
+
+def end_with(owner: Any, running: list[Pending]) -> None:
+    """When the owner is deleted, end its running collectives: other ranks need them to end."""
+    weakref.finalize(owner, _let_go, running).atexit = False
+
+
+def _let_go(running: list[Pending]) -> None:
+    for collective in running:
+        collective.let_go()
 
 
 class BucketCollectives:
@@ -268,6 +279,10 @@ class Communicator:
             control = ControlPlane(group, ranks, place, watch, self.counters, self.control.tag)
             control.small = exchanges.small if exchanges is not None else None
             self.gathering = Gathering(here, place, control)
+            # for what is left after a failure, which parts may be lost in
+            flat = GlooTransport(self.group, gather_tag, reduce_tag)
+            rest = flat if backend == "gloo" else BackendTransport(self.group, self.group)
+            self._along[ALL] = self._collectives(rest, [rank for rank in every if rank not in machine])
         else:
             assert within is not None and isinstance(across, GlooTransport)
             both = TwoLevelTransport(within, across, topology, self.rank)

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine.comm.background_work import BackgroundWork, synchronize
-from lightning_zero.engine.comm.collectives import Communicator, Pending
+from lightning_zero.engine.comm.collectives import Communicator, Pending, end_with
 from lightning_zero.engine.comm.phases import Phases
 from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.streams import Streams
@@ -119,9 +119,7 @@ class Bucket:
         self._buffer = GatheredBuffer(full, self.layout, self.ledger, stays=self.is_replicated)
         self._find_ranges()
         self._pending: list[Pending] = []  # the running gather, if there is one
-        weakref.finalize(self, _let_go, self._pending).atexit = False
-        if part is not None:
-            weakref.finalize(self, part.let_go).atexit = False
+        end_with(self, self._pending)
         self._left: torch.Event | None = None  # recorded after the last copy from host to device
 
         nan = torch.full((), float("nan"), device=full.device).to(full.dtype)
@@ -408,7 +406,7 @@ class Bucket:
         if self.part is not None:  # what came from other machines may be from before or after an update
             self.layout = replace(self.layout, nodes=1)
             self.residency.leave_part(self.layout)
-            self.part.drop()
+            self.part.abandon()
             self.part = None
             self._find_ranges()
         self.state = BucketState.SHARDED  # a replicated buffer may be partly overwritten
@@ -422,9 +420,3 @@ class Bucket:
         if self.states is not None:
             gathered = self.full[self._shard].clone() if self.is_ready else None
             self.residency.leave_disk(gathered, may_read)
-
-
-def _let_go(pending: list[Pending]) -> None:
-    """End running exchanges when the bucket is deleted: other ranks need them to end."""
-    for exchange in pending:
-        exchange.let_go()

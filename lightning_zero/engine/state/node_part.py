@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.comm.collectives import Communicator, Pending
+from lightning_zero.engine.comm.collectives import Communicator, Pending, end_with
 from lightning_zero.engine.comm.streams import current_stream
 from lightning_zero.engine.plan.layout import BucketLayout, Segment
 from lightning_zero.engine.plan.mesh import NODE
@@ -38,6 +38,7 @@ class NodePart:
         low, high = layout.own_range
         self.own = values[low - self._begin : high - self._begin]
         self._pending: list[Pending] = []
+        end_with(self, self._pending)
         self._arrived: torch.Event | None = None  # recorded when a stream had waited for the last exchange
         ledger.add("parameters", values.nbytes)
 
@@ -81,7 +82,7 @@ class NodePart:
         Args:
             flat: the values of all parameters.
         """
-        self.drop()
+        self._count_out()
         return NodePart(
             flat[slice(*layout.own_part)].to(self._values.dtype, copy=True),
             layout,
@@ -91,15 +92,10 @@ class NodePart:
             self._ledger,
         )
 
-    def let_go(self) -> None:
-        """End what is under way: other ranks need it to end."""
-        while self._pending:
-            self._pending.pop().let_go()
-
     def abandon(self) -> None:
-        """Await nothing any more, after a failure: other ranks may never take part."""
+        """End after a failure. A running exchange is not awaited: other ranks may never take part."""
         self._pending.clear()
+        self._count_out()
 
-    def drop(self) -> None:
-        """Count its memory out."""
+    def _count_out(self) -> None:
         self._ledger.add("parameters", -self._values.nbytes)
