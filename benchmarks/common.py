@@ -18,10 +18,12 @@ import time
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
-from machines import Machines
+
+if TYPE_CHECKING:
+    from machines import Machines
 
 System = TypeVar("System")
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -60,7 +62,7 @@ def run_workers(
     ranks: int,
     environment: dict[str, str],
     timeout: float,
-    machines: Machines | None = None,
+    machines: "Machines | None" = None,
 ) -> list[Any]:
     """Runs `script --worker FILE *arguments` as `ranks` processes of one thread each; returns what each wrote as JSON.
 

@@ -65,8 +65,12 @@ class Machines:
                 "GLOO_SOCKET_IFNAME": CABLE,
                 "OMP_NUM_THREADS": "1",
             }
-            found.append((["ip", "netns", "exec", self._names[node]], environment))
+            found.append((self.inside(node), environment))
         return found
+
+    def inside(self, node: int) -> list[str]:
+        """What a command begins with that is to run on a machine."""
+        return ["ip", "netns", "exec", self._names[node]]
 
 
 def bytes_sent() -> dict[str, int]:

@@ -34,7 +34,11 @@ def train_as_flat(machines: str, recipe: Recipe, bound: float = CLOSE, **options
     same_runs(within, train_ddp(recipe), bound=bound)
 
 
-@pytest.mark.behaviour("The numbers", "Stage 3 within each machine (shard_within), the optimizer over all ranks")
+@pytest.mark.behaviour(
+    "The numbers",
+    "`shard_within`: stage 3 within each machine, the optimizer over all ranks",
+    notes={1: "refused", 2: "refused"},
+)
 @MACHINES
 @pytest.mark.parametrize(
     "options",
@@ -161,7 +165,6 @@ def test_options_that_contradict_it_are_refused(options, said):
 # -- gradients --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.behaviour("The numbers", "Accumulation within machines (shard_within): a gradient crosses once a step")
 @pytest.mark.parametrize(
     "options",
     [
@@ -441,7 +444,6 @@ def write_by(write: Callable[[nn.Module], None], options: dict[str, Any]) -> Non
         parts_are_those_of(module, engine)
 
 
-@pytest.mark.behaviour("The numbers", "Every write to a parameter reaches all machines (shard_within)")
 @pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
 @pytest.mark.parametrize("options", [{}, {"is_low": True}, {"offload": "cpu"}], ids=str)
 def test_every_write_reaches_the_parts_of_all_machines(run_on, write, options):

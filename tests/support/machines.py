@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,39 +21,47 @@ sys.path.append(str(REPOSITORY / "benchmarks"))  # whose modules import each oth
 
 from machines import Machines, bytes_sent  # noqa: E402
 
-__all__ = ["bytes_sent", "run_on_two"]
+__all__ = ["bytes_sent", "on_two", "run_on_two"]
 
 
-def run_on_two(function: Any, ranks_each: int = 2, **arguments: Any) -> list[Any]:
-    """Call a module's function on every rank, with ``ranks_each`` ranks a machine, and return the results by rank.
-
-    It is called after ``init_process_group("gloo")``. Arguments and results are JSON. Skips where machines cannot be
-    made.
-    """
-    call = [sys.executable, "-m", "tests.support.machines", f"{function.__module__}:{function.__name__}"]
-    processes: list[subprocess.Popen[str]] = []
+@contextmanager
+def on_two() -> Iterator[Machines]:
+    """Two machines; skips where they cannot be made."""
     machines = Machines()
     try:
         machines.__enter__()
     except RuntimeError as error:
         pytest.skip(str(error))
     try:
-        for inside, environment in machines.places(2 * ranks_each):
-            processes.append(
-                subprocess.Popen(
-                    [*inside, *call, json.dumps(arguments)],
-                    env=os.environ | environment | {"PYTHONPATH": str(REPOSITORY)},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    cwd=REPOSITORY,
-                )
-            )
-        found = [process.communicate(timeout=TIMEOUT) for process in processes]
+        yield machines
     finally:
-        for process in processes:
-            process.kill()
         machines.__exit__()
+
+
+def run_on_two(function: Any, ranks_each: int = 2, **arguments: Any) -> list[Any]:
+    """Call a module's function on every rank, with ``ranks_each`` ranks a machine, and return the results by rank.
+
+    It is called after ``init_process_group("gloo")``. Arguments and results are JSON. Skips as ``on_two``.
+    """
+    call = [sys.executable, "-m", "tests.support.machines", f"{function.__module__}:{function.__name__}"]
+    processes: list[subprocess.Popen[str]] = []
+    with on_two() as machines:
+        try:
+            for inside, environment in machines.places(2 * ranks_each):
+                processes.append(
+                    subprocess.Popen(
+                        [*inside, *call, json.dumps(arguments)],
+                        env=os.environ | environment | {"PYTHONPATH": str(REPOSITORY)},
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.PIPE,
+                        text=True,
+                        cwd=REPOSITORY,
+                    )
+                )
+            found = [process.communicate(timeout=TIMEOUT) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
     wrong = [f"rank {rank}: {said[-3000:]}" for rank, (_, said) in enumerate(found) if processes[rank].returncode]
     assert not wrong, "\n".join(wrong)
     return [json.loads(output.splitlines()[-1]) for output, _ in found]
