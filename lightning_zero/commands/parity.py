@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
         from lightning_zero.planning.parity import probe
 
         project = project_of(parsed, of_script)
-        settings = {name: value for name, value in project.settings.items() if name != "ranks"}
+        settings = {name: value for name, value in project.settings.items() if name not in ("ranks", "machines")}
         settings |= {"precision": parsed.precision} if parsed.precision is not None else {}
         found = probe(
             project,

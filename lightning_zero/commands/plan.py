@@ -35,6 +35,8 @@ def main(arguments: list[str]) -> int:
         memory = _memory(parsed.memory) if parsed.memory else resources.memory if resources is not None else None
         project = project_of(parsed, of_script)
         settings = {name: value for name in _SETTINGS if (value := getattr(parsed, name)) is not None}
+        if parsed.ranks is not None:
+            settings = {"machines": 1, **settings}  # not the Trainer's, which has other ranks
         plans = make_plans(
             project.make_module,
             project.batch,
@@ -89,7 +91,7 @@ def parser() -> Parser:
         metavar="name=value",
         help="other options of ZeroStrategy, such as prefetch=0",
     )
-    made.add_argument("--machines", type=int, help="that have equally many of the ranks (default: num_nodes, or 1)")
+    made.add_argument("--machines", type=int, help="that have equally many of the ranks (default: the Trainer's, or 1)")
     made.add_argument(
         "--shard-within",
         nargs="+",

@@ -171,23 +171,23 @@ class PretendCommunicator(Communicator):
         self.mesh = Mesh.flat(size, rank)
         self.watch, self.control = PretendWatch(), PretendControlPlane(size)  # type: ignore[assignment]
         self.gathering = Gathering(range(size), rank, self.control)
-        topology = Topology(tuple(each * machines // size for each in range(size)))
-        groups = topology.groups(shard_within) if shard_within is not None else topology
-        here = len(topology.within(rank))
 
-        def between(members: list[int], leaving: float, link: Link | None = None) -> BucketCollectives:
+        def between(members: Sequence[int], leaving: float, link: Link | None = None) -> BucketCollectives:
             made = TRANSPORTS[transport](recorder, len(members), members.index(rank), leaving)
-            across = [place for place, each in enumerate(members) if each not in topology.within(rank)]
-            return BucketCollectives(made if len(members) > 1 else None, self.counters, across, self.watch, link)
+            return BucketCollectives(made if len(members) > 1 else None, self.counters, (), self.watch, link)
 
         # In a ring every byte passes the border of each machine; in two levels it comes to each machine once.
         leaving = (size - 1) / size if transport == "nccl" else (machines - 1) / machines
-        self._along = {ALL: between(list(range(size)), leaving if machines > 1 else 0.0)}
-        if shard_within is not None and groups.has_two_levels:
+        self._along = {ALL: between(range(size), leaving if machines > 1 else 0.0)}
+        if shard_within is None:
+            return
+        topology = Topology(tuple(each * machines // size for each in range(size)))
+        groups = topology.groups(shard_within)
+        if groups.has_two_levels:
             self.mesh, column = Mesh.of(groups, rank), groups.across(rank)
             beyond = len({topology.machines[each] for each in column})
             self._along[LOCAL,] = between(groups.within(rank), 0.0, "within")
-            self._along[NODE,] = between(column, here * (beyond - 1) / beyond, "within")
+            self._along[NODE,] = between(column, size // machines * (beyond - 1) / beyond, "across")
 
     def broadcast_ranges(self, flat: Tensor, ranges: list[tuple[int, int]], what: str) -> None:
         pass

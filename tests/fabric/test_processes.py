@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_zero.fabric
 import lightning_zero.lightning_fabric
+from lightning_zero.engine.plan.mesh import ALL
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from tests.fabric.training import make_fabric, same_as_under_ddp, set_up, state_of, train, weights
 from tests.support.models import OddModel
@@ -173,7 +174,7 @@ def deleted() -> None:
     model, optimizer = set_up(fabric)
     train(fabric, model, optimizer, steps=1)
     (engine,) = fabric.strategy.engines
-    thread = engine.communicator._transport._exchanges._thread
+    thread = engine.communicator.along(ALL)._transport._exchanges._thread
     assert thread.is_alive()
     del engine, model, optimizer
     assert fabric.strategy.engines == [] and not thread.is_alive()

@@ -71,7 +71,7 @@ def test_units_are_chosen_automatically_by_class_or_by_predicate(run_on):
 @contextlib.contextmanager
 def late_collectives(seed: int) -> Iterator[list[float]]:
     """The engine's own collectives, each rank's started and waited for up to 2 ms late; yields the delays so far."""
-    from lightning_zero.engine.comm.collectives import Communicator, Pending
+    from lightning_zero.engine.comm.collectives import BucketCollectives, Pending
 
     generator = random.Random(100 * seed + rank())
     delays: list[float] = []
@@ -91,7 +91,7 @@ def late_collectives(seed: int) -> Iterator[list[float]]:
 
     originals = [
         (owner, name, getattr(owner, name))
-        for owner, name in [(Communicator, "all_gather"), (Communicator, "reduce_scatter"), (Pending, "wait")]
+        for owner, name in [(BucketCollectives, "all_gather"), (BucketCollectives, "reduce_scatter"), (Pending, "wait")]
     ]
     for owner, name, function in originals:
         setattr(owner, name, late(function))

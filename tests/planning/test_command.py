@@ -82,7 +82,7 @@ def test_a_script_is_planned_as_its_trainer_is_made_without_its_devices(capsys, 
     (tmp_path / "train.py").write_text(SCRIPT)
     assert main([str(tmp_path / "train.py"), "--stage", "2", "--json", "--", "--width", "32"]) == 0
     (plan,) = json.loads(capsys.readouterr().out)
-    (expected,) = planned(capsys, "--stage", "2", "--ranks", "16", "--accumulate", "2")
+    (expected,) = planned(capsys, "--stage", "2", "--ranks", "16", "--machines", "2", "--accumulate", "2")
     assert plan == expected
     assert main([str(tmp_path / "train.py"), "--stage", "2", "--ranks", "4", "--json", "--", "--width", "32"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["ranks"] == 4

@@ -18,6 +18,7 @@ from torch import nn
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.engine import Engine
+from lightning_zero.engine.plan.mesh import ALL
 from lightning_zero.strategies import trainer_checkpoints
 from tests.support import rank
 from tests.support.models import OddModel
@@ -314,7 +315,7 @@ def test_a_failure_in_a_spawned_process_reaches_the_user(tmp_path):
 def end_engines():
     for closed in (True, False):
         engine = Engine(nn.Linear(2, 2), stage=3)
-        thread = engine.communicator._transport._exchanges._thread
+        thread = engine.communicator.along(ALL)._transport._exchanges._thread
         assert thread.is_alive()
         if closed:
             engine.close()

@@ -76,7 +76,7 @@ def test_hydra_has_every_option_with_its_default():
     "options, message",
     [
         ({"prefetc": 1}, "ZeroStrategy has no option 'prefetc': did you mean 'prefetch'?"),
-        ({"zzz": 1}, "ZeroStrategy has no option 'zzz': there are stage, offload, units, "),
+        ({"zzz": 1}, "ZeroStrategy has no option 'zzz': there are stage, offload, shard_within, units, "),
         ({"compute_dtype": torch.bfloat16}, "ZeroStrategy has no option 'compute_dtype'"),
     ],
 )

@@ -218,14 +218,17 @@ class Bucket:
         with torch.no_grad(), keep_version(self.full), self.phases("gather", self.unit_name):
             self._buffer.allocate()
             is_in_place = update is not None and update.writes_to_buffer
-            own = self.part.values() if self.part is not None else self.residency.own_values()
-            self._pending.append(self._start_gather(None if is_in_place else own))
+            self._pending.append(self._start_gather(None if is_in_place else self._own_values()))
         self.update = None
         if self.state is BucketState.SHARDED and not self.is_replicated:
             for view, segment in zip(self.views, self._buffer.segments):
                 show(view, segment)
                 mark_seen(view)
         self.state = BucketState.GATHERING
+
+    def _own_values(self) -> Tensor | None:
+        """The values that a gather starts from; None where these are in ``full`` already."""
+        return self.part.values() if self.part is not None else self.residency.own_values()
 
     def _start_gather(self, own: Tensor | None) -> Pending:
         """Copy this rank's values to their slice, unless they are there, and start the all-gather."""
