@@ -109,13 +109,15 @@ def full_optimizer_state(parameter: Tensor) -> dict[str, Any]:
 def shard_of(tensor: Tensor) -> Tensor:
     """This rank's shard of a parameter or gradient, 1-D; of an ordinary tensor all elements, flattened.
 
-    A parameter's shard is a view of its (fp32) master weight: modules see writes once the unit is gathered again.
+    A parameter's shard is a view of its (fp32) master weight: modules see writes once the unit is gathered again. With
+    ``shard_within`` other machines see them after the next update only: write to the parameter itself (``p.mul_(2)``).
 
     Args:
         tensor: a parameter, a gradient, or an ordinary tensor.
 
     Returns:
-        A 1-D tensor, without communication; it may be empty, since ranks own ranges of a unit and not of a parameter.
+        A 1-D tensor; it may be empty, since ranks own ranges of a unit and not of a parameter. Without communication,
+        but for a gradient that ``shard_within`` has summed within machines only, which is completed.
 
     Example:
         >>> model = torch.nn.Linear(3, 2)

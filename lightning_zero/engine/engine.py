@@ -93,7 +93,6 @@ class Engine(StateDicts):
     ) -> None:
         check_names(options, names_of_options(EngineConfig), "Engine")
         self.config = config = replace(config or EngineConfig(), **options)
-        self.placements = placements_of(config.stage, shards_within=config.shard_within is not None)
         offload = config.offloads
         self.background = self._updates_thread(config)
         self._swap: Swap | None = None
@@ -111,6 +110,7 @@ class Engine(StateDicts):
         self.streams = Streams(device)
         self.phases = Phases(device)
         self._connect(group, device)
+        self.placements = placements_of(config.stage, shards_within=self.communicator.shards_within)
         sources = agree_on_sources(module, self.communicator)
         check_can_be_initialised(module, sources)
         self._steps = self._updates = 0
@@ -358,7 +358,10 @@ class Engine(StateDicts):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally at stage 1, without communication; stages 2 and 3 reduce every micro-batch."""
+        """Accumulate gradients locally at stage 1, without communication; stages 2 and 3 reduce every micro-batch.
+
+        With ``shard_within`` within each machine only.
+        """
         before = self.reducer.synchronise
         self.reducer.synchronise = False
         try:

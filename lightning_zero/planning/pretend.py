@@ -179,11 +179,13 @@ class PretendCommunicator(Communicator):
         # In a ring every byte passes the border of each machine; in two levels it comes to each machine once.
         leaving = (size - 1) / size if transport == "nccl" else (machines - 1) / machines
         self._along = {ALL: between(range(size), leaving if machines > 1 else 0.0)}
+        self.shards_within = False
         if shard_within is None:
             return
         topology = Topology(tuple(each * machines // size for each in range(size)))
         groups = topology.groups(shard_within)
-        if groups.has_two_levels:
+        self.shards_within = groups.has_two_levels
+        if self.shards_within:
             self.mesh, column = Mesh.of(groups, rank), groups.across(rank)
             beyond = len({topology.machines[each] for each in column})
             self._along[LOCAL,] = between(groups.within(rank), 0.0, "within")

@@ -115,7 +115,13 @@ def test_a_number_makes_groups_of_adjacent_ranks_of_a_machine(run_on):
 
 def train_flat(machines: str, within: Any) -> None:
     recipe = Recipe(OddModel, adam, steps=3)
-    same_runs(train_on(machines, 3, recipe, shard_within=within), train_on(machines, 3, recipe))
+    run = train_on(machines, 3, recipe, shard_within=within)
+    same_runs(run, train_on(machines, 3, recipe))
+    with on_machines(machines):
+        module, optimizer = prepare(recipe)
+        engine = Engine(module, [optimizer], shard_within=within)
+    assert all(bucket.part is None and bucket.layout.nodes == 1 for bucket in engine.buckets)
+    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -267,6 +273,77 @@ def drop_between() -> None:
 
 def test_dropped_gradients_leave_nothing_behind(run_on):
     run_on(4, drop_between)
+
+
+class Partly(OddModel):
+    """A model of which no rank uses one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen.unused = nn.Linear(3, 3)
+
+
+def accumulate_partly() -> None:
+    with sharded(recipe=Recipe(Partly, adam), unit_numel=2**20) as (module, optimizer, engine):
+        for micro_batch in range(4):
+            assert crossed(engine) == 0
+            with engine.no_sync() if micro_batch < 3 else contextlib.nullcontext():
+                module(*batch(micro_batch)).backward()
+        assert crossed(engine) == sum(bucket.layout.padded_numel for bucket in engine.buckets) // 4
+        assert module.widen.unused.weight.grad is None
+        optimizer.step()
+
+
+def test_parameters_that_are_not_used_do_not_make_gradients_cross_more_often(run_on):
+    run_on(4, accumulate_partly)
+
+
+def refuse_a_read() -> None:
+    """A read by one rank alone is refused, and what has been accumulated stays."""
+    results = []
+    for reads in (False, True):
+        with sharded(handshake_timeout=60.0) as (module, optimizer, engine):
+            with engine.no_sync():
+                module(*batch(0)).backward()
+            if reads:
+                if rank() == 1:
+                    with pytest.raises(RuntimeError, match="which are summed within machines"):
+                        module.head.weight.grad.norm()
+                else:
+                    engine.communicator.control.gather_objects(None)
+                if rank() == 1:
+                    engine.communicator.control.gather_objects(None)
+            module(*batch(1)).backward()
+            optimizer.step()
+            results.append(engine.full_state_dict())
+    same_tensors(results[1], results[0], bound=0)
+
+
+def test_a_refused_read_loses_nothing(run_on):
+    run_on(4, refuse_a_read)
+
+
+def fail_after_early_updates() -> None:
+    """An exception between backward and step: weights that were updated early are the same on both machines."""
+    with sharded(offload="cpu", unit_numel=0) as (module, optimizer, engine):
+        for step in range(3):
+            try:
+                with engine.last_backward(optimizer):
+                    module(*batch(step)).backward()
+                    if step == 2:
+                        raise KeyError
+            except KeyError:
+                optimizer.zero_grad()
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            module(*batch(0))
+        parts_are_those_of(module, engine)
+
+
+def test_after_a_failed_step_both_machines_have_the_same_weights(run_on):
+    run_on(4, fail_after_early_updates)
 
 
 # -- memory and traffic -----------------------------------------------------------------------------------------------
@@ -471,6 +548,22 @@ def evaluate_unevenly() -> None:
 
 def test_uneven_evaluation_takes_turns_within_machines(run_on):
     run_on(4, evaluate_unevenly)
+
+
+def read_in_turns() -> None:
+    """A rank reads parameters while those of the other machine are elsewhere."""
+    with sharded(unit_numel=0) as (module, _, engine):
+        expected, _ = prepare(Recipe(OddModel, adam))
+        for _ in range([3, 2, 0, 1][rank()]):
+            engine.take_turn(0)
+            with torch.no_grad():
+                module(*batch(0))
+                assert torch.equal(module.head.weight.sum(), expected.head.weight.sum())
+        engine.take_turn(None)
+
+
+def test_parameters_are_read_in_turns_within_machines(run_on):
+    run_on(4, read_in_turns)
 
 
 def forward_unevenly() -> None:

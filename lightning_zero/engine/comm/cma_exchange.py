@@ -342,7 +342,7 @@ def connect(
         # A rank that cannot say it is on a machine of its own.
         topology = Topology(tuple(number if each is None else each[0] for number, each in enumerate(every)))
         groups = groups_of(topology)
-        if not groups.has_two_levels and (len(groups.nodes) > 1 or None in every):
+        if None in every or (not groups.has_two_levels and len(groups.nodes) > 1):
             return topology, None
         here = groups.within(rank)
         told, place, size = [every[each] for each in here], here.index(rank), len(here)

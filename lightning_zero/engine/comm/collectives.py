@@ -187,6 +187,7 @@ class Communicator:
         counters: of what has been communicated.
         mesh: of the ranks: two-dimensional where collectives have two levels, or shards are within groups of ranks.
         control: for Python values.
+        shards_within: whether parameters are sharded within groups of ranks.
         gathering: the ranks between which parameters are gathered; fewer than all where shards are within groups.
         watch: over the waits; only with several ranks.
         name: the same on every rank, and new each time; likewise.
@@ -199,7 +200,7 @@ class Communicator:
         self.size, self.rank = process_group.world_size(group), process_group.rank(group)
         self._own_groups: list[ProcessGroup] = []
         self._background_group: ProcessGroup | None = None
-        self.mesh = Mesh.flat(self.size, self.rank)
+        self.mesh, self.shards_within = Mesh.flat(self.size, self.rank), False
         self._along: dict[tuple[str, ...], BucketCollectives] = {ALL: BucketCollectives(None, self.counters)}
         if self.size == 1:
             self.control = ControlPlane(None, [0], 0, None, self.counters, 0)
@@ -223,12 +224,12 @@ class Communicator:
             self._control_group, self._ranks, self.rank, self.watch, self.counters, first + _CONTROL_TAG
         )
         self.gathering = Gathering(range(self.size), self.rank, self.control)
-        self._find_ways(backend, first + _GATHER_TAG, first + _REDUCE_TAG, shard_within)
+        self._choose_transports(backend, first + _GATHER_TAG, first + _REDUCE_TAG, shard_within)
 
-    def _find_ways(
+    def _choose_transports(
         self, backend: str, gather_tag: int, reduce_tag: int, shard_within: Literal["node"] | int | None
     ) -> None:
-        """Find the quickest ways between the ranks. Collective.
+        """Choose the quickest transports between the ranks. Collective.
 
         Raises:
             ValueError: if parameters cannot be sharded within such groups of ranks.
@@ -236,7 +237,8 @@ class Communicator:
 
         def groups_of(topology: Topology) -> Topology:
             groups = topology.groups(shard_within) if shard_within is not None else topology
-            return groups if groups.has_two_levels else topology
+            self.shards_within = shard_within is not None and groups.has_two_levels
+            return groups if self.shards_within else topology
 
         topology, exchanges = None, None
         if backend == "gloo" and self.device.type == "cpu" and self._timeout is not None:
@@ -258,8 +260,7 @@ class Communicator:
                 self.control.small = exchanges.small
                 self._along[ALL] = self._collectives(within)
                 return
-        shards_within = shard_within is not None and groups.has_two_levels
-        if within is None and not shards_within:
+        if within is None and not self.shards_within:
             transport = self._transport(backend, [every], gather_tag, reduce_tag)
             self._along[ALL] = self._collectives(transport, [rank for rank in every if rank not in machine])
             return
@@ -268,7 +269,7 @@ class Communicator:
         columns = [[ranks[place] for ranks in groups.nodes] for place in range(len(here))]
         across = self._transport(backend, columns, gather_tag, reduce_tag)
         elsewhere = [place for place, rank in enumerate(column) if rank not in machine]
-        if shards_within:
+        if self.shards_within:
             over = [place for place, rank in enumerate(here) if rank not in machine]
             inner = within or self._transport(backend, groups.nodes, gather_tag, reduce_tag)
             watch = self.watch.among(here)
@@ -279,10 +280,6 @@ class Communicator:
             control = ControlPlane(group, ranks, place, watch, self.counters, self.control.tag)
             control.small = exchanges.small if exchanges is not None else None
             self.gathering = Gathering(here, place, control)
-            # for what is left after a failure, which parts may be lost in
-            flat = GlooTransport(self.group, gather_tag, reduce_tag)
-            rest = flat if backend == "gloo" else BackendTransport(self.group, self.group)
-            self._along[ALL] = self._collectives(rest, [rank for rank in every if rank not in machine])
         else:
             assert within is not None and isinstance(across, GlooTransport)
             both = TwoLevelTransport(within, across, topology, self.rank)

@@ -69,8 +69,8 @@ def all_groups() -> list[ProcessGroup]:
 
 
 def new_group(ranks: list[int], backend: str, timeout: timedelta | None) -> ProcessGroup:
-    """Make a group of some ranks of the default group. Collective over all ranks of the default group."""
-    return dist.new_group(ranks, timeout=timeout, backend=backend)
+    """Make a group of some ranks of the default group, in this order. Collective over all of its ranks."""
+    return dist.new_group(ranks, timeout=timeout, backend=backend, sort_ranks=False)
 
 
 def start(backend: str, store: Store, rank: int, world_size: int, **options: Any) -> None:

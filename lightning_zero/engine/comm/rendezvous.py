@@ -24,10 +24,12 @@ class Absence:
         ranks: the absent ones.
         announce: to be called with a bucket's number before its gather, for the absent ranks to take part; None if none
             are absent, or another rank announces.
+        is_turn: within a turn of uneven inputs: ranks between which parameters are not gathered may be elsewhere.
     """
 
     ranks: list[int] = field(default_factory=list)
     announce: Callable[[int], None] | None = None
+    is_turn: bool = False
 
 
 class Rendezvous:

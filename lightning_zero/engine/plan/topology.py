@@ -34,7 +34,7 @@ class Topology:
         return len(self.nodes) > 1 and len(sizes) == 1 and sizes != {1}
 
     def groups(self, size: int | str) -> Topology:
-        """Ranks in groups of adjacent ones of a machine, which take the place of machines.
+        """Ranks in groups, machine by machine, which take the place of machines.
 
         Args:
             size: of each group; ``"node"`` for that of a machine.

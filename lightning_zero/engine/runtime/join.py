@@ -93,7 +93,7 @@ class Join:
     def _begin(self, absent: list[int]) -> None:
         announces = absent and self._place == min(set(range(len(self._ranks))).difference(absent))
         ranks = [self._ranks[place] for place in absent]
-        self._rendezvous.absence = Absence(ranks, self._announce if announces else None)
+        self._rendezvous.absence = Absence(ranks, self._announce if announces else None, is_turn=True)
 
     def _end(self) -> None:
         for unit in self._schedule.units:
@@ -102,7 +102,7 @@ class Join:
         if absence.announce is not None:
             self._announce(_OVER)
             self._control.wait_until_told()
-        if absence.ranks:
+        if absence.is_turn:
             self._rendezvous.absence = Absence()
 
     def _announce(self, number: int) -> None:

@@ -114,7 +114,7 @@ class Bucket:
         self.background, self.updates = updates, updates if residency.plan.is_offloaded else None
         self.update: BackgroundUpdate | None = None
         self.awaits_refresh = False
-        self.is_replicated = residency.plan.is_replicated
+        self.is_replicated, self._is_left = residency.plan.is_replicated, False
         self.state = BucketState.GATHERED if self.is_replicated else BucketState.SHARDED
         self._buffer = GatheredBuffer(full, self.layout, self.ledger, stays=self.is_replicated)
         self._find_ranges()
@@ -139,7 +139,7 @@ class Bucket:
 
     @property
     def over(self) -> tuple[str, ...]:
-        """The dimensions of the mesh over which parameters are sharded at rest."""
+        """The dimensions of the mesh along which the bucket is gathered and its gradients are reduced first."""
         return (LOCAL,) if self.part is not None else ALL
 
     @property
@@ -228,7 +228,11 @@ class Bucket:
 
     def _own_values(self) -> Tensor | None:
         """The values that a gather starts from; None where these are in ``full`` already."""
-        return self.part.values() if self.part is not None else self.residency.own_values()
+        if self.part is None:
+            return self.residency.own_values()
+        if self.update is not None:  # of a step that has failed since
+            self._refresh_part(self.part)
+        return self.part.values()
 
     def _start_gather(self, own: Tensor | None) -> Pending:
         """Copy this rank's values to their slice, unless they are there, and start the all-gather."""
@@ -238,6 +242,9 @@ class Bucket:
                 self.full[self._gathers_from].copy_(own, non_blocking=True)
             if (announce := self.rendezvous.absence.announce) is not None:
                 announce(self._number)
+            if self._is_left:
+                self.communicator.broadcast_ranges(self.full, list(self._ranges), what)
+                return Pending(what)
             return self.communicator.along(self.over).all_gather(self.full, self._ranges, self._number, what)
 
         what = f"the gather of unit {self.unit_name!r}"
@@ -417,6 +424,7 @@ class Bucket:
     def rejoin(self, communicator: Communicator, rendezvous: Rendezvous) -> None:
         """Use other communication between the same ranks, after a failure of the former."""
         self.communicator, self.rendezvous = communicator, rendezvous
+        self._is_left = self.layout.order is not None  # whatever order the shards of the new communicator have
 
     def leave_disk(self, may_read: bool) -> None:
         """Move the master weights to memory, before their file is removed."""

@@ -236,7 +236,7 @@ class BucketGradients:
         with torch.no_grad():
             total = self._mean_of(pending)
             assert isinstance(total, Tensor)
-            shard = shard_of_all(slots_of(self.bucket))
+            shard = self._accumulating_shard(slots_of(self.bucket))
             if shard is not None and (accumulated := shard.take()) is not None:
                 total.add_(accumulated)
             return self._reduce_across(total)
@@ -310,8 +310,8 @@ class BucketGradients:
     def finish_reduction(self, pending: Pending) -> dict[int, GradientShard]:
         """Wait for a reduction and add the mean over ranks to the gradient shards, which are by parameter's index."""
         with torch.no_grad():
-            is_second = self.bucket.part is not None and self.crosses
-            total = self._sum_of(pending) if is_second else self._mean_of(pending)
+            has_crossed = self.bucket.part is not None and self.crosses
+            total = self._sum_of(pending) if has_crossed else self._mean_of(pending)
             slots, segments = slots_of(self.bucket), self.bucket.layout.segments
             if self.bucket.part is not None and not self.crosses:
                 assert isinstance(total, Tensor)
@@ -340,13 +340,27 @@ class BucketGradients:
 
     def _accumulate_within(self, total: Tensor, slots: list[BucketSlot]) -> GradientShard:
         """Add a sum within this machine to the gradient shard, which is incomplete from then on."""
-        layout, shard = self.bucket.layout, shard_of_all(slots)
+        layout, shard = self.bucket.layout, self._accumulating_shard(slots)
         (begin, _), (low, high) = layout.own_part, layout.own_range
         own = slice(low - begin, high - begin)
         if shard is None:
             shard = GradientShard(total[own], layout.pieces_of(layout.rank), 0, None, self.bucket.ledger)
             shard.take_over(slots)
         shard.accumulate(total, own, self._sum_over_machines)
+        return shard
+
+    def _accumulating_shard(self, slots: list[BucketSlot]) -> GradientShard | None:
+        """The shard that all ``.grad`` show which are not None, with zeros for the others; None if there is no such."""
+        held = [slot for slot in slots if slot.parameter.grad is not None]
+        shard, dropped = shard_of_all(held), set(slots).difference(held)
+        if shard is not None:
+            if any(map(shard.is_kept, dropped)):
+                return None
+            begin, end = self.bucket.layout.own_part
+            for slot in dropped:
+                segment = self.bucket.layout.segments[slot.index]
+                start, stop = (min(max(each, begin), end) - begin for each in (segment.start, segment.stop))
+                shard.clear(slot.index, slice(start, stop))
         return shard
 
     def show(self, used: list[bool], shards: dict[int, GradientShard]) -> None:

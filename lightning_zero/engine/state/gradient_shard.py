@@ -137,6 +137,20 @@ class GradientShard:
         self._move(mine)
         self.accumulated = Accumulated(part, sum_over_machines)
 
+    def is_kept(self, slot: BucketSlot) -> bool:
+        """Whether somebody holds a tensor that shows the gradient of a parameter, in ``.grad`` or elsewhere."""
+        return any(shown.slot is slot for shown in self._shown)
+
+    def clear(self, index: int, in_part: slice) -> None:
+        """Set one parameter's gradient to zero, since nothing shows it any more.
+
+        Args:
+            in_part: its range of this rank's part of the bucket.
+        """
+        self.parts()[index].zero_()
+        if self.accumulated is not None:
+            self.accumulated.part[in_part].zero_()
+
     def take(self) -> Tensor | None:
         """Hand over the sums within this machine, to be completed; another shard then takes this one's place."""
         if self.accumulated is None:
@@ -147,9 +161,10 @@ class GradientShard:
     def complete(self) -> None:
         """Sum over machines what has been summed within them. Collective."""
         if self.accumulated is not None and not self.is_taken:
-            (part, sum_over_machines), self.accumulated = self.accumulated, None
-            self._move(sum_over_machines(part))
-            self._count.set(self._flat.nbytes)
+            total = self.accumulated.sum_over_machines(self.accumulated.part)
+            self.accumulated = None  # now, since other ranks may have refused
+            self._move(total)
+            self._count.set(total.nbytes)
 
     def _move(self, flat: Tensor) -> None:
         """Let this shard, and all that show a range of it, have other values."""

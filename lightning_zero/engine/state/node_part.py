@@ -84,7 +84,7 @@ class NodePart:
         """
         self._count_out()
         return NodePart(
-            flat[slice(*layout.own_part)].to(self._values.dtype, copy=True),
+            flat[slice(*layout.own_part)].to(self._values.device, self._values.dtype, copy=True),
             layout,
             self._communicator,
             self._number,

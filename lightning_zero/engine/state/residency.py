@@ -1,4 +1,4 @@
-"""Where this rank's master weights are at rest: in the gathered buffer, on the device, on the host or on a disk.
+"""Where this rank's master weights are at rest: in the gathered buffer or its part, on the device, the host or a disk.
 
 Where a gather cannot start from the master weights, there is also a copy of them in the compute dtype. A
 ``ResidencyPlan`` says where both are, without values; a ``Residency`` holds the values.
@@ -36,7 +36,7 @@ class Medium(Enum):
 
 
 SHOWN = (Medium.BUFFER, Medium.PART)
-"""Where a rank's values are a slice of what others have as well."""
+"""Media that are a slice of memory which gathers fill, too."""
 
 _MEDIA = {None: None, "cpu": Medium.HOST, "nvme": Medium.DISK}
 
@@ -266,14 +266,10 @@ class Residency:
         return Residency(replace(self.plan, layout=layout), own, None, self._ledger, in_part)
 
     def leave_part(self, layout: BucketLayout) -> None:
-        """Keep this rank's values apart from its part of the parameters, by a layout without parts."""
-        self.plan = replace(self.plan, layout=layout)
-        if self.plan.masters is Medium.PART:
-            self.plan = replace(self.plan, masters=Medium.DEVICE)
-            self._values = self._kept(self._values, Medium.DEVICE, self.plan.master_dtype)
-        if self.copy is not None and self.plan.copy is Medium.PART:
-            self.plan = replace(self.plan, copy=Medium.DEVICE)
-            self.copy = self._kept(self.copy, Medium.DEVICE, self.plan.compute_dtype)
+        """Take this rank's values for its own alone, by a layout without parts. Their memory stays where it is."""
+        masters, copy = (Medium.DEVICE if m is Medium.PART else m for m in (self.plan.masters, self.plan.copy))
+        assert masters is not None
+        self.plan = replace(self.plan, layout=layout, masters=masters, copy=copy)
 
     def leave_disk(self, gathered: Tensor | None, may_read: bool) -> None:
         """Move the master weights to memory, before their file is removed.

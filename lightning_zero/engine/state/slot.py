@@ -100,7 +100,8 @@ class BucketSlot:
             return self.local_parameter().view(self.shape).to(self.device, self.dtype).to(dtype)
         if bucket.full.dtype != dtype or bucket.awaits_refresh:
             return None
-        if bucket.rendezvous.absence.ranks:
+        absence = bucket.rendezvous.absence
+        if absence.ranks or (absence.is_turn and bucket.part is not None):
             bucket.gather()  # a gather, unlike other collectives, works with ranks that have no batch
         if bucket.is_ready:
             bucket.wait()
