@@ -246,11 +246,11 @@ class Communicator:
         elif shard_within is not None:
             topology = machines_of(self.control.gather_objects)
         if topology is None:
-            self._along[ALL] = self._collectives(self._transport(backend, [range(self.size)], gather_tag, reduce_tag))
+            self._along[ALL] = self._collectives(self._transport(backend, None, gather_tag, reduce_tag))
             return
 
         groups, machine = groups_of(topology), set(topology.within(self.rank))
-        here, every = groups.within(self.rank), range(self.size)
+        here = groups.within(self.rank)
         within: SharedMemoryTransport | None = None
         if exchanges is not None:
             within = SharedMemoryTransport(exchanges, here.index(self.rank), gather_tag, reduce_tag)
@@ -261,8 +261,9 @@ class Communicator:
                 self._along[ALL] = self._collectives(within)
                 return
         if within is None and not self.shards_within:
-            transport = self._transport(backend, [every], gather_tag, reduce_tag)
-            self._along[ALL] = self._collectives(transport, [rank for rank in every if rank not in machine])
+            transport = self._transport(backend, None, gather_tag, reduce_tag)
+            elsewhere = [rank for rank in range(self.size) if rank not in machine]
+            self._along[ALL] = self._collectives(transport, elsewhere)
             return
 
         self.mesh, column = Mesh.of(groups, self.rank), groups.across(self.rank)
@@ -289,13 +290,12 @@ class Communicator:
         return BucketCollectives(transport, self.counters, across, self.watch)
 
     def _transport(
-        self, backend: str, groups: Sequence[Sequence[int]], gather_tag: int, reduce_tag: int
+        self, backend: str, groups: Sequence[Sequence[int]] | None, gather_tag: int, reduce_tag: int
     ) -> GlooTransport | BackendTransport:
-        """A transport between the ranks of that group which has this one. Collective."""
+        """A transport between the ranks of that group which has this one; without groups, between all. Collective."""
         if backend == "gloo":
-            return GlooTransport(
-                self.group, gather_tag, reduce_tag, next(ranks for ranks in groups if self.rank in ranks)
-            )
+            members = None if groups is None else next(ranks for ranks in groups if self.rank in ranks)
+            return GlooTransport(self.group, gather_tag, reduce_tag, members)
         # What others ask of the group (Lightning once a batch) would wait for all gathers that came before it.
         return BackendTransport(*(self._new_group(backend, groups) for _ in ("gathers", "reductions")))
 
@@ -379,10 +379,10 @@ class Communicator:
             groups: make several groups instead; the one that has this rank is returned. By default one of all ranks.
         """
         with explained("making a group"):
-            for members in groups or [range(self.size)]:
-                ranks = [self._ranks[member] for member in members]
+            for members in groups or (None,):
+                ranks = self._ranks if members is None else [self._ranks[member] for member in members]
                 made = process_group.new_group(ranks, backend, self._timeout)
-                if self.rank in members:
+                if members is None or self.rank in members:
                     self._own_groups.append(made)
         return self._own_groups[-1]
 
