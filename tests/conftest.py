@@ -13,7 +13,7 @@ pytest_plugins = ["pytester", "tests.support.alone", "tests.support.compatibilit
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--programs", type=int, default=300, help="random programs of tests/search (default: 300)")
+    parser.addoption("--programs", type=int, help="random programs of tests/search (default: 60, with --all 300)")
     parser.addoption("--programs-seed", type=int, default=0, help="seed by which they are drawn (default: 0)")
 
 

@@ -241,6 +241,7 @@ REPORTS = {
 
 
 @pytest.mark.parametrize("arguments", REPORTS, ids=lambda arguments: arguments.split()[1])
+@pytest.mark.exhaustive
 def test_json_is_the_only_output_of_checkpoint_commands(arguments: str, checkpoint: Path, tmp_path: Path) -> None:
     done = run(*(word.format(path=checkpoint, out=tmp_path / "out") for word in arguments.split()))
     assert done.returncode == 0, done.stderr

@@ -58,6 +58,7 @@ def test_output_ends_with_a_table_of_plain_text_and_the_paths(alone: tuple[Path,
     assert plot == f"plot {folder / 'loss.png'}"
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_stays_sharded_writes_the_same_sample(alone: tuple[Path, str], tmp_path: Path) -> None:
     output = succeed("train", *TINY, "stage.after_fit=sharded", "hydra.run.dir=job", folder=tmp_path)
     ordinary, sharded = (re.findall("- sample -+\n(.+?)\n-{80}\n", text, re.S) for text in (alone[1], output))

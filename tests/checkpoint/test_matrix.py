@@ -115,6 +115,7 @@ def without_ours(values: dict[str, Any]) -> dict[str, Any]:
     ("ranks", "precision"),
     [*((ranks, "32-true") for ranks in (1, 2, 3, 4)), (2, "bf16-true"), (3, "bf16-true"), (2, "bf16-mixed")],
 )
+@pytest.mark.exhaustive
 def test_what_is_saved_is_the_same_whoever_saved_it(saved: Saved, ranks: int, precision: str) -> None:
     """All of a file, and all of a folder; DDP adds up in an order of its own where ranks are more than two."""
     folder = saved(ranks, precision)

@@ -85,6 +85,7 @@ def values_of_the_time(form: str, stage: int, folder: Path) -> None:
 
 @FORMS
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 1), (1, 3), (2, 1), (2, 3)])
+@pytest.mark.exhaustive
 def test_what_is_saved_in_the_background_is_of_the_time_of_saving(run_on, tmp_path, form, ranks, stage):
     run_on(ranks, values_of_the_time, form=form, stage=stage, folder=tmp_path)
 

@@ -162,6 +162,7 @@ LOADERS = {
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.exhaustive
 def test_batches_go_on_from_any_loader_with_samplers(run_on, tmp_path, loader, world_size):
     options = {"hooks": ["on_train_batch_end", "on_train_epoch_end"], "loader": LOADERS[loader]}
     run_on(world_size, whole_and_resumed, strategy="zero2", folder=tmp_path, **options)

@@ -125,5 +125,6 @@ def resume(kind: str, name: str, folder: Path, form: str) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("form", ["full", "sharded"])
+@pytest.mark.exhaustive
 def test_training_goes_on_as_if_never_stopped(run_on, tmp_path, name, stage, form):
     run_on(2, resume, kind=f"zero{stage}", name=name, folder=tmp_path, form=form)

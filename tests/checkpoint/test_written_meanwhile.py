@@ -145,6 +145,7 @@ def test_what_is_written_while_it_is_saved_is_saved_as_it_was(run_on, tmp_path, 
 
 
 @pytest.mark.parametrize("name", WRITES)
+@pytest.mark.exhaustive
 def test_what_is_on_a_disk_is_saved_as_it_was(run_on, tmp_path, name):
     offload = {"optimizer": "nvme", "parameters": "nvme", "sub_group": 1}
     run_on(2, saved_while_written, folder=tmp_path / "c.ckpt", stage=3, form="sharded", name=name, offload=offload)

@@ -54,6 +54,7 @@ def test_a_run_is_ddps(run_on_device, ranks, stage):
     ids=["one after another", "prefetch 0", "prefetch 2"],
 )
 @STAGES
+@pytest.mark.exhaustive
 def test_how_much_overlaps_changes_nothing(run_on_device, stage, options):
     recipe = Recipe(Wide, steps=4, device=NAME)
     run_on_device(2, is_ddps, recipe=recipe, stage=stage, units=[nn.Linear], **options)
@@ -70,6 +71,7 @@ def test_runs_that_clip_and_accumulate_are_ddps(run_on_device, ranks, stage):
     "optimizer", [models.adam_foreach, models.adam_amsgrad, models.sgd_nesterov, models.nadam, models.several_groups]
 )
 @pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.exhaustive
 def test_runs_of_other_optimizers_are_ddps(run_on_device, stage, optimizer):
     run_on_device(2, is_ddps, recipe=Recipe(optimizer=optimizer, steps=4, device=NAME), stage=stage)
 
@@ -91,6 +93,7 @@ def test_offload_changes_nothing_in_low_precision(run_on_device, stage, offload)
 
 @EACH
 @RANKS
+@pytest.mark.exhaustive
 def test_updates_that_begin_during_backward_change_nothing(run_on_device, ranks, offload):
     recipe = Recipe(Wide, sgd, steps=4, micro_batches=2, device=NAME)
     options = {"early": True, "units": [nn.Linear]}
@@ -118,6 +121,7 @@ def test_an_update_waits_for_a_copy_of_what_it_changes(run_on_device):
 
 @pytest.mark.parametrize("optimizer", [models.adam, models.adam_foreach, models.adagrad_with_initial_accumulator])
 @pytest.mark.parametrize("place", ["cpu", "nvme"])
+@pytest.mark.exhaustive
 def test_optimizers_whose_states_are_elsewhere(run_on_device, place, optimizer):
     recipe = Recipe(optimizer=optimizer, steps=4, device=NAME)
     offload = {"optimizer": place, "path": "swap"}
@@ -126,6 +130,7 @@ def test_optimizers_whose_states_are_elsewhere(run_on_device, place, optimizer):
 
 @pytest.mark.parametrize("place", ["cpu", "nvme"])
 @RANKS
+@pytest.mark.exhaustive
 def test_activations_elsewhere_change_nothing(run_on_device, ranks, place):
     recipe = Recipe(partial(Wide, 704), steps=3, device=NAME)  # a hidden state is large enough to be moved
     offload = {"activations": place, "optimizer": None, "path": "swap"}

@@ -701,6 +701,7 @@ def same_by(way, place, folder):
 
 @pytest.mark.parametrize("way", WAYS)
 @PLACES
+@pytest.mark.exhaustive
 def test_numbers_are_the_same_however_a_step_runs(run_on, tmp_path, way, place):
     run_on(1, same_by, way=way, place=place, folder=tmp_path)
 
@@ -791,6 +792,7 @@ def fail(in_backward, kind, place, folder):
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
 @PLACES
+@pytest.mark.exhaustive
 def test_after_an_exception_the_next_step_is_right(run_on, tmp_path, in_backward, kind, place):
     run_on(1, fail, in_backward=in_backward, kind=kind, place=place, folder=tmp_path)
 

@@ -64,6 +64,7 @@ def test_with_groups_and_clipping(run_on, stage, grouping, name):
 
 @GROUPINGS
 @STAGES
+@pytest.mark.exhaustive
 def test_with_accumulation(run_on, stage, grouping):
     bound = 0 if stage == 1 else CLOSE
     run_on(2, compare, recipe=RECIPES["accumulated"], stage=stage, bound=bound, unit_numel=UNIT_NUMELS[grouping])
@@ -93,6 +94,7 @@ def test_options_change_no_bit(run_on, stage, grouping, options):
 
 @GROUPINGS
 @STAGES
+@pytest.mark.exhaustive
 def test_bf16_changes_no_bit(run_on, stage, grouping):
     recipe = RECIPES["bf16"]
     run_on(2, compare_with_single_units, recipe=recipe, stage=stage, unit_numel=UNIT_NUMELS[grouping])

@@ -76,6 +76,7 @@ def train_on_disk(folder: str) -> None:
     train_in_bf16({"offload": offload}, torch.bfloat16)
 
 
+@pytest.mark.exhaustive
 def test_states_on_a_disk_are_sharded_over_all_ranks(run_on, tmp_path):
     run_on(4, train_on_disk, folder=str(tmp_path))
 
@@ -128,6 +129,7 @@ def train_flat(machines: str, within: Any) -> None:
     ("size", "machines", "within"),
     [(2, "aa", "node"), (2, "ab", "node"), (4, "aaaa", 4), (4, "aabb", 4), (1, "a", "node")],
 )
+@pytest.mark.exhaustive
 def test_one_group_or_groups_of_one_rank_are_stage_3(run_on, size, machines, within):
     run_on(size, train_flat, machines=machines, within=within)
 
@@ -691,6 +693,7 @@ def train_compiled() -> None:
         same_tensors(engine.full_state_dict(), dict(expected.state_dict()), bound=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_compiled_modules_train_alike(run_on):
     run_on(4, train_compiled)
     assert world_size() == 1 and not dist.is_initialized()

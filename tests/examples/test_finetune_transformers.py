@@ -184,6 +184,7 @@ def test_plain_transformers_loads_what_was_written(at_stage_3: Outcome, given: G
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.exhaustive
 def test_a_resumed_run_ends_as_the_run_never_stopped(at_stage_3: Outcome, given: Given, tmp_path: Path) -> None:
     checkpoint = at_stage_3.folder / "checkpoints" / "step_4.ckpt"
     resumed = finetune(SCRIPT, tmp_path, *given.overrides, "stage=2", f"resume={checkpoint}")
@@ -205,6 +206,7 @@ def test_lora_trains_adapters_and_merges_them(given: Given, tmp_path: Path) -> N
     assert adapted < 0.9 * before
 
 
+@pytest.mark.exhaustive
 def test_perplexity_is_counted_in_fp32_where_parameters_are_in_bf16(given: Given, tmp_path: Path) -> None:
     options = ["trainer.devices=1", "trainer.max_steps=1", "trainer.precision=bf16-true"]
     data = ["data.validation_percent=80", "data.batch_size=1"]  # fifty sums of some 30 tokens; bf16 counts to 256
@@ -278,6 +280,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra(
     assert f"the package {package} is missing: pip install 'lightning_zero[" in said
 
 
+@pytest.mark.exhaustive
 def test_under_torchrun_one_rank_says_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="ended with code") as ended:
         run(TORCHRUN, EXAMPLE, "model.lora.rank=0", folder=tmp_path, python=with_libraries())

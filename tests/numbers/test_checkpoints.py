@@ -140,6 +140,7 @@ def test_every_stage_and_ddp_resume_from_any_others_file_as_if_never_stopped(run
 
 @pytest.mark.parametrize("saver", STAGES)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.exhaustive
 def test_every_stage_resumes_in_bf16_as_if_never_stopped(run_on, tmp_path, saver, precision):
     run_on(2, resume_everywhere, saver=saver, folder=tmp_path, precision=precision, systems=STAGES)
 
@@ -189,6 +190,7 @@ def load_on_more_ranks(path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", STAGES)
+@pytest.mark.exhaustive
 def test_four_ranks_load_the_file_of_two(run_on, tmp_path, strategy):
     path = tmp_path / "checkpoint.ckpt"
     run_on(2, write_at_the_end_of_the_epoch, strategy=strategy, path=path)

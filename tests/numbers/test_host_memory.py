@@ -269,6 +269,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[st
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "whole"])
+@pytest.mark.exhaustive
 def test_beside_the_shards_a_rank_never_holds_two_units_and_reads_its_share(measured, case):
     for found in (of_rank[case] for of_rank in measured):
         assert SHARDS - OTHER <= found["peak"] < SHARDS + 2 * UNIT + OTHER, f"{found}, where the whole is {WHOLE}"

@@ -207,6 +207,7 @@ def test_a_disk_that_cannot_be_measured_is_a_finding(capsys, tmp_path):
     assert "The disk for offload='nvme' could not be measured" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_cannot_be_measured_ends_doctor_with_one_line(capfd):
     assert doctor.main(["--ranks", "2", "--device", "nowhere"]) == 1
     errors = capfd.readouterr().err

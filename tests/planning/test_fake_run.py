@@ -71,6 +71,7 @@ def hold_whole_parameters(stage: int, offload: str | None) -> dict[str, int]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("offload", [None, "cpu"])
+@pytest.mark.exhaustive
 def test_of_whole_parameters_the_rank_with_the_most_is_planned(run_on, stage, offload):
     held = run_on(3, hold_whole_parameters, stage=stage, offload=offload)
     run = fake_run(
@@ -166,7 +167,7 @@ def held_by_real_ranks(cases: list[tuple[int, str | None]]) -> list[dict[str, in
     return held
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_planned_bytes_are_within_two_percent_of_what_real_ranks_hold(run_on, ranks):
     cases = [(stage, offload) for stage in (1, 2, 3) for offload in (None, "cpu", "nvme")]
     of_ranks = run_on(ranks, held_by_real_ranks, cases=cases)

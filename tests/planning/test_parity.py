@@ -40,6 +40,7 @@ def test_where_they_part_is_named_with_the_weights():
     assert "zero2: differs from DDP at micro-batch 0: weights differ after it: blocks." in said
 
 
+@pytest.mark.exhaustive
 def test_other_losses_are_named_with_those_of_ddp():
     other = ["tests.planning.projects:KnowsItsStrategy", *PROJECT[1:]]
     code, (found,) = probed(*other, "--stage", "3", "--steps", "2")
@@ -55,6 +56,7 @@ def test_optimization_by_hand_is_probed():
 
 
 @pytest.mark.parametrize("text", [SCRIPT, OTHER_SCRIPT], ids=["lightning", "pytorch_lightning"])
+@pytest.mark.exhaustive
 def test_a_script_is_probed_with_its_own_batches(tmp_path, text):
     (tmp_path / "train.py").write_text(text)
     script = [str(tmp_path / "train.py"), "--stage", "3", "--precision", "32-true"]

@@ -91,6 +91,7 @@ class Tables(HTMLParser):
             self.tables[self._name][-1][-1] += data
 
 
+@pytest.mark.exhaustive
 def test_curves_are_those_of_the_logger(job: Path) -> None:
     (found,) = summary_of(job)["jobs"]
     with (job / "logs" / "metrics.csv").open() as stream:

@@ -19,10 +19,11 @@ SHARES = {"engine on 1": 0.15, "engine on 2": 0.6, "engine on 3": 0.1, "engine o
 @pytest.mark.timeout(0)  # --programs determines how long it takes; each program has its own timeout
 def test_random_programs_give_averaged_gradients(run_on, where, request):
     ranks, run = int(where[-1]), execute_in_trainer if "Trainer" in where else execute
+    of_all = request.config.getoption("--programs") or (300 if request.config.getoption("--all") else 60)
 
     @seed(request.config.getoption("--programs-seed"))
     @settings(
-        max_examples=round(request.config.getoption("--programs") * SHARES[where]),
+        max_examples=round(of_all * SHARES[where]),
         deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),

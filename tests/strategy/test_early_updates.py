@@ -235,6 +235,7 @@ WAIT = [
 
 @STAGES
 @pytest.mark.parametrize("module", WAIT, ids=lambda module: module.__name__)
+@pytest.mark.exhaustive
 def test_they_wait_for_the_end_of_backward_where_a_module_stands_between_it_and_the_step(run_on, stage, module):
     run_on(2, compare, stage=stage, module=module, expected=False)
 
@@ -288,6 +289,7 @@ def test_while_micro_batches_accumulate_they_begin_in_the_last_one(run_on, stage
 
 @STAGES
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.exhaustive
 def test_they_begin_in_backward_at_other_precisions(run_on, stage, precision):
     run_on(2, compare, stage=stage, module=Tower, expected=True, precision=precision)
 

@@ -42,6 +42,7 @@ assert dir(lightning_zero) == sorted([*lightning_zero.__all__, "engine", "fabric
         "import lightning_zero.strategies.trainer",
     ],
 )
+@pytest.mark.exhaustive
 def test_whatever_a_project_imports_first_all_names_are_registered(first):
     then = "from lightning.pytorch.strategies import StrategyRegistry as all_; print({'zero3', 'zero_auto'} <= {*all_})"
     assert in_a_new_interpreter(f"{first}\n{then}").splitlines()[-1] == "True"

@@ -134,6 +134,7 @@ def test_losses_and_weights_are_those_without_offload(run_on, tmp_path: Path, st
     ],
     ids=["accumulation", "clipping by value", "clipping by norm", "bf16-mixed", "manual optimization"],
 )
+@pytest.mark.exhaustive
 def test_they_are_so_with_everything_else(run_on, tmp_path: Path, stage, place, options):
     run_on(2, fit_with_and_without, stage=stage, place=place, path=str(tmp_path), **options)
 
@@ -225,6 +226,7 @@ def fit_after_a_failure(path: str, precision: str, **offload: Any) -> None:
 
 @pytest.mark.parametrize("options", [{"parameters": "nvme"}, {"parameters": "cpu"}, {}], ids=str)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.exhaustive
 def test_after_a_failure_what_was_on_a_disk_is_where_the_next_run_finds_it(run_on, tmp_path: Path, options, precision):
     run_on(2, fit_after_a_failure, path=str(tmp_path), precision=precision, **options)
 
@@ -266,5 +268,6 @@ def fabric_with_and_without(stage: int, path: str) -> None:
 
 @STAGES
 @pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.exhaustive
 def test_fabric_trains_as_without_offload(run_on, tmp_path: Path, stage, size):
     run_on(size, fabric_with_and_without, stage=stage, path=str(tmp_path))

@@ -217,6 +217,7 @@ numbers = st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5, 1e-7, -3.0, float("inf"), 
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.exhaustive
 def test_masks_leave_out_the_least_of_any_values_with_ties_by_position(run_on, size):
     numels = [torch.Size(shape).numel() for shape in SHAPES]
 
