@@ -142,6 +142,7 @@ def communication(step: Callable[[], None]) -> dict[str, float]:
     if dist.get_backend() == "gloo" and sys.platform == "linux":
         all_is_sent()
         before, left_before = sent_by_sockets(), bytes_sent()[CABLE] if is_on_one_of_two() else 0
+        dist.barrier()  # the machine's other ranks may not go on to send before this one has read
         with Read() as read:
             step()
             all_is_sent()

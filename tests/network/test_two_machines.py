@@ -38,21 +38,23 @@ def train(stage: int, accumulate: int = 1, **options: Any) -> dict[str, Any]:
         optimizer.zero_grad()
         losses.append(loss.item())
 
-    def sent() -> dict[str, int]:
+    def read_counters() -> dict[str, int]:
         for bucket in engine.buckets:  # gathers that a step has begun
             if bucket.part is not None:
                 bucket.part.values()
             elif bucket.is_ready:
                 bucket.wait()
         dist.barrier()
-        return bytes_sent()
+        sent = bytes_sent()
+        dist.barrier()  # the machine's other rank may not go on to send before this one has read
+        return sent
 
     step(0)
-    before = sent()
+    before = read_counters()
     engine.reset_counters()
     for number in range(1, STEPS + 1):
         step(number)
-    after = sent()
+    after = read_counters()
     crossed = sum(n for (_, link), n in engine.communicator.counters.bytes.items() if link == "across")
     found = {"losses": losses, "crossed": crossed / STEPS, "machines": engine.communicator.mesh.dimensions["node"]}
     weights = torch.cat([value.flatten() for value in engine.full_state_dict().values()])

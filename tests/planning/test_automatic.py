@@ -69,7 +69,7 @@ def trained(strategy: str, memory: float | None = None, stream: bool = False) ->
         "weights": [parameter.detach().clone() for parameter in module.parameters()],
         "choice": choice,
         "stage": getattr(trainer.strategy, "stage", None),
-        "said": [sentence for sentence in said.said if "zero" in sentence],
+        "said": [sentence for sentence in said.said if choice is not None and sentence in choice.why],
         "taken": Stream.taken,
         "read": Rows.read,
     }
@@ -80,6 +80,7 @@ def test_the_choice_gives_ddps_numbers(run_on):
     for theirs, ours in zip(expected, found):
         assert all(map(torch.equal, theirs["weights"], ours["weights"]))
         assert ours["choice"] == found[0]["choice"]
+    assert found[0]["said"] == list(found[0]["choice"].why)
     assert found[0]["said"][0].startswith(f"zero_auto: zero{found[0]['stage']}")
     assert any("samples/s" in sentence for sentence in found[0]["said"])
     assert found[1]["said"] == []
