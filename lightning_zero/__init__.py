@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lightning_zero import pruning as pruning
     from lightning_zero.checkpoint.weights import load_weights
     from lightning_zero.engine.access import full_grad, full_optimizer_state, full_parameters, shard_of, uneven_forwards
-    from lightning_zero.engine.config import OffloadConfig
+    from lightning_zero.engine.config import CompressionConfig, OffloadConfig
     from lightning_zero.planning.automatic import ZeroAutoStrategy
     from lightning_zero.strategies.trainer import ZeroStrategy
 
@@ -32,6 +32,7 @@ for _package, _ours in (
     after_import(_package, f"lightning_zero.{_ours}")
 
 _MODULE_OF = {
+    "CompressionConfig": "engine.config",
     "OffloadConfig": "engine.config",
     "ZeroAutoStrategy": "planning.automatic",
     "ZeroStrategy": "strategies.trainer",
@@ -45,6 +46,7 @@ _MODULE_OF = {
 _SUBMODULES = ("engine", "fabric", "monitoring", "pruning")
 
 __all__ = [
+    "CompressionConfig",
     "OffloadConfig",
     "ZeroAutoStrategy",
     "ZeroStrategy",

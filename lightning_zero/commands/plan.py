@@ -47,6 +47,7 @@ def main(arguments: list[str]) -> int:
             resources=resources,
             memory=memory,
             shard_within=[_group(each) for each in parsed.shard_within],
+            compression=[None if each == "none" else each for each in parsed.compression],
             transport=parsed.transport or measured.get("machine", {}).get("transport") or "nccl",
             **{"ranks": 1, **project.settings, **settings, **strategy_options(parsed.option)},
         )
@@ -97,6 +98,12 @@ def parser() -> Parser:
         nargs="+",
         default=["none"],
         help="at stage 3, between which ranks parameters are sharded: none for all, node, or a number of ranks",
+    )
+    made.add_argument(
+        "--compression",
+        nargs="+",
+        default=["none"],
+        help="of what crosses between machines, over gloo or shared memory: none, exact or int8",
     )
     made.add_argument("--micro-batch", type=int, nargs="+", help="samples per rank and micro-batch")
     made.add_argument("--checkpointing", nargs="+", default=["off"], choices=["off", "on"], help="of activations")

@@ -40,6 +40,9 @@ class EngineConfig:
         shard_within: at stage 3, between which ranks parameters and accumulating gradients are sharded: ``"node"`` for
             those of each machine, or how many adjacent ranks. Each parameter then crosses between machines once a step.
             Master weights and optimizer state are sharded over all ranks. ``None`` shards parameters over all ranks.
+        compression: of what crosses between machines, over Gloo: ``"exact"`` sends parameters as changes, without loss;
+            ``"int8"`` sends gradients in 8 bits as well; a ``CompressionConfig``, or a mapping of its fields, for more.
+            ``None`` compresses nothing.
         units: which modules are gathered and released together: ``"auto"``, module classes, or a predicate of
             (qualified name, module).
         unit_numel: elements up to which neighbouring blocks are gathered together. ``None`` with automatic units:
@@ -68,6 +71,7 @@ class EngineConfig:
     stage: int | str = 3
     offload: OffloadTarget | OffloadConfig | Mapping[str, Any] | None = None
     shard_within: Literal["node"] | int | None = None
+    compression: str | CompressionConfig | Mapping[str, Any] | None = None
     units: Modules = "auto"
     unit_numel: int | None = None
     prefetch: int = 1
@@ -121,6 +125,10 @@ class EngineConfig:
                     f"shard_within={within!r} keeps parameters on the device for the ranks of a machine, and offload: "
                     f"parameters={offload.parameters!r} would move them away. Leave one of the two out."
                 )
+        compression = compression_config(self.compression)
+        object.__setattr__(self, "compression", compression)
+        if compression is not None:
+            compression.check(self)
         if offload is not None and offload.activations is not None and self.activation_checkpointing is None:
             raise ValueError(
                 f"offload: activations={offload.activations!r} offloads the inputs of checkpointed modules, and no "
@@ -132,6 +140,12 @@ class EngineConfig:
         """``offload`` after its conversion in ``__post_init__``."""
         assert self.offload is None or isinstance(self.offload, OffloadConfig)
         return self.offload
+
+    @property
+    def compresses(self) -> CompressionConfig | None:
+        """``compression`` after its conversion in ``__post_init__``."""
+        assert self.compression is None or isinstance(self.compression, CompressionConfig)
+        return self.compression
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -239,6 +253,92 @@ def offload_config(offload: Any) -> OffloadConfig | None:
             offload = {**offload, "path": default_folder()}
         return OffloadConfig(**offload) if offload else None
     raise ValueError(f"offload={offload!r} must be None, 'cpu', 'nvme' or an OffloadConfig.")
+
+
+@dataclass(frozen=True)
+class CompressionConfig:
+    """How parameters and gradients are encoded that cross between machines, over Gloo.
+
+    Args:
+        parameters: that are gathered in a 16-bit dtype, after each update: ``"exact"`` sends the changes of their bits,
+            without loss; ``"int4"`` changes in 4 bits, of parameters whose own dtype is fp32, with an error that is
+            part of the next change (Jia et al., "SDP4Bit", NeurIPS 2024); None sends the values. At stage 3 with
+            ``shard_within`` only, where each machine has the parameters that are changed.
+        gradients: sums of each machine, as they are sent to the owner, who adds them up in fp32: ``"int8"``, or None to
+            send them as they are.
+        block: neighbouring elements that share a scale, in what is sent in 8 or 4 bits; an even number.
+        exempt_numel: parameters of one dimension, and those with fewer elements, are sent without loss.
+
+    Raises:
+        ValueError: if an argument is not one of the allowed values.
+
+    Example:
+        >>> strategy = lightning_zero.ZeroStrategy(stage=2, compression=lightning_zero.CompressionConfig("exact"))
+    """
+
+    parameters: Literal["exact", "int4"] | None = None
+    gradients: Literal["int8"] | None = None
+    block: int = 128
+    exempt_numel: int = 65536
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("parameters", (None, "exact", "int4")), ("gradients", (None, "int8"))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"compression: {name}={getattr(self, name)!r} must be {', '.join(map(repr, allowed[:-1]))} or "
+                    f"{allowed[-1]!r}."
+                )
+        for name, least in (("block", 2), ("exempt_numel", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least or value % 2 and name == "block":
+                kind = "an even number" if name == "block" else "an integer"
+                raise ValueError(f"compression: {name}={value!r} must be {kind} of at least {least}.")
+
+    def check(self, config: EngineConfig) -> None:
+        """Raise a ValueError if other options contradict."""
+        if self.parameters is not None and config.stage == 3 and config.shard_within is None:
+            raise ValueError(
+                f"compression: parameters={self.parameters!r} sends changes of parameters that the receivers have, and "
+                "at stage 3 they have none. Write shard_within='node', with which each machine has them, stage=1 or "
+                "stage=2; or compress gradients only: compression={'gradients': 'int8'}."
+            )
+        if self.gradients is not None and config.reduce_dtype is not None:
+            raise ValueError(
+                f"compression: gradients={self.gradients!r} and reduce_dtype={config.reduce_dtype} both say how "
+                "gradients are sent. Leave one of the two out."
+            )
+
+    def exempts(self, shape: torch.Size) -> bool:
+        """Whether a parameter of this shape is sent without loss."""
+        return len(shape) < 2 or shape.numel() < self.exempt_numel
+
+
+_COMPRESSIONS = {
+    "exact": CompressionConfig(parameters="exact"),
+    "int8": CompressionConfig(parameters="exact", gradients="int8"),
+}
+
+
+def compression_config(compression: Any) -> CompressionConfig | None:
+    """Convert the option ``compression`` to a ``CompressionConfig``.
+
+    Args:
+        compression: None, a name, a ``CompressionConfig``, or a mapping of its fields, as from Hydra.
+
+    Raises:
+        ValueError: for any other value.
+    """
+    if compression is None or isinstance(compression, CompressionConfig):
+        return compression
+    if isinstance(compression, str) and compression in _COMPRESSIONS:
+        return _COMPRESSIONS[compression]
+    if isinstance(compression, Mapping):
+        known = [field.name for field in fields(CompressionConfig)]
+        if unknown := sorted(set(compression) - set(known)):
+            raise ValueError(f"compression: {unknown[0]!r} is not an option. The options are {', '.join(known)}.")
+        return CompressionConfig(**compression) if compression else None
+    names = ", ".join(map(repr, _COMPRESSIONS))
+    raise ValueError(f"compression={compression!r} must be None, {names} or a CompressionConfig.")
 
 
 def default_folder() -> str:

@@ -20,7 +20,7 @@ from lightning_zero.engine.comm.process_group import ProcessGroup, world_size
 from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.streams import Streams
 from lightning_zero.engine.config import EngineConfig, OffloadConfig, check_names, names_of_options, wire_dtype_of
-from lightning_zero.engine.init.bucketing import assign_to_buckets, reserve_disk
+from lightning_zero.engine.init.bucketing import assign_to_buckets, check_compression, reserve_disk
 from lightning_zero.engine.init.host_room import Shortage, check_room, check_room_of_owners, without_room_for_whole
 from lightning_zero.engine.init.materialise import Materialiser, check_can_be_initialised, detach_kept_graphs
 from lightning_zero.engine.init.restore import restore_parameters
@@ -125,6 +125,7 @@ class Engine(StateDicts):
         )
         # No more than a quarter of a small model is to be in reduction at once.
         uncut = assign_to_buckets(config, self.placements, plans, share_of(module), optimizers, shared)
+        check_compression(config, uncut, self.communicator)
         try:
             self._check_room(offload, sources, uncut, bool(optimizers))
             if self._swap is not None:

@@ -44,6 +44,7 @@ class Plan:
         fits: whether the peak is within 90 % of the device's memory; None where that is unknown.
         assumptions: made where the project reads values.
         shard_within: as of ``ZeroStrategy``, at stage 3.
+        compression: likewise, of ZeRO.
     """
 
     stage: int
@@ -64,14 +65,20 @@ class Plan:
     fits: bool | None
     assumptions: tuple[str, ...]
     shard_within: str | int | None = None
+    compression: str | None = None
 
     @property
     def name(self) -> str:
         """As a user writes it."""
         text = "DDP" if self.stage == 0 else f"zero{self.stage}{_SUFFIXES[self.offload]}"
-        if self.shard_within is not None:
-            text += f" with shard_within={self.shard_within!r}"
-        return f"{text} with activation_checkpointing='units'" if self.activation_checkpointing else text
+        checkpointing = "units" if self.activation_checkpointing else None
+        chosen = {
+            "shard_within": self.shard_within,
+            "compression": self.compression,
+            "activation_checkpointing": checkpointing,
+        }
+        options = ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value is not None)
+        return f"{text} with {options}" if options else text
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "assumptions": list(self.assumptions)}
@@ -90,6 +97,7 @@ def make_plans(
     memory: float | None = None,
     accumulate: int | Iterable[int] = 1,
     shard_within: Iterable[str | int | None] = (None,),
+    compression: Iterable[str | None] = (None,),
     **options: Any,
 ) -> list[Plan]:
     """Plan every combination of the choices; DDP, as stage 0, is never offloaded or checkpointed.
@@ -101,6 +109,7 @@ def make_plans(
         memory: bytes of the device; None for plans that do not say whether they fit.
         accumulate: micro-batches a step.
         shard_within: choices at stage 3.
+        compression: choices, by name; at stage 3 with ``shard_within`` only.
 
     Raises:
         ValueError: if there are no ranks, or micro-batches cannot be varied.
@@ -109,9 +118,11 @@ def make_plans(
         raise ValueError(f"ranks={ranks} must be a whole number, 1 or more.")
     plans = []
     accumulates = [accumulate] if isinstance(accumulate, int) else accumulate
-    choices = product(micro_batches, accumulates, stages, offloads, checkpointing, shard_within)
-    for micro_batch, of_step, stage, offload, recompute, within in choices:
-        if (stage == 0 and (offload != "none" or recompute)) or (stage != 3 and within is not None):
+    choices = product(micro_batches, accumulates, stages, offloads, checkpointing, shard_within, compression)
+    for micro_batch, of_step, stage, offload, recompute, within, compress in choices:
+        if (stage == 0 and (offload != "none" or recompute or compress)) or (stage != 3 and within is not None):
+            continue
+        if compress is not None and stage == 3 and within is None:  # no machine has parameters that are changed
             continue
         sized = batch if micro_batch is None else resized(batch, micro_batch)
         # with a path, since no file is created: the folder for temporary files may be in memory
@@ -121,6 +132,8 @@ def make_plans(
             chosen["activation_checkpointing"] = "units"
         if within is not None:
             chosen["shard_within"] = within
+        if compress is not None:
+            chosen["compression"] = compress
         chosen |= options
         run = fake_run(make_module, sized, ranks=ranks, stage=stage or None, accumulate=of_step, **chosen)
         times = replay(run.events, resources) if resources is not None else {}
@@ -147,6 +160,7 @@ def make_plans(
                 fits=None if memory is None else total <= ROOM * memory,
                 assumptions=run.assumptions,
                 shard_within=within,
+                compression=compress,
             )
         )
     return plans

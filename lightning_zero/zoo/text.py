@@ -1,5 +1,6 @@
 """Windows of bytes from text files; by default from the source of the running Python's standard library."""
 
+import os
 import sysconfig
 import zlib
 from pathlib import Path
@@ -36,9 +37,11 @@ def standard_library() -> Path:
 
 def text_files(root: Path, suffix: str = "") -> list[Path]:
     """Return the files under ``root`` with a suffix, in the same order on every machine (by relative name)."""
-    found = (path for path in root.rglob("*" + suffix) if path.is_file())
-    kept = (path for path in found if SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts))
-    return sorted(kept, key=lambda path: path.relative_to(root).as_posix())
+    found: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]  # not walked
+        found += [Path(folder, name) for name in names if name.endswith(suffix) and name not in SKIPPED_FOLDERS]
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
 def is_validation(name: str, percent: float) -> bool:

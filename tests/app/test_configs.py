@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_zero import OffloadConfig
+from lightning_zero import CompressionConfig, OffloadConfig
 from lightning_zero.commands.check import ConfigError, _choose_devices, check
 from tests.app.commands import REPOSITORY
 
@@ -40,6 +40,8 @@ def test_every_choice_passes_the_check_and_makes_its_objects(choice: str, tmp_pa
         needed = ["trainer.accelerator=cpu", "trainer.devices=2"]
     if "digits" not in f"{choice}{needed}":
         needed = [*needed, "data.max_bytes=500_000"]
+    if choice in ('compression="exact"', 'compression="int8"'):
+        needed = [*needed, 'stage="2"']
     if "nvme" in choice:
         needed = [*needed, f"stage.offload.path={tmp_path}"]
     package = PACKAGES.get(choice, "torch")
@@ -87,6 +89,22 @@ def test_offload_reaches_the_strategy_at_every_stage(stage: str, tmp_path: Path)
         else:
             with pytest.raises(ConfigError, match=rf"parameters='\w+' requires stage 3: at stage {stage}"):
                 check(composed(*arguments, "data.max_bytes=500_000", folder=tmp_path))
+
+
+def test_compression_reaches_the_strategy(tmp_path: Path) -> None:
+    exact, int8 = CompressionConfig("exact"), CompressionConfig("exact", "int8")
+    for arguments, meant in (
+        (['stage="2"'], None),
+        (['stage="2"', "compression=exact"], exact),
+        (['stage="2"', "stage.compression=exact"], exact),
+        (['stage="3"', "stage.shard_within=node", "compression=int8"], int8),
+        (['stage="1"', "compression=int8", "stage.compression.block=64"], CompressionConfig("exact", "int8", block=64)),
+        (['stage="3"', "compression=int8", "stage.compression.parameters=null"], CompressionConfig(gradients="int8")),
+    ):
+        config = composed(*arguments, folder=tmp_path)
+        assert instantiate(config.trainer.strategy).config.compression == meant
+    with pytest.raises(ConfigError, match="at stage 3 they have none. Write shard_within='node'"):
+        check(composed('stage="3"', "compression=exact", "data.max_bytes=500_000", folder=tmp_path))
 
 
 def test_tensorboard_is_the_default_and_a_csv_file_where_it_is_not_installed(

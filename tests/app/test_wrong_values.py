@@ -70,6 +70,8 @@ WRONG = [
     ("stage.reduce_dtype=fp8", "stage.reduce_dtype='fp8' must be 'fp32', 'bf16', 'fp16'"),
     ("stage.activation_checkpointing=all", "stage.activation_checkpointing='all' must be 'units', a module class"),
     ("offload=gpu", "offload=gpu: no such option; there are cpu, cpu_params, none, nvme, nvme_params"),
+    ("compression=zip", "compression=zip: no such option; there are exact, int8, none"),
+    ("stage.compression=zip", "stage.compression='zip' must be None, 'exact', 'int8' or a CompressionConfig"),
     ("stage.offload=gpu", "stage.offload='gpu' must be None, 'cpu', 'nvme' or an OffloadConfig"),
     ("+stage.offload.optimizer=gpu", "stage.offload: optimizer='gpu' must be None, 'cpu' or 'nvme'"),
     ("stage.units=some", "stage.units='some' must be 'auto', a module class"),
@@ -94,11 +96,17 @@ def test_wrong_value_ends_with_one_line_that_names_the_key(
     assert errors.startswith(f"lightning-zero train: {line}") and errors.count("\n") == 1, errors
 
 
-def test_offload_with_ddp_ends_with_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("choice", "said"),
+    [
+        ("offload=cpu", "offload: DDP cannot offload: write offload=none, or stage=1, 2 or 3"),
+        ("compression=exact", "compression: DDP cannot compress: write compression=none, or stage=1, 2 or 3"),
+    ],
+)
+def test_options_of_the_strategy_with_ddp_end_with_one_line(capfd, choice, said):
     with pytest.raises(SystemExit, match="2"):
-        train.main(["stage=ddp", "offload=cpu", "hydra.run.dir=.", "hydra.output_subdir=null"])
-    line = "lightning-zero train: offload: DDP cannot offload: write offload=none, or stage=1, 2 or 3\n"
-    assert capfd.readouterr().err == line
+        train.main(["stage=ddp", choice, "hydra.run.dir=.", "hydra.output_subdir=null"])
+    assert capfd.readouterr().err == f"lightning-zero train: {said}\n"
 
 
 @pytest.mark.exhaustive

@@ -130,6 +130,17 @@ class OwnParameter(Net):
         return self.scale * block(x)
 
 
+class EmptyApart(Net):
+    """A parameter without elements, alone of its dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0, WIDTH, dtype=torch.float64))
+
+    def run(self, block, x, number, step):
+        return block(x) + self.nothing.sum().float()
+
+
 class Recurrent(Net):
     def __init__(self):
         super().__init__()
@@ -294,7 +305,7 @@ CASES = {
     ],
     "A parameter read outside of its module": [ReadOutside],
     "A penalty over `self.parameters()` inside the loss": [Penalty, PenaltyByRank],
-    "Parameters of a container, and unused ones": [OwnParameter],
+    "Parameters of a container, and unused ones": [OwnParameter, EmptyApart],
     "Modules that cache parameters: `nn.LSTM`, `nn.GRU`": [Recurrent],
     "`weight_norm`, `spectral_norm`, parametrizations and pruning, of both kinds": [Normed],
     "Activation checkpointing, reentrant and not, with frozen parameters too": [

@@ -77,7 +77,7 @@ ALL_ON_DISK = OffloadConfig("nvme", parameters="nvme", path="/anywhere", sub_gro
         ),
         # a module on the CPU: optimizer states and gradients are in its memory without offload, too
         (ON_CPU, [(shard(960, ON_CPU, device="cpu"), [4, 4])], {"master weights": 3840}),
-        # Adam on a disk: pieces of 4096 elements, fields of 16384 bytes, gradients of a piece
+        # Adam on a disk: chunks of 4096 elements, fields of 16384 bytes, gradients of a chunk
         (ON_DISK, [(shard(4992, ON_DISK), [4, 4])], {"buffers for the disk": 3 * 3 * 16384, "gradients": 2 * 16384}),
         # SGD keeps nothing else; the gradients of a frozen bucket do not come
         (ON_DISK, [(shard(4992, ON_DISK, device="cpu"), [])], {"buffers for the disk": 3 * 16384}),
@@ -235,7 +235,7 @@ def test_too_little_memory_is_told_in_bytes_on_every_rank_before_anything_is_cha
     run_on(size, refused, offload="cpu", stage=stage, memory=total - 1, message=message)
 
 
-def test_buffers_that_do_not_fit_ask_for_smaller_pieces(run_on, tmp_path: Path):
+def test_buffers_that_do_not_fit_ask_for_smaller_chunks(run_on, tmp_path: Path):
     total = 3 * 3 * 4096
     message = rf"{total} bytes \(buffers for the disk {total}\), .*: write a smaller sub_group, or use more ranks"
     offload = OffloadConfig("nvme", path=str(tmp_path))

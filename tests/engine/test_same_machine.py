@@ -55,19 +55,19 @@ def test_each_rank_has_the_slices_of_all(run_on, size, numel):
 
 
 def add_up(numel: int, wire: torch.dtype, factor: float) -> None:
-    from lightning_zero.engine.comm.transport import Piece
+    from lightning_zero.engine.comm.transport import Span
 
     transport, size = neighbours(), world_size()
     generator = torch.Generator().manual_seed(3)
     values = torch.randn(size, size, numel, generator=generator)  # of each rank, for each rank
     mine = values[rank()]
 
-    def pieces_of(part: torch.Tensor) -> list[Piece]:
+    def spans_of(part: torch.Tensor) -> list[Span]:
         cut = [part[: numel // 3].clone(), part[numel // 3 :]]
-        return [*(Piece(len(each), each) for each in cut), Piece(5, None)]  # the last is nobody's
+        return [*(Span(len(each), each) for each in cut), Span(5, None)]  # the last is nobody's
 
-    sent = {other: pieces_of(mine[other].to(wire)) for other in range(size) if other != rank()}
-    own = pieces_of(mine[rank()])
+    sent = {other: spans_of(mine[other].to(wire)) for other in range(size) if other != rank()}
+    own = spans_of(mine[rank()])
     exchanges = [transport.reduce(7, own, sent, wire, factor) for _ in range(3)]
     # in the order of the ring, as over Gloo
     order = [(rank() - k) % size for k in range(1, size)]

@@ -18,7 +18,7 @@ from lightning_zero.engine import Engine
 from lightning_zero.engine.comm import process_memory
 from lightning_zero.engine.comm.codec import Cast
 from lightning_zero.engine.comm.collectives import Communicator
-from lightning_zero.engine.comm.transport import Piece
+from lightning_zero.engine.comm.transport import Span
 from lightning_zero.engine.comm.two_level_transport import TwoLevelTransport
 from lightning_zero.engine.plan.layout import BucketLayout
 from lightning_zero.engine.plan.mesh import ALL
@@ -51,7 +51,7 @@ def column_of(machines: str) -> list[int]:
     return [rank(), there[here.index(rank())]]
 
 
-def exchange(machines: str, numel: int, owners: Any, wire: torch.dtype, in_pieces: bool) -> None:
+def exchange(machines: str, numel: int, owners: Any, wire: torch.dtype, in_spans: bool) -> None:
     communicator = communicator_on(machines)
     assert isinstance(communicator.along(ALL)._transport, TwoLevelTransport)
     shapes = [(str(n), torch.Size([numel])) for n in range(5)]
@@ -79,13 +79,13 @@ def exchange(machines: str, numel: int, owners: Any, wire: torch.dtype, in_piece
         of_machines[member] = sum_of(ranks, {r: values[r][start:stop] for r in ranks}, torch.float32)
     expected = sum_of(column, of_machines, wire)
     for _ in range(3):
-        if in_pieces:
+        if in_spans:
             mine = values[rank()].clone()
-            pieces = [
-                [Piece(n, mine[ranges[r][0] :][offset : offset + n]) for n, offset in halves(*ranges[r])]
+            spans = [
+                [Span(n, mine[ranges[r][0] :][offset : offset + n]) for n, offset in halves(*ranges[r])]
                 for r in range(4)
             ]
-            total = communicator.along(ALL).reduce_pieces(pieces, torch.float32, 1.0, "a reduction").wait()
+            total = communicator.along(ALL).reduce_spans(spans, torch.float32, 1.0, "a reduction").wait()
         else:
             mine = values[rank()].clone()
             total = communicator.along(ALL).reduce_scatter(mine, ranges, Cast(wire), "a reduction").wait()
@@ -102,12 +102,12 @@ def halves(start: int, stop: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("numel", [3, 40_000], ids=["small", "large"])
 @pytest.mark.parametrize("owners", [None, (0, 0, 1, 2, 2)], ids=["equal", "owned"])
 @pytest.mark.parametrize(
-    ("wire", "in_pieces"),
+    ("wire", "in_spans"),
     [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)],
-    ids=["fp32", "pieces", "bf16"],
+    ids=["fp32", "spans", "bf16"],
 )
-def test_gathers_and_sums_are_those_of_both_levels(run_on, machines, numel, owners, wire, in_pieces):
-    run_on(4, exchange, machines=machines, numel=numel, owners=owners, wire=wire, in_pieces=in_pieces)
+def test_gathers_and_sums_are_those_of_both_levels(run_on, machines, numel, owners, wire, in_spans):
+    run_on(4, exchange, machines=machines, numel=numel, owners=owners, wire=wire, in_spans=in_spans)
 
 
 def gather_in_different_orders() -> None:

@@ -227,14 +227,33 @@ def test_sharding_within_machines_is_planned_beside_stage_3(capsys):
     assert "zero3 with shard_within='node'" in said and "leaves a machine" in said
 
 
+def test_compression_is_planned_and_loses_on_a_fast_link(capsys):
+    choices = ["--ranks", "8", "--machines", "2", "--transport", "gloo", "--precision", "bf16-mixed", "--flops", "1e12"]
+    choices += ["--stage", "2", "3", "--shard-within", "none", "node", "--compression", "none", "exact"]
+    slow, fast = (
+        {(plan["stage"], plan["shard_within"], plan["compression"]): plan for plan in planned(capsys, *choices, *speed)}
+        for speed in (["--machine-bandwidth", "1e6"], ["--machine-bandwidth", "1e12"])
+    )
+    assert (3, None, None) in slow and (3, None, "exact") not in slow, "no machine has what is changed"
+    for stage, within in ((2, None), (3, "node")):
+        values, changes = slow[stage, within, None], slow[stage, within, "exact"]
+        assert 0.7 < changes["leaving_bytes"] / values["leaving_bytes"] < 0.85, "the gradients are sent as they are"
+        assert changes["samples_per_second"] > 1.15 * values["samples_per_second"]
+        assert fast[stage, within, "exact"]["samples_per_second"] < fast[stage, within, None]["samples_per_second"]
+    assert main([*PROJECT, *choices]) == 0
+    assert "zero3 with shard_within='node', compression='exact'" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         (["--machines", "3"], "machines=3 must be a whole number that divides 8 ranks"),
         (["--machines", "2", "--shard-within", "3"], "shard_within=3 does not divide 8 ranks: write 2, 4 or 8"),
+        (["--machines", "2", "--compression", "exact"], "is for ranks on CPUs that communicate over Gloo"),
+        (["--compression", "zip"], "compression='zip' must be None, 'exact', 'int8' or a CompressionConfig"),
         (["--shard-within", "nodes"], "shard_within='nodes' must be 'node', a number of ranks of at least 2, or None"),
     ],
 )
 def test_impossible_machines_and_groups_are_refused(capsys, given, said):
-    assert main([*PROJECT, "--stage", "3", "--ranks", "8", *given]) == 2
+    assert main([*PROJECT, "--stage", "2", "3", "--ranks", "8", *given]) == 2
     assert said in capsys.readouterr().err

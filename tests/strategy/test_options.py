@@ -66,7 +66,8 @@ def test_hydra_has_every_option_with_its_default():
     options = options_of(ZeroStrategy, ParallelStrategy)
     assert options.pop("timeout") == timedelta(seconds=given.pop("timeout"))
     assert options.pop("stage") == 3  # set by the group's files
-    assert given.pop("offload") == {} and options.pop("offload") is None  # merged with a dict in any order, unlike null
+    for name in ("offload", "compression"):
+        assert given.pop(name) == {} and options.pop(name) is None  # merged with a dict in any order, unlike null
     assert given == options
     without_comment = [line for line in text.splitlines()[2:] if " # " not in line]
     assert not without_comment
@@ -76,7 +77,7 @@ def test_hydra_has_every_option_with_its_default():
     "options, message",
     [
         ({"prefetc": 1}, "ZeroStrategy has no option 'prefetc': did you mean 'prefetch'?"),
-        ({"zzz": 1}, "ZeroStrategy has no option 'zzz': there are stage, offload, shard_within, units, "),
+        ({"zzz": 1}, "ZeroStrategy has no option 'zzz': there are stage, offload, shard_within, compression, "),
         ({"compute_dtype": torch.bfloat16}, "ZeroStrategy has no option 'compute_dtype'"),
     ],
 )

@@ -45,7 +45,7 @@ class BackendTransport(Transport):
             encoded = [(codec.size(begin), codec.size(end)) for begin, end in ranges]
             work = dist.reduce_scatter(mine, slices_of(all_of_it, encoded), group=self._reductions, async_op=True)
         # the input is kept until the current stream has waited for its reader
-        return Started([work.wait], [sent], lambda: codec.decode(shard, dtype))
+        return Started([work.wait], [sent], lambda: codec.decode(shard, stop - start, dtype))
 
     def reduction_bytes(self, flat: Tensor, ranges: Ranges, codec: Codec) -> int:
         start, stop = ranges[self._rank]

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lightning_zero.engine.comm import process_memory
 from lightning_zero.engine.comm.small_messages import Key, SmallMessages
-from lightning_zero.engine.comm.transport import Piece
+from lightning_zero.engine.comm.transport import Span
 from lightning_zero.engine.plan.topology import Topology
 
 _ADDRESS = struct.Struct("<q")
@@ -119,8 +119,8 @@ class CrossMemoryExchanges:
     def reduce(
         self,
         tag: int,
-        own: Sequence[Piece],
-        sent: Mapping[int, Sequence[Piece]],
+        own: Sequence[Span],
+        sent: Mapping[int, Sequence[Span]],
         wire: torch.dtype,
         factor: float = 1.0,
     ) -> tuple[Exchange, Tensor]:
@@ -128,29 +128,29 @@ class CrossMemoryExchanges:
 
         Args:
             tag: as of ``gather``.
-            own: what the sum is made of, one piece after another, those of other ranks alike.
+            own: what the sum is made of, one span after another, those of other ranks alike.
             sent: by rank, what each is to add to its own.
             wire: the dtype of what travels.
             factor: by which all is multiplied before it is added up; or after it, if it is a power of two, which gives
                 the same digits.
         """
-        dtype = next((piece.values.dtype for piece in own if piece.values is not None), wire)
-        total = torch.empty(sum(piece.numel for piece in own), dtype=dtype, device="cpu")
-        tables = [torch.tensor([piece.address for piece in sent[rank]], device="cpu") for rank in self._ranks]
-        kept = [piece.values for pieces in (own, *sent.values()) for piece in pieces]
+        dtype = next((span.values.dtype for span in own if span.values is not None), wire)
+        total = torch.empty(sum(span.numel for span in own), dtype=dtype, device="cpu")
+        tables = [torch.tensor([span.address for span in sent[rank]], device="cpu") for rank in self._ranks]
+        kept = [span.values for spans in (own, *sent.values()) for span in spans]
         is_exact = math.frexp(factor)[0] == 0.5
 
         def take(position: int, process: int, address: int) -> None:
             addresses = torch.empty(len(own), dtype=torch.int64, device="cpu")
             process_memory.read_memory(process, address, addresses)
             rest = total
-            for piece, there in zip(own, addresses.tolist()):
-                for start in range(0, piece.numel, _CHUNK):
-                    numel = min(_CHUNK, piece.numel - start)
-                    add_up(rest[:numel], piece, start, process, there, position)
+            for span, there in zip(own, addresses.tolist()):
+                for start in range(0, span.numel, _CHUNK):
+                    numel = min(_CHUNK, span.numel - start)
+                    add_up(rest[:numel], span, start, process, there, position)
                     rest = rest[numel:]
 
-        def add_up(part: Tensor, piece: Piece, start: int, process: int, there: int, position: int) -> None:
+        def add_up(part: Tensor, span: Span, start: int, process: int, there: int, position: int) -> None:
             is_first, is_last = position == 0, position == len(self._ranks) - 1
             came = part if is_first and wire == dtype else torch.empty(len(part), dtype=wire, device="cpu")
             if there:
@@ -164,8 +164,8 @@ class CrossMemoryExchanges:
             else:
                 if came is not part:
                     part.copy_(came)
-                if piece.values is not None:
-                    mine = piece.values[start : start + len(part)]
+                if span.values is not None:
+                    mine = span.values[start : start + len(part)]
                     part.add_(mine if is_exact else mine * factor)
             if is_last and is_exact and factor != 1.0:
                 part.mul_(factor)

@@ -1,9 +1,9 @@
-"""Codecs: the encoding in which gradients are sent between ranks."""
+"""Codecs: the encodings in which gradients, and changes of parameters, are sent between ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ class Codec(Protocol):
     def encode(self, values: Tensor) -> Tensor:
         """Encode 1-D values to be sent; returns the same tensor if the encoding changes nothing."""
 
-    def decode(self, encoded: Tensor, dtype: torch.dtype) -> Tensor:
-        """Decode to values of a dtype; returns the same tensor if the encoding changes nothing."""
+    def decode(self, encoded: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        """Decode to ``numel`` values of a dtype; returns the same tensor if the encoding changes nothing."""
 
     def add(self, total: Tensor, encoded: Tensor) -> None:
         """Add encoded values to a total, in the total's dtype."""
@@ -38,7 +38,7 @@ class Cast:
     def encode(self, values: Tensor) -> Tensor:
         return values.to(self.dtype)
 
-    def decode(self, encoded: Tensor, dtype: torch.dtype) -> Tensor:
+    def decode(self, encoded: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         return encoded.to(dtype)
 
     def add(self, total: Tensor, encoded: Tensor) -> None:
@@ -46,3 +46,159 @@ class Cast:
 
     def size(self, numel: int) -> int:
         return numel
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """Sends fp32 values as integers of few bits, with one fp32 scale for each block of neighbouring values.
+
+    The largest magnitude of a block is the largest integer. (Dettmers et al., "8-bit Optimizers via Block-wise
+    Quantization", ICLR 2022, section 2.1; Wang et al., "ZeRO++", ICLR 2024, section 3.3.) A block with a value that is
+    not finite has none after decoding, so that overflows are found.
+
+    Args:
+        bits: of an integer.
+        block: values that share a scale; even.
+    """
+
+    bits: Literal[4, 8]
+    block: int
+    dtype: ClassVar[torch.dtype] = torch.uint8
+
+    @property
+    def _most(self) -> int:
+        return 2 ** (self.bits - 1) - 1
+
+    def _blocks(self, numel: int) -> int:
+        return -(-numel // self.block)
+
+    def size(self, numel: int) -> int:
+        return self._blocks(numel) * (4 + self.block * self.bits // 8)
+
+    def encode(self, values: Tensor) -> Tensor:
+        blocks = self._blocks(len(values))
+        padded = torch.nn.functional.pad(values.float(), (0, blocks * self.block - len(values)))
+        padded = padded.view(blocks, self.block)
+        scales = padded.abs().amax(1, keepdim=True).div_(self._most)
+        tiny = torch.finfo(torch.float32).tiny
+        integers = (padded / scales.clamp(min=tiny)).round_().to(torch.int8).view(-1)
+        encoded = integers.view(torch.uint8) if self.bits == 8 else _packed(integers.add_(8).view(torch.uint8), 4)
+        return torch.cat([scales.view(-1).view(torch.uint8), encoded])
+
+    def decode(self, encoded: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        blocks = self._blocks(numel)
+        scales, integers = encoded[: 4 * blocks].view(torch.float32), encoded[4 * blocks :]
+        if self.bits == 8:
+            values = integers.view(torch.int8).to(torch.float32)
+        else:
+            values = _unpacked(integers, 4).to(torch.float32).sub_(8)
+        return values.view(blocks, self.block).mul_(scales[:, None]).view(-1)[:numel].to(dtype)
+
+    def add(self, total: Tensor, encoded: Tensor) -> None:
+        total.add_(self.decode(encoded, len(total), torch.float32))
+
+
+def _packed(codes: Tensor, bits: int) -> Tensor:
+    """Codes of so many bits, as bytes, several in each byte: the n-th part of the codes, in the n-th place."""
+    many = 8 // bits
+    parts = torch.nn.functional.pad(codes, (0, -len(codes) % many)).tensor_split(many)
+    packed = parts[0].clone()
+    for place in range(1, many):
+        packed |= parts[place] << bits * place
+    return packed
+
+
+def _unpacked(packed: Tensor, bits: int) -> Tensor:
+    """The codes of ``_packed``, with its padding."""
+    return torch.cat([packed >> bits * place & 2**bits - 1 for place in range(8 // bits)])
+
+
+class Changes(Protocol):
+    """Encodes changes of values of which the receivers have the former ones."""
+
+    def encode(self, values: Tensor, wanted: Tensor) -> Tensor:
+        """Encode the change from the former values to those wanted, both 1-D, as bytes.
+
+        Afterwards ``values`` are what the receivers' become: those wanted, or near to them.
+        """
+
+    def apply(self, values: Tensor, message: Tensor) -> None:
+        """Change the former values as ``encode`` has."""
+
+
+@dataclass(frozen=True)
+class ExactChanges:
+    """Changes of 16-bit floats without loss: differences of their bit patterns, most of which are small.
+
+    A message takes 2, 4 or 8 bits for each element, whatever is shortest, and 16 more for each that does not fit. Where
+    that is not shorter, it is the values.
+    """
+
+    _HEADER: ClassVar[int] = 8  # bytes, the first of which is the number of bits
+    _MOST: ClassVar[dict[int, int]] = {2: 1, 4: 7, 8: 126}
+    """The largest difference, in both directions, that so many bits have a code for."""
+
+    def encode(self, values: Tensor, wanted: Tensor) -> Tensor:
+        wanted = wanted.to(values.dtype)
+        difference = wanted.view(torch.int16) - values.view(torch.int16)
+        values.copy_(wanted)
+        numel = len(values)
+        small = difference.clamp(-128, 127).to(torch.int8)
+        counts = torch.bincount(small.view(torch.uint8), minlength=256).tolist()
+        sizes = {}
+        for bits, most in self._MOST.items():
+            fit = sum(counts[: most + 1]) + sum(counts[256 - most :])
+            sizes[bits] = -(-numel * bits // 8) + 2 * (numel - fit)
+        bits = min(sizes, key=sizes.__getitem__)
+        header = torch.zeros(self._HEADER, dtype=torch.uint8, device="cpu")
+        if sizes[bits] >= 2 * numel:
+            return torch.cat([header, wanted.view(torch.uint8)])
+        header[0] = bits
+        most = self._MOST[bits]
+        escapes = (small > most) | (small < -most)
+        codes = small.add_(most).masked_fill_(escapes, 2**bits - 1 if bits < 8 else -1).view(torch.uint8)
+        rest = difference[escapes].view(torch.uint8)
+        return torch.cat([header, rest, codes if bits == 8 else _packed(codes, bits)])
+
+    def apply(self, values: Tensor, message: Tensor) -> None:
+        bits, message = int(message[0]), message[self._HEADER :]
+        if not bits:
+            values.view(torch.uint8).copy_(message)
+            return
+        packed = -(-len(values) * bits // 8)
+        rest, codes = message[: len(message) - packed].view(torch.int16), message[len(message) - packed :]
+        codes = (codes if bits == 8 else _unpacked(codes, bits))[: len(values)]
+        difference = codes.to(torch.int16).sub_(self._MOST[bits])
+        if len(rest):
+            difference.masked_scatter_(codes == 2**bits - 1, rest)
+        values.view(torch.int16).add_(difference)
+
+
+@dataclass(frozen=True)
+class QuantisedChanges:
+    """Changes as integers of few bits; what is lost is part of the next change, as receivers keep what they decoded.
+
+    (Jia et al., "SDP4Bit", NeurIPS 2024, section 3.1.)
+    """
+
+    codec: Quantised
+
+    def encode(self, values: Tensor, wanted: Tensor) -> Tensor:
+        message = self.codec.encode(wanted.float() - values.float())
+        self.apply(values, message)
+        return message
+
+    def apply(self, values: Tensor, message: Tensor) -> None:
+        values.copy_(values.float().add_(self.codec.decode(message, len(values), torch.float32)))
+
+
+class Encodings(NamedTuple):
+    """Of what a bucket sends to other machines.
+
+    Attributes:
+        changes: of parameters after an update; None to send their values.
+        gradients: None for their own dtype, or ``reduce_dtype``.
+    """
+
+    changes: Changes | None = None
+    gradients: Codec | None = None

@@ -15,14 +15,14 @@ from torch import Tensor
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.backend_transport import BackendTransport
 from lightning_zero.engine.comm.cma_exchange import connect, machines_of
-from lightning_zero.engine.comm.codec import Codec
+from lightning_zero.engine.comm.codec import Cast, Changes, Codec
 from lightning_zero.engine.comm.control_plane import MESSAGE_BYTES, ControlPlane
 from lightning_zero.engine.comm.counters import Counters, Link
 from lightning_zero.engine.comm.failures import Watch, explained
 from lightning_zero.engine.comm.gloo_transport import GlooTransport
 from lightning_zero.engine.comm.process_group import ProcessGroup
 from lightning_zero.engine.comm.shared_memory_transport import SharedMemoryTransport
-from lightning_zero.engine.comm.transport import Piece, Ranges, Started, Transport
+from lightning_zero.engine.comm.transport import Ranges, Span, Started, Transport
 from lightning_zero.engine.comm.two_level_transport import TwoLevelTransport
 from lightning_zero.engine.plan.mesh import ALL, LOCAL, NODE, Mesh
 from lightning_zero.engine.plan.topology import Topology
@@ -106,9 +106,31 @@ class BucketCollectives:
         """``Transport.all_gather``; ``what`` it is, for the error message."""
         if self._transport is None:
             return Pending(what)
-        self._count("all_gather", ranges, full.numel(), full.itemsize, full.itemsize)
+        crossing = sum(self._crossing(ranges))
+        rest = full.numel() - crossing
+        self._count("all_gather", crossing, crossing * full.itemsize, rest, rest * full.itemsize)
         with explained(what):
             return Pending(what, self._transport.all_gather(full, ranges, number, own), self._watch)
+
+    def exchange_changes(
+        self, full: Tensor, ranges: Ranges, number: int, own: Tensor, new: Tensor, changes: Changes, what: str
+    ) -> Pending:
+        """Bring a buffer up to date by changes; see ``Transport.exchange_changes``.
+
+        Messages of the other ranks count as if they were as long as this one's.
+
+        Args:
+            own: this rank's slice of the buffer, with the former values.
+            new: its values, in any dtype.
+        """
+        assert self._transport is not None
+        with explained(what):
+            message = self._transport.encode_changes(own, new, changes)
+            started = self._transport.exchange_changes(full, ranges, number, message, changes)
+        crossing = self._crossing(ranges)
+        rest = full.numel() - sum(crossing)
+        self._count("all_gather", sum(crossing), len(crossing) * len(message), rest, rest * full.itemsize)
+        return Pending(what, started, self._watch)
 
     def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec, what: str) -> Pending:
         """Sum a flat buffer over ranks; ``wait()`` gives this rank's slice of the sum (1-D), in the buffer's dtype.
@@ -120,40 +142,45 @@ class BucketCollectives:
             what: for the error message.
         """
         assert self._transport is not None, "a bucket keeps its gradients as they come over one rank"
-        self._count("reduce_scatter", ranges, codec.size(flat.numel()), codec.dtype.itemsize, flat.itemsize)
+        self._count_reduction(flat.numel(), ranges, codec, flat.itemsize)
         with explained(what):
             return Pending(what, self._transport.reduce_scatter(flat, ranges, codec), self._watch)
 
     @property
-    def takes_pieces(self) -> bool:
-        """Whether ``reduce_pieces`` is offered: what is reduced need not be in one buffer."""
-        return self._transport is not None and self._transport.takes_pieces
+    def takes_spans(self) -> bool:
+        """Whether ``reduce_spans`` is offered: what is reduced need not be in one buffer."""
+        return self._transport is not None and self._transport.takes_spans
 
-    def reduce_pieces(self, pieces: list[list[Piece]], dtype: torch.dtype, factor: float, what: str) -> Pending:
-        """``reduce_scatter`` of pieces, which are kept until the end; see ``Transport.reduce_pieces``."""
+    def reduce_spans(self, spans: list[list[Span]], dtype: torch.dtype, factor: float, what: str) -> Pending:
+        """``reduce_scatter`` of spans, which are kept until the end; see ``Transport.reduce_spans``."""
         assert self._transport is not None
-        lengths = [(0, sum(piece.numel for piece in part)) for part in pieces]
-        self._count("reduce_scatter", lengths, sum(numel for _, numel in lengths), dtype.itemsize, dtype.itemsize)
-        return Pending(what, self._transport.reduce_pieces(pieces, dtype, factor), self._watch)
+        lengths = [(0, sum(span.numel for span in part)) for part in spans]
+        self._count_reduction(sum(numel for _, numel in lengths), lengths, Cast(dtype), dtype.itemsize)
+        return Pending(what, self._transport.reduce_spans(spans, dtype, factor), self._watch)
 
     def reduction_bytes(self, flat: Tensor, ranges: Ranges, codec: Codec) -> int:
         assert self._transport is not None
         return self._transport.reduction_bytes(flat, ranges, codec)
 
-    def _count(self, kind: str, ranges: Ranges, numel: int, itemsize: int, own_itemsize: int) -> None:
-        """Count a collective: slices that cross between machines by that link, the rest of the buffer by the other.
+    def _crossing(self, ranges: Ranges) -> list[int]:
+        """The length of each slice that crosses between machines."""
+        return [stop - start for start, stop in (ranges[rank] for rank in self._across)]
 
-        Args:
-            itemsize: of encoded elements.
-            own_itemsize: of elements as they are.
-        """
+    def _count_reduction(self, numel: int, ranges: Ranges, codec: Codec, itemsize: int) -> None:
+        """Count a reduction of elements that have so many bytes where they are not encoded."""
         assert self._transport is not None
-        across = sum(stop - start for start, stop in (ranges[rank] for rank in self._across))
-        if across:
-            self._counters.add(kind, across, across * itemsize, "across")
-        if not self._transport.encodes_within:
-            itemsize = own_itemsize
-        self._counters.add(kind, numel - across, (numel - across) * itemsize, self._link)
+        crossing = self._crossing(ranges)
+        rest = numel - sum(crossing)
+        rest_bytes = codec.size(rest) * codec.dtype.itemsize if self._transport.encodes_within else rest * itemsize
+        self._count(
+            "reduce_scatter", sum(crossing), sum(map(codec.size, crossing)) * codec.dtype.itemsize, rest, rest_bytes
+        )
+
+    def _count(self, kind: str, crossing: int, crossing_bytes: int, rest: int, rest_bytes: int) -> None:
+        """Count a collective: elements that cross between machines by that link, and the rest by the other."""
+        if crossing:
+            self._counters.add(kind, crossing, crossing_bytes, "across")
+        self._counters.add(kind, rest, rest_bytes, self._link)
 
     def close(self) -> None:
         if self._transport is not None:
@@ -188,6 +215,8 @@ class Communicator:
         mesh: of the ranks: two-dimensional where collectives have two levels, or shards are within groups of ranks.
         control: for Python values.
         shards_within: whether parameters are sharded within groups of ranks.
+        is_on_one_machine: whether all ranks are known to be.
+        may_compress: whether they are not, and what crosses can be encoded: from a CPU, over Gloo.
         gathering: the ranks between which parameters are gathered; fewer than all where shards are within groups.
         watch: over the waits; only with several ranks.
         name: the same on every rank, and new each time; likewise.
@@ -201,6 +230,7 @@ class Communicator:
         self._own_groups: list[ProcessGroup] = []
         self._background_group: ProcessGroup | None = None
         self.mesh, self.shards_within = Mesh.flat(self.size, self.rank), False
+        self.is_on_one_machine, self.may_compress = self.size == 1, False
         self._along: dict[tuple[str, ...], BucketCollectives] = {ALL: BucketCollectives(None, self.counters)}
         if self.size == 1:
             self.control = ControlPlane(None, [0], 0, None, self.counters, 0)
@@ -250,6 +280,8 @@ class Communicator:
             return
 
         groups, machine = groups_of(topology), set(topology.within(self.rank))
+        self.is_on_one_machine = len(machine) == self.size
+        self.may_compress = backend == "gloo" and self.device.type == "cpu" and not self.is_on_one_machine
         here = groups.within(self.rank)
         within: SharedMemoryTransport | None = None
         if exchanges is not None:

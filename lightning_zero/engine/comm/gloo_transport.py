@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.engine.comm.codec import Codec
+from lightning_zero.engine.comm.chain import Chain
+from lightning_zero.engine.comm.codec import Changes, Codec
 from lightning_zero.engine.comm.process_group import ProcessGroup, rank, ranks_of
 from lightning_zero.engine.comm.transport import Ranges, Started, Transport, slices_of
 
@@ -39,6 +40,7 @@ class GlooTransport(Transport):
         size = len(self._ranks)
         # (rank to send to, rank to receive from) in a ring, so that no rank is first for all others
         self._peers = [((self._rank + k) % size, (self._rank - k) % size) for k in range(1, size)]
+        self._chain = Chain()
 
     def all_gather(self, full: Tensor, ranges: Ranges, number: int, own: Tensor | None = None) -> Started:
         slices, tag = slices_of(full, ranges), self._gather_tag + number
@@ -49,6 +51,32 @@ class GlooTransport(Transport):
             works.append(dist.irecv(slices[source], self._ranks[source], self._group, tag=tag))
             works.append(dist.isend(slices[self._rank], self._ranks[peer], self._group, tag=tag))
         return Started([work.wait for work in works], [full])
+
+    def exchange_changes(self, full: Tensor, ranges: Ranges, number: int, message: Tensor, changes: Changes) -> Started:
+        # ``data``, as autograd counts no writes by gathers
+        slices, tag = slices_of(full.data, ranges), self._gather_tag + number
+        # The receivers do not know how long a message is: its length comes first.
+        length = torch.tensor([len(message)], device="cpu")
+        lengths = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in self._peers]
+        come: list[Any] = []
+        sent: list[Any] = []
+        for (peer, source), expected in zip(self._peers, lengths):
+            come.append(dist.irecv(expected, self._ranks[source], self._group, tag=tag))
+            for each in (length, message):
+                sent.append(dist.isend(each, self._ranks[peer], self._group, tag=tag))
+
+        def receive(_: Any) -> Started:
+            messages = [torch.empty(int(numel), dtype=torch.uint8, device="cpu") for numel in lengths]
+            works: list[Any] = [
+                dist.irecv(received, self._ranks[source], self._group, tag=tag)
+                for received, (_, source) in zip(messages, self._peers)
+            ]
+            for work, received, (_, source) in zip(works, messages, self._peers):
+                work.wait()
+                changes.apply(slices[source], received)
+            return Started([work.wait for work in sent], [])
+
+        return self._chain.start(Started([work.wait for work in come], [full, length, message]), receive)[0]
 
     def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
         slices, dtype = slices_of(flat, ranges), flat.dtype
@@ -63,7 +91,7 @@ class GlooTransport(Transport):
             works.append(dist.isend(sent[-1], self._ranks[peer], self._group, tag=self._reduce_tag))
 
         def add_up() -> Tensor:
-            total = codec.decode(received[0], dtype)
+            total = codec.decode(received[0], len(own), dtype)
             total.add_(own)
             for part in received[1:]:
                 codec.add(total, part)

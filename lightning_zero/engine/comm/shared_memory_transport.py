@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_zero.engine.comm.cma_exchange import CrossMemoryExchanges
 from lightning_zero.engine.comm.codec import Codec
 from lightning_zero.engine.comm.small_messages import SMALL, bytes_of, fill, tensor_of
-from lightning_zero.engine.comm.transport import Piece, Ranges, Started, Transport, slices_of
+from lightning_zero.engine.comm.transport import Ranges, Span, Started, Transport, slices_of
 
 
 class SharedMemoryTransport(Transport):
@@ -22,7 +22,7 @@ class SharedMemoryTransport(Transport):
         gather_tag, reduce_tag: as of ``GlooTransport``.
     """
 
-    takes_pieces = True
+    takes_spans = True
 
     def __init__(self, exchanges: CrossMemoryExchanges, rank: int, gather_tag: int, reduce_tag: int) -> None:
         self._exchanges, self._small, self._rank = exchanges, exchanges.small, rank
@@ -46,14 +46,14 @@ class SharedMemoryTransport(Transport):
         slices = slices_of(flat, ranges)
         if max(codec.size(len(part)) for part in slices) * codec.dtype.itemsize > SMALL:
             sent = [part if rank == self._rank else codec.encode(part) for rank, part in enumerate(slices)]
-            return self.reduce_pieces([[Piece(len(part), part)] for part in sent], codec.dtype, 1.0)
+            return self.reduce_spans([[Span(len(part), part)] for part in sent], codec.dtype, 1.0)
         own = slices[self._rank]
         total, numel = torch.empty_like(own), codec.size(len(own))
         key = self._small.send(self._reduce_tag, [bytes_of(codec.encode(slices[rank])) for rank in self._small.ranks])
 
         def receive() -> None:
             first, *rest = (tensor_of(message, (numel,), codec.dtype) for message in self._small.receive(key))
-            torch.add(codec.decode(first, total.dtype), own, out=total)
+            torch.add(codec.decode(first, len(own), total.dtype), own, out=total)
             for part in rest:
                 codec.add(total, part)
 
@@ -65,9 +65,9 @@ class SharedMemoryTransport(Transport):
         copies = sum(map(codec.size, lengths)) * codec.dtype.itemsize if codec.dtype != flat.dtype else 0
         return flat.nbytes + own * flat.element_size() + copies
 
-    def reduce_pieces(self, pieces: list[list[Piece]], dtype: torch.dtype, factor: float) -> Started:
-        others = {rank: part for rank, part in enumerate(pieces) if rank != self._rank}
-        exchange, total = self._exchanges.reduce(self._reduce_tag, pieces[self._rank], others, dtype, factor)
+    def reduce_spans(self, spans: list[list[Span]], dtype: torch.dtype, factor: float) -> Started:
+        others = {rank: part for rank, part in enumerate(spans) if rank != self._rank}
+        exchange, total = self._exchanges.reduce(self._reduce_tag, spans[self._rank], others, dtype, factor)
         return Started([exchange.wait], [], lambda: total, ends_by_itself=True)
 
     def close(self) -> None:

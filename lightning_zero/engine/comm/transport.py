@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.comm.codec import Codec
+from lightning_zero.engine.comm.codec import Changes, Codec
 
 Ranges = Sequence[tuple[int, int]]
 """``[start, stop)`` of each rank's slice of a flat buffer, in the order of ranks."""
@@ -19,7 +19,7 @@ def slices_of(flat: Tensor, ranges: Ranges) -> list[Tensor]:
     return [flat[start:stop] for start, stop in ranges]
 
 
-class Piece(NamedTuple):
+class Span(NamedTuple):
     """Neighbouring elements of a range that is reduced: 1-D; None for zeros."""
 
     numel: int
@@ -50,11 +50,11 @@ class Transport(ABC):
     """Moves flat buffers, which are 1-D and contiguous.
 
     Attributes:
-        takes_pieces: whether ``reduce_pieces`` is offered.
+        takes_spans: whether ``reduce_spans`` is offered.
         encodes_within: whether gradients are encoded on their way between ranks of one machine, too.
     """
 
-    takes_pieces: bool = False
+    takes_spans: bool = False
     encodes_within: bool = True
 
     @abstractmethod
@@ -69,6 +69,20 @@ class Transport(ABC):
                 they are in their slice of the buffer already.
         """
 
+    def encode_changes(self, own: Tensor, new: Tensor, changes: Changes) -> Tensor:
+        """The message of ``exchange_changes`` from this rank's slice, which is changed, to its new values."""
+        return changes.encode(own, new)
+
+    def exchange_changes(self, full: Tensor, ranges: Ranges, number: int, message: Tensor, changes: Changes) -> Started:
+        """Bring a flat buffer up to date that is the same on every rank, except for changes of this rank's own slice.
+
+        Args:
+            full, ranges, number: as for ``all_gather``.
+            message: the changes of this rank's slice, which are made there already: 1-D, of bytes.
+            changes: decodes those of the others.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
         """Sum a flat buffer over ranks; the result is this rank's slice of the sum, in the buffer's dtype."""
@@ -77,8 +91,8 @@ class Transport(ABC):
     def reduction_bytes(self, flat: Tensor, ranges: Ranges, codec: Codec) -> int:
         """Bytes held while a flat buffer is reduced: what is sent, what is received, and this rank's own slice."""
 
-    def reduce_pieces(self, pieces: list[list[Piece]], dtype: torch.dtype, factor: float) -> Started:
-        """Sum ranges, one per rank, that consist of the same pieces on every rank; multiplies by the factor first."""
+    def reduce_spans(self, spans: list[list[Span]], dtype: torch.dtype, factor: float) -> Started:
+        """Sum ranges, one per rank, that consist of the same spans on every rank; multiplies by the factor first."""
         raise NotImplementedError
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain, groupby
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero.engine.comm.codec import Changes, Encodings, ExactChanges, Quantised, QuantisedChanges
 from lightning_zero.engine.comm.collectives import Communicator
-from lightning_zero.engine.config import EngineConfig
+from lightning_zero.engine.config import CompressionConfig, EngineConfig
 from lightning_zero.engine.init.sources import Source
 from lightning_zero.engine.offload.states import DiskStates, Swap
 from lightning_zero.engine.offload.updates import fields_by_parameter
@@ -24,7 +26,7 @@ from lightning_zero.engine.plan.units import Owner, UnitPlan
 from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
 from lightning_zero.engine.state.buffer import without_memory
 from lightning_zero.engine.state.node_part import NodePart
-from lightning_zero.engine.state.residency import Medium, Residency, ResidencyPlan
+from lightning_zero.engine.state.residency import LOW_PRECISION, Medium, Residency, ResidencyPlan
 from lightning_zero.engine.state.slot import make_sharded
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import flat_range
@@ -43,7 +45,8 @@ _CAST_ATTRIBUTES = frozenset(
 class UncutBucket:
     """A bucket before its parameters, in the order of the layout, are sharded: memory for their full values.
 
-    ``fields`` are the dtypes of offloaded optimizer states by name; empty while no optimizer is known.
+    ``fields`` are the dtypes of offloaded optimizer states by name; empty while no optimizer is known. ``encodings``
+    are of what the bucket sends to other machines.
     """
 
     def __init__(
@@ -55,8 +58,10 @@ class UncutBucket:
         number: int,
         unit_name: str,
         shared: SharedByBuckets,
+        encodings: Encodings,
     ) -> None:
         self.parameters, self.plan, self.layout, self.fields = parameters, plan, plan.layout, fields
+        self.encodings = encodings
         self._number, self._unit_name, self._shared = number, unit_name, shared
         self._states: DiskStates | None = None
         self._flat: Tensor | None = None  # full values, allocated at the first use
@@ -121,7 +126,14 @@ class UncutBucket:
             full.copy_(flat)
         self._flat = None
         bucket = Bucket(
-            self.parameters, residency, full, part, number=self._number, unit_name=self._unit_name, shared=self._shared
+            self.parameters,
+            residency,
+            full,
+            part,
+            number=self._number,
+            unit_name=self._unit_name,
+            shared=self._shared,
+            encodings=self.encodings,
         )
         make_sharded(bucket, self.parameters)
         return bucket
@@ -135,7 +147,7 @@ def assign_to_buckets(
     optimizers: Sequence[Optimizer],
     shared: SharedByBuckets,
 ) -> list[list[UncutBucket]]:
-    """The buckets of each unit, each with parameters of one (compute dtype, dtype, requires_grad, whole).
+    """The buckets of each unit, each with parameters of one (compute dtype, dtype, requires_grad, encodings, whole).
 
     A unit of more than ``config.bucket_numel`` or ``most_numel`` elements is split into several buckets of one kind.
     """
@@ -150,12 +162,14 @@ def assign_to_buckets(
     ranks, order = mesh.size(over), mesh.order(over)
     nodes = ranks // mesh.size(placements.parameters.over) if placements.parameters.is_sharded else 1
     is_kept_whole = kept_whole(optimizers, config, ranks=ranks)
+    compression = config.compresses if shared.communicator.may_compress else None
     parts: list[tuple[int, Any, list[tuple[str, nn.Parameter]]]] = []  # each of a unit, by its number, and of a kind
     for of_unit, plan in enumerate(plans):
         kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in plan.parameters.items():
             compute = _compute_dtype_of(parameter, plan, name, config.compute_dtype)
-            kind = compute, parameter.dtype, parameter.requires_grad, is_kept_whole(name, parameter)
+            encodings = encodings_of(parameter, compression)
+            kind = compute, parameter.dtype, parameter.requires_grad, encodings, is_kept_whole(name, parameter)
             kinds.setdefault(kind, []).append((name, parameter))
         for kind, members in kinds.items():
             # Parameters of one optimizer group are adjacent, so that a bucket has one master tensor for them.
@@ -165,7 +179,7 @@ def assign_to_buckets(
     numels = [[p.numel() for _, p in parts[number][2]] for number in whole]
     owners = dict(zip(whole, balanced_owners(numels, ranks))) if whole else {}
     units: list[list[UncutBucket]] = [[] for _ in plans]
-    for number, (of_unit, (compute, dtype, trains, is_whole), part) in enumerate(parts):
+    for number, (of_unit, (compute, dtype, trains, encodings, is_whole), part) in enumerate(parts):
         layout = BucketLayout.of(
             [(name, p.shape) for name, p in part], ranks, owners.get(number), rank=mesh.rank, order=order, nodes=nodes
         )
@@ -179,13 +193,65 @@ def assign_to_buckets(
             dtype=dtype,
             compute_dtype=compute,
             trains=trains,
+            compresses=encodings.changes is not None,
         )
+        if not residency.sends_changes:
+            encodings = encodings._replace(changes=None)
         parameters = [p for _, p in part]
         has_fields = trains and residency.is_offloaded
         fields = fields_of(parameters, residency.master_dtype, whole=is_whole) if has_fields else {}
         name = plans[of_unit].name or "root"
-        units[of_unit].append(UncutBucket(parameters, residency, fields, number=number, unit_name=name, shared=shared))
+        units[of_unit].append(
+            UncutBucket(
+                parameters, residency, fields, number=number, unit_name=name, shared=shared, encodings=encodings
+            )
+        )
     return units
+
+
+def encodings_of(parameter: nn.Parameter, compression: CompressionConfig | None) -> Encodings:
+    """How a parameter and its gradient are sent to other machines; without an own encoding None."""
+    if compression is None or not parameter.requires_grad:
+        return Encodings()
+    is_exempt = compression.exempts(parameter.shape)
+    changes: Changes | None = None
+    if compression.parameters is not None:
+        # what other machines have of a parameter in 16 bits is its value, which is read and saved
+        is_exact = is_exempt or compression.parameters == "exact" or parameter.dtype in LOW_PRECISION
+        changes = ExactChanges() if is_exact else QuantisedChanges(Quantised(4, compression.block))
+    is_real = parameter.dtype in (torch.float32, *LOW_PRECISION)
+    encodes = compression.gradients is not None and is_real and not is_exempt
+    return Encodings(changes, Quantised(8, compression.block) if encodes else None)
+
+
+def check_compression(config: EngineConfig, units: Sequence[Sequence[UncutBucket]], communicator: Communicator) -> None:
+    """Warn on rank 0 if all ranks are on one machine, where nothing is compressed.
+
+    Raises:
+        ValueError: if nothing that crosses between machines can be compressed.
+    """
+    compression = config.compresses
+    if compression is None:
+        return
+    if communicator.is_on_one_machine:
+        if communicator.rank == 0:
+            warnings.warn(
+                f"compression={config.compression} compresses what crosses between machines, and all "
+                f"{communicator.size} ranks are on one: nothing is compressed.",
+                stacklevel=2,
+            )
+        return
+    if not communicator.may_compress:
+        raise ValueError(
+            f"compression={config.compression} is for ranks on CPUs that communicate over Gloo: leave it out, or write "
+            "reduce_dtype='bf16' to send gradients in 16 bits."
+        )
+    if not any(any(bucket.encodings) for bucket in chain.from_iterable(units)):
+        raise ValueError(
+            f"compression={config.compression} compresses nothing here: parameters are compressed where they are "
+            "gathered in 16 bits (precision='bf16-mixed' or 'bf16-true'), and gradients of parameters of two "
+            f"dimensions with exempt_numel={compression.exempt_numel} elements at least. Leave it out."
+        )
 
 
 def _compute_dtype_of(parameter: nn.Parameter, plan: UnitPlan, name: str, wanted: torch.dtype | None) -> torch.dtype:

@@ -63,7 +63,7 @@ def _check(optimizer: Optimizer, config: EngineConfig, ranks: int) -> None:
     if _needs_whole(known, declared) and config.offloads_to_disk:
         raise TypeError(
             f"{name} needs whole parameters{f' ({known.why})' if known is not None else ''}, and states on a disk are "
-            "updated in pieces. Write offload='cpu', or use an elementwise optimizer "
+            "updated in chunks. Write offload='cpu', or use an elementwise optimizer "
             f"({', '.join(sorted(ELEMENTWISE))})."
         )
     if _has_overrides(optimizer):

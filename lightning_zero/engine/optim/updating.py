@@ -110,7 +110,7 @@ class OffloadedStep:
         update = _BucketUpdate(optimizer, partial(bucket.phases, "update", bucket.unit_name), wanted, shown)
         if bucket.states is None:
             return bucket.background.submit(on_own_stream(device, update.in_memory))
-        update.in_memory(only_empty=True)  # which are in no piece
+        update.in_memory(only_empty=True)  # which are in no chunk
         on_disk = on_own_stream(device, update.on_disk)
         # without another place for the new values a gather will read them from the disk
         while (work := self._streams[bucket].give(bucket.states, on_disk, until_written=shown is None)) is None:
@@ -154,7 +154,7 @@ class _BucketUpdate(NamedTuple):
             self._show(slice(low, high), values)
             if PARAMETERS in fields:
                 fields[PARAMETERS][inside] = values
-            if high == master.range.stop:  # only now, as all pieces have the same count of steps before
+            if high == master.range.stop:  # only now, as all chunks have the same count of steps before
                 states[master.tensor] = {
                     key: master.stored(key) if key in fields else value for key, value in after.items()
                 }

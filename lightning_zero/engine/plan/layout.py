@@ -31,7 +31,7 @@ import torch
 # strides each element is computed as in the full parameter.
 ALIGNMENT = 32
 
-Pieces = list[tuple[int, int | None, int]]
+Spans = list[tuple[int, int | None, int]]
 """A range in order, as (elements, index of the segment or None for a gap, start in the segment)."""
 
 
@@ -184,29 +184,29 @@ class BucketLayout:
         start = max(self.segments[first].start, low)
         return start, max(start, min(self.segments[last].stop, high))
 
-    def pieces_of(self, rank: int) -> Pieces:
-        """The pieces of a rank's shard."""
-        return self.pieces_in(*self.shard_range(rank))
+    def spans_of(self, rank: int) -> Spans:
+        """The spans of a rank's shard."""
+        return self.spans_in(*self.shard_range(rank))
 
-    def pieces_in(self, low: int, high: int) -> Pieces:
-        """The pieces of a range."""
-        if (low, high) not in self._pieces:
-            self._pieces[low, high] = self._cut(low, high)
-        return self._pieces[low, high]
+    def spans_in(self, low: int, high: int) -> Spans:
+        """The spans of a range."""
+        if (low, high) not in self._spans:
+            self._spans[low, high] = self._cut(low, high)
+        return self._spans[low, high]
 
     @cached_property
-    def _pieces(self) -> dict[tuple[int, int], Pieces]:
+    def _spans(self) -> dict[tuple[int, int], Spans]:
         return {}
 
-    def _cut(self, low: int, high: int) -> Pieces:
-        pieces: Pieces = []
+    def _cut(self, low: int, high: int) -> Spans:
+        spans: Spans = []
         position = 0
         for number, size in enumerate(self.sizes()):
             start, stop = max(position, low), min(position + size, high)
             if start < stop:
-                pieces.append((stop - start, None if number % 2 else number // 2, start - position))
+                spans.append((stop - start, None if number % 2 else number // 2, start - position))
             position += size
-        return pieces
+        return spans
 
     def sizes(self) -> list[int]:
         """Elements of each segment and of the gap after it, alternating, over the whole bucket."""

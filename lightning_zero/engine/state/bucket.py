@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine.comm.background_work import BackgroundWork, synchronize
+from lightning_zero.engine.comm.codec import Changes, Encodings
 from lightning_zero.engine.comm.collectives import Communicator, Pending, end_with
 from lightning_zero.engine.comm.phases import Phases
 from lightning_zero.engine.comm.rendezvous import Rendezvous
@@ -87,6 +88,7 @@ class Bucket:
         full: the flat buffer, 1-D, in the compute dtype; with memory only where all values stay gathered.
         part: what gathers start from, where each machine has all parameters; else None, and it is ``residency``.
         number: of the bucket among all buckets, the same on every rank.
+        encodings: of what crosses between machines.
 
     Attributes:
         update: the last background update, if ``full`` does not show its result yet.
@@ -105,7 +107,9 @@ class Bucket:
         number: int,
         unit_name: str,
         shared: SharedByBuckets,
+        encodings: Encodings,
     ) -> None:
+        self.encodings = encodings
         self.residency, self.full, self.part, self.layout = residency, full, part, residency.plan.layout
         self.unit_name, self._number = unit_name, number
         self.communicator, self.rendezvous, self.streams, self.ledger, self.phases, updates = shared
@@ -196,14 +200,18 @@ class Bucket:
         if self.state in (BucketState.SHARDED, BucketState.STALE) and not (update and update.writes_to_buffer):
             self.residency.fetch(update.work if update is not None else None)
 
-    def gather(self, *, refresh: bool = False) -> None:
-        """Start to fill ``full``; call ``wait`` before reading it. No effect where it is filled, unless ``refresh``."""
+    def gather(self, *, refresh: bool = False, changes: Changes | None = None) -> None:
+        """Start to fill ``full``; call ``wait`` before reading it. No effect where it is filled, unless ``refresh``.
+
+        Args:
+            changes: encodes those of this rank's values, where all ranks have had the same in ``full`` before.
+        """
         if self.state in (BucketState.GATHERING, BucketState.GATHERED) and not refresh:
             return
         with temporarily_clear_interpreter_stack():  # a gather is not part of a function that ``torch.func`` transforms
-            self._gather()
+            self._gather(changes)
 
-    def _gather(self) -> None:
+    def _gather(self, changes: Changes | None) -> None:
         if self.has_begun:
             raise RuntimeError(
                 f"Unit {self.unit_name!r} is used again in a backward in which its update has begun. Write "
@@ -218,7 +226,7 @@ class Bucket:
         with torch.no_grad(), keep_version(self.full), self.phases("gather", self.unit_name):
             self._buffer.allocate()
             is_in_place = update is not None and update.writes_to_buffer
-            self._pending.append(self._start_gather(None if is_in_place else self._own_values()))
+            self._pending.append(self._start_gather(None if is_in_place else self._own_values(), changes))
         self.update = None
         if self.state is BucketState.SHARDED and not self.is_replicated:
             for view, segment in zip(self.views, self._buffer.segments):
@@ -234,10 +242,13 @@ class Bucket:
             self._refresh_part(self.part)
         return self.part.values()
 
-    def _start_gather(self, own: Tensor | None) -> Pending:
+    def _start_gather(self, own: Tensor | None, changes: Changes | None) -> Pending:
         """Copy this rank's values to their slice, unless they are there, and start the all-gather."""
 
         def gather() -> Pending:
+            if own is not None and changes is not None and not self._is_left:
+                mine, collectives = self.full[self._shard], self.communicator.along(self.over)
+                return collectives.exchange_changes(self.full, self._ranges, self._number, mine, own, changes, what)
             if own is not None:
                 self.full[self._gathers_from].copy_(own, non_blocking=True)
             if (announce := self.rendezvous.absence.announce) is not None:
@@ -369,7 +380,7 @@ class Bucket:
         if self.layout.world_size == 1 and update is not None and not is_kept:
             self.state = BucketState.STALE
             return False
-        self.gather(refresh=True)
+        self.gather(refresh=True, changes=self.encodings.changes if self.part is None else None)
         return is_kept
 
     def _refresh_part(self, part: NodePart) -> None:
@@ -379,9 +390,7 @@ class Bucket:
                 self.update.work.wait()
             self.update = None
         with torch.no_grad(), self.phases("gather", self.unit_name):
-            if (own := self.residency.own_values()) is not None:
-                part.own.copy_(own)
-            part.refresh()
+            part.refresh(self.residency.own_values(), self.encodings.changes)
 
     def cut_anew(self, owners: Sequence[int], values: Sequence[Tensor]) -> None:
         """Give each parameter one owner.

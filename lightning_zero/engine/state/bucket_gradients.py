@@ -10,9 +10,9 @@ from torch import Tensor
 from lightning_zero.engine.comm.codec import Cast
 from lightning_zero.engine.comm.collectives import Pending
 from lightning_zero.engine.comm.streams import at, current_stream, wait_for
-from lightning_zero.engine.comm.transport import Piece, Started
+from lightning_zero.engine.comm.transport import Span, Started
 from lightning_zero.engine.compat import foreach_copy, foreach_mul, foreach_zero
-from lightning_zero.engine.plan.layout import Pieces
+from lightning_zero.engine.plan.layout import Spans
 from lightning_zero.engine.plan.mesh import NODE
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.gradient_shard import GradientShard, shard_of_all, shown_by
@@ -49,14 +49,15 @@ class BucketGradients:
         self._can_take_mean_first = communicator.size > 1 and (
             bucket.full.dtype == self._dtype or self._wire_dtype != self._dtype
         )
+        self._codec = bucket.encodings.gradients or Cast(self._wire_dtype)
+        # Within a machine nothing is encoded if sums over machines follow.
+        self._first_codec = Cast(self._dtype) if bucket.part is not None else self._codec
         are_small = layout.numel <= _SMALL * len(layout.segments)
         # Reduce without a copy into one buffer; not with many small gradients, where the calls cost more than the copy.
-        # Within a machine nothing is encoded if sums over machines follow.
-        self._first_dtype = self._dtype if bucket.part is not None else self._wire_dtype
-        takes_pieces = communicator.along(bucket.over).takes_pieces
-        self._reduces_in_pieces = takes_pieces and self._first_dtype == self._dtype and not are_small
+        takes_spans = communicator.along(bucket.over).takes_spans
+        self._reduces_in_spans = takes_spans and self._first_codec == Cast(self._dtype) and not are_small
         copied_together = are_small and layout.numel <= _SMALL_BUCKET
-        self._may_all_stay_apart = self._reduces_in_pieces or communicator.size == 1 or copied_together
+        self._may_all_stay_apart = self._reduces_in_spans or communicator.size == 1 or copied_together
         self._sizes, self._mean = layout.sizes(), layout.mean
         self.flat: Tensor | None = None
         self._apart: dict[int, Tensor] = {}  # gradients by parameter's index, kept separately
@@ -78,7 +79,7 @@ class BucketGradients:
                 gradient = gradient.detach().to(self._dtype).contiguous()
             self._apart[index] = gradient
             self._filled[index] = True
-            if self._reduces_in_pieces:
+            if self._reduces_in_spans:
                 self.bucket.ledger.add("reduction", gradient.nbytes)
             return
         with torch.no_grad():
@@ -196,22 +197,21 @@ class BucketGradients:
         self._take_local()
         communicator, what = self.bucket.communicator, self._what
         collectives, ranges = communicator.along(self.bucket.over), self.bucket.layout.part_ranges
-        if communicator.size > 1 and not (self._reduces_in_pieces and self.flat is None):
+        if communicator.size > 1 and not (self._reduces_in_spans and self.flat is None):
             with torch.no_grad():
                 flat, self.flat = self._complete_flat(), None
-                codec = Cast(self._first_dtype)
-                self._reducing_nbytes = collectives.reduction_bytes(flat, ranges, codec)
+                self._reducing_nbytes = collectives.reduction_bytes(flat, ranges, self._first_codec)
                 self.bucket.ledger.add("reduction", self._reducing_nbytes - flat.untyped_storage().nbytes())
-                return collectives.reduce_scatter(flat, ranges, codec, what)
+                return collectives.reduce_scatter(flat, ranges, self._first_codec, what)
         apart = {index: gradient.view(-1) for index, gradient in self._take_apart().items()}
         self._filled = [False] * len(self._filled)
         self._streams.clear()
         if communicator.size == 1:
             return Pending(what, Started([], [], lambda: apart))
-        pieces = [
+        spans = [
             [
-                Piece(numel, apart[index][offset : offset + numel] if index in apart else None)
-                for numel, index, offset in self.bucket.layout.pieces_in(start, stop)
+                Span(numel, apart[index][offset : offset + numel] if index in apart else None)
+                for numel, index, offset in self.bucket.layout.spans_in(start, stop)
             ]
             for start, stop in ranges
         ]
@@ -220,7 +220,7 @@ class BucketGradients:
         self._reducing_nbytes += (stop - start) * self._dtype.itemsize
         self.bucket.ledger.add("reduction", self._reducing_nbytes)
         factor = self._mean if self._can_take_mean_first else 1.0
-        return collectives.reduce_pieces(pieces, self._dtype, factor, what)
+        return collectives.reduce_spans(spans, self._dtype, factor, what)
 
     @property
     def _what(self) -> str:
@@ -258,10 +258,9 @@ class BucketGradients:
 
     def _reduce_across(self, part: Tensor) -> Pending:
         collectives, ranges = self.bucket.communicator.along((NODE,)), self.bucket.layout.ranges_in_part
-        codec = Cast(self._wire_dtype)
-        self._reducing_nbytes = collectives.reduction_bytes(part, ranges, codec)
+        self._reducing_nbytes = collectives.reduction_bytes(part, ranges, self._codec)
         self.bucket.ledger.add("reduction", self._reducing_nbytes)
-        return collectives.reduce_scatter(part, ranges, codec, f"{self._what} over machines")
+        return collectives.reduce_scatter(part, ranges, self._codec, f"{self._what} over machines")
 
     def _sum_over_machines(self, part: Tensor) -> Tensor:
         """Complete a sum that was left within a machine. Collective."""
@@ -276,7 +275,7 @@ class BucketGradients:
     def _take_apart(self) -> dict[int, Tensor]:
         """Hand over the gradients that were kept separately; the bucket forgets them."""
         apart, self._apart = self._apart, {}
-        if self._reduces_in_pieces:
+        if self._reduces_in_spans:
             self.bucket.ledger.add("reduction", -sum(gradient.nbytes for gradient in apart.values()))
         return apart
 
@@ -285,7 +284,7 @@ class BucketGradients:
         flat = self._make_flat() if self.flat is None else self.flat
         apart, filled = self._take_apart(), self._filled
         self._filled = [False] * len(filled)
-        if len(apart) == len(filled):  # the fastest way
+        if len(apart) == len(filled) and flat.numel():  # the fastest way
             gaps = flat.new_zeros(max(self._sizes[1::2]))
             cut = [gaps[:n] if i % 2 else apart[i // 2].view(-1) for i, n in enumerate(self._sizes) if n]
             torch.cat(cut, out=flat)
@@ -317,23 +316,23 @@ class BucketGradients:
                 assert isinstance(total, Tensor)
                 incomplete = self._accumulate_within(total, slots)
                 return {slot.index: incomplete for slot in slots}
-            reduced: list[tuple[list[BucketSlot], Pieces, int]]
+            reduced: list[tuple[list[BucketSlot], Spans, int]]
             if isinstance(total, dict):  # one rank: separate gradients of those parameters that got one
                 totals = list(total.values())
                 reduced = [([slots[i]], [(segments[i].numel, i, 0)], segments[i].start) for i in total]
             else:
-                pieces = self.bucket.layout.pieces_of(self.bucket.layout.rank)
-                totals, reduced = [total], [(slots, pieces, 0)]
+                spans = self.bucket.layout.spans_of(self.bucket.layout.rank)
+                totals, reduced = [total], [(slots, spans, 0)]
             arrival = None
             if self.bucket.updates is not None and self.bucket.updates.gradients:
                 totals, arrival = self.bucket.updates.to_host(totals)
             shards: dict[int, GradientShard] = {}
-            for total, (members, pieces, start) in zip(totals, reduced):
+            for total, (members, spans, start) in zip(totals, reduced):
                 shard = shard_of_all(members)
                 if shard is not None and not shard.is_taken:  # as in every micro-batch except the first
                     shard.add(total, arrival)
                 else:
-                    shard = GradientShard(total, pieces, start, arrival, self.bucket.ledger)
+                    shard = GradientShard(total, spans, start, arrival, self.bucket.ledger)
                     shard.take_over(members)
                 shards |= {slot.index: shard for slot in members}
         return shards
@@ -344,7 +343,7 @@ class BucketGradients:
         (begin, _), (low, high) = layout.own_part, layout.own_range
         own = slice(low - begin, high - begin)
         if shard is None:
-            shard = GradientShard(total[own], layout.pieces_of(layout.rank), 0, None, self.bucket.ledger)
+            shard = GradientShard(total[own], layout.spans_of(layout.rank), 0, None, self.bucket.ledger)
             shard.take_over(slots)
         shard.accumulate(total, own, self._sum_over_machines)
         return shard

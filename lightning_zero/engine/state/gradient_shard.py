@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.engine.comm.background_work import BackgroundWork
-from lightning_zero.engine.plan.layout import Pieces
+from lightning_zero.engine.plan.layout import Spans
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.tensor.slot import Deferred
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
@@ -63,7 +63,7 @@ class GradientShard:
     ``accumulated``. Whoever reads the gradient before the next synchronised backward completes the sum over machines.
 
     Args:
-        pieces: layout of ``flat``, see ``BucketLayout.pieces_of``.
+        spans: layout of ``flat``, see ``BucketLayout.spans_of``.
         start: of ``flat`` within this rank's shard of the bucket.
         arrival: background copy of the values; None if they are there.
 
@@ -75,12 +75,12 @@ class GradientShard:
     def __init__(
         self,
         flat: Tensor,
-        pieces: Pieces,
+        spans: Spans,
         start: int,
         arrival: BackgroundWork | None,
         ledger: Ledger,
     ) -> None:
-        self._flat, self._pieces, self._start, self._arrival = flat, pieces, start, arrival
+        self._flat, self._spans, self._start, self._arrival = flat, spans, start, arrival
         self._shown: weakref.WeakSet[ShownGradient] = weakref.WeakSet()
         self.accumulated: Accumulated | None = None
         self.is_taken = False
@@ -103,8 +103,8 @@ class GradientShard:
     def parts(self) -> dict[int, Tensor]:
         """This rank's range of each parameter's gradient, 1-D, by the parameter's index."""
         flat = self._arrived()
-        parts = flat.split_with_sizes([numel for numel, _, _ in self._pieces])  # all views in one call
-        here = {index: part for part, (_, index, _) in zip(parts, self._pieces) if index is not None}
+        parts = flat.split_with_sizes([numel for numel, _, _ in self._spans])  # all views in one call
+        here = {index: part for part, (_, index, _) in zip(parts, self._spans) if index is not None}
         return defaultdict(lambda: flat[:0], here)
 
     def range_of(self, part: slice) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_zero.engine.comm.codec import Changes
 from lightning_zero.engine.comm.collectives import Communicator, Pending, end_with
 from lightning_zero.engine.comm.streams import current_stream
 from lightning_zero.engine.plan.layout import BucketLayout, Segment
@@ -42,10 +43,23 @@ class NodePart:
         self._arrived: torch.Event | None = None  # recorded when a stream had waited for the last exchange
         ledger.add("parameters", values.nbytes)
 
-    def refresh(self) -> None:
-        """Start to fetch the other shards, after a change of ``own`` on every rank."""
-        self.values()
-        self._pending.append(self._collectives.all_gather(self._values, self._ranges, self._number, self._what))
+    def refresh(self, new: Tensor | None, changes: Changes | None) -> None:
+        """Start to fetch the other shards, after a change of this one on every rank.
+
+        Args:
+            new: values of this rank's shard; None where they are in ``own`` already.
+            changes: encodes them; None to send values.
+        """
+        values, collectives = self.values(), self._collectives
+        if changes is not None and new is not None:
+            pending = collectives.exchange_changes(
+                values, self._ranges, self._number, self.own, new, changes, self._what
+            )
+        else:
+            if new is not None:
+                self.own.copy_(new)
+            pending = collectives.all_gather(values, self._ranges, self._number, self._what)
+        self._pending.append(pending)
 
     def values(self) -> Tensor:
         """All values, once the shards on their way have arrived."""

@@ -55,6 +55,7 @@ class ResidencyPlan:
     is_replicated: bool  # the gathered buffer keeps all values at rest
     masters: Medium
     copy: Medium | None
+    sends_changes: bool  # of what other machines have, after an update, which therefore may not write to it
 
     @classmethod
     def of(
@@ -67,9 +68,11 @@ class ResidencyPlan:
         dtype: torch.dtype,
         compute_dtype: torch.dtype,
         trains: bool,
+        compresses: bool = False,
     ) -> ResidencyPlan:
         """Plan from the stage, the offload options (None if this bucket stays on the device) and the dtypes.
 
+        ``compresses`` says that changes of parameters in 16 bits are sent where other machines have the former values.
         Frozen parameters have no separate master weights.
         """
         parameters_on = _MEDIA[offload.parameters] if offload is not None else None
@@ -82,14 +85,16 @@ class ResidencyPlan:
             is_replicated = True
         at_rest = Medium.BUFFER if is_replicated else Medium.PART if layout.nodes > 1 else Medium.DEVICE
         masters = offloaded_to or (Medium.DEVICE if is_cast else at_rest)
+        are_elsewhere = layout.world_size > 1 and (is_replicated or layout.nodes > 1)
+        sends_changes = compresses and is_cast and are_elsewhere and compute_dtype in LOW_PRECISION
         copy = None
         if offloaded_to is not None and layout.nodes > 1:
-            copy = Medium.PART
+            copy = None if sends_changes else Medium.PART
         elif offloaded_to is not None and not is_replicated:
             copy = parameters_on or Medium.DEVICE
             if not is_cast and (copy is masters or copy is Medium.DISK):
                 copy = None  # gathers start from the master weights
-        return cls(layout, device, master_dtype, compute_dtype, is_replicated, masters, copy)
+        return cls(layout, device, master_dtype, compute_dtype, is_replicated, masters, copy, sends_changes)
 
     @property
     def shard_numel(self) -> int:
@@ -105,8 +110,11 @@ class ResidencyPlan:
     def updates_write_to_buffer(self) -> bool:
         """Whether a background update may write its result to the gathered buffer as well.
 
-        False where gathers can start from master weights in the compute dtype, or from a copy of them.
+        False where gathers can start from master weights in the compute dtype, or from a copy of them, and where they
+        send changes of what the buffer has.
         """
+        if self.sends_changes:
+            return False
         is_cast = self.master_dtype != self.compute_dtype
         return self.is_replicated and self.copy is None and (is_cast or self.masters is Medium.DISK)
 

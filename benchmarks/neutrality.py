@@ -1,0 +1,145 @@
+"""What compression between machines costs in quality: a GPT on text, trained on two simulated machines with each.
+
+    python benchmarks/neutrality.py
+    python benchmarks/neutrality.py --steps 50 --seeds 0 --systems fp32,int8 --output FOLDER
+
+The machines are network namespaces, which needs root. A system passes if it is as near to fp32 as fp32's own seeds are
+to each other.
+"""
+
+import argparse
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+from common import REPOSITORY, describe, markdown_table, run_workers, write_results
+from machines import Machines
+
+SIZES = {"width": 128, "depth": 2, "heads": 4}
+CONTEXT, BATCH, WARM_UP, EXEMPT = 64, 8, 50, 8192
+WORKER_TIMEOUT = 3600.0  # seconds
+
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "int8": {"compression": {"gradients": "int8"}},
+    "bf16": {"bf16": True},
+    "int4": {"bf16": True, "compression": {"parameters": "int4"}},
+    "int4 + int8": {"bf16": True, "compression": {"parameters": "int4", "gradients": "int8"}},
+}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--systems", default=",".join(SYSTEMS))
+    parser.add_argument("--seeds", default="0,1,2", help="of weights and of the order of data")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # the parent starts workers with it
+    return parser.parse_args()
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """One rank; writes the validation loss of each system and seed, and the bytes that have left in the last step."""
+    import torch
+    import torch.distributed as dist
+
+    from lightning_zero.engine import Engine
+    from lightning_zero.zoo.gpt import GPT
+    from lightning_zero.zoo.text import Windows, read_split
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, cross_entropy = dist.get_rank(), torch.nn.functional.cross_entropy
+    texts = (torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in read_split(None, 4_000_000, 10))
+    train, validation = (Windows(text, CONTEXT) for text in texts)
+
+    def stacked(windows: Windows, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, targets = zip(*(windows[int(index)] for index in indices))
+        return torch.stack(inputs), torch.stack(targets)
+
+    def loss_of(model: torch.nn.Module, data: tuple[torch.Tensor, torch.Tensor], bf16: bool) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            logits = model(data[0])
+        return cross_entropy(logits.float().flatten(0, 1), data[1].flatten())
+
+    found: dict[str, dict[str, float]] = {}
+    for system in arguments.systems.split(","):
+        chosen = SYSTEMS[system]
+        bf16, compression = chosen.get("bf16", False), chosen.get("compression")
+        if compression is not None:
+            compression = {"exempt_numel": EXEMPT, **compression}
+        for seed in arguments.seeds.split(","):
+            torch.manual_seed(int(seed))
+            model = GPT(**SIZES, context=CONTEXT, tied=False)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
+            schedule = torch.optim.lr_scheduler.LambdaLR(
+                optimizer,
+                lambda step: (
+                    min(1.0, (step + 1) / WARM_UP) * (0.55 + 0.45 * math.cos(math.pi * step / arguments.steps))
+                ),
+            )
+            options = {"compute_dtype": torch.bfloat16} if bf16 else {}
+            engine = Engine(model, [optimizer], stage=2, compression=compression, **options)
+            order = torch.Generator().manual_seed(1000 + int(seed))
+            for _ in range(arguments.steps):
+                indices = torch.randint(len(train), (dist.get_world_size(), BATCH), generator=order)[rank]
+                engine.reset_counters()
+                loss_of(model, stacked(train, indices), bf16).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+            crossed = sum(n for (_, link), n in engine.communicator.counters.bytes.items() if link == "across")
+            with torch.no_grad():
+                parts = torch.arange(min(512, len(validation))).split(64)
+                losses = [loss_of(model, stacked(validation, part), bf16).item() for part in parts]
+            engine.close()
+            found.setdefault(system, {})[seed] = statistics.mean(losses)
+            found[system]["crossed"] = crossed
+    arguments.worker.write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if arguments.worker:
+        work(arguments)
+        return
+    options = ["--systems", arguments.systems, "--seeds", arguments.seeds, "--steps", str(arguments.steps)]
+    with Machines() as machines:
+        ranks = run_workers(__file__, options, 2, {}, WORKER_TIMEOUT, machines)
+    found, seeds = ranks[0], arguments.seeds.split(",")
+    reference = found["fp32"]
+    spread = max(reference[seed] for seed in seeds) - min(reference[seed] for seed in seeds)
+    rows = []
+    for system, losses in found.items():
+        gap = statistics.mean(losses[seed] - reference[seed] for seed in seeds)
+        rows.append(
+            [
+                system,
+                *(f"{losses[seed]:.4f}" for seed in seeds),
+                f"{gap:+.4f}",
+                "yes" if abs(gap) <= spread else "no",
+                f"{losses['crossed'] / reference['crossed']:.2f}",
+            ]
+        )
+    head = ["system", *(f"seed {seed}" for seed in seeds), "gap to fp32", "within fp32's spread", "x bytes that cross"]
+    lines = [
+        f"Validation loss of a GPT (width {SIZES['width']}, depth {SIZES['depth']}) after {arguments.steps} steps of "
+        f"{2 * BATCH} windows of {CONTEXT} bytes, AdamW, stage 2, one rank on each of two machines; spread of fp32's "
+        f"seeds {spread:.4f}. `int8` are gradients, `int4` are changes of parameters.",
+        "",
+        *markdown_table(head, rows),
+    ]
+    write_results(
+        arguments.output,
+        "neutrality",
+        {"about": describe(__file__, ("torch",)), "systems": found, "spread": spread},
+        lines,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Exchanges of two halves, the second of which needs what the first has brought."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from torch import Tensor
+
+from lightning_zero.engine.comm.transport import Started
+
+
+class Chain:
+    """Begins the second halves of exchanges in threads, so that nobody need wait for the first.
+
+    Each has a thread of its own, since ranks may begin gathers in different orders. No executor: these threads wait for
+    other ranks, and must not keep the interpreter from ending.
+    """
+
+    def __init__(self) -> None:
+        self._halfway: set[threading.Event] = set()  # of exchanges, set when the second half begins
+
+    def start(
+        self, first: Started, then: Callable[[Any], Started], after: threading.Event | None = None
+    ) -> tuple[Started, threading.Event]:
+        """Chain two exchanges into one: a thread awaits the first, and then begins the second with its result.
+
+        Args:
+            after: set when the second half has begun that comes before this one on all ranks.
+
+        Returns:
+            The whole, and what is set when its second half has begun, or cannot begin.
+        """
+        second: Future[Started] = Future()
+        begun = threading.Event()
+        self._halfway.add(begun)
+
+        def go_on() -> None:
+            try:
+                if after is not None:
+                    after.wait()
+                for each in first.waits:
+                    each()
+                second.set_result(then(first.finish() if first.finish is not None else None))
+            except BaseException as error:
+                second.set_exception(error)
+            finally:
+                begun.set()
+                self._halfway.discard(begun)
+
+        def wait_for_both() -> None:
+            for each in second.result().waits:
+                each()
+
+        def finish() -> Tensor | None:
+            last = second.result().finish
+            return last() if last is not None else None
+
+        threading.Thread(target=go_on, name="lightning_zero-second-half", daemon=True).start()
+        return Started([wait_for_both], first.buffers, finish, ends_by_itself=True), begun
+
+    def when_all_continue(self, call: Callable[[], object]) -> None:
+        """Call a function when all second halves have begun; at once if they have."""
+        unfinished = list(self._halfway)
+        if not unfinished:
+            call()
+            return
+
+        def call_later() -> None:
+            for begun in unfinished:
+                begun.wait()
+            call()
+
+        threading.Thread(target=call_later, name="lightning_zero-close", daemon=True).start()
