@@ -103,7 +103,7 @@ def parser() -> Parser:
         "--compression",
         nargs="+",
         default=["none"],
-        help="of what crosses between machines, over gloo or shared memory: none, exact or int8",
+        help="of what crosses between machines, over gloo or shared memory: none, exact, int8 or int4",
     )
     made.add_argument("--micro-batch", type=int, nargs="+", help="samples per rank and micro-batch")
     made.add_argument("--checkpointing", nargs="+", default=["off"], choices=["off", "on"], help="of activations")

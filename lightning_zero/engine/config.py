@@ -41,7 +41,8 @@ class EngineConfig:
             those of each machine, or how many adjacent ranks. Each parameter then crosses between machines once a step.
             Master weights and optimizer state are sharded over all ranks. ``None`` shards parameters over all ranks.
         compression: of what crosses between machines, over Gloo: ``"exact"`` sends parameters as changes, without loss;
-            ``"int8"`` sends gradients in 8 bits as well; a ``CompressionConfig``, or a mapping of its fields, for more.
+            ``"int8"`` sends gradients in 8 bits as well; ``"int4"`` both in 4 bits; a ``CompressionConfig``, or a
+            mapping of its fields, for more.
             ``None`` compresses nothing.
         units: which modules are gathered and released together: ``"auto"``, module classes, or a predicate of
             (qualified name, module).
@@ -264,8 +265,8 @@ class CompressionConfig:
             without loss; ``"int4"`` changes in 4 bits, of parameters whose own dtype is fp32, with an error that is
             part of the next change (Jia et al., "SDP4Bit", NeurIPS 2024); None sends the values. At stage 3 with
             ``shard_within`` only, where each machine has the parameters that are changed.
-        gradients: sums of each machine, as they are sent to the owner, who adds them up in fp32: ``"int8"``, or None to
-            send them as they are.
+        gradients: sums of each machine, as they are sent to the owner, who adds them up in fp32: ``"int8"``,
+            ``"int4"``, or None to send them as they are.
         block: neighbouring elements that share a scale, in what is sent in 8 or 4 bits; an even number.
         exempt_numel: parameters of one dimension, and those with fewer elements, are sent without loss.
 
@@ -277,12 +278,12 @@ class CompressionConfig:
     """
 
     parameters: Literal["exact", "int4"] | None = None
-    gradients: Literal["int8"] | None = None
+    gradients: Literal["int8", "int4"] | None = None
     block: int = 128
     exempt_numel: int = 65536
 
     def __post_init__(self) -> None:
-        for name, allowed in (("parameters", (None, "exact", "int4")), ("gradients", (None, "int8"))):
+        for name, allowed in (("parameters", (None, "exact", "int4")), ("gradients", (None, "int8", "int4"))):
             if getattr(self, name) not in allowed:
                 raise ValueError(
                     f"compression: {name}={getattr(self, name)!r} must be {', '.join(map(repr, allowed[:-1]))} or "
@@ -316,6 +317,7 @@ class CompressionConfig:
 _COMPRESSIONS = {
     "exact": CompressionConfig(parameters="exact"),
     "int8": CompressionConfig(parameters="exact", gradients="int8"),
+    "int4": CompressionConfig(parameters="int4", gradients="int4"),
 }
 
 

@@ -40,7 +40,7 @@ def test_every_choice_passes_the_check_and_makes_its_objects(choice: str, tmp_pa
         needed = ["trainer.accelerator=cpu", "trainer.devices=2"]
     if "digits" not in f"{choice}{needed}":
         needed = [*needed, "data.max_bytes=500_000"]
-    if choice in ('compression="exact"', 'compression="int8"'):
+    if choice in ('compression="exact"', 'compression="int8"', 'compression="int4"'):
         needed = [*needed, 'stage="2"']
     if "nvme" in choice:
         needed = [*needed, f"stage.offload.path={tmp_path}"]

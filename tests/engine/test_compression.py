@@ -261,9 +261,9 @@ def test_an_overflow_skips_the_step_everywhere(run_on):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"compression": "zip"}, "compression='zip' must be None, 'exact', 'int8' or a CompressionConfig"),
+        ({"compression": "zip"}, "compression='zip' must be None, 'exact', 'int8', 'int4' or a CompressionConfig"),
         ({"compression": {"weights": "int4"}}, "'weights' is not an option. The options are parameters, gradients"),
-        ({"compression": {"gradients": "int4"}}, "gradients='int4' must be None or 'int8'"),
+        ({"compression": {"gradients": "exact"}}, "gradients='exact' must be None, 'int8' or 'int4'"),
         ({"compression": {"parameters": "int8"}}, "parameters='int8' must be None, 'exact' or 'int4'"),
         ({"compression": {"gradients": "int8", "block": 3}}, "block=3 must be an even number of at least 2"),
         (

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain, groupby
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -221,7 +221,8 @@ def encodings_of(parameter: nn.Parameter, compression: CompressionConfig | None)
         changes = ExactChanges() if is_exact else QuantisedChanges(Quantised(4, compression.block))
     is_real = parameter.dtype in (torch.float32, *LOW_PRECISION)
     encodes = compression.gradients is not None and is_real and not is_exempt
-    return Encodings(changes, Quantised(8, compression.block) if encodes else None)
+    bits: Literal[8, 4] = 8 if compression.gradients == "int8" else 4
+    return Encodings(changes, Quantised(bits, compression.block) if encodes else None)
 
 
 def check_compression(config: EngineConfig, units: Sequence[Sequence[UncutBucket]], communicator: Communicator) -> None:
