@@ -40,10 +40,9 @@ class EngineConfig:
         shard_within: at stage 3, between which ranks parameters and accumulating gradients are sharded: ``"node"`` for
             those of each machine, or how many adjacent ranks. Each parameter then crosses between machines once a step.
             Master weights and optimizer state are sharded over all ranks. ``None`` shards parameters over all ranks.
-        compression: of what crosses between machines, over Gloo: ``"exact"`` sends parameters as changes, without loss;
-            ``"int8"`` sends gradients in 8 bits as well; ``"int4"`` both in 4 bits; a ``CompressionConfig``, or a
-            mapping of its fields, for more.
-            ``None`` compresses nothing.
+        compression: how what crosses between machines is encoded, over Gloo: ``"exact"`` sends parameters in 16 bits as
+            changes, without loss; ``"int8"`` and ``"int4"`` also gradients in 8 or 4 bits; a ``CompressionConfig``, or
+            a mapping of its fields, for more. ``None`` encodes nothing.
         units: which modules are gathered and released together: ``"auto"``, module classes, or a predicate of
             (qualified name, module).
         unit_numel: elements up to which neighbouring blocks are gathered together. ``None`` with automatic units:
@@ -258,37 +257,34 @@ def offload_config(offload: Any) -> OffloadConfig | None:
 
 @dataclass(frozen=True)
 class CompressionConfig:
-    """How parameters and gradients are encoded that cross between machines, over Gloo.
+    """How the parameters and gradients that cross between machines are encoded, over Gloo.
 
     Args:
-        parameters: that are gathered in a 16-bit dtype, after each update: ``"exact"`` sends the changes of their bits,
-            without loss; ``"int4"`` changes in 4 bits, of parameters whose own dtype is fp32, with an error that is
-            part of the next change (Jia et al., "SDP4Bit", NeurIPS 2024); None sends the values. At stage 3 with
-            ``shard_within`` only, where each machine has the parameters that are changed.
-        gradients: sums of each machine, as they are sent to the owner, who adds them up in fp32: ``"int8"``,
-            ``"int4"``, or None to send them as they are.
-        block: neighbouring elements that share a scale, in what is sent in 8 or 4 bits; an even number.
-        exempt_numel: parameters of one dimension, and those with fewer elements, are sent without loss.
+        parameters: after an update, where they are gathered in 16 bits: ``"exact"`` sends the changes of their bits,
+            without loss; None sends their values. At stage 3 with ``shard_within`` only: otherwise no machine has the
+            parameters that are changed.
+        gradients: sums of each machine, on their way to the rank that owns them, which adds them up in fp32:
+            ``"int8"``, ``"int4"``, or None to send them as they are.
+        block: neighbouring gradients that share a scale; an even number.
+        exempt_numel: gradients of parameters with fewer elements, or of one dimension, are sent as they are.
 
     Raises:
         ValueError: if an argument is not one of the allowed values.
 
     Example:
-        >>> strategy = lightning_zero.ZeroStrategy(stage=2, compression=lightning_zero.CompressionConfig("exact"))
+        >>> compression = lightning_zero.CompressionConfig(gradients="int8")
+        >>> strategy = lightning_zero.ZeroStrategy(stage=2, compression=compression)
     """
 
-    parameters: Literal["exact", "int4"] | None = None
+    parameters: Literal["exact"] | None = None
     gradients: Literal["int8", "int4"] | None = None
     block: int = 128
     exempt_numel: int = 65536
 
     def __post_init__(self) -> None:
-        for name, allowed in (("parameters", (None, "exact", "int4")), ("gradients", (None, "int8", "int4"))):
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"compression: {name}={getattr(self, name)!r} must be {', '.join(map(repr, allowed[:-1]))} or "
-                    f"{allowed[-1]!r}."
-                )
+        for name, allowed in (("parameters", ("exact",)), ("gradients", ("int8", "int4"))):
+            if (given := getattr(self, name)) is not None and given not in allowed:
+                raise ValueError(f"compression: {name}={given!r} must be {', '.join(map(repr, allowed))} or None.")
         for name, least in (("block", 2), ("exempt_numel", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least or value % 2 and name == "block":
@@ -299,9 +295,9 @@ class CompressionConfig:
         """Raise a ValueError if other options contradict."""
         if self.parameters is not None and config.stage == 3 and config.shard_within is None:
             raise ValueError(
-                f"compression: parameters={self.parameters!r} sends changes of parameters that the receivers have, and "
-                "at stage 3 they have none. Write shard_within='node', with which each machine has them, stage=1 or "
-                "stage=2; or compress gradients only: compression={'gradients': 'int8'}."
+                f"compression: parameters={self.parameters!r} sends changes of parameters, and at stage 3 no other "
+                "machine has what is changed. Write shard_within='node', with which each machine has it, stage=1 or "
+                "stage=2; or compress gradients only: compression=CompressionConfig(gradients='int8')."
             )
         if self.gradients is not None and config.reduce_dtype is not None:
             raise ValueError(
@@ -309,15 +305,15 @@ class CompressionConfig:
                 "gradients are sent. Leave one of the two out."
             )
 
-    def exempts(self, shape: torch.Size) -> bool:
-        """Whether a parameter of this shape is sent without loss."""
-        return len(shape) < 2 or shape.numel() < self.exempt_numel
+    def exempts(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter's gradient is sent as it is."""
+        return parameter.dim() < 2 or parameter.numel() < self.exempt_numel
 
 
 _COMPRESSIONS = {
     "exact": CompressionConfig(parameters="exact"),
     "int8": CompressionConfig(parameters="exact", gradients="int8"),
-    "int4": CompressionConfig(parameters="int4", gradients="int4"),
+    "int4": CompressionConfig(parameters="exact", gradients="int4"),
 }
 
 
@@ -341,6 +337,11 @@ def compression_config(compression: Any) -> CompressionConfig | None:
         return CompressionConfig(**compression) if compression else None
     names = ", ".join(map(repr, _COMPRESSIONS))
     raise ValueError(f"compression={compression!r} must be None, {names} or a CompressionConfig.")
+
+
+def name_of_compression(compression: CompressionConfig) -> str:
+    """As a user writes it."""
+    return next((repr(name) for name, each in _COMPRESSIONS.items() if each == compression), repr(compression))
 
 
 def default_folder() -> str:

@@ -394,13 +394,22 @@ class Engine(StateDicts):
     def show(self, buckets: list[Bucket]) -> None:
         """All-gather those of these buckets again that are gathered at present, in the order of the plan."""
         changed, kept = set(buckets), []
+        by_changes = self._agree_on_changes()
         for bucket in (bucket for bucket in self.buckets if bucket in changed):
-            if bucket.refresh():
+            if bucket.refresh(bucket in by_changes):
                 kept.append(bucket)
             if not self.config.overlap:
                 bucket.wait()
         for bucket in kept:
             bucket.wait()
+
+    def _agree_on_changes(self) -> set[Bucket]:
+        """The buckets that no rank has written to since the last step: changes of these can be sent. Collective."""
+        sending = [bucket for bucket in self.buckets if bucket.sends_changes]
+        if not sending:
+            return set()
+        written = self.communicator.control.any_rank([bucket.was_written for bucket in sending], "showing an update")
+        return {bucket for bucket, is_written in zip(sending, written) if not is_written}
 
     # -- looking inside ---------------------------------------------------------------------------------------------
 

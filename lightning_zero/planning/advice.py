@@ -163,6 +163,11 @@ def make_plans(
                 compression=compress,
             )
         )
+    if not plans:
+        raise ValueError(
+            "Nothing is left to plan: DDP takes no options, shard_within is for stage 3, and there compression is for "
+            "shard_within."
+        )
     return plans
 
 

@@ -100,10 +100,11 @@ def test_compression_reaches_the_strategy(tmp_path: Path) -> None:
         (['stage="3"', "stage.shard_within=node", "compression=int8"], int8),
         (['stage="1"', "compression=int8", "stage.compression.block=64"], CompressionConfig("exact", "int8", block=64)),
         (['stage="3"', "compression=int8", "stage.compression.parameters=null"], CompressionConfig(gradients="int8")),
+        (['stage="2"', "compression=exact", "stage.compression.gradients=int4"], CompressionConfig("exact", "int4")),
     ):
         config = composed(*arguments, folder=tmp_path)
         assert instantiate(config.trainer.strategy).config.compression == meant
-    with pytest.raises(ConfigError, match="at stage 3 they have none. Write shard_within='node'"):
+    with pytest.raises(ConfigError, match="at stage 3 no other machine has what is changed. Write shard_within='node'"):
         check(composed('stage="3"', "compression=exact", "data.max_bytes=500_000", folder=tmp_path))
 
 

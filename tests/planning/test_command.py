@@ -250,6 +250,7 @@ def test_compression_is_planned_and_loses_on_a_fast_link(capsys):
         (["--machines", "3"], "machines=3 must be a whole number that divides 8 ranks"),
         (["--machines", "2", "--shard-within", "3"], "shard_within=3 does not divide 8 ranks: write 2, 4 or 8"),
         (["--machines", "2", "--compression", "exact"], "is for ranks on CPUs that communicate over Gloo"),
+        (["--machines", "2", "--stage", "3", "--compression", "exact"], "Nothing is left to plan"),
         (["--compression", "zip"], "compression='zip' must be None, 'exact', 'int8', 'int4' or a CompressionConfig"),
         (["--shard-within", "nodes"], "shard_within='nodes' must be 'node', a number of ranks of at least 2, or None"),
     ],

@@ -1,9 +1,9 @@
-"""Codecs: the encodings in which gradients, and changes of parameters, are sent between ranks."""
+"""Encodings in which gradients, and changes of parameters, are sent between ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -65,10 +65,6 @@ class Quantised:
     block: int
     dtype: ClassVar[torch.dtype] = torch.uint8
 
-    @property
-    def _most(self) -> int:
-        return 2 ** (self.bits - 1) - 1
-
     def _blocks(self, numel: int) -> int:
         return -(-numel // self.block)
 
@@ -79,9 +75,9 @@ class Quantised:
         blocks = self._blocks(len(values))
         padded = torch.nn.functional.pad(values.float(), (0, blocks * self.block - len(values)))
         padded = padded.view(blocks, self.block)
-        scales = padded.abs().amax(1, keepdim=True).div_(self._most)
-        tiny = torch.finfo(torch.float32).tiny
-        integers = (padded / scales.clamp(min=tiny)).round_().to(torch.int8).view(-1)
+        scales = padded.abs().amax(1, keepdim=True).div_(2 ** (self.bits - 1) - 1)
+        scales.clamp_(min=torch.finfo(torch.float32).tiny)  # of a block of zeros
+        integers = (padded / scales).round_().to(torch.int8).view(-1)
         encoded = integers.view(torch.uint8) if self.bits == 8 else _packed(integers.add_(8).view(torch.uint8), 4)
         return torch.cat([scales.view(-1).view(torch.uint8), encoded])
 
@@ -113,92 +109,53 @@ def _unpacked(packed: Tensor, bits: int) -> Tensor:
     return torch.cat([packed >> bits * place & 2**bits - 1 for place in range(8 // bits)])
 
 
-class Changes(Protocol):
-    """Encodes changes of values of which the receivers have the former ones."""
+# Changes of 16-bit floats are differences of their bit patterns, most of which are small. A message takes 2, 4 or 8
+# bits for each element, whatever is shortest, and 16 more for each that does not fit; or it is the values, if these are
+# shorter.
 
-    def encode(self, values: Tensor, wanted: Tensor) -> Tensor:
-        """Encode the change from the former values to those wanted, both 1-D, as bytes.
-
-        Afterwards ``values`` are what the receivers' become: those wanted, or near to them.
-        """
-
-    def apply(self, values: Tensor, message: Tensor) -> None:
-        """Change the former values as ``encode`` has."""
+_HEADER = 8  # bytes, the first of which is the number of bits; 0 for values
+_LARGEST = {2: 1, 4: 7, 8: 126}
+"""The largest difference, in both directions, that so many bits have a code for."""
 
 
-@dataclass(frozen=True)
-class ExactChanges:
-    """Changes of 16-bit floats without loss: differences of their bit patterns, most of which are small.
+def encode_changes(values: Tensor, new: Tensor) -> Tensor:
+    """Encode the changes of values, which the receivers have as well, as bytes, and make them.
 
-    A message takes 2, 4 or 8 bits for each element, whatever is shortest, and 16 more for each that does not fit. Where
-    that is not shorter, it is the values.
+    Args:
+        values: 1-D, of 16-bit floats.
+        new: their new values, of any dtype.
     """
-
-    _HEADER: ClassVar[int] = 8  # bytes, the first of which is the number of bits
-    _MOST: ClassVar[dict[int, int]] = {2: 1, 4: 7, 8: 126}
-    """The largest difference, in both directions, that so many bits have a code for."""
-
-    def encode(self, values: Tensor, wanted: Tensor) -> Tensor:
-        wanted = wanted.to(values.dtype)
-        difference = wanted.view(torch.int16) - values.view(torch.int16)
-        values.copy_(wanted)
-        numel = len(values)
-        small = difference.clamp(-128, 127).to(torch.int8)
-        counts = torch.bincount(small.view(torch.uint8), minlength=256).tolist()
-        sizes = {}
-        for bits, most in self._MOST.items():
-            fit = sum(counts[: most + 1]) + sum(counts[256 - most :])
-            sizes[bits] = -(-numel * bits // 8) + 2 * (numel - fit)
-        bits = min(sizes, key=sizes.__getitem__)
-        header = torch.zeros(self._HEADER, dtype=torch.uint8, device="cpu")
-        if sizes[bits] >= 2 * numel:
-            return torch.cat([header, wanted.view(torch.uint8)])
-        header[0] = bits
-        most = self._MOST[bits]
-        escapes = (small > most) | (small < -most)
-        codes = small.add_(most).masked_fill_(escapes, 2**bits - 1 if bits < 8 else -1).view(torch.uint8)
-        rest = difference[escapes].view(torch.uint8)
-        return torch.cat([header, rest, codes if bits == 8 else _packed(codes, bits)])
-
-    def apply(self, values: Tensor, message: Tensor) -> None:
-        bits, message = int(message[0]), message[self._HEADER :]
-        if not bits:
-            values.view(torch.uint8).copy_(message)
-            return
-        packed = -(-len(values) * bits // 8)
-        rest, codes = message[: len(message) - packed].view(torch.int16), message[len(message) - packed :]
-        codes = (codes if bits == 8 else _unpacked(codes, bits))[: len(values)]
-        difference = codes.to(torch.int16).sub_(self._MOST[bits])
-        if len(rest):
-            difference.masked_scatter_(codes == 2**bits - 1, rest)
-        values.view(torch.int16).add_(difference)
+    new = new.to(values.dtype)
+    difference = new.view(torch.int16) - values.view(torch.int16)
+    values.copy_(new)
+    numel = len(values)
+    small = difference.clamp(-128, 127).to(torch.int8)
+    counts = torch.bincount(small.view(torch.uint8), minlength=256).tolist()
+    sizes = {}
+    for bits, largest in _LARGEST.items():
+        fit = sum(counts[: largest + 1]) + sum(counts[256 - largest :])
+        sizes[bits] = -(-numel * bits // 8) + 2 * (numel - fit)
+    bits = min(sizes, key=sizes.__getitem__)
+    header = torch.zeros(_HEADER, dtype=torch.uint8, device="cpu")
+    if sizes[bits] >= 2 * numel:
+        return torch.cat([header, new.view(torch.uint8)])
+    header[0] = bits
+    escapes = (small > _LARGEST[bits]) | (small < -_LARGEST[bits])
+    codes = small.add_(_LARGEST[bits]).masked_fill_(escapes, 2**bits - 1 if bits < 8 else -1).view(torch.uint8)
+    rest = difference[escapes].view(torch.uint8)
+    return torch.cat([header, rest, codes if bits == 8 else _packed(codes, bits)])
 
 
-@dataclass(frozen=True)
-class QuantisedChanges:
-    """Changes as integers of few bits; what is lost is part of the next change, as receivers keep what they decoded.
-
-    (Jia et al., "SDP4Bit", NeurIPS 2024, section 3.1.)
-    """
-
-    codec: Quantised
-
-    def encode(self, values: Tensor, wanted: Tensor) -> Tensor:
-        message = self.codec.encode(wanted.float() - values.float())
-        self.apply(values, message)
-        return message
-
-    def apply(self, values: Tensor, message: Tensor) -> None:
-        values.copy_(values.float().add_(self.codec.decode(message, len(values), torch.float32)))
-
-
-class Encodings(NamedTuple):
-    """Of what a bucket sends to other machines.
-
-    Attributes:
-        changes: of parameters after an update; None to send their values.
-        gradients: None for their own dtype, or ``reduce_dtype``.
-    """
-
-    changes: Changes | None = None
-    gradients: Codec | None = None
+def apply_changes(values: Tensor, message: Tensor) -> None:
+    """Make the changes that ``encode_changes`` has encoded from the same values."""
+    bits, message = int(message[0]), message[_HEADER:]
+    if not bits:
+        values.view(torch.uint8).copy_(message)
+        return
+    packed = -(-len(values) * bits // 8)
+    rest, codes = message[: len(message) - packed].view(torch.int16), message[len(message) - packed :]
+    codes = (codes if bits == 8 else _unpacked(codes, bits))[: len(values)]
+    difference = codes.to(torch.int16).sub_(_LARGEST[bits])
+    if len(rest):
+        difference.masked_scatter_(codes == 2**bits - 1, rest)
+    values.view(torch.int16).add_(difference)

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.backend_transport import BackendTransport
 from lightning_zero.engine.comm.cma_exchange import connect, machines_of
-from lightning_zero.engine.comm.codec import Cast, Changes, Codec
+from lightning_zero.engine.comm.codec import Cast, Codec
 from lightning_zero.engine.comm.control_plane import MESSAGE_BYTES, ControlPlane
 from lightning_zero.engine.comm.counters import Counters, Link
 from lightning_zero.engine.comm.failures import Watch, explained
@@ -113,11 +113,11 @@ class BucketCollectives:
             return Pending(what, self._transport.all_gather(full, ranges, number, own), self._watch)
 
     def exchange_changes(
-        self, full: Tensor, ranges: Ranges, number: int, own: Tensor, new: Tensor, changes: Changes, what: str
+        self, full: Tensor, ranges: Ranges, number: int, own: Tensor, new: Tensor, what: str
     ) -> Pending:
         """Bring a buffer up to date by changes; see ``Transport.exchange_changes``.
 
-        Messages of the other ranks count as if they were as long as this one's.
+        Messages of other machines' ranks count as if they were as long as this one's, those of this machine as values.
 
         Args:
             own: this rank's slice of the buffer, with the former values.
@@ -125,8 +125,8 @@ class BucketCollectives:
         """
         assert self._transport is not None
         with explained(what):
-            message = self._transport.encode_changes(own, new, changes)
-            started = self._transport.exchange_changes(full, ranges, number, message, changes)
+            message = self._transport.encode_changes(own, new)
+            started = self._transport.exchange_changes(full, ranges, number, message)
         crossing = self._crossing(ranges)
         rest = full.numel() - sum(crossing)
         self._count("all_gather", sum(crossing), len(crossing) * len(message), rest, rest * full.itemsize)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.engine.comm.chain import Chain
-from lightning_zero.engine.comm.codec import Changes, Codec
+from lightning_zero.engine.comm.codec import Codec, apply_changes
 from lightning_zero.engine.comm.process_group import ProcessGroup, rank, ranks_of
 from lightning_zero.engine.comm.transport import Ranges, Started, Transport, slices_of
 
@@ -52,7 +52,7 @@ class GlooTransport(Transport):
             works.append(dist.isend(slices[self._rank], self._ranks[peer], self._group, tag=tag))
         return Started([work.wait for work in works], [full])
 
-    def exchange_changes(self, full: Tensor, ranges: Ranges, number: int, message: Tensor, changes: Changes) -> Started:
+    def exchange_changes(self, full: Tensor, ranges: Ranges, number: int, message: Tensor) -> Started:
         # ``data``, as autograd counts no writes by gathers
         slices, tag = slices_of(full.data, ranges), self._gather_tag + number
         # The receivers do not know how long a message is: its length comes first.
@@ -73,8 +73,10 @@ class GlooTransport(Transport):
             ]
             for work, received, (_, source) in zip(works, messages, self._peers):
                 work.wait()
-                changes.apply(slices[source], received)
-            return Started([work.wait for work in sent], [])
+                apply_changes(slices[source], received)
+            for work in sent:  # here, as nobody may wait for the whole
+                work.wait()
+            return Started([], [])
 
         return self._chain.start(Started([work.wait for work in come], [full, length, message]), receive)[0]
 

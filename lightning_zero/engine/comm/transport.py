@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.comm.codec import Changes, Codec
+from lightning_zero.engine.comm.codec import Codec, encode_changes
 
 Ranges = Sequence[tuple[int, int]]
 """``[start, stop)`` of each rank's slice of a flat buffer, in the order of ranks."""
@@ -69,17 +69,16 @@ class Transport(ABC):
                 they are in their slice of the buffer already.
         """
 
-    def encode_changes(self, own: Tensor, new: Tensor, changes: Changes) -> Tensor:
+    def encode_changes(self, own: Tensor, new: Tensor) -> Tensor:
         """The message of ``exchange_changes`` from this rank's slice, which is changed, to its new values."""
-        return changes.encode(own, new)
+        return encode_changes(own, new)
 
-    def exchange_changes(self, full: Tensor, ranges: Ranges, number: int, message: Tensor, changes: Changes) -> Started:
+    def exchange_changes(self, full: Tensor, ranges: Ranges, number: int, message: Tensor) -> Started:
         """Bring a flat buffer up to date that is the same on every rank, except for changes of this rank's own slice.
 
         Args:
             full, ranges, number: as for ``all_gather``.
-            message: the changes of this rank's slice, which are made there already: 1-D, of bytes.
-            changes: decodes those of the others.
+            message: of ``encode_changes``.
         """
         raise NotImplementedError
 

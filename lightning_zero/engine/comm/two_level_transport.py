@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.engine.comm.chain import Chain
-from lightning_zero.engine.comm.codec import Cast, Changes, Codec
+from lightning_zero.engine.comm.codec import Cast, Codec
 from lightning_zero.engine.comm.gloo_transport import GlooTransport
 from lightning_zero.engine.comm.shared_memory_transport import SharedMemoryTransport
 from lightning_zero.engine.comm.transport import Ranges, Span, Started, Transport
@@ -48,9 +48,9 @@ class TwoLevelTransport(Transport):
         first = self._across.all_gather(full, [ranges[rank] for rank in self._column], number, own)
         return self._gather_within(first, full, ranges, number)
 
-    def exchange_changes(self, full: Tensor, ranges: Ranges, number: int, message: Tensor, changes: Changes) -> Started:
+    def exchange_changes(self, full: Tensor, ranges: Ranges, number: int, message: Tensor) -> Started:
         column = [ranges[rank] for rank in self._column]
-        first = self._across.exchange_changes(full, column, number, message, changes)
+        first = self._across.exchange_changes(full, column, number, message)
         return self._gather_within(first, full, ranges, number)
 
     def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:

@@ -6,15 +6,15 @@ import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain, groupby
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.engine.comm.codec import Changes, Encodings, ExactChanges, Quantised, QuantisedChanges
+from lightning_zero.engine.comm.codec import Codec, Quantised
 from lightning_zero.engine.comm.collectives import Communicator
-from lightning_zero.engine.config import CompressionConfig, EngineConfig
+from lightning_zero.engine.config import CompressionConfig, EngineConfig, name_of_compression
 from lightning_zero.engine.init.sources import Source
 from lightning_zero.engine.offload.states import DiskStates, Swap
 from lightning_zero.engine.offload.updates import fields_by_parameter
@@ -45,8 +45,8 @@ _CAST_ATTRIBUTES = frozenset(
 class UncutBucket:
     """A bucket before its parameters, in the order of the layout, are sharded: memory for their full values.
 
-    ``fields`` are the dtypes of offloaded optimizer states by name; empty while no optimizer is known. ``encodings``
-    are of what the bucket sends to other machines.
+    ``fields`` are the dtypes of offloaded optimizer states by name; empty while no optimizer is known.
+    ``gradient_codec`` is of gradients that cross between machines; None for that of all others.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class UncutBucket:
         number: int,
         unit_name: str,
         shared: SharedByBuckets,
-        encodings: Encodings,
+        gradient_codec: Codec | None,
     ) -> None:
         self.parameters, self.plan, self.layout, self.fields = parameters, plan, plan.layout, fields
-        self.encodings = encodings
+        self.gradient_codec = gradient_codec
         self._number, self._unit_name, self._shared = number, unit_name, shared
         self._states: DiskStates | None = None
         self._flat: Tensor | None = None  # full values, allocated at the first use
@@ -133,7 +133,7 @@ class UncutBucket:
             number=self._number,
             unit_name=self._unit_name,
             shared=self._shared,
-            encodings=self.encodings,
+            gradient_codec=self.gradient_codec,
         )
         make_sharded(bucket, self.parameters)
         return bucket
@@ -147,7 +147,7 @@ def assign_to_buckets(
     optimizers: Sequence[Optimizer],
     shared: SharedByBuckets,
 ) -> list[list[UncutBucket]]:
-    """The buckets of each unit, each with parameters of one (compute dtype, dtype, requires_grad, encodings, whole).
+    """The buckets of each unit, each with parameters of one (compute dtype, dtype, requires_grad, codec, whole).
 
     A unit of more than ``config.bucket_numel`` or ``most_numel`` elements is split into several buckets of one kind.
     """
@@ -168,8 +168,8 @@ def assign_to_buckets(
         kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in plan.parameters.items():
             compute = _compute_dtype_of(parameter, plan, name, config.compute_dtype)
-            encodings = encodings_of(parameter, compression)
-            kind = compute, parameter.dtype, parameter.requires_grad, encodings, is_kept_whole(name, parameter)
+            codec = _gradient_codec_of(parameter, compression)
+            kind = compute, parameter.dtype, parameter.requires_grad, codec, is_kept_whole(name, parameter)
             kinds.setdefault(kind, []).append((name, parameter))
         for kind, members in kinds.items():
             # Parameters of one optimizer group are adjacent, so that a bucket has one master tensor for them.
@@ -179,7 +179,7 @@ def assign_to_buckets(
     numels = [[p.numel() for _, p in parts[number][2]] for number in whole]
     owners = dict(zip(whole, balanced_owners(numels, ranks))) if whole else {}
     units: list[list[UncutBucket]] = [[] for _ in plans]
-    for number, (of_unit, (compute, dtype, trains, encodings, is_whole), part) in enumerate(parts):
+    for number, (of_unit, (compute, dtype, trains, codec, is_whole), part) in enumerate(parts):
         layout = BucketLayout.of(
             [(name, p.shape) for name, p in part], ranks, owners.get(number), rank=mesh.rank, order=order, nodes=nodes
         )
@@ -193,66 +193,65 @@ def assign_to_buckets(
             dtype=dtype,
             compute_dtype=compute,
             trains=trains,
-            compresses=encodings.changes is not None,
+            compresses=compression is not None and compression.parameters is not None,
         )
-        if not residency.sends_changes:
-            encodings = encodings._replace(changes=None)
         parameters = [p for _, p in part]
         has_fields = trains and residency.is_offloaded
         fields = fields_of(parameters, residency.master_dtype, whole=is_whole) if has_fields else {}
         name = plans[of_unit].name or "root"
-        units[of_unit].append(
-            UncutBucket(
-                parameters, residency, fields, number=number, unit_name=name, shared=shared, encodings=encodings
-            )
+        bucket = UncutBucket(
+            parameters, residency, fields, number=number, unit_name=name, shared=shared, gradient_codec=codec
         )
+        units[of_unit].append(bucket)
     return units
 
 
-def encodings_of(parameter: nn.Parameter, compression: CompressionConfig | None) -> Encodings:
-    """How a parameter and its gradient are sent to other machines; without an own encoding None."""
-    if compression is None or not parameter.requires_grad:
-        return Encodings()
-    is_exempt = compression.exempts(parameter.shape)
-    changes: Changes | None = None
-    if compression.parameters is not None:
-        # what other machines have of a parameter in 16 bits is its value, which is read and saved
-        is_exact = is_exempt or compression.parameters == "exact" or parameter.dtype in LOW_PRECISION
-        changes = ExactChanges() if is_exact else QuantisedChanges(Quantised(4, compression.block))
-    is_real = parameter.dtype in (torch.float32, *LOW_PRECISION)
-    encodes = compression.gradients is not None and is_real and not is_exempt
-    bits: Literal[8, 4] = 8 if compression.gradients == "int8" else 4
-    return Encodings(changes, Quantised(bits, compression.block) if encodes else None)
+def _gradient_codec_of(parameter: nn.Parameter, compression: CompressionConfig | None) -> Codec | None:
+    """Of a parameter's gradient between machines; None for that of all other gradients."""
+    if compression is None or compression.gradients is None:
+        return None
+    if parameter.dtype not in (torch.float32, *LOW_PRECISION) or compression.exempts(parameter):
+        return None
+    return Quantised(8 if compression.gradients == "int8" else 4, compression.block)
 
 
 def check_compression(config: EngineConfig, units: Sequence[Sequence[UncutBucket]], communicator: Communicator) -> None:
-    """Warn on rank 0 if all ranks are on one machine, where nothing is compressed.
+    """Warn on rank 0 if less is compressed than was asked for.
 
     Raises:
-        ValueError: if nothing that crosses between machines can be compressed.
+        ValueError: if nothing can be compressed although there are several machines.
     """
     compression = config.compresses
     if compression is None:
         return
+    given = f"compression={name_of_compression(compression)}"
+    buckets = list(chain.from_iterable(units))
+    idle = []
+    if compression.parameters is not None and not any(bucket.plan.sends_changes for bucket in buckets):
+        idle.append(
+            "no parameter, since none that is trained is both in 16 bits (precision='bf16-mixed' or 'bf16-true') and "
+            "on other machines (stage=1, stage=2, or shard_within with several ranks a machine)"
+        )
+    if compression.gradients is not None and not any(bucket.gradient_codec for bucket in buckets):
+        idle.append(
+            "no gradient, since no parameter that is trained has two dimensions and at least exempt_numel="
+            f"{compression.exempt_numel} elements"
+        )
     if communicator.is_on_one_machine:
-        if communicator.rank == 0:
-            warnings.warn(
-                f"compression={config.compression} compresses what crosses between machines, and all "
-                f"{communicator.size} ranks are on one: nothing is compressed.",
-                stacklevel=2,
-            )
+        said = f"{given} is for several machines, and all {communicator.size} ranks are on one: it has no effect."
+    elif not communicator.may_compress:
+        raise ValueError(
+            f"{given} is for ranks on CPUs that communicate over Gloo: leave it out, or write reduce_dtype='bf16' to "
+            "send gradients in 16 bits."
+        )
+    elif len(idle) == sum(each is not None for each in (compression.parameters, compression.gradients)):
+        raise ValueError(f"{given} would compress {'; and '.join(idle)}. Leave it out.")
+    elif idle:
+        said = f"{given} compresses {idle[0]}."
+    else:
         return
-    if not communicator.may_compress:
-        raise ValueError(
-            f"compression={config.compression} is for ranks on CPUs that communicate over Gloo: leave it out, or write "
-            "reduce_dtype='bf16' to send gradients in 16 bits."
-        )
-    if not any(any(bucket.encodings) for bucket in chain.from_iterable(units)):
-        raise ValueError(
-            f"compression={config.compression} compresses nothing here: parameters are compressed where they are "
-            "gathered in 16 bits (precision='bf16-mixed' or 'bf16-true'), and gradients of parameters of two "
-            f"dimensions with exempt_numel={compression.exempt_numel} elements at least. Leave it out."
-        )
+    if communicator.rank == 0:
+        warnings.warn(said, stacklevel=3)
 
 
 def _compute_dtype_of(parameter: nn.Parameter, plan: UnitPlan, name: str, wanted: torch.dtype | None) -> torch.dtype:

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine.comm.background_work import BackgroundWork, synchronize
-from lightning_zero.engine.comm.codec import Changes, Encodings
+from lightning_zero.engine.comm.codec import Codec
 from lightning_zero.engine.comm.collectives import Communicator, Pending, end_with
 from lightning_zero.engine.comm.phases import Phases
 from lightning_zero.engine.comm.rendezvous import Rendezvous
@@ -88,13 +88,14 @@ class Bucket:
         full: the flat buffer, 1-D, in the compute dtype; with memory only where all values stay gathered.
         part: what gathers start from, where each machine has all parameters; else None, and it is ``residency``.
         number: of the bucket among all buckets, the same on every rank.
-        encodings: of what crosses between machines.
+        gradient_codec: of gradients that cross between machines; None for that of all others.
 
     Attributes:
         update: the last background update, if ``full`` does not show its result yet.
         views: views of ``full``: the ordinary parameters that modules compute with.
         parameters: weak references; empty once the parameters are ordinary again.
         awaits_refresh: within the hooks between an update and the gather that shows it.
+        was_written: since the last one that showed an update, other than by updates: perhaps not alike on all ranks.
     """
 
     def __init__(
@@ -107,9 +108,9 @@ class Bucket:
         number: int,
         unit_name: str,
         shared: SharedByBuckets,
-        encodings: Encodings,
+        gradient_codec: Codec | None,
     ) -> None:
-        self.encodings = encodings
+        self.gradient_codec = gradient_codec
         self.residency, self.full, self.part, self.layout = residency, full, part, residency.plan.layout
         self.unit_name, self._number = unit_name, number
         self.communicator, self.rendezvous, self.streams, self.ledger, self.phases, updates = shared
@@ -117,7 +118,7 @@ class Bucket:
         self.dtype = parameters[0].dtype
         self.background, self.updates = updates, updates if residency.plan.is_offloaded else None
         self.update: BackgroundUpdate | None = None
-        self.awaits_refresh = False
+        self.awaits_refresh = self.was_written = False
         self.is_replicated, self._is_left = residency.plan.is_replicated, False
         self.state = BucketState.GATHERED if self.is_replicated else BucketState.SHARDED
         self._buffer = GatheredBuffer(full, self.layout, self.ledger, stays=self.is_replicated)
@@ -196,22 +197,24 @@ class Bucket:
 
     def fetch(self) -> None:
         """Start to read the values that a gather starts from, if they are on a disk."""
+        if self.part is not None:
+            return
         update = self.update
         if self.state in (BucketState.SHARDED, BucketState.STALE) and not (update and update.writes_to_buffer):
             self.residency.fetch(update.work if update is not None else None)
 
-    def gather(self, *, refresh: bool = False, changes: Changes | None = None) -> None:
+    def gather(self, *, refresh: bool = False, by_changes: bool = False) -> None:
         """Start to fill ``full``; call ``wait`` before reading it. No effect where it is filled, unless ``refresh``.
 
         Args:
-            changes: encodes those of this rank's values, where all ranks have had the same in ``full`` before.
+            by_changes: send changes of values, which needs that all ranks had the same before.
         """
         if self.state in (BucketState.GATHERING, BucketState.GATHERED) and not refresh:
             return
         with temporarily_clear_interpreter_stack():  # a gather is not part of a function that ``torch.func`` transforms
-            self._gather(changes)
+            self._gather(by_changes)
 
-    def _gather(self, changes: Changes | None) -> None:
+    def _gather(self, by_changes: bool) -> None:
         if self.has_begun:
             raise RuntimeError(
                 f"Unit {self.unit_name!r} is used again in a backward in which its update has begun. Write "
@@ -226,7 +229,7 @@ class Bucket:
         with torch.no_grad(), keep_version(self.full), self.phases("gather", self.unit_name):
             self._buffer.allocate()
             is_in_place = update is not None and update.writes_to_buffer
-            self._pending.append(self._start_gather(None if is_in_place else self._own_values(), changes))
+            self._pending.append(self._start_gather(None if is_in_place else self._own_values(), by_changes))
         self.update = None
         if self.state is BucketState.SHARDED and not self.is_replicated:
             for view, segment in zip(self.views, self._buffer.segments):
@@ -239,16 +242,16 @@ class Bucket:
         if self.part is None:
             return self.residency.own_values()
         if self.update is not None:  # of a step that has failed since
-            self._refresh_part(self.part)
+            self._refresh_part(self.part, by_changes=False)
         return self.part.values()
 
-    def _start_gather(self, own: Tensor | None, changes: Changes | None) -> Pending:
+    def _start_gather(self, own: Tensor | None, by_changes: bool) -> Pending:
         """Copy this rank's values to their slice, unless they are there, and start the all-gather."""
 
         def gather() -> Pending:
-            if own is not None and changes is not None and not self._is_left:
+            if own is not None and by_changes and not self._is_left:
                 mine, collectives = self.full[self._shard], self.communicator.along(self.over)
-                return collectives.exchange_changes(self.full, self._ranges, self._number, mine, own, changes, what)
+                return collectives.exchange_changes(self.full, self._ranges, self._number, mine, own, what)
             if own is not None:
                 self.full[self._gathers_from].copy_(own, non_blocking=True)
             if (announce := self.rendezvous.absence.announce) is not None:
@@ -304,6 +307,7 @@ class Bucket:
         if self.is_in_buffer or not self.is_ready or not any(may_be_written(view) for view in self.views):
             return
         self.wait()
+        self.was_written = True
         with torch.no_grad():
             self.follow(slice(0, self._shard.stop - self._shard.start), self.full[self._shard])
             if self.part is not None:
@@ -363,7 +367,12 @@ class Bucket:
         if self.update is not None and self.update.writes_to_buffer:
             self.full.data[self._shard][part].copy_(values)
 
-    def refresh(self) -> bool:
+    @property
+    def sends_changes(self) -> bool:
+        """Whether an update is sent to other machines as changes of what they have, unless that was written to."""
+        return self.residency.plan.sends_changes
+
+    def refresh(self, by_changes: bool = False) -> bool:
         """After a change of the master weights, gather ``full`` again if it is filled.
 
         With one rank the next wait does so: no other rank is involved, and the update may still be running.
@@ -371,8 +380,9 @@ class Bucket:
         True if the caller has to wait for the gather, because user code holds a tensor over ``full`` (a module that
         has stored a row of its weight) and may read it at any time.
         """
+        self.was_written = False
         if self.part is not None:
-            self._refresh_part(self.part)
+            self._refresh_part(self.part, by_changes)
         if not self.is_ready:
             return False
         update = self.update
@@ -380,17 +390,17 @@ class Bucket:
         if self.layout.world_size == 1 and update is not None and not is_kept:
             self.state = BucketState.STALE
             return False
-        self.gather(refresh=True, changes=self.encodings.changes if self.part is None else None)
+        self.gather(refresh=True, by_changes=by_changes and self.part is None)
         return is_kept
 
-    def _refresh_part(self, part: NodePart) -> None:
+    def _refresh_part(self, part: NodePart, by_changes: bool) -> None:
         """Start to fetch what other machines have updated."""
         if self.update is not None:
             with self.phases("wait for update", self.unit_name):
                 self.update.work.wait()
             self.update = None
         with torch.no_grad(), self.phases("gather", self.unit_name):
-            part.refresh(self.residency.own_values(), self.encodings.changes)
+            part.refresh(self.residency.own_values(), by_changes)
 
     def cut_anew(self, owners: Sequence[int], values: Sequence[Tensor]) -> None:
         """Give each parameter one owner.

@@ -49,7 +49,7 @@ class BucketGradients:
         self._can_take_mean_first = communicator.size > 1 and (
             bucket.full.dtype == self._dtype or self._wire_dtype != self._dtype
         )
-        self._codec = bucket.encodings.gradients or Cast(self._wire_dtype)
+        self._codec = bucket.gradient_codec or Cast(self._wire_dtype)
         # Within a machine nothing is encoded if sums over machines follow.
         self._first_codec = Cast(self._dtype) if bucket.part is not None else self._codec
         are_small = layout.numel <= _SMALL * len(layout.segments)

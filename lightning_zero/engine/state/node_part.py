@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.comm.codec import Changes
 from lightning_zero.engine.comm.collectives import Communicator, Pending, end_with
 from lightning_zero.engine.comm.streams import current_stream
 from lightning_zero.engine.plan.layout import BucketLayout, Segment
@@ -43,18 +42,16 @@ class NodePart:
         self._arrived: torch.Event | None = None  # recorded when a stream had waited for the last exchange
         ledger.add("parameters", values.nbytes)
 
-    def refresh(self, new: Tensor | None, changes: Changes | None) -> None:
+    def refresh(self, new: Tensor | None, by_changes: bool) -> None:
         """Start to fetch the other shards, after a change of this one on every rank.
 
         Args:
             new: values of this rank's shard; None where they are in ``own`` already.
-            changes: encodes them; None to send values.
+            by_changes: send changes, which needs that all parts had the same values before.
         """
         values, collectives = self.values(), self._collectives
-        if changes is not None and new is not None:
-            pending = collectives.exchange_changes(
-                values, self._ranges, self._number, self.own, new, changes, self._what
-            )
+        if by_changes and new is not None:
+            pending = collectives.exchange_changes(values, self._ranges, self._number, self.own, new, self._what)
         else:
             if new is not None:
                 self.own.copy_(new)
