@@ -1,7 +1,7 @@
 """What compression between machines costs in quality: a GPT on text, trained on two simulated machines with each.
 
     python benchmarks/neutrality.py
-    python benchmarks/neutrality.py --steps 50 --seeds 0 --systems "fp32; bf16" --output FOLDER
+    python benchmarks/neutrality.py --steps 50 --seeds 0 --systems fp32,int8 --output FOLDER
 
 The machines are network namespaces, which needs root. A system passes if it is as near to fp32 as fp32's own seeds are
 to each other.
@@ -23,17 +23,18 @@ WORKER_TIMEOUT = 3600.0  # seconds
 
 SYSTEMS: dict[str, dict[str, Any]] = {
     "fp32": {},
-    "gradients int8": {"compression": {"gradients": "int8"}},
-    "gradients int4": {"compression": {"gradients": "int4"}},
+    "int8": {"compression": {"gradients": "int8"}},
+    "int4": {"compression": {"gradients": "int4"}},
     "bf16": {"bf16": True},
-    "bf16, parameters int4": {"bf16": True, "compression": {"parameters": "int4"}},
-    "bf16, both int4": {"bf16": True, "compression": {"parameters": "int4", "gradients": "int4"}},
+    "bf16 exact": {"bf16": True, "compression": {"parameters": "exact"}},
+    "bf16 int8": {"bf16": True, "compression": {"parameters": "exact", "gradients": "int8"}},
+    "bf16 int4": {"bf16": True, "compression": {"parameters": "exact", "gradients": "int4"}},
 }
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--systems", default="; ".join(SYSTEMS), help="the first is fp32")
+    parser.add_argument("--systems", default=",".join(SYSTEMS))
     parser.add_argument("--seeds", default="0,1,2", help="of weights and of the order of data")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
@@ -66,7 +67,7 @@ def work(arguments: argparse.Namespace) -> None:
         return cross_entropy(logits.float().flatten(0, 1), data[1].flatten())
 
     found: dict[str, dict[str, float]] = {}
-    for system in arguments.systems.split("; "):
+    for system in arguments.systems.split(","):
         chosen = SYSTEMS[system]
         bf16, compression = chosen.get("bf16", False), chosen.get("compression")
         if compression is not None:

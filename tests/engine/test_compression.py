@@ -415,23 +415,30 @@ def test_a_killed_rank_ends_the_others(run_on, machines, placement):
 
 
 def leave_early() -> None:
-    """A rank whose exchange nobody waits for has sent what the others need."""
+    """A rank whose exchange nobody waits for sends what the others need, however late they come for it."""
+    receive = dist.irecv
+
+    def receive_late(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        time.sleep(0.5 if tensor.dtype == torch.uint8 else 0.0)
+        return receive(tensor, *arguments, **options)
+
     with on_machines("ab"):
         communicator = Communicator(None, torch.device("cpu"))
     values = torch.zeros(2**16, dtype=torch.bfloat16)
     ranges, own = [(0, 2**15), (2**15, 2**16)], slice(rank() * 2**15, (rank() + 1) * 2**15)
-    if rank() == 1:
-        time.sleep(1.0)
-    exchanges = communicator.along(ALL)
-    pending = exchanges.exchange_changes(values, ranges, 0, values[own], torch.ones(2**15), "an exchange")
-    if rank() == 0:
-        pending.let_go()
-        del pending
-        gc.collect()
-    else:
-        pending.wait()
-        assert (values == 1).all()
-    dist.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank() == 1:
+            patch.setattr(dist, "irecv", receive_late)
+        exchanges = communicator.along(ALL)
+        pending = exchanges.exchange_changes(values, ranges, 0, values[own], torch.ones(2**15), "an exchange")
+        if rank() == 0:
+            pending.let_go()
+            del pending
+            gc.collect()
+        else:
+            pending.wait()
+            assert (values == 1).all()
+        dist.barrier()
     communicator.close()
 
 
