@@ -143,9 +143,10 @@ class EngineConfig:
 
     @property
     def compresses(self) -> CompressionConfig | None:
-        """``compression`` after its conversion in ``__post_init__``."""
-        assert self.compression is None or isinstance(self.compression, CompressionConfig)
-        return self.compression
+        """``compression`` after its conversion in ``__post_init__``; None if it compresses nothing."""
+        compression = self.compression
+        assert compression is None or isinstance(compression, CompressionConfig)
+        return compression if compression and (compression.parameters or compression.gradients) else None
 
     @property
     def offloads_optimizer(self) -> bool:

@@ -165,8 +165,8 @@ def make_plans(
         )
     if not plans:
         raise ValueError(
-            "Nothing is left to plan: DDP takes no options, shard_within is for stage 3, and there compression is for "
-            "shard_within."
+            "Nothing is left to plan: DDP takes no options, shard_within is for stage 3, and at stage 3 compression is "
+            "for shard_within."
         )
     return plans
 

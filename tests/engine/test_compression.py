@@ -331,9 +331,15 @@ def refuse(machines: str, recipe: Recipe, said: str, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("compression", "said"),
     [
-        ("exact", "compression='exact' would compress no parameter, since none that is trained is both in 16 bits"),
-        ({"gradients": "int8"}, r"compression=CompressionConfig\(.*\) would compress no gradient, since no parameter"),
-        ("int4", "no parameter, since .*; and no gradient, since no parameter .* at least exempt_numel=65536 elements"),
+        (
+            "exact",
+            "compression='exact' has no effect .* compresses no parameter, since none that is trained is both in 16 bits",
+        ),
+        (
+            {"gradients": "int8"},
+            r"compression=CompressionConfig\(.*\) has no effect .* no gradient, since no parameter",
+        ),
+        ("int4", "no parameter, since .*; no gradient, since no parameter .* at least exempt_numel=65536 elements"),
     ],
     ids=str,
 )

@@ -7,6 +7,7 @@ import pytest
 
 from tests.app.commands import succeed
 from tests.examples.running import SCRIPT, run
+from tests.support.machines import on_two
 
 SHORT = ["--rounds", "1", "--steps", "2", "--model", "tiny", "--sequence", "32"]
 
@@ -138,3 +139,40 @@ def test_plans_compares_predicted_with_measured_times(tmp_path: Path) -> None:
     assert [row["name"] for row in found["configurations"]][:4] == ["ddp", "zero1", "zero2", "zero3"]
     assert all(len(row["seconds"]) == 2 and row["predicted"] > 0 for row in found["configurations"])
     assert 0 < found["of_the_quickest"] <= 1
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.exhaustive
+def test_links_counts_what_crosses_between_machines(tmp_path: Path) -> None:
+    with on_two():  # skips where there can be none
+        pass
+    options = [
+        "--systems",
+        "zero3,zero3_node",
+        "--rates",
+        "none,1gbit",
+        "--width",
+        "64",
+        "--rounds",
+        "1",
+        "--steps",
+        "2",
+    ]
+    run(SCRIPT, "benchmarks/links.py", *options, "--output", str(tmp_path), folder=tmp_path, timeout=280)
+    systems = json.loads((tmp_path / "links.json").read_text())["systems"]
+    assert systems["zero3_node"]["left_bytes"] < 0.4 * systems["zero3"]["left_bytes"]
+    for found in systems.values():
+        assert {rate: len(steps["apart"]) for rate, steps in found["seconds"].items()} == {"none": 2, "1gbit": 2}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.exhaustive
+def test_neutrality_compares_losses_with_those_of_fp32(tmp_path: Path) -> None:
+    with on_two():
+        pass
+    options = ["--systems", "fp32,int8,bf16,bf16 exact", "--seeds", "0", "--steps", "4", "--output", str(tmp_path)]
+    run(SCRIPT, "benchmarks/neutrality.py", *options, folder=tmp_path, timeout=280)
+    losses = json.loads((tmp_path / "neutrality.json").read_text())["systems"]
+    assert losses["bf16 exact"]["0"] == losses["bf16"]["0"]
+    assert losses["int8"]["0"] == pytest.approx(losses["fp32"]["0"], rel=0.01) != losses["fp32"]["0"]
+    assert losses["int8"]["crossed"] < 0.7 * losses["fp32"]["crossed"]

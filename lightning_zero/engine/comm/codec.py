@@ -130,17 +130,14 @@ def encode_changes(values: Tensor, new: Tensor) -> Tensor:
     values.copy_(new)
     numel = len(values)
     small = difference.clamp(-128, 127).to(torch.int8)
-    counts = torch.bincount(small.view(torch.uint8), minlength=256).tolist()
-    sizes = {}
-    for bits, largest in _LARGEST.items():
-        fit = sum(counts[: largest + 1]) + sum(counts[256 - largest :])
-        sizes[bits] = -(-numel * bits // 8) + 2 * (numel - fit)
+    escapes_of = {bits: small.clamp(-largest, largest) != small for bits, largest in _LARGEST.items()}
+    sizes = {bits: -(-numel * bits // 8) + 2 * int(escapes.sum()) for bits, escapes in escapes_of.items()}
     bits = min(sizes, key=sizes.__getitem__)
     header = torch.zeros(_HEADER, dtype=torch.uint8, device="cpu")
     if sizes[bits] >= 2 * numel:
         return torch.cat([header, new.view(torch.uint8)])
     header[0] = bits
-    escapes = (small > _LARGEST[bits]) | (small < -_LARGEST[bits])
+    escapes = escapes_of[bits]
     codes = small.add_(_LARGEST[bits]).masked_fill_(escapes, 2**bits - 1 if bits < 8 else -1).view(torch.uint8)
     rest = difference[escapes].view(torch.uint8)
     return torch.cat([header, rest, codes if bits == 8 else _packed(codes, bits)])

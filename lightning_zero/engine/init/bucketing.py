@@ -245,7 +245,7 @@ def check_compression(config: EngineConfig, units: Sequence[Sequence[UncutBucket
             "send gradients in 16 bits."
         )
     elif len(idle) == sum(each is not None for each in (compression.parameters, compression.gradients)):
-        raise ValueError(f"{given} would compress {'; and '.join(idle)}. Leave it out.")
+        raise ValueError(f"{given} has no effect on what crosses between machines. It compresses {'; '.join(idle)}.")
     elif idle:
         said = f"{given} compresses {idle[0]}."
     else:
