@@ -333,7 +333,7 @@ def refuse(machines: str, recipe: Recipe, said: str, **options: Any) -> None:
     [
         (
             "exact",
-            "compression='exact' has no effect .* compresses no parameter, since none that is trained is both in 16 bits",
+            "compression='exact' has no effect .* no parameter, since none that is trained is both in 16 bits",
         ),
         (
             {"gradients": "int8"},
