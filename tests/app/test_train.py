@@ -87,6 +87,7 @@ def test_checkpoint_is_an_ordinary_one(alone: tuple[Path, str]) -> None:
     assert model.gpt.generate(b"def ", length=10).startswith(b"def ")
 
 
+@pytest.mark.exhaustive
 def test_job_of_a_sweep_is_not_disturbed_by_the_one_before(sweep: tuple[Path, str], alone: tuple[Path, str]) -> None:
     second, single = results(sweep[0] / "1"), results(alone[0])
     assert second["strategy"] == "ZeRO stage 3"
@@ -190,6 +191,7 @@ def end_of(job: tuple[subprocess.Popen[str], list[psutil.Process]]) -> tuple[int
     return code, errors
 
 
+@pytest.mark.exhaustive
 def test_killed_rank_ends_the_others(endless: tuple[subprocess.Popen[str], list[psutil.Process]]) -> None:
     process, ranks = endless
     ranks[1].kill()

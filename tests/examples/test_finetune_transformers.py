@@ -158,6 +158,7 @@ def test_ranks_write_until_their_own_eos(at_stage_3: Outcome, given: Given) -> N
     assert f"tokens written by each rank: {wanted};" in at_stage_3.output
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(240)
 def test_stage_3_under_torchrun_has_the_perplexity_of_ddp(at_stage_3: Outcome, given: Given, tmp_path: Path) -> None:
     ddp = finetune(SCRIPT, tmp_path, *given.overrides, "stage=ddp")

@@ -96,7 +96,11 @@ def test_bytes_that_leave_a_machine_are_those_of_the_formula(options, accumulate
         assert first["lo"] < 0.01 * formula, "ranks of one machine use no network"
 
 
-@pytest.mark.parametrize("placement", [{"stage": 2}, {"stage": 3, "shard_within": "node"}], ids=str)
+@pytest.mark.parametrize(
+    "placement",
+    [pytest.param({"stage": 2}, marks=pytest.mark.exhaustive), {"stage": 3, "shard_within": "node"}],
+    ids=str,
+)
 def test_exact_compression_gives_the_same_numbers_for_fewer_bytes(placement):
     values, changes = (
         run_on_two(train, is_mixed=True, compression=compression, **placement) for compression in (None, "exact")

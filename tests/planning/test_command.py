@@ -134,6 +134,7 @@ def test_micro_batches_and_checkpointing_are_varied(capsys):
     assert by_choice[8, False] > 2 * by_choice[2, False] and by_choice[8, True] < by_choice[8, False]
 
 
+@pytest.mark.exhaustive
 def test_accumulation_is_varied_and_advised_where_communication_is_slow(capsys):
     speed = ["--flops", "1e10", "--memory-bandwidth", "1e10", "--link-bandwidth", "1e6"]
     plans = planned(capsys, "--stage", "1", "--ranks", "4", "--accumulate", "1", "8", *speed)

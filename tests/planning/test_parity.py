@@ -30,6 +30,7 @@ def test_a_project_trains_as_under_ddp():
     ]
 
 
+@pytest.mark.exhaustive
 def test_where_they_part_is_named_with_the_weights():
     """Gradients that are rounded once more part after the first step, whose losses are still the same."""
     code, (found,) = probed(*PROJECT, "--stage", "2", "--steps", "2", "--option", "reduce_dtype=bf16")

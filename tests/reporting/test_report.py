@@ -175,6 +175,7 @@ def test_a_card_is_written_anew_until_somebody_takes_it_for_their_own(job: Path,
     assert (copy / "README.md").read_text() == "my own words"
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_is_one_page_that_compares_its_jobs_by_what_differs(sweep: Path) -> None:
     page = Tables(sweep / "report.html")
     heading, *rows = page.tables["jobs"]

@@ -300,6 +300,7 @@ def run_script(tmp_path, strategy, fail, again):
     return subprocess.run([warm_python(), script], capture_output=True, text=True, timeout=150, env=environment)
 
 
+@pytest.mark.exhaustive
 def test_processes_that_the_trainer_started_can_fit_again(tmp_path):
     done = run_script(tmp_path, "zero3", "user_error", again=True)
     assert "FAILED UserError in the user's code" in done.stdout, done.stderr
