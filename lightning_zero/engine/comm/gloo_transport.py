@@ -93,9 +93,11 @@ class GlooTransport(Transport):
             works.append(dist.isend(sent[-1], self._ranks[peer], self._group, tag=self._reduce_tag))
 
         def add_up() -> Tensor:
-            total = codec.decode(received[0], len(own), dtype)
-            total.add_(own)
-            for part in received[1:]:
+            total, rest = own, received
+            if codec.dtype == dtype:
+                total, *rest = received
+                total.add_(own)
+            for part in rest:
                 codec.add(total, part)
             return total
 
