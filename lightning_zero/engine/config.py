@@ -40,9 +40,9 @@ class EngineConfig:
         shard_within: at stage 3, between which ranks parameters and accumulating gradients are sharded: ``"node"`` for
             those of each machine, or how many adjacent ranks. Each parameter then crosses between machines once a step.
             Master weights and optimizer state are sharded over all ranks. ``None`` shards parameters over all ranks.
-        compression: how what crosses between machines is encoded, over Gloo: ``"exact"`` sends parameters in 16 bits as
-            changes, without loss; ``"int8"`` and ``"int4"`` also gradients in 8 or 4 bits; a ``CompressionConfig``, or
-            a mapping of its fields, for more. ``None`` encodes nothing.
+        compression: of traffic between machines, on CPUs over Gloo: ``"exact"`` sends lossless changes of parameters
+            that are gathered in 16 bits; ``"int8"`` and ``"int4"`` also send gradients in 8 or 4 bits; a
+            ``CompressionConfig``, or a mapping of its fields, for more. ``None`` compresses nothing.
         units: which modules are gathered and released together: ``"auto"``, module classes, or a predicate of
             (qualified name, module).
         unit_numel: elements up to which neighbouring blocks are gathered together. ``None`` with automatic units:
@@ -258,14 +258,14 @@ def offload_config(offload: Any) -> OffloadConfig | None:
 
 @dataclass(frozen=True)
 class CompressionConfig:
-    """How the parameters and gradients that cross between machines are encoded, over Gloo.
+    """How parameters and gradients are encoded that are sent between machines, over Gloo.
 
     Args:
-        parameters: after an update, where they are gathered in 16 bits: ``"exact"`` sends the changes of their bits,
-            without loss; None sends their values. At stage 3 with ``shard_within`` only: otherwise no machine has the
-            parameters that are changed.
-        gradients: sums of each machine, on their way to the rank that owns them, which adds them up in fp32:
-            ``"int8"``, ``"int4"``, or None to send them as they are.
+        parameters: after an update, where they are gathered in 16 bits: ``"exact"`` sends lossless changes of their
+            bits; None sends their values. At stage 3 this requires ``shard_within``: otherwise other machines do not
+            keep the former values.
+        gradients: on their way to the rank that owns them, which adds them up in fp32: ``"int8"``, ``"int4"``, or None
+            to send them as they are. Where machines have equally many ranks, these are the sums of each machine.
         block: neighbouring gradients that share a scale; an even number.
         exempt_numel: gradients of parameters with fewer elements, or of one dimension, are sent as they are.
 
@@ -293,12 +293,12 @@ class CompressionConfig:
                 raise ValueError(f"compression: {name}={value!r} must be {kind} of at least {least}.")
 
     def check(self, config: EngineConfig) -> None:
-        """Raise a ValueError if other options contradict."""
+        """Raise a ValueError if other options contradict this."""
         if self.parameters is not None and config.stage == 3 and config.shard_within is None:
             raise ValueError(
-                f"compression: parameters={self.parameters!r} sends changes of parameters, and at stage 3 no other "
-                "machine has what is changed. Write shard_within='node', with which each machine has it, stage=1 or "
-                "stage=2; or compress gradients only: compression=CompressionConfig(gradients='int8')."
+                f"compression: parameters={self.parameters!r} requires that other machines keep the former values, and "
+                "at stage 3 they do not. Write shard_within='node', stage=1 or stage=2; or compress only gradients: "
+                "compression=CompressionConfig(gradients='int8')."
             )
         if self.gradients is not None and config.reduce_dtype is not None:
             raise ValueError(

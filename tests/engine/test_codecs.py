@@ -46,6 +46,20 @@ def test_small_changes_take_few_bits(reach, bits):
     assert len(message) == 2**14 * bits // 8 + 8
 
 
+@pytest.mark.parametrize(("lr", "bits"), [(1e-3, 9.0), (1e-4, 5.0), (1e-5, 2.6)])
+def test_updates_of_adamw_take_few_bits(lr, bits):
+    """The figures of docs/how-to/several-machines.md."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.nn.Parameter(0.02 * torch.randn(2**16, generator=generator))
+    optimizer, taken = torch.optim.AdamW([weights], lr), []
+    shown = weights.detach().bfloat16()
+    for _ in range(20):
+        weights.grad = torch.randn(2**16, generator=generator)
+        optimizer.step()
+        taken.append(8 * len(encode_changes(shown, weights.detach())) / 2**16)
+    assert 0.5 * bits < sum(taken) / len(taken) < bits
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 @settings(max_examples=100, deadline=None)
 @given(numel=LENGTHS, block=st.sampled_from([2, 128]), seed=st.integers(0, 2**31))

@@ -309,7 +309,7 @@ def test_an_overflow_skips_the_step_everywhere(run_on):
         ),
         (
             {"compression": "exact", "stage": 3},
-            "at stage 3 no other machine has what is changed. Write shard_within='node'",
+            "at stage 3 they do not. Write shard_within='node', stage=1 or stage=2",
         ),
         ({"compression": "int8", "stage": 2, "reduce_dtype": "bf16"}, "both say how gradients are sent"),
     ],
@@ -333,13 +333,13 @@ def refuse(machines: str, recipe: Recipe, said: str, **options: Any) -> None:
     [
         (
             "exact",
-            "compression='exact' has no effect .* no parameter, since none that is trained is both in 16 bits",
+            "compression='exact' has no effect between these machines. It compresses no parameters: that requires",
         ),
         (
             {"gradients": "int8"},
-            r"compression=CompressionConfig\(.*\) has no effect .* no gradient, since no parameter",
+            r"compression=CompressionConfig\(.*\) has no effect .* no gradients: every trained",
         ),
-        ("int4", "no parameter, since .*; no gradient, since no parameter .* at least exempt_numel=65536 elements"),
+        ("int4", "no parameters: .*; no gradients: every trained .* fewer than exempt_numel=65536 elements"),
     ],
     ids=str,
 )
@@ -373,7 +373,7 @@ def warn(machines: str, recipe: Recipe, compression: Any, warning: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_one_machine_is_warned_that_it_has_no_effect(run_on, ranks):
-    said = f"compression='exact' is for several machines, and all {ranks} ranks are on one: it has no effect"
+    said = f"compression='exact' has no effect: all {ranks} ranks are on one machine"
     run_on(ranks, warn, machines="aa", recipe=BF16, compression="exact", warning=said)
 
 
@@ -383,9 +383,9 @@ def test_one_machine_is_warned_that_it_has_no_effect(run_on, ranks):
         (
             Recipe(),
             {"parameters": "exact", **EIGHT_BITS},
-            "compresses no parameter, since none that is trained is both",
+            "compresses no parameters: that requires trained parameters in 16 bits",
         ),
-        (BF16, "int8", "compression='int8' compresses no gradient, since no parameter that is trained has two"),
+        (BF16, "int8", "compression='int8' compresses no gradients: every trained parameter has fewer than two"),
     ],
     ids=["fp32", "small"],
 )

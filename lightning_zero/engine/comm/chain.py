@@ -1,4 +1,4 @@
-"""Exchanges of two halves, the second of which needs what the first has brought."""
+"""Exchanges of two halves, the second of which needs the result of the first."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lightning_zero.engine.comm.transport import Started
 
 
 class Chain:
-    """Begins the second halves of exchanges in threads, so that nobody need wait for the first.
+    """Begins second halves in background threads, so that callers do not wait for the first.
 
-    Each has a thread of its own, since ranks may begin gathers in different orders. No executor: these threads wait for
-    other ranks, and must not keep the interpreter from ending.
+    Each has a thread of its own, since ranks may begin gathers in different orders. These are daemons, no executor's:
+    they wait for other ranks, and must not keep the interpreter from ending.
     """
 
     def __init__(self) -> None:
@@ -28,10 +28,10 @@ class Chain:
         """Chain two exchanges into one: a thread awaits the first, and then begins the second with its result.
 
         Args:
-            after: set when the second half has begun that comes before this one on all ranks.
+            after: of the exchange before this one: the second half begins once it is set, in one order on all ranks.
 
         Returns:
-            The whole, and what is set when its second half has begun, or cannot begin.
+            The whole exchange, and an event that is set once its second half has begun or has failed to begin.
         """
         second: Future[Started] = Future()
         begun = threading.Event()
@@ -62,7 +62,7 @@ class Chain:
         return Started([wait_for_both], first.buffers, finish, ends_by_itself=True), begun
 
     def when_all_continue(self, call: Callable[[], object]) -> None:
-        """Call a function when all second halves have begun; at once if they have."""
+        """Call a function once every second half has begun or failed: now, or in a background thread."""
         unfinished = list(self._halfway)
         if not unfinished:
             call()

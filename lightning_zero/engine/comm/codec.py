@@ -52,9 +52,9 @@ class Cast:
 class Quantised:
     """Sends fp32 values as integers of few bits, with one fp32 scale for each block of neighbouring values.
 
-    The largest magnitude of a block is the largest integer. (Dettmers et al., "8-bit Optimizers via Block-wise
-    Quantization", ICLR 2022, section 2.1; Wang et al., "ZeRO++", ICLR 2024, section 3.3.) A block with a value that is
-    not finite has none after decoding, so that overflows are found.
+    The largest magnitude of a block becomes the largest integer. (Dettmers et al., "8-bit Optimizers via Block-wise
+    Quantization", ICLR 2022, section 2.1; Wang et al., "ZeRO++", ICLR 2024, section 3.3.) A value that is
+    not finite makes its whole block so, and an overflow is still found.
 
     Args:
         bits: of an integer.
@@ -95,7 +95,7 @@ class Quantised:
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
-    """Codes of so many bits, as bytes, several in each byte: the n-th part of the codes, in the n-th place."""
+    """Pack codes of 2 or 4 bits into bytes, each of which has one code from each of ``8 / bits`` equal parts."""
     many = 8 // bits
     parts = torch.nn.functional.pad(codes, (0, -len(codes) % many)).tensor_split(many)
     packed = parts[0].clone()
@@ -105,24 +105,24 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
 
 
 def _unpacked(packed: Tensor, bits: int) -> Tensor:
-    """The codes of ``_packed``, with its padding."""
+    """Unpack the bytes of ``_packed``, with its padding."""
     return torch.cat([packed >> bits * place & 2**bits - 1 for place in range(8 // bits)])
 
 
-# Changes of 16-bit floats are differences of their bit patterns, most of which are small. A message takes 2, 4 or 8
-# bits for each element, whatever is shortest, and 16 more for each that does not fit; or it is the values, if these are
-# shorter.
+# Changes of 16-bit floats are differences of their bit patterns, most of which are small. A message has a header with
+# the width of a code; then, in 16 bits each, differences that are too large for a code (escapes); then a code of 2, 4
+# or 8 bits for each element. The width with the shortest message is taken, or the plain values, if these are shorter.
 
-_HEADER = 8  # bytes, the first of which is the number of bits; 0 for values
+_HEADER = 8  # bytes, the first of which is the width in bits; 0 for plain values
 _LARGEST = {2: 1, 4: 7, 8: 126}
-"""The largest difference, in both directions, that so many bits have a code for."""
+"""The largest difference, in both directions, that a code of each width can have. One code is for escapes."""
 
 
 def encode_changes(values: Tensor, new: Tensor) -> Tensor:
-    """Encode the changes of values, which the receivers have as well, as bytes, and make them.
+    """Encode the difference between new and former values as bytes, and update the values in place.
 
     Args:
-        values: 1-D, of 16-bit floats.
+        values: 1-D, of 16-bit floats; the receivers have the same.
         new: their new values, of any dtype.
     """
     new = new.to(values.dtype)
@@ -144,7 +144,7 @@ def encode_changes(values: Tensor, new: Tensor) -> Tensor:
 
 
 def apply_changes(values: Tensor, message: Tensor) -> None:
-    """Make the changes that ``encode_changes`` has encoded from the same values."""
+    """Update the same former values in place by a message of ``encode_changes``."""
     bits, message = int(message[0]), message[_HEADER:]
     if not bits:
         values.view(torch.uint8).copy_(message)

@@ -225,27 +225,27 @@ def check_compression(config: EngineConfig, units: Sequence[Sequence[UncutBucket
     if compression is None:
         return
     given = f"compression={name_of_compression(compression)}"
-    buckets = list(chain.from_iterable(units))
+    buckets = [bucket for bucket in chain.from_iterable(units) if bucket.parameters[0].requires_grad]
     idle = []
     if compression.parameters is not None and not any(bucket.plan.sends_changes for bucket in buckets):
         idle.append(
-            "no parameter, since none that is trained is both in 16 bits (precision='bf16-mixed' or 'bf16-true') and "
-            "on other machines (stage=1, stage=2, or shard_within with several ranks a machine)"
+            "no parameters: that requires trained parameters in 16 bits (precision='bf16-mixed' or 'bf16-true') of "
+            "which every machine has a copy (stage=1, stage=2, or shard_within with several ranks a machine)"
         )
     if compression.gradients is not None and not any(bucket.gradient_codec for bucket in buckets):
         idle.append(
-            "no gradient, since no parameter that is trained has two dimensions and at least exempt_numel="
+            "no gradients: every trained parameter has fewer than two dimensions, or fewer than exempt_numel="
             f"{compression.exempt_numel} elements"
         )
     if communicator.is_on_one_machine:
-        said = f"{given} is for several machines, and all {communicator.size} ranks are on one: it has no effect."
+        said = f"{given} has no effect: all {communicator.size} ranks are on one machine."
     elif not communicator.may_compress:
         raise ValueError(
             f"{given} is for ranks on CPUs that communicate over Gloo: leave it out, or write reduce_dtype='bf16' to "
             "send gradients in 16 bits."
         )
     elif len(idle) == sum(each is not None for each in (compression.parameters, compression.gradients)):
-        raise ValueError(f"{given} has no effect on what crosses between machines. It compresses {'; '.join(idle)}.")
+        raise ValueError(f"{given} has no effect between these machines. It compresses {'; '.join(idle)}.")
     elif idle:
         said = f"{given} compresses {idle[0]}."
     else:

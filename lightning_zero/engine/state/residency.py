@@ -86,7 +86,7 @@ class ResidencyPlan:
         at_rest = Medium.BUFFER if is_replicated else Medium.PART if layout.nodes > 1 else Medium.DEVICE
         masters = offloaded_to or (Medium.DEVICE if is_cast else at_rest)
         are_elsewhere = layout.world_size > 1 and (is_replicated or layout.nodes > 1)
-        sends_changes = compresses and is_cast and are_elsewhere and compute_dtype in LOW_PRECISION
+        sends_changes = compresses and trains and is_cast and are_elsewhere and compute_dtype in LOW_PRECISION
         copy = None
         if offloaded_to is not None and layout.nodes > 1:
             copy = None if sends_changes else Medium.PART
