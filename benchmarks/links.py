@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from common import REPOSITORY, describe, in_turn, markdown_table, run_workers, write_results
-from machines import CABLE, Machines, bytes_sent
+from machines import CABLE, Machines, bytes_sent, bytes_sent_by_all
 
 RANKS, LAYERS, MICRO_BATCHES, WARM_UP = 4, 4, 4, 3
 WORKER_TIMEOUT = 600.0  # seconds
@@ -73,9 +73,7 @@ def work(arguments: argparse.Namespace) -> None:
         seconds = []
         for step in range(WARM_UP + arguments.steps):
             batches = torch.randn(MICRO_BATCHES, 4, arguments.width, generator=generator)
-            dist.barrier()
-            before = bytes_sent()[CABLE]
-            dist.barrier()  # the machine's other rank may not begin to send before this one has read
+            before = bytes_sent_by_all()[CABLE]
             started = time.perf_counter()
             for number, batch in enumerate(batches):
                 with torch.autocast("cpu", torch.bfloat16, enabled=bf16):

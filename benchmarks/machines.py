@@ -79,6 +79,16 @@ def bytes_sent() -> dict[str, int]:
     return {name: int((folder / name / "statistics" / "tx_bytes").read_text()) for name in (CABLE, "lo")}
 
 
+def bytes_sent_by_all() -> dict[str, int]:
+    """``bytes_sent``, read while none of the machine's ranks sends. Collective."""
+    import torch.distributed as dist  # here, as the parents of benchmarks import no torch
+
+    dist.barrier()
+    sent = bytes_sent()
+    dist.barrier()  # the machine's other ranks may not go on to send before this one has read
+    return sent
+
+
 def is_on_one_of_two() -> bool:
     """Whether this process is on one of the machines."""
     return Path("/sys/class/net", CABLE).exists()

@@ -196,6 +196,11 @@ class Pruning:
                 "MagnitudePruning(parameters=...) chose none of the module's parameters, of which the first are "
                 f"{[name for name, _ in pl_module.named_parameters()][:3]}."
             )
+        if any(isinstance(p, ShardedTensor) and p.slot.share.count > 1 for p in self._chosen.values()):
+            raise ValueError(
+                "MagnitudePruning does not work with tensor parallelism yet: leave the callback or "
+                "tensor_parallel_size out."
+            )
         self._masks = {}
         for name, mask in self._loaded.items():
             p = self._chosen[name]

@@ -29,7 +29,8 @@ from lightning_zero.checkpoint.form import CHECKPOINT_KEY, CONTAINERS, DCP_METAD
 from lightning_zero.engine.comm.streams import own_stream
 from lightning_zero.engine.compat import dcp_internals, foreach_copy, tree_leaves
 from lightning_zero.engine.init.sources import listed
-from lightning_zero.engine.plan.chunks import Box, boxes
+from lightning_zero.engine.plan.chunks import Box, boxes_of
+from lightning_zero.engine.plan.share import Share
 from lightning_zero.engine.tensor import sharded_tree
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, flat_range
@@ -54,19 +55,25 @@ class Entry:
 
     Attributes:
         names: of the parameter and of those tied to it, which share its pieces.
-        shape, dtype: of the full tensor.
+        share: how tensor parallelism divides the full tensor.
+        dtype: of the tensor.
         values: this rank's range, 1-D, in any dtype; a ``LazyTensor`` is read piece by piece.
-        start, stop: the range in the flattened tensor.
+        start, stop: the range in the flattened tensor; in this rank's share of it, where it is divided.
         is_guarded: whether writes to the values wait for reads in the background, see ``background_work``.
     """
 
     names: tuple[str, ...]
-    shape: torch.Size
+    share: Share
     dtype: torch.dtype
     values: Tensor
     start: int
     stop: int
     is_guarded: bool = False
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the full tensor."""
+        return self.share.shape
 
     @property
     def nbytes(self) -> int:
@@ -77,7 +84,7 @@ class Entry:
         """The rectangles that tile the range; for an empty tensor a single empty one."""
         if not self.shape.numel():
             return [Box((0,) * len(self.shape), tuple(self.shape), 0)]
-        return boxes(self.shape, self.start, self.stop, max(_PIECE_BYTES // self.dtype.itemsize, 1))
+        return boxes_of(self.share, self.start, self.stop, max(_PIECE_BYTES // self.dtype.itemsize, 1))
 
     def piece(self, box: Box) -> Tensor:
         """Return one rectangle on the CPU, with a storage of its size."""
@@ -218,12 +225,13 @@ def identity(tensor: Tensor) -> Any:
 def entry_of(tensor: Tensor, rank: int, names: tuple[str, ...] = ()) -> Entry:
     """Return what one rank writes of a tensor."""
     if isinstance(tensor, ShardedTensor) and tensor.numel():
-        start, stop = tensor.slot.offset, tensor.slot.offset + tensor.slot.local_numel
+        share, start = tensor.slot.share, tensor.slot.offset
+        stop = start + tensor.slot.local_numel if share.is_counted_here else start
         is_guarded = not (tensor.is_parameter and tensor.slot.is_written_by_modules)
-        return Entry(names, tensor.shape, tensor.dtype, tensor.at_rest().detach(), start, stop, is_guarded)
+        return Entry(names, share, tensor.dtype, tensor.at_rest().detach(), start, stop, is_guarded)
     # Other tensors are the same on every rank, or only rank 0's is written.
     values = tensor if tensor.numel() else torch.empty(0, dtype=tensor.dtype, device="cpu")
-    return Entry(names, tensor.shape, tensor.dtype, values, 0, tensor.numel() if rank == 0 else 0)
+    return Entry(names, Share(tensor.shape), tensor.dtype, values, 0, tensor.numel() if rank == 0 else 0)
 
 
 def _serialised(value: Any) -> bytes:

@@ -8,6 +8,7 @@ of ``torch.distributed`` are in ``comm/process_group.py``, since only that room 
 
 from __future__ import annotations
 
+import copyreg
 import sys
 import threading
 import weakref
@@ -33,7 +34,15 @@ from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_made_of_tensors
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten,
+    tree_leaves,
+    tree_leaves_with_path,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
@@ -78,6 +87,11 @@ def is_profiling() -> bool:
 # As ``torch.utils.swap_tensors``, which refuses objects with weak references, although these stay valid.
 swap_tensor = torch._C._swap_tensor_impl
 
+# Fails on the device, in the order of its work, so that the host need not wait for the value.
+assert_on_device: Callable[[torch.Tensor], None] = torch._assert_async
+
+slot_names: Callable[[type], list[str]] = copyreg._slotnames  # type: ignore[attr-defined]
+
 make_wrapper = torch.Tensor._make_wrapper_subclass
 disabled_torch_function = torch._C._disabled_torch_function_impl
 
@@ -88,6 +102,11 @@ foreach_copy, foreach_mul, foreach_zero = torch._foreach_copy_, torch._foreach_m
 def storage_use_count(tensor: torch.Tensor) -> int:
     """Number of tensors over a tensor's storage, to detect those that user code keeps."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def shown_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor whose memory a tensor shows: of a DTensor this rank's share."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def unpickle_weights(pickled: Any, storage: Callable[[str], Any]) -> Any:

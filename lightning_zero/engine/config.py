@@ -52,10 +52,12 @@ class EngineConfig:
         reduction_buffers: gradient buffers that may be in reduction at once.
         reduce_dtype: dtype of gradients in collectives, ``"fp32"``, ``"bf16"``, ``"fp16"`` or a ``torch.dtype``;
             ``None`` for the dtype in which they are accumulated: fp32 for all low-precision parameters.
-        bucket_numel: elements above which a unit is split into several buckets, each with its own collectives; at most
-            a quarter of the model.
+        bucket_numel: elements above which a unit is split into several buckets, each with its own collectives, and the
+            gradient of one parameter reduced in chunks; at most a quarter of the model.
         activation_checkpointing: ``"units"`` recomputes the forward of each unit in backward; module classes or a
             predicate choose other modules, as for ``units``. ``None`` adds no checkpointing.
+        partition_activations: keep the inputs of modules that ``activation_checkpointing`` recomputes in equal parts on
+            the tensor-parallel ranks that have them alike, on the device or where ``offload`` says.
         whole_parameters: what optimizers of an unknown class need: ``True`` whole parameters, each of which one rank
             then updates; ``False`` nothing, since they are elementwise; or a predicate of (name, parameter). ``None``
             accepts known classes alone.
@@ -80,6 +82,7 @@ class EngineConfig:
     reduce_dtype: torch.dtype | str | None = None
     bucket_numel: int = 2**25
     activation_checkpointing: Modules | None = None
+    partition_activations: bool = False
     whole_parameters: bool | Callable[[str, torch.Tensor], bool] | None = None
     allow_any_optimizer: bool = False
     compute_dtype: torch.dtype | None = None
@@ -91,7 +94,7 @@ class EngineConfig:
             is_default = name == "unit_numel" and value is None
             if not is_default and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
-        for name in ("overlap", "allow_any_optimizer"):
+        for name in ("overlap", "partition_activations", "allow_any_optimizer"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
         whole = self.whole_parameters
@@ -133,6 +136,12 @@ class EngineConfig:
             raise ValueError(
                 f"offload: activations={offload.activations!r} offloads the inputs of checkpointed modules, and no "
                 "module is checkpointed: write activation_checkpointing='units' to checkpoint all units."
+            )
+
+        if self.partition_activations and self.activation_checkpointing is None:
+            raise ValueError(
+                "partition_activations=True divides the inputs of checkpointed modules, and no module is checkpointed: "
+                "write activation_checkpointing='units' to checkpoint all units."
             )
 
     @property
@@ -246,10 +255,7 @@ def offload_config(offload: Any) -> OffloadConfig | None:
     if isinstance(offload, str) and offload in _PLACES:
         offload = {"optimizer": offload}
     if isinstance(offload, Mapping):
-        known = [field.name for field in fields(OffloadConfig)]
-        unknown = sorted(set(offload) - set(known))
-        if unknown:
-            raise ValueError(f"offload: {unknown[0]!r} is not an option. The options are {', '.join(known)}.")
+        _check_fields("offload", offload, OffloadConfig)
         if offload.get("path") is None and "nvme" in [offload.get(name) for name in _MOVED]:
             offload = {**offload, "path": default_folder()}
         return OffloadConfig(**offload) if offload else None
@@ -332,9 +338,7 @@ def compression_config(compression: Any) -> CompressionConfig | None:
     if isinstance(compression, str) and compression in _COMPRESSIONS:
         return _COMPRESSIONS[compression]
     if isinstance(compression, Mapping):
-        known = [field.name for field in fields(CompressionConfig)]
-        if unknown := sorted(set(compression) - set(known)):
-            raise ValueError(f"compression: {unknown[0]!r} is not an option. The options are {', '.join(known)}.")
+        _check_fields("compression", compression, CompressionConfig)
         return CompressionConfig(**compression) if compression else None
     names = ", ".join(map(repr, _COMPRESSIONS))
     raise ValueError(f"compression={compression!r} must be None, {names} or a CompressionConfig.")
@@ -343,6 +347,13 @@ def compression_config(compression: Any) -> CompressionConfig | None:
 def name_of_compression(compression: CompressionConfig) -> str:
     """As a user writes it."""
     return next((repr(name) for name, each in _COMPRESSIONS.items() if each == compression), repr(compression))
+
+
+def _check_fields(option: str, given: Mapping[str, Any], config: type) -> None:
+    """Raise a ValueError if a mapping that is given for an option has keys that are no fields of its class."""
+    known = names_of_options(config)
+    if unknown := sorted(set(given) - set(known)):
+        raise ValueError(f"{option}: {unknown[0]!r} is not an option. The options are {', '.join(known)}.")
 
 
 def default_folder() -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from lightning_zero.engine.comm.phases import Phases
 from lightning_zero.engine.comm.process_group import ProcessGroup, world_size
 from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.streams import Streams
+from lightning_zero.engine.comm.tensor_parallel import check_mesh, is_dtensor, own_share
 from lightning_zero.engine.config import EngineConfig, OffloadConfig, check_names, names_of_options, wire_dtype_of
 from lightning_zero.engine.init.bucketing import assign_to_buckets, check_compression, reserve_disk
 from lightning_zero.engine.init.host_room import Shortage, check_room, check_room_of_owners, without_room_for_whole
@@ -27,7 +28,7 @@ from lightning_zero.engine.init.restore import restore_parameters
 from lightning_zero.engine.init.sources import Source, agree_on_sources, check_ordinary, common_device
 from lightning_zero.engine.offload.states import Swap
 from lightning_zero.engine.offload.updates import Updates
-from lightning_zero.engine.optim.compatibility import check_optimizers, kept_whole
+from lightning_zero.engine.optim.compatibility import check_not_divided, check_optimizers, kept_whole
 from lightning_zero.engine.optim.masters import Masters, give_owners, masters_of
 from lightning_zero.engine.optim.state import make_room
 from lightning_zero.engine.plan.ownership import warn_if_uneven
@@ -46,6 +47,9 @@ from lightning_zero.engine.state.buffer import let_freed_memory_stay
 from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.slot import slots_of
 from lightning_zero.engine.state_dicts import StateDicts
+
+if TYPE_CHECKING:
+    from lightning_zero.engine.comm.tensor_parallel import DeviceMesh
 
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 
@@ -73,6 +77,9 @@ class Engine(StateDicts):
         config: the options; ``EngineConfig()`` by default.
         device: for parameters and buffers; None for the device that they are on, which must be the same for all.
         group: the data-parallel process group; None for the default one.
+        mesh: a ``DeviceMesh`` of all ranks with the dimensions ``data_parallel`` and ``tensor_parallel``, in place of a
+            group. The project has divided parameters over the second, as DTensors; the engine shards each rank's share
+            over the first.
         options: fields of ``EngineConfig`` that override those of ``config``: ``Engine(module, optimizers, stage=2)``.
 
     Raises:
@@ -89,19 +96,22 @@ class Engine(StateDicts):
         config: EngineConfig | None = None,
         device: torch.device | str | None = None,
         group: ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
         **options: Any,
     ) -> None:
         check_names(options, names_of_options(EngineConfig), "Engine")
         self.config = config = replace(config or EngineConfig(), **options)
+        self._mesh = mesh
+        if mesh is not None:
+            check_mesh(mesh)
         offload = config.offloads
         self.background = self._updates_thread(config)
         self._swap: Swap | None = None
         check_optimizers(optimizers, config, ranks=self._world_size(group))
-        check_ordinary(module)
+        check_ordinary(module, may_be_divided=mesh is not None)
         plans = plan_units(module, config.units, config.unit_numel)
         device = torch.device(device) if device is not None else common_device(plans)
         checkpointed = modules_to_checkpoint(module, plans, config.activation_checkpointing)
-        activations = activation_store(offload, device)
 
         self._module = weakref.ref(module)
         if device.type == "cpu":
@@ -110,6 +120,7 @@ class Engine(StateDicts):
         self.streams = Streams(device)
         self.phases = Phases(device)
         self._connect(group, device)
+        self._activations = activation_store(config, self.communicator, self.ledger)
         self.placements = placements_of(config.stage, shards_within=self.communicator.shards_within)
         sources = agree_on_sources(module, self.communicator)
         check_can_be_initialised(module, sources)
@@ -124,7 +135,8 @@ class Engine(StateDicts):
             self.communicator, self.rendezvous, self.streams, self.ledger, self.phases, self.background
         )
         # No more than a quarter of a small model is to be in reduction at once.
-        uncut = assign_to_buckets(config, self.placements, plans, share_of(module), optimizers, shared)
+        share = share_of(module) // self.communicator.tensor.size
+        uncut = assign_to_buckets(config, self.placements, plans, share, optimizers, shared)
         check_compression(config, uncut, self.communicator)
         try:
             self._check_room(offload, sources, uncut, bool(optimizers))
@@ -136,11 +148,14 @@ class Engine(StateDicts):
             raise
         del sources, uncut  # and the values, which the buckets hold now
         self.units = [Unit(plan, of_unit) for plan, of_unit in zip(plans, buckets)]
+        for buffer in module.buffers():
+            if not is_dtensor(buffer):
+                self.communicator.tensor.broadcast(buffer)
         self.sync_buffers()
         self.schedule = Schedule(self.units, config.prefetch if config.overlap else 0)
         self.schedule.install(module, plans)
         autograd_patches.install(self.schedule)
-        self._checkpointed = [CheckpointedModule(inner, activations) for inner in checkpointed]
+        self._checkpointed = [CheckpointedModule(inner, self._activations) for inner in checkpointed]
         self.join = Join(self.communicator, self.rendezvous, self.schedule, self.buckets)
         self.reducer = GradientReducer(
             self.units,
@@ -149,9 +164,11 @@ class Engine(StateDicts):
             self.streams,
             self.phases,
             reduce_dtype=wire_dtype_of(config.reduce_dtype),
+            chunk_numel=config.bucket_numel,
             in_flight=config.reduction_buffers,
             overlap=config.overlap,
-            reduces_every_backward=self.placements.gradients.is_sharded,
+            # ``p.grad`` cannot be an ordinary tensor that shows this rank's share
+            reduces_every_backward=self.placements.gradients.is_sharded or self.communicator.tensor.size > 1,
         )
         self.masters: list[Masters] = []
         self.set_optimizers(optimizers)
@@ -192,11 +209,11 @@ class Engine(StateDicts):
         check_room_of_owners(sources, uncut, self.communicator)
 
     def _world_size(self, group: ProcessGroup | None) -> int:
-        return world_size(group)
+        return world_size(group if self._mesh is None else None)
 
     def _connect(self, group: ProcessGroup | None, device: torch.device) -> None:
         """Open the engine's communication over a group; it is closed when the engine is deleted or closed."""
-        self.communicator = Communicator(group, device, self.config.shard_within)
+        self.communicator = Communicator(group, device, self.config.shard_within, self._mesh)
         self.rendezvous = Rendezvous(self.communicator, self.config.handshake_timeout)
         for part in (self.rendezvous, self.communicator):
             weakref.finalize(self, part.close)
@@ -218,7 +235,8 @@ class Engine(StateDicts):
             TypeError: for an optimizer that cannot update a shard of a parameter; nothing has been changed.
             OSError: if a disk lacks space for an optimizer's states; nothing has been changed.
         """
-        check_optimizers(optimizers, self.config, ranks=self.communicator.size)
+        check_optimizers(optimizers, self.config, ranks=self.communicator.everyone.size)
+        self._check_not_divided(optimizers)
         for optimizer in optimizers:
             make_room(optimizer)
         before, known = self.masters, {masters.optimizer: masters for masters in self.masters}
@@ -236,6 +254,7 @@ class Engine(StateDicts):
         Raises:
             RuntimeError: if a parameter of such a bucket has a gradient; nothing has been changed.
         """
+        self._check_not_divided(self.optimizers)
         self._group_sizes = self._sizes_of_groups()
         is_kept_whole = kept_whole(self.optimizers, self.config, ranks=self.communicator.size)
         late = [
@@ -253,8 +272,12 @@ class Engine(StateDicts):
         if late:
             synchronize(self.background)
             give_owners(late, self.buckets, self.masters)
-        if self.communicator.rank == 0:
+        if self.communicator.everyone.rank == 0:
             warn_if_uneven([bucket.layout for bucket in self.buckets])
+
+    def _check_not_divided(self, optimizers: Iterable[Optimizer]) -> None:
+        slots = [slot for bucket in self.buckets for slot in slots_of(bucket)]
+        check_not_divided(optimizers, self.config, [(slot.name, slot.parameter, slot.share) for slot in slots])
 
     def _sizes_of_groups(self) -> list[int]:
         return [len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -348,6 +371,8 @@ class Engine(StateDicts):
                 if self._sizes_of_groups() != self._group_sizes:  # by ``add_param_group``
                     self._give_owners()
                 self.streams.begin_forward()
+                if self._activations is not None:
+                    self._activations.begin_forward()
             if is_step:
                 self._follow_buffers()
             self._buffers_follow = torch.is_grad_enabled() and self.reducer.synchronise
@@ -378,7 +403,7 @@ class Engine(StateDicts):
     def sync_buffers(self) -> None:
         """Broadcast rank 0's buffers, as DDP does. Collective."""
         with torch.no_grad(), self.phases("wait for the other ranks", "buffers of rank 0"):
-            self.communicator.copy_from_first(list(self.module.buffers()))
+            self.communicator.copy_from_first(list(map(own_share, self.module.buffers())))
 
     def begin_update(self) -> None:
         """Mark the start of an update: until ``updated`` is called, some master weights are a step ahead of others."""
@@ -479,7 +504,7 @@ class Engine(StateDicts):
             self._finish_updates()
         except Exception as raised:
             error = raised
-        may_communicate = not self._has_failed_update and (communicate or self.communicator.size == 1)
+        may_communicate = not self._has_failed_update and (communicate or self.communicator.everyone.size == 1)
         try:
             for alone in (False, True) if may_communicate else (True,):
                 try:
@@ -514,6 +539,7 @@ class Engine(StateDicts):
                 masters.close(None if alone else device)
         for part in self._installed:
             part.remove()
+        self._activations = None
         restore_parameters(self.buckets, self.communicator, self.rendezvous, device, alone)
         if (module := self._module()) is not None:
             _engines.pop(module, None)

@@ -18,10 +18,13 @@ class Report:
     """Memory of an engine and its communication.
 
     Attributes:
-        stage, world_size: as set up.
+        stage: as set up.
+        world_size: ranks that have a part of the model states.
+        tensor_parallel_size: how many of them share each tensor.
         numel: Psi, elements of all parameters.
         padded_numel: ``numel`` with the alignment gaps and padding of the buckets.
-        at_rest: bytes in memory now by category: parameters, gathered, gradients, reduction, optimizer.
+        at_rest: bytes in memory now by category: parameters, gathered, gradients, reduction, optimizer, activations
+            (of ``partition_activations``).
         peak: the same when their total was highest since the last ``reset_peak``.
         calls, elements, bytes: by kind of collective ("all_gather", "reduce_scatter", "control") since the last
             ``reset_counters``. Elements are logical: an all-gather of a bucket counts the full padded bucket.
@@ -33,6 +36,7 @@ class Report:
 
     stage: int
     world_size: int
+    tensor_parallel_size: int
     numel: int
     padded_numel: int
     at_rest: dict[str, int]
@@ -52,8 +56,9 @@ class Report:
         return moved / max(self.steps, 1)
 
 
-WORKING_BUFFERS = ("gathered", "reduction")
-"""Categories of a report that are not model states: gathered parameters, and gradients until they are reduced."""
+WORKING_BUFFERS = ("gathered", "reduction", "activations")
+"""Categories of a report that are not model states: gathered parameters, gradients until they are reduced, and the
+inputs of checkpointed modules that are kept in parts."""
 
 
 def report_of(
@@ -70,7 +75,8 @@ def report_of(
     counters = communicator.counters
     return Report(
         stage=placements.stage,
-        world_size=communicator.size,
+        world_size=communicator.everyone.size,
+        tensor_parallel_size=communicator.tensor.size,
         numel=sum(unit.numel for unit in units),
         padded_numel=sum(bucket.layout.padded_numel for bucket in buckets),
         at_rest=dict(ledger.now),

@@ -30,6 +30,7 @@ from lightning_zero.monitoring.measured import (
     loss_scale,
     memory_metrics,
     model_state_bytes,
+    ranks_with_data,
     traffic_of,
 )
 
@@ -202,7 +203,7 @@ class Monitor:
         total, engine = self._total, engine_of_run(trainer)
         total.add(self._part)
         if total.steps:
-            self.per_second = (total.items * trainer.world_size or total.steps) / total.seconds
+            self.per_second = (total.items * ranks_with_data(trainer) or total.steps) / total.seconds
         if engine is None:
             # Every rank holds all parameters, gradients and two moments.
             self.formula_bytes = self.ddp_bytes = sum(
@@ -285,7 +286,7 @@ class Monitor:
         if not trainer.is_global_zero:
             return
         losses = [rank.loss for rank in ranks if rank.loss is not None]
-        found = self._throughput_of(part, trainer.world_size) | part.metrics(self._top_units)
+        found = self._throughput_of(part, ranks_with_data(trainer)) | part.metrics(self._top_units)
         found |= memory_metrics(trainer, held, self.peak_bytes) | _slowest(ranks) | read
         if losses:
             found["training/loss"] = loss = statistics.fmean(losses)
@@ -296,7 +297,7 @@ class Monitor:
         for logger in trainer.loggers:
             logger.log_metrics(found, self._step)
         if trainer.progress_bar_callback is not None:
-            shown = {f"{self.counted}/s": (part.items * trainer.world_size or part.steps) / part.seconds}
+            shown = {f"{self.counted}/s": (part.items * ranks_with_data(trainer) or part.steps) / part.seconds}
             shown |= {"MB/rank": sum(held.values()) / MEGA} | ({"loss": loss} if loss is not None else {})
             pl_module.log_dict(shown, prog_bar=True, logger=False, rank_zero_only=True)
 
@@ -397,7 +398,7 @@ def _exchanged(trainer: Trainer, own: _Rank) -> list[_Rank]:
     if (engine := engine_of_run(trainer)) is None:
         return [own]
     with engine.phases("wait for the other ranks", "the monitor"):
-        return engine.communicator.control.gather_objects(own)
+        return engine.communicator.everyone.control.gather_objects(own)
 
 
 def _slowest(ranks: list[_Rank]) -> dict[str, float]:

@@ -85,6 +85,12 @@ def engine_of_run(trainer: Trainer) -> Engine | None:
     return getattr(trainer.strategy, "engine", None)
 
 
+def ranks_with_data(trainer: Trainer) -> int:
+    """How many ranks have batches of their own: all, unless tensor parallelism lets several share theirs."""
+    sampled = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+    return sampled.get("num_replicas", trainer.world_size)
+
+
 def traffic_of(engine: Engine) -> Counter[tuple[str, str, str]]:
     """What an engine has communicated so far, as in ``Measured.traffic``."""
     counters = engine.communicator.counters

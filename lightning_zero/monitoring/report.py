@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from lightning_zero.engine.report import WORKING_BUFFERS
 from lightning_zero.io.tables import show
 from lightning_zero.monitoring.callback import ZeroMonitor
+from lightning_zero.monitoring.measured import ranks_with_data
 from lightning_zero.pruning import Pruning
 
 
@@ -36,7 +37,10 @@ def collect(trainer: Trainer, monitor: ZeroMonitor, metrics: Mapping[str, float]
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     last = [loss for _, loss in monitor.loss_curve[-20:]]
     communicated = None if monitor.elements_per_step is None else monitor.elements_per_step / monitor.numel
-    expected = expected_psi(stage, trainer.accumulate_grad_batches, trainer.world_size, within) if stage else None
+    is_divided = ranks_with_data(trainer) < trainer.world_size  # by tensor parallelism: a rank moves its share alone
+    expected = None
+    if stage and not is_divided:
+        expected = expected_psi(stage, trainer.accumulate_grad_batches, trainer.world_size, within)
     return {
         "strategy": f"ZeRO stage {stage}" if stage else type(trainer.strategy).__name__,
         "processes": trainer.world_size,
@@ -104,7 +108,8 @@ def figures(results: dict[str, Any]) -> list[Figure]:
     if psi is None:
         found.append(Figure("communicated a step", "traffic", "not counted"))
     else:
-        formula_psi = f"formula {results['expected_psi']} Psi"
+        expected = results["expected_psi"]
+        formula_psi = "" if expected is None else f"formula {expected} Psi"
         found.append(Figure("communicated a step", "traffic", f"{psi:.2f} Psi", formula_psi))
     return found
 

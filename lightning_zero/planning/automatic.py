@@ -79,6 +79,11 @@ class AutomaticStrategy(TrainerStrategy):
                 f"{', '.join(given)}: zero_auto chooses this. Write strategy=ZeroStrategy({given[0]}=...) to choose it "
                 "yourself."
             )
+        if options.get("tensor_parallel_size"):
+            raise TypeError(
+                "tensor_parallel_size: zero_auto does not plan tensor parallelism. Write "
+                f"strategy=ZeroStrategy(stage=..., tensor_parallel_size={options['tensor_parallel_size']})."
+            )
         super().__init__(stage=3, **options)  # parameters may wait for the choice without memory, as at stage 3
         self.choice: Choice | None = None
         self._resources = _declared(resources) if resources is not None else None

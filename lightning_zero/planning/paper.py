@@ -55,7 +55,9 @@ def engine_bytes(parameters: float, ranks: int, stage: int) -> int:
     with FakeTensorMode(allow_non_fake_inputs=True):
         leave_meta(module)
         optimizer = torch.optim.AdamW(module.parameters())
-        engine = pretending(ranks, Recorder())(module, [optimizer], stage=stage, device="cpu")
+        # Nothing is reduced in chunks: thousands of them are slow on fake tensors, and what is held then is the same.
+        whole = max(parameter.numel() for parameter in module.parameters())
+        engine = pretending(ranks, Recorder())(module, [optimizer], stage=stage, device="cpu", bucket_numel=whole)
         for _ in range(2):
             module().backward()
             engine.report()

@@ -19,11 +19,12 @@ from lightning_zero.engine import Engine
 from lightning_zero.engine.comm.backend_transport import BackendTransport
 from lightning_zero.engine.comm.background_work import BackgroundWork
 from lightning_zero.engine.comm.codec import Codec, Quantised
-from lightning_zero.engine.comm.collectives import BucketCollectives, Communicator, Gathering
+from lightning_zero.engine.comm.collectives import BucketCollectives, Communicator, Everyone, Gathering
 from lightning_zero.engine.comm.counters import Counters, Link
 from lightning_zero.engine.comm.gloo_transport import GlooTransport
 from lightning_zero.engine.comm.rendezvous import Absence
 from lightning_zero.engine.comm.shared_memory_transport import SharedMemoryTransport
+from lightning_zero.engine.comm.tensor_parallel import TensorParallel
 from lightning_zero.engine.comm.transport import Ranges, Span, Started, Transport, slices_of
 from lightning_zero.engine.compat import FakeTensor
 from lightning_zero.engine.config import EngineConfig, OffloadConfig
@@ -186,6 +187,7 @@ class PretendCommunicator(Communicator):
         self.mesh = Mesh.flat(size, rank)
         self.watch, self.control = PretendWatch(), PretendControlPlane(size)  # type: ignore[assignment]
         self.gathering = Gathering(range(size), rank, self.control)
+        self.tensor, self.everyone = TensorParallel(None, self.counters), Everyone(rank, size, self.control)
 
         def between(members: Sequence[int], leaving: float, link: Link | None = None) -> BucketCollectives:
             made = TRANSPORTS[transport](recorder, len(members), members.index(rank), leaving)

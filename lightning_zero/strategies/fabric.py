@@ -21,6 +21,7 @@ from lightning_zero.checkpoint.reading import by_number
 from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.comm.collectives import Communicator
+from lightning_zero.engine.comm.tensor_parallel import check_same
 from lightning_zero.engine.compat import replaced
 from lightning_zero.engine.init.consolidate import consolidate
 from lightning_zero.engine.init.deferred_param import awaits_values
@@ -98,6 +99,7 @@ class FabricStrategy(ZeroProcesses):
             [optimizer for optimizer in self._known_optimizers() if _hold_in_common(optimizer, module)],
             config=self._config_of_run(),
             device=self.root_device,
+            mesh=self._mesh,
         )
         self._engines = [weakref.ref(each) for each in (*self.engines, engine)]
         return _Sharded(module)
@@ -154,7 +156,7 @@ class FabricStrategy(ZeroProcesses):
     ) -> None:
         """Write an ordinary file on rank 0, or a folder to which each rank writes its shards. Collective."""
         # In a full checkpoint, a filter runs on rank 0 only, and may read values.
-        parts = self._saves_in_parts or (self._saves_in_background and filter is None)
+        parts = self._saves_in_parts or (self._assembles_in_background and filter is None)
         leaf = self._leaf(parts=parts, keeps=self.is_global_zero)
         # The rendezvous raises within seconds if not every rank calls this.
         with self.engines[0].rendezvous.met("what fabric.save() writes") if self.engines else nullcontext():
@@ -231,8 +233,13 @@ class _Sharded(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+        self._has_checked_inputs = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        engine = None if self._has_checked_inputs else engine_of(self.module)
+        if engine is not None:
+            self._has_checked_inputs = True
+            check_same((*args, kwargs), engine.communicator.tensor)
         return self.module(*args, **kwargs)
 
 

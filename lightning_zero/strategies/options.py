@@ -26,6 +26,10 @@ class StrategyOptions:
         async_save: write checkpoints in the background; training only waits while the values are copied.
         process_group_backend: for example ``"nccl"`` or ``"gloo"``; by default the one that suits the device.
         timeout: of the process group, as a ``timedelta`` or in seconds.
+        tensor_parallel_size: so many neighbouring ranks compute each forward together, with parameters that the
+            project's ``configure_model`` has divided over the dimension ``tensor_parallel`` of ``device_mesh``. ZeRO
+            shards each rank's share over the other dimension. None for no mesh.
+        data_parallel_size: of the mesh's other dimension; ``"auto"`` for all ranks divided by ``tensor_parallel_size``.
         start_method: how the other processes are started: ``"popen"`` runs the script again; ``"spawn"``, ``"fork"``
             and ``"forkserver"`` are the start methods of ``torch.multiprocessing``.
     """
@@ -34,9 +38,20 @@ class StrategyOptions:
     async_save: bool = False
     process_group_backend: str | None = None
     timeout: timedelta | float | None = default_pg_timeout
+    tensor_parallel_size: int | None = None
+    data_parallel_size: Literal["auto"] | int = "auto"
     start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
 
     def __post_init__(self) -> None:
+        for name, other in (("tensor_parallel_size", None), ("data_parallel_size", "auto")):
+            size = getattr(self, name)
+            if size != other and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+                raise ValueError(f"{name}={size!r} must be {other!r} or a number of ranks, 1 or more.")
+        if self.tensor_parallel_size is None and self.data_parallel_size != "auto":
+            raise ValueError(
+                f"data_parallel_size={self.data_parallel_size!r} is of a mesh that tensor_parallel_size makes: set "
+                "that as well, or leave both out."
+            )
         for name, kind in get_type_hints(type(self)).items():
             if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
                 *others, last = map(repr, get_args(kind))

@@ -29,7 +29,8 @@ def _is_of_memory(error: BaseException) -> bool:
 def _holders(engine: Engine) -> str:
     held = {category: nbytes for category, nbytes in engine.report().at_rest.items() if nbytes}
     states = ", ".join(f"{category} {_gb(held[category])}" for category in sorted(held, key=held.__getitem__)[::-1])
-    text = f"When it failed rank {engine.communicator.rank} held {_gb(sum(held.values()))} of model states and buffers"
+    rank, total = engine.communicator.everyone.rank, _gb(sum(held.values()))
+    text = f"When it failed rank {rank} held {total} of model states and buffers"
     text += f" ({states}), and {_gb(_rest(engine))} of activations and all else."
     unused = _unused(engine.communicator.device)
     if unused > 0.1 * sum(held.values()):

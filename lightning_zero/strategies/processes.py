@@ -31,6 +31,7 @@ from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.failures import explain, explained, fail, failure, lifelines_over
 from lightning_zero.engine.comm.renewal import renew
+from lightning_zero.engine.comm.tensor_parallel import DATA, device_mesh
 from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.init.deferred_param import parameters_await_values
 from lightning_zero.engine.plan.placement import placements_of
@@ -48,6 +49,8 @@ _SECOND_ERROR = "Another error followed the exception that ended the run: %s"
 _REFUSED = ("TransformerEngine", "Bitsandbytes", "DeepSpeed", "FSDP", "XLA")
 
 if TYPE_CHECKING:
+    from lightning_zero.engine.comm.tensor_parallel import DeviceMesh
+
     ParallelStrategy: Any  # each namespace's own class: concrete strategies derive from that class as well
 else:
     ParallelStrategy = object
@@ -84,6 +87,7 @@ class ZeroProcesses(ParallelStrategy):
         self._num_nodes = 1
         self._process_group_backend = self.options.process_group_backend
         self._ended_by: str | None = None
+        self._mesh: DeviceMesh | None = None
         self._config_of_run()  # refuses unsupported precisions
 
     def __repr__(self) -> str:
@@ -96,9 +100,62 @@ class ZeroProcesses(ParallelStrategy):
     root_device = DDPStrategy.root_device
     num_nodes = DDPStrategy.num_nodes
     num_processes = DDPStrategy.num_processes
-    distributed_sampler_kwargs = DDPStrategy.distributed_sampler_kwargs
     process_group_backend = DDPStrategy.process_group_backend
     set_world_ranks = _set_world_ranks = DDPStrategy._set_world_ranks
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The ranks by ``data_parallel`` and ``tensor_parallel``.
+
+        Raises:
+            RuntimeError: before the processes have started, and without ``tensor_parallel_size``.
+        """
+        if self._mesh is None:
+            raise RuntimeError(
+                "There is a device mesh once the processes have started (in configure_model), and only with "
+                "ZeroStrategy(tensor_parallel_size=...)."
+            )
+        return self._mesh
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        if self._mesh is None:
+            return DDPStrategy.distributed_sampler_kwargs.__get__(self)
+        along = self._mesh[DATA]
+        return {"num_replicas": along.size(), "rank": along.get_local_rank()}
+
+    def _make_mesh(self) -> None:
+        """Make the mesh of the ranks, if one is wanted."""
+        tensor, data = self.options.tensor_parallel_size, self.options.data_parallel_size
+        if tensor is not None and self._mesh is None:
+            self._check_mesh()
+            size = self.num_nodes * self.num_processes
+            self._mesh = device_mesh(self.root_device, size // tensor if data == "auto" else data, tensor)
+
+    def _check_mesh(self) -> None:
+        """Raise a ValueError if the ranks do not make the mesh that is wanted."""
+        tensor, data = self.options.tensor_parallel_size, self.options.data_parallel_size
+        size = self.num_nodes * self.num_processes
+        if tensor is not None and size == 1:
+            raise ValueError(
+                f"tensor_parallel_size={tensor} makes a mesh of several ranks, and there is one: leave it out, and "
+                "divide the module in configure_model only where trainer.world_size is above 1."
+            )
+        if tensor is not None and size != (size // tensor if data == "auto" else data) * tensor:
+            wanted = f"tensor_parallel_size={tensor}" + ("" if data == "auto" else f" and data_parallel_size={data}")
+            raise ValueError(
+                f"{wanted} cannot be had with {size} rank(s) ({self.num_nodes} node(s) of {self.num_processes}): "
+                + (
+                    "choose a divisor of the number of ranks."
+                    if data == "auto"
+                    else "their product must be that number."
+                )
+            )
+        if tensor is not None and self.config.shard_within is not None:
+            raise ValueError(
+                f"shard_within={self.config.shard_within!r} cannot be combined with tensor_parallel_size={tensor}: "
+                "both keep traffic within a machine. Leave one of them out."
+            )
 
     @property
     def _is_single(self) -> bool:
@@ -106,6 +163,7 @@ class ZeroProcesses(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         self._config_of_run()  # refuses unsupported precisions, since the Trainer may have set another one
+        self._check_mesh()
         own = ["checkpoint='sharded'"] * self._saves_in_parts + ["async_save=True"] * self._saves_in_background
         if own and not self._has_default_io:
             raise ValueError(
@@ -129,8 +187,10 @@ class ZeroProcesses(ParallelStrategy):
         if not self._is_single:
             if _distributed_is_initialized() and failure() is not None:
                 renew(**self._group_options)
+                self._mesh = None  # of groups that have failed
             _init_dist_connection(self.cluster_environment, self._process_group_backend, **self._group_options)
             lifelines_over()
+            self._make_mesh()
 
     @property
     def _group_options(self) -> dict[str, Any]:
@@ -243,6 +303,11 @@ class ZeroProcesses(ParallelStrategy):
             return value
 
         return own
+
+    @property
+    def _assembles_in_background(self) -> bool:
+        """Whether the shards of a full checkpoint may be put together later: with a mesh they are gathered at once."""
+        return self._saves_in_background and self._mesh is None
 
     def _save_in_parts(self, tree: Any, rest: dict[str, Any], path: Any, storage_options: Any) -> None:
         """Write a folder, to which each rank writes its shards of ``tree``. Collective, as ``_save_whole``."""

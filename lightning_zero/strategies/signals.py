@@ -26,7 +26,7 @@ class Signals:
 
     def __init__(self, trainer: Any, communicator: Communicator | None) -> None:
         self._trainer, self._connector, self._communicator = trainer, trainer._signal_connector, communicator
-        run = f"without/{next(_runs)}" if communicator is None else communicator.name
+        run = f"without/{next(_runs)}" if communicator is None else communicator.everyone.name
         self._is_asked_to_end = self._is_asked_to_requeue = False
         self._rank, self._size = rank(), world_size()
         self._store = named_store(f"lightning_zero/signals/{run}")
@@ -61,7 +61,7 @@ class Signals:
         """
         assert self._communicator is not None
         noted = [self._is_asked_to_end, self._is_asked_to_requeue]
-        ends, requeues = self._communicator.control.any_rank(noted, what)
+        ends, requeues = self._communicator.everyone.control.any_rank(noted, what)
         if requeues:
             self._is_asked_to_requeue = False
             environment = self._trainer._accelerator_connector.cluster_environment

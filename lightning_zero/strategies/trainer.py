@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine import Engine, Report, Unit, engine_of
 from lightning_zero.engine.comm.collectives import Communicator
+from lightning_zero.engine.comm.tensor_parallel import check_same, has_dtensors
 from lightning_zero.engine.init.consolidate import consolidate
 from lightning_zero.engine.init.deferred_param import awaits_values, is_deferred, is_on_meta, values_may_wait
 from lightning_zero.engine.init.sources import leave_in_files
@@ -39,6 +40,9 @@ from lightning_zero.strategies.trainer_checkpoints import TrainerCheckpoints, is
 
 def _in_window(step: str) -> Callable[..., Any]:
     def run(self: TrainerStrategy, *args: Any, **kwargs: Any) -> Any:
+        if step == "training_step" and not self._has_checked_batch and self.engine is not None:
+            self._has_checked_batch = True
+            check_same(args[0] if args else kwargs, self.engine.communicator.tensor)
         with self.engine.window() if self.engine is not None else nullcontext():
             return getattr(super(TrainerStrategy, self), step)(*args, **kwargs)
 
@@ -69,6 +73,7 @@ class TrainerStrategy(TrainerCheckpoints):
         self.last_report: Report | None = None
         self._early_updates: EarlyUpdates | None = None
         self._signals: Signals | None = None
+        self._has_checked_batch = False
         self._was_sharded = False  # before this run, by an engine that it continues with
         self._backward = ExitStack()  # contexts to exit when backward ends
         super().__init__(stage=stage, **options)
@@ -82,6 +87,8 @@ class TrainerStrategy(TrainerCheckpoints):
         self._loaded = None
         super().setup_environment()
         reset_seed()
+        if self.lightning_module is not None and self._mesh is not None:
+            self.lightning_module._device_mesh = self._mesh  # as Lightning's ``ModelParallelStrategy`` does
         if self.lightning_module is not None:
             consolidate(self.lightning_module, self._handshake_timeout)
 
@@ -130,6 +137,7 @@ class TrainerStrategy(TrainerCheckpoints):
                 _real(self.optimizers) if fitting else [],
                 config=self._config_of_run(),
                 device=self.root_device,
+                mesh=self._mesh,
             )
         if self.engine is not None:
             self.engine.load_masters(self._masters)
@@ -140,7 +148,9 @@ class TrainerStrategy(TrainerCheckpoints):
             self._signals = Signals(trainer, self._communicator)
             meet_between_batches(trainer, partial(self._signals.agree, "the next training batch"))
         self._masters = {}
-        self._loaded = self._loaded or {}
+        if not self.restore_checkpoint_after_setup:
+            self._loaded = self._loaded or {}
+        self._has_checked_batch = False
         self.setup_precision_plugin()
         if fitting:
             self._data_loading = DataLoadingState(trainer, self.root_device)
@@ -171,7 +181,10 @@ class TrainerStrategy(TrainerCheckpoints):
 
     def _cuts(self, trainer: Trainer) -> bool:
         """Whether this run needs an engine: it fits, shards parameters, or some parameters are deferred."""
-        return trainer.state.fn == TrainerFn.FITTING or self._is_sharded or awaits_values(self.lightning_module)
+        module = self.lightning_module
+        return (
+            trainer.state.fn == TrainerFn.FITTING or self._is_sharded or has_dtensors(module) or awaits_values(module)
+        )
 
     def model_to_device(self) -> None:
         """Move buffers. Parameters to be sharded are moved shard by shard, so no device ever holds all of them."""
@@ -326,7 +339,7 @@ class TrainerStrategy(TrainerCheckpoints):
 
     def __getstate__(self) -> dict[str, Any]:
         # Users copy trainers and strategies; these attributes belong to the original alone.
-        of_one = dict.fromkeys(("engine", "_data_loading", "_masters_after_fit", "_early_updates", "_signals"))
+        of_one = dict.fromkeys(("engine", "_data_loading", "_masters_after_fit", "_early_updates", "_signals", "_mesh"))
         return {**super().__getstate__(), **of_one, "_backward": ExitStack()}
 
 

@@ -21,9 +21,10 @@ from lightning_zero.checkpoint.newest import is_last, others_by_age
 from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.comm.renewal import have_all_come, renew
+from lightning_zero.engine.comm.tensor_parallel import in_full, is_dtensor
 from lightning_zero.engine.init.deferred_param import give_values, is_deferred, taking_values
 from lightning_zero.engine.init.sources import listed
-from lightning_zero.engine.tensor.sharded_tree import Leaf
+from lightning_zero.engine.tensor.sharded_tree import Leaf, walk
 from lightning_zero.strategies.options import TrainerOptions
 from lightning_zero.strategies.processes import ZeroProcesses
 from lightning_zero.strategies.resuming import DataLoadingState
@@ -56,7 +57,11 @@ class TrainerCheckpoints(ZeroProcesses):
         After a failure, saving requires all ranks. Ranks that failed alike, or were ended by one rank's failure, arrive
         here within seconds of each other if all want to save, and then continue with a new process group.
         """
-        if self.engine is None or not self._is_cut_off:
+        if not self._is_cut_off:
+            return True
+        if self._mesh is not None:
+            return False  # its groups have failed as well
+        if self.engine is None:
             return True
         if not self._has_tried_to_come_back:
             self._has_tried_to_come_back = True
@@ -66,6 +71,10 @@ class TrainerCheckpoints(ZeroProcesses):
                 self.engine.rejoin()
                 self._has_come_back = True
         return not self._is_cut_off
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return self._mesh is not None  # before, each rank has a share of some parameters in a DTensor
 
     @property
     def _has_hooks(self) -> bool:
@@ -81,7 +90,7 @@ class TrainerCheckpoints(ZeroProcesses):
 
         For a full checkpoint, values that the project's hooks read must be gathered at once.
         """
-        return self._saves_in_parts or (self._saves_in_background and not self._has_hooks)
+        return self._saves_in_parts or (self._assembles_in_background and not self._has_hooks)
 
     @property
     def _leaf_for_hooks(self) -> Leaf:
@@ -94,14 +103,18 @@ class TrainerCheckpoints(ZeroProcesses):
         If the module or a callback of the project overrides ``on_save_checkpoint``, which runs on every rank, every
         rank has the values. For a sharded checkpoint: sharded tensors.
         """
-        if self.engine is not None and not self._can_save():
+        if not self._can_save():
             return {}
         if self.engine is not None:
             return self.engine.full_state_dict(leaf=self._leaf_for_hooks, without=self._left_out)
         state = super().lightning_module_state_dict()
         for name in self._left_out & set(state):
             del state[name]
-        return state
+        return walk(state, self._full_leaf, is_dtensor)
+
+    def _full_leaf(self, tensor: Tensor) -> Tensor:
+        """The full value of a DTensor, on the ranks that need it. Collective."""
+        return self._leaf(parts=False, keeps=self.is_global_zero or self._has_hooks)(in_full(tensor))
 
     @property
     def _left_out(self) -> set[str]:
@@ -114,10 +127,10 @@ class TrainerCheckpoints(ZeroProcesses):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if isinstance(optimizer, self.lightning.core.optimizer.LightningOptimizer):
             optimizer = optimizer._optimizer
-        if self.engine is None or is_absent(optimizer):
-            return super().optimizer_state(optimizer)
         if not self._can_save():
             return {}
+        if self.engine is None or is_absent(optimizer):
+            return walk(super().optimizer_state(optimizer), self._full_leaf, is_dtensor)
         return self.engine.full_optimizer_state_dict(optimizer, leaf=self._leaf_for_hooks)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -252,6 +265,7 @@ class TrainerCheckpoints(ZeroProcesses):
 
     def on_train_start(self) -> None:
         super().on_train_start()
+        self._loaded = self._loaded or {}  # from here on a callback restores what this run has saved
         if self._data_loading is not None:
             self._data_loading.restore_rng()
 

@@ -287,6 +287,7 @@ def test_a_pipe_that_closes_early_is_no_traceback(arguments: str) -> None:
     assert (process.returncode, errors) == (141, "")
 
 
+@pytest.mark.exhaustive
 def test_head_ends_a_checkpoint_listing_longer_than_a_buffer(tmp_path: Path) -> None:
     torch.manual_seed(0)
     path = tmp_path / "many.ckpt"

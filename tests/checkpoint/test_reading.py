@@ -95,7 +95,7 @@ def cut(entry, number, ranks):
         return entry if number == 0 else None
     start, stop = number * numel // ranks, (number + 1) * numel // ranks
     values = entry.values.reshape(-1)[start:stop]
-    return Entry(entry.names, entry.shape, entry.dtype, values, start, stop)
+    return Entry(entry.names, entry.share, entry.dtype, values, start, stop)
 
 
 @pytest.fixture(scope="module")

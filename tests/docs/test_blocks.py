@@ -136,6 +136,11 @@ def run_offload(folder: str) -> None:
     assert namespace["strategy"].last_report.at_rest.get("optimizer", 0) == 0
 
 
+def run_two_dimensions(folder: str) -> None:
+    namespace = run_page("how-to/two-dimensions.md", folder)
+    assert namespace["strategy"].config.partition_activations
+
+
 def run_fabric(folder: str) -> None:
     namespace = run_page("how-to/fabric.md", folder)
     assert namespace["state"]["step"] == 10
@@ -195,6 +200,7 @@ PAGES = [
     run_checkpoints,
     run_transformers,
     run_offload,
+    run_two_dimensions,
     run_fabric,
     run_big_models,
     run_troubleshooting,

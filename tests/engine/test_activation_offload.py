@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.engine import Engine
 from lightning_zero.engine.offload.scratch import Disk
-from lightning_zero.engine.runtime.activation_offload import LEAST, _Form
+from lightning_zero.engine.runtime.activation_offload import LEAST, _Copied, _Form
 from lightning_zero.zoo.gpt import GPT
 from tests.checkpoint import faults
 from tests.support import rank, world_size
@@ -404,8 +404,8 @@ class LateCopies:
     def now(self):
         return Late(lambda: None)
 
-    def wait(self, event):
-        event.synchronize()
+    def wait(self, copied):
+        copied.event.synchronize()
 
     def out(self, source, target):
         found = weakref.ref(source)
@@ -414,9 +414,9 @@ class LateCopies:
             assert found() is not None, "let go of before it was copied"
             target.copy_(found())
 
-        return Late(copy)
+        return _Copied(Late(copy))
 
-    def into(self, target, source, after):
+    def into(self, target, source, after, then):
         target.fill_(float("nan"))
         found = weakref.ref(target)
 
@@ -425,7 +425,7 @@ class LateCopies:
             assert found() is not None, "let go of before it was filled"
             found().copy_(source)
 
-        return Late(copy)
+        return _Copied(Late(copy))
 
 
 def with_late_copies(kind, place, folder):
@@ -470,9 +470,9 @@ def test_a_tensor_comes_back_with_its_strides_and_alignment():
     ):
         form = _Form(tensor)
         host = torch.empty(form.nbytes, dtype=torch.uint8)
-        form.on_host(host).copy_(tensor)
+        form.in_place(host).copy_(tensor)
         back = form.empty()
-        back.copy_(form.on_host(host))
+        back.copy_(form.in_place(host))
         assert torch.equal(back, tensor)
         assert (back.stride(), back.dtype) == (tensor.stride(), tensor.dtype)
         assert back.data_ptr() % 64 == tensor.data_ptr() % 64

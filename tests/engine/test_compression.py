@@ -32,15 +32,14 @@ EIGHT_BITS = {"gradients": "int8", "exempt_numel": 0}
 FOUR_BITS = {"gradients": "int4", "exempt_numel": 0}
 
 
-def train(machines: str, recipe: Recipe, stage: int, **options: Any) -> Any:
-    return train_on(machines, stage, recipe, **options)
-
-
 # -- without loss -----------------------------------------------------------------------------------------------------
 
 
 def train_exactly(machines: str, recipe: Recipe, **options: Any) -> None:
-    same_runs(train(machines, recipe, compression="exact", **options), train(machines, recipe, **options))
+    same_runs(
+        train_on(machines, recipe=recipe, compression="exact", **options),
+        train_on(machines, recipe=recipe, **options),
+    )
 
 
 @pytest.mark.behaviour("The numbers", '`compression="exact"` between machines', notes={3: "with `shard_within`"})
@@ -126,8 +125,8 @@ def sgd(module: torch.nn.Module) -> torch.optim.Optimizer:
 
 def train_nearly(compression: dict[str, Any], bound: float, micro_batches: int, **options: Any) -> None:
     recipe = Recipe(OddModel, sgd, micro_batches=micro_batches)
-    found = train("aabb", recipe, compression=compression, **options)
-    same_runs(found, expected := train("aabb", recipe, **options), bound=bound)
+    found = train_on("aabb", recipe=recipe, compression=compression, **options)
+    same_runs(found, expected := train_on("aabb", recipe=recipe, **options), bound=bound)
     assert any(not torch.equal(found.weights[name], value) for name, value in expected.weights.items())
 
 

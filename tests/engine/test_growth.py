@@ -111,6 +111,7 @@ STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
 @STAGES
 @pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.exhaustive
 def test_setting_up_and_a_step_are_linear_in_tensors(run_on, stage, ranks):
     sizes = [(tensors, 2, ranks) for tensors in (40, 80, 160)]
     (counts,) = run_on(1, count_each, stage=stage, sizes=sizes)

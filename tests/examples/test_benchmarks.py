@@ -98,6 +98,7 @@ def test_growth_gives_exponents_against_tensors_units_and_ranks(tmp_path: Path) 
     assert (tmp_path / "growth.png").stat().st_size > 0
 
 
+@pytest.mark.exhaustive
 def test_growth_compares_model_states_as_on_64_ranks_with_the_formula(tmp_path: Path) -> None:
     options = ["--memory", "--model", "tiny", "--output", str(tmp_path)]
     printed = succeed("bench", "growth", *options, "--json", folder=tmp_path)
@@ -110,6 +111,7 @@ def test_growth_compares_model_states_as_on_64_ranks_with_the_formula(tmp_path: 
     assert "| 3 in bfloat16 |" in (tmp_path / "growth_memory.md").read_text()
 
 
+@pytest.mark.exhaustive
 def test_monitor_compares_parts_of_a_fit_with_the_monitor_and_without_it(tmp_path: Path) -> None:
     options = ["--strategies", "zero3", "--model", "tiny", "--every", "2", "--pairs", "2", "--output", str(tmp_path)]
     run(SCRIPT, "benchmarks/monitor.py", *options, folder=tmp_path)

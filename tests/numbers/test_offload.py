@@ -32,7 +32,7 @@ from lightning_zero.engine.optim import state
 from lightning_zero.io.disk import ALIGNMENT, DirectFile
 from tests.checkpoint import faults
 from tests.support import models
-from tests.support.training import Recipe, batch, prepare, same_values, trained_once
+from tests.support.training import Recipe, batch, prepare, same_tensors, same_values, trained_once
 from tests.support.workers import rank, world_size
 
 OFFLOADS = {
@@ -912,3 +912,32 @@ def test_an_update_takes_three_sub_groups_of_memory_whatever_the_model(run_on):
     assert buffers == 3 * 8192 * (4 + 4 + 4)  # a master and two moments an element
     assert states == 12 * 256 * 256 * 12 and states > 3 * buffers
     assert 8192 * 4 % ALIGNMENT == 0
+
+
+def load_right_after_a_step(place: str) -> None:
+    """States that are loaded while the update before is still running replace what that update makes."""
+    runs = []
+    for offload in (None, place):
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 4))
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.03)
+        engine = Engine(module, [optimizer], stage=3, offload=offload)
+        saved: dict[str, Any] = {}
+        for step in range(3):
+            generator = torch.Generator().manual_seed(10 * step + rank())
+            module(torch.randn(4, 64, generator=generator)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 0:
+                saved = copy.deepcopy(optimizer.state_dict())
+            if step == 1:
+                optimizer.load_state_dict(saved)
+        runs.append(engine.full_state_dict())
+        engine.close()
+    same_tensors(runs[1], runs[0], bound=0)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+def test_states_are_loaded_after_the_update_that_runs(run_on, size, place):
+    run_on(size, load_right_after_a_step, place=place)

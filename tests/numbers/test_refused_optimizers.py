@@ -255,12 +255,17 @@ def sparse_adam(model: nn.Module) -> Optimizer:
 
 ON_ONE_RANK = [
     (lbfgs, Unused),
-    (lbfgs_with_line_search, OddModel),
-    (adafactor, Biased),
     (muon, Matrices),
-    (sparse_adam, Rows),
-    (sign_descent, OddModel),
-    (adam, OddModel),
+    *(
+        pytest.param(optimizer, model, marks=pytest.mark.exhaustive)
+        for optimizer, model in (
+            (lbfgs_with_line_search, OddModel),
+            (adafactor, Biased),
+            (sparse_adam, Rows),
+            (sign_descent, OddModel),
+            (adam, OddModel),
+        )
+    ),
 ]
 
 
@@ -291,7 +296,6 @@ def train_as_plain_lightning(optimizer: Any, model: Any, folder: str) -> None:
     "The numbers", "On one rank every optimizer, those that need whole matrices or several closures too"
 )
 @pytest.mark.parametrize(("optimizer", "model"), ON_ONE_RANK, ids=lambda part: part.__name__)
-@pytest.mark.exhaustive
 def test_on_one_rank_every_optimizer_trains_saves_and_resumes_as_in_plain_lightning(run_on, optimizer, model, tmp_path):
     run_on(1, train_as_plain_lightning, optimizer=optimizer, model=model, folder=str(tmp_path))
 

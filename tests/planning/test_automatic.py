@@ -119,6 +119,7 @@ def chosen_by_the_other_package(memory: float) -> tuple[Any, list[torch.Tensor]]
     return trainer.strategy.choice, [parameter.detach().clone() for parameter in module.parameters()]
 
 
+@pytest.mark.exhaustive
 def test_it_plans_for_pytorch_lightning_as_well(run_on):
     states = 16 * sum(parameter.numel() for parameter in OfOther().parameters())
     (roomy, weights), (tight, same) = (

@@ -215,6 +215,7 @@ def test_a_rank_that_cannot_be_measured_ends_doctor_with_one_line(capfd):
     assert "lightning-zero doctor: rank" in errors and "could not be measured: " in errors
 
 
+@pytest.mark.exhaustive
 def test_sharding_within_machines_is_planned_beside_stage_3(capsys):
     choices = ["--stage", "3", "--ranks", "8", "--machines", "2", "--shard-within", "none", "node", "2"]
     speed = ["--flops", "1e12", "--machine-bandwidth", "1e7", "--accumulate", "4"]
@@ -228,6 +229,7 @@ def test_sharding_within_machines_is_planned_beside_stage_3(capsys):
     assert "zero3 with shard_within='node'" in said and "leaves a machine" in said
 
 
+@pytest.mark.exhaustive
 def test_compression_is_planned_and_loses_on_a_fast_link(capsys):
     choices = ["--ranks", "8", "--machines", "2", "--transport", "gloo", "--precision", "bf16-mixed", "--flops", "1e12"]
     choices += ["--stage", "2", "3", "--shard-within", "none", "node", "--compression", "none", "exact"]

@@ -50,6 +50,7 @@ def test_other_losses_are_named_with_those_of_ddp():
     assert len(theirs) == len(ours) == 2 and all(b == pytest.approx(2 * a) for a, b in zip(theirs, ours))
 
 
+@pytest.mark.exhaustive
 def test_optimization_by_hand_is_probed():
     project = ["tests.planning.projects:Adversaries", "--batch", "tests.planning.projects:pictures"]
     code, found = probed(*project, "--stage", "1", "3", "--steps", "2")

@@ -41,8 +41,12 @@ EXCEPTIONS = "Exceptions"
 
 @dataclass
 class Row:
-    """One behaviour: its tests' outcomes by stage, and notes that replace "yes" in a cell."""
+    """One behaviour: its tests' outcomes by stage, and notes that replace "yes" in a cell.
 
+    `first` is the number of its first test, which need not be among those that have run.
+    """
+
+    first: int
     outcomes: dict[int, list[bool]] = field(default_factory=dict)
     notes: dict[int, str] = field(default_factory=dict)
 
@@ -55,7 +59,7 @@ class Row:
 def render(rows: dict[tuple[str, str], Row]) -> str:
     """Render the page, with the rows of a section in the order of collection."""
     tables: dict[str, list[str]] = {section: [] for section in (EXCEPTIONS, *SECTIONS)}
-    ordered = sorted(rows.items(), key=lambda item: SECTIONS.index(item[0][0]))
+    ordered = sorted(rows.items(), key=lambda item: (SECTIONS.index(item[0][0]), item[1].first))
     for (section, words), row in ordered:
         cells = [row.cell(stage) for stage in STAGES]
         table = section if cells == ["yes"] * len(STAGES) else EXCEPTIONS
@@ -78,6 +82,7 @@ class Marked:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.number = self.left_out = 0
+        self.first: dict[tuple[str, str], int] = {}
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         callspec = getattr(item, "callspec", None)  # only parametrized tests have it
@@ -85,6 +90,8 @@ class Marked:
         stages = STAGES if only is None else [only]
         said = [[stages, *_read(*marker.args, **marker.kwargs)] for marker in item.iter_markers("behaviour")]
         if said:
+            for each in said:
+                each.append(self.first.setdefault((each[1], each[2]), self.number))
             item.user_properties.append((_SAYS, [self.number, said]))
             self.number += 1
 
@@ -116,7 +123,7 @@ class Compatibility:
         self.marked = marked
         self.number: int | None = None  # number of marked tests, as reported by the workers
         self.passed: dict[int, bool] = {}
-        self.said: dict[int, list[tuple[list[int], str, str, dict[int, str]]]] = {}
+        self.said: dict[int, list[tuple[list[int], str, str, dict[int, str], int]]] = {}
         self.verdict: str | None = None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -133,8 +140,8 @@ class Compatibility:
     def rows(self) -> dict[tuple[str, str], Row]:
         rows: dict[tuple[str, str], Row] = {}
         for place in sorted(self.said):
-            for stages, section, words, notes in self.said[place]:
-                row = rows.setdefault((section, words), Row())
+            for stages, section, words, notes, first in self.said[place]:
+                row = rows.setdefault((section, words), Row(first))
                 row.notes.update(notes)
                 for stage in stages:
                     row.outcomes.setdefault(stage, []).append(self.passed[place])

@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,14 @@ from lightning_zero.engine.comm.failures import Watch, explained
 from lightning_zero.engine.comm.gloo_transport import GlooTransport
 from lightning_zero.engine.comm.process_group import ProcessGroup
 from lightning_zero.engine.comm.shared_memory_transport import SharedMemoryTransport
+from lightning_zero.engine.comm.tensor_parallel import DATA, ActivationParts, TensorParallel
 from lightning_zero.engine.comm.transport import Ranges, Span, Started, Transport
 from lightning_zero.engine.comm.two_level_transport import TwoLevelTransport
 from lightning_zero.engine.plan.mesh import ALL, LOCAL, NODE, Mesh
 from lightning_zero.engine.plan.topology import Topology
+
+if TYPE_CHECKING:
+    from lightning_zero.engine.comm.tensor_parallel import DeviceMesh
 
 # Of messages, by tag: those of the control plane, whose second is of small messages; of reductions; and of gathers, one
 # for each bucket.
@@ -201,6 +205,23 @@ class Gathering(NamedTuple):
     control: ControlPlane
 
 
+class Everyone(NamedTuple):
+    """All ranks that have a module: those of the data-parallel group, times those of tensor parallelism.
+
+    Attributes:
+        rank, size: of this rank, and of all.
+        control: for Python values.
+        watch: over the waits; None if there is one rank alone.
+        name: the same on every rank, and new each time; likewise.
+    """
+
+    rank: int
+    size: int
+    control: ControlPlane
+    watch: Watch | None = None
+    name: str = ""
+
+
 class Communicator:
     """A data-parallel group. With one rank it communicates nothing and counts nothing.
 
@@ -208,9 +229,12 @@ class Communicator:
         group: the process group, ``None`` for the default one; ignored where none is initialised.
         device: where the flat buffers live.
         shard_within: as of ``EngineConfig``.
+        mesh: of the data-parallel and the tensor-parallel dimension, in place of a group.
 
     Attributes:
         rank, size: in the group.
+        everyone: those of all tensor-parallel ranks as well.
+        tensor: the ranks that share this rank's tensors.
         counters: of what has been communicated.
         mesh: of the ranks: two-dimensional where collectives have two levels, or shards are within groups of ranks.
         control: for Python values.
@@ -219,42 +243,69 @@ class Communicator:
         may_compress: whether they are not, and what crosses can be encoded: from a CPU, over Gloo.
         gathering: the ranks between which parameters are gathered; fewer than all where shards are within groups.
         watch: over the waits; only with several ranks.
-        name: the same on every rank, and new each time; likewise.
     """
 
     def __init__(
-        self, group: ProcessGroup | None, device: torch.device, shard_within: Literal["node"] | int | None = None
+        self,
+        group: ProcessGroup | None,
+        device: torch.device,
+        shard_within: Literal["node"] | int | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         self.device, self.counters = device, Counters()
+        group = mesh[DATA].get_group() if mesh is not None else group
         self.size, self.rank = process_group.world_size(group), process_group.rank(group)
+        self.tensor = TensorParallel(mesh, self.counters)
         self._own_groups: list[ProcessGroup] = []
         self._background_group: ProcessGroup | None = None
         self.mesh, self.shards_within = Mesh.flat(self.size, self.rank), False
         self.is_on_one_machine, self.may_compress = self.size == 1, False
         self._along: dict[tuple[str, ...], BucketCollectives] = {ALL: BucketCollectives(None, self.counters)}
-        if self.size == 1:
-            self.control = ControlPlane(None, [0], 0, None, self.counters, 0)
-            self.gathering = Gathering([0], 0, self.control)
-            return
-        self.group = group or process_group.default_group()
-        self._ranks = process_group.ranks_of(self.group)
-        self._timeout = process_group.timeout_of(self.group, device)
-        backend = process_group.backend_name(self.group, device)
-        has_cpu = process_group.serves_cpu(self.group)
-        self._control_group = self.group if has_cpu else self._new_group("gloo")
+        self.control = ControlPlane(None, [0], 0, None, self.counters, 0)
+        self.everyone = Everyone(0, 1, self.control)
+        if self.size * self.tensor.size > 1:
+            self.group = group or process_group.default_group()
+            first_tag = self._meet()
+        self.gathering = Gathering(range(self.size), self.rank, self.control)
+        if self.size > 1:
+            backend = process_group.backend_name(self.group, device)
+            self._choose_transports(backend, first_tag + _GATHER_TAG, first_tag + _REDUCE_TAG, shard_within)
+
+    def _meet(self) -> int:
+        """Agree with all ranks on a name, and begin to watch over the waits. Collective.
+
+        Returns:
+            The first tag of this engine's messages.
+        """
+        everywhere = process_group.default_group() if self.tensor.size > 1 else self.group
+        self._ranks, all_ranks = process_group.ranks_of(self.group), process_group.ranks_of(everywhere)
+        self._timeout = process_group.timeout_of(self.group, self.device)
+        has_cpu = process_group.serves_cpu(everywhere)
+        control_group = everywhere if has_cpu else self._new_group("gloo", [all_ranks])
         # rank 0 gives the name of what is kept in the store: a failure may have left the ranks' counts apart
         number = torch.tensor(next(_communicators), device="cpu")
         with explained("setting up the sharded module"):
-            dist.broadcast(number, self._ranks[0], self._control_group)
-        self.name = f"{self._ranks[0]}/{number.item()}"
+            dist.broadcast(number, all_ranks[0], control_group)
+        name = f"{all_ranks[0]}/{number.item()}"
         # the modules of a process have engines of their own, which begin to communicate in an order that data decide
-        first = int(number) % 2**11 << 20
-        self.watch = Watch(self.group, self.name)
-        self.control = ControlPlane(
-            self._control_group, self._ranks, self.rank, self.watch, self.counters, first + _CONTROL_TAG
-        )
-        self.gathering = Gathering(range(self.size), self.rank, self.control)
-        self._choose_transports(backend, first + _GATHER_TAG, first + _REDUCE_TAG, shard_within)
+        first_tag = int(number) % 2**11 << 20
+        control_tag = first_tag + _CONTROL_TAG
+        self.watch, rank = Watch(everywhere, name), process_group.rank(everywhere)
+        control = ControlPlane(control_group, all_ranks, rank, self.watch, self.counters, control_tag)
+        self.everyone = Everyone(rank, len(all_ranks), control, self.watch, name)
+        self._control_group, self._numbers = control_group, list(range(self.size))  # as the watch knows the ranks
+        if self.tensor.size == 1:
+            self.control = control
+            return first_tag
+        among = self.tensor.group if has_cpu else self._new_group("gloo", self.tensor.groups)
+        self.tensor.begin(self.watch.among(self.tensor.ranks), among, control_tag)
+        self._numbers, self.watch = self._ranks, self.watch.among(self._ranks)
+        if self.size > 1:
+            self._control_group = self.group if has_cpu else self._new_group("gloo", self._alike)
+            self.control = ControlPlane(
+                self._control_group, self._ranks, self.rank, self.watch, self.counters, control_tag
+            )
+        return first_tag
 
     def _choose_transports(
         self, backend: str, gather_tag: int, reduce_tag: int, shard_within: Literal["node"] | int | None
@@ -305,10 +356,10 @@ class Communicator:
         if self.shards_within:
             over = [place for place, rank in enumerate(here) if rank not in machine]
             inner = within or self._transport(backend, groups.nodes, gather_tag, reduce_tag)
-            watch = self.watch.among(here)
+            watch = self._among(here)
             self._along[LOCAL,] = BucketCollectives(inner, self.counters, over, watch, "within")
-            self._along[NODE,] = BucketCollectives(across, self.counters, elsewhere, self.watch.among(column), "within")
-            group, ranks = self._new_group("gloo", groups.nodes), [self._ranks[rank] for rank in here]
+            self._along[NODE,] = BucketCollectives(across, self.counters, elsewhere, self._among(column), "within")
+            group, ranks = self._new_group("gloo", self._renumbered(groups.nodes)), self._renumbered([here])[0]
             place = here.index(self.rank)
             control = ControlPlane(group, ranks, place, watch, self.counters, self.control.tag)
             control.small = exchanges.small if exchanges is not None else None
@@ -317,6 +368,19 @@ class Communicator:
             assert within is not None and isinstance(across, GlooTransport)
             both = TwoLevelTransport(within, across, topology, self.rank)
             self._along[ALL] = self._collectives(both, [column[place] for place in elsewhere])
+
+    def _among(self, ranks: Sequence[int]) -> Watch:
+        """The watch over waits of some ranks of the group."""
+        return self.watch.among([self._numbers[rank] for rank in ranks])
+
+    @property
+    def _alike(self) -> Sequence[Sequence[int]]:
+        """The data-parallel groups of all tensor-parallel ranks."""
+        return list(zip(*self.tensor.groups)) if self.tensor.size > 1 else [self._ranks]
+
+    def _renumbered(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Groups of the group's ranks, as these are numbered in the default group."""
+        return [[self._ranks[rank] for rank in ranks] for ranks in groups]
 
     def _collectives(self, transport: Transport, across: Sequence[int] = ()) -> BucketCollectives:
         return BucketCollectives(transport, self.counters, across, self.watch)
@@ -329,7 +393,8 @@ class Communicator:
             members = None if groups is None else next(ranks for ranks in groups if self.rank in ranks)
             return GlooTransport(self.group, gather_tag, reduce_tag, members)
         # What others ask of the group (Lightning once a batch) would wait for all gathers that came before it.
-        return BackendTransport(*(self._new_group(backend, groups) for _ in ("gathers", "reductions")))
+        between = self._alike if groups is None else self._renumbered(groups)
+        return BackendTransport(*(self._new_group(backend, between) for _ in ("gathers", "reductions")))
 
     def along(self, over: Sequence[str]) -> BucketCollectives:
         """The collectives between the ranks along some dimensions of the mesh."""
@@ -350,13 +415,15 @@ class Communicator:
         Pending(what, Started(waits, [flat]), self.watch).wait()
 
     def all_reduce(self, tensor: Tensor, op: Any = None) -> Tensor:
-        """Reduce a small tensor in place, on the group's own device: from offloaded state over NCCL too."""
-        if self.size == 1:
+        """Reduce a small tensor in place over all ranks, on their own device: from offloaded state over NCCL too."""
+        if self.everyone.size == 1:
             return tensor
         on_device = tensor.to(self.device)
-        self.counters.add("control", on_device.numel(), on_device.nbytes)
-        with self.watch.waiting("a sum, norm or extreme over ranks"):
-            dist.all_reduce(on_device, op or dist.ReduceOp.SUM, self.group)
+        if self.size > 1:
+            self.counters.add("control", on_device.numel(), on_device.nbytes)
+            with self.watch.waiting("a sum, norm or extreme over ranks"):
+                dist.all_reduce(on_device, op or dist.ReduceOp.SUM, self.group)
+        self.tensor.all_reduce(on_device, op)
         return tensor.copy_(on_device) if on_device is not tensor else tensor
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
@@ -380,6 +447,11 @@ class Communicator:
             with self.watch.waiting("a broadcast of buffers from rank 0"):
                 process_group.broadcast_coalesced(self.group, on_device, MESSAGE_BYTES)
 
+    def activation_parts(self) -> ActivationParts:
+        """What divides activations, in a group of its own beside the module's collectives. Collective."""
+        backend = process_group.backend_name(self.group, self.device)
+        return ActivationParts(self.tensor, self._new_group(backend, self.tensor.groups))
+
     # -- groups and waits -------------------------------------------------------------------------------------------
 
     def waiting(self, what: str, everyone: bool = True) -> AbstractContextManager[None]:
@@ -389,9 +461,9 @@ class Communicator:
             what: a name, the same on every rank.
             everyone: whether every rank takes part.
         """
-        if self.size == 1:
+        if self.everyone.watch is None:
             return nullcontext()
-        return self.watch.waiting(what, None if everyone else 0)
+        return self.everyone.watch.waiting(what, None if everyone else 0)
 
     def background_group(self) -> ProcessGroup | None:
         """A group for a thread that communicates beside all else, over the CPU. Collective, the first time.
@@ -401,29 +473,29 @@ class Communicator:
         if self.size > 1 and self._background_group is None:
             # Together: from then on each waits in the store, where the end of a rank does not reach it.
             self.control.any_rank([False], "making a group for the background")
-            self._background_group = self._new_group("gloo")
+            self._background_group = self._new_group("gloo", self._alike)
         return self._background_group
 
-    def _new_group(self, backend: str, groups: Sequence[Sequence[int]] | None = None) -> ProcessGroup:
-        """A group of the same ranks, with the timeout that the user has chosen for theirs.
+    def _new_group(self, backend: str, groups: Sequence[Sequence[int]]) -> ProcessGroup:
+        """Make several groups, with the timeout that the user has chosen; returns the one of this rank. Collective.
 
         Args:
-            groups: make several groups instead; the one that has this rank is returned. By default one of all ranks.
+            groups: ranks as numbered in the default group. Every rank is in one of them.
         """
+        own = process_group.rank()
         with explained("making a group"):
-            for members in groups or (None,):
-                ranks = self._ranks if members is None else [self._ranks[member] for member in members]
-                made = process_group.new_group(ranks, backend, self._timeout)
-                if members is None or self.rank in members:
+            for ranks in groups:
+                made = process_group.new_group(list(ranks), backend, self._timeout)
+                if own in ranks:
                     self._own_groups.append(made)
         return self._own_groups[-1]
 
     def close(self) -> None:
         """End the watch over its waits, the transport, and the groups that it made."""
-        if self.size > 1:
+        if self.everyone.watch is not None:
             for collectives in self._along.values():
                 collectives.close()
-            self.watch.close()
+            self.everyone.watch.close()
             while self._own_groups:
                 with suppress(RuntimeError, ValueError):  # they may have failed, or be gone with the default group
                     process_group.destroy(self._own_groups.pop())

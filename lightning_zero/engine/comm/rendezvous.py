@@ -36,7 +36,7 @@ class Rendezvous:
     """Where the ranks of one engine meet before a collective that user code has caused.
 
     Args:
-        communicator: the group.
+        communicator: of the engine; all of its ranks meet.
         timeout: seconds to wait for the other ranks.
 
     Attributes:
@@ -46,13 +46,13 @@ class Rendezvous:
     """
 
     def __init__(self, communicator: Communicator, timeout: float) -> None:
-        self._communicator, self._timeout = communicator, timeout
-        self._rank, self._size = communicator.rank, communicator.size
+        everyone, self._timeout = communicator.everyone, timeout
+        self._rank, self._size, self._watch = everyone.rank, everyone.size, everyone.watch
         self.is_closed, self.absence = False, Absence()
         self.meetings = 0
         self._is_met = False
         if self._size > 1:
-            self._store = named_store(f"lightning_zero/rendezvous/{communicator.name}")
+            self._store = named_store(f"lightning_zero/rendezvous/{everyone.name}")
 
     def meet(self, what: str) -> None:
         """Return when every rank has called this with the same argument.
@@ -73,7 +73,8 @@ class Rendezvous:
                 "module again on all ranks, which unshards it first; or make a new module and load a checkpoint. A "
                 "copy that was made on some ranks only stays sharded: make it on every rank."
             )
-        watch = self._communicator.watch
+        watch = self._watch
+        assert watch is not None, "several ranks wait for each other"
         with watch.waiting(f"the rendezvous for {what}", may_be_refused=True):
             refusal = self._exchange(what, watch)
         if refusal:

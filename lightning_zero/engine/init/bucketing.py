@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, groupby
 from typing import Any
@@ -18,7 +18,7 @@ from lightning_zero.engine.config import CompressionConfig, EngineConfig, name_o
 from lightning_zero.engine.init.sources import Source
 from lightning_zero.engine.offload.states import DiskStates, Swap
 from lightning_zero.engine.offload.updates import fields_by_parameter
-from lightning_zero.engine.optim.compatibility import kept_whole
+from lightning_zero.engine.optim.compatibility import check_not_divided, kept_whole
 from lightning_zero.engine.plan.layout import BucketLayout
 from lightning_zero.engine.plan.ownership import balanced_owners
 from lightning_zero.engine.plan.placement import Placements
@@ -112,6 +112,8 @@ class UncutBucket:
                     flat[begin:end].copy_(read(begin - segment.start, end - segment.start))
             if not everywhere:
                 communicator.broadcast(flat[run[0][0].start : run[-1][0].stop])
+                for segment in (segment for segment, _ in run if not segment.share.is_divided):
+                    communicator.tensor.broadcast(flat[segment.start : segment.stop])
         part, own = None, flat[low:high]
         if self.layout.nodes > 1:
             in_part = flat[slice(*self.layout.own_part)].to(plan.compute_dtype, copy=True)
@@ -151,9 +153,15 @@ def assign_to_buckets(
 
     A unit of more than ``config.bucket_numel`` or ``most_numel`` elements is split into several buckets of one kind.
     """
+    tensor = shared.communicator.tensor
+    shares = {name: tensor.placed(name, p).share for plan in plans for name, p in plan.parameters.items()}
+    named = ((name, p, shares[name]) for plan in plans for name, p in plan.parameters.items())
+    check_not_divided(optimizers, config, named)
+    # by the largest share, so that tensor-parallel ranks decide alike
+    numels = {name: share.shape_of(0).numel() for name, share in shares.items()}
     numel_that_stay = 0
     if config.offloads is not None:
-        trained = sum(p.numel() for plan in plans for p in plan.parameters.values() if p.requires_grad)
+        trained = sum(numels[name] for plan in plans for name, p in plan.parameters.items() if p.requires_grad)
         numel_that_stay = round((1 - config.offloads.fraction) * trained)
     groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     group_of = {id(parameter): number for number, group in enumerate(groups) for parameter in group}
@@ -174,17 +182,23 @@ def assign_to_buckets(
         for kind, members in kinds.items():
             # Parameters of one optimizer group are adjacent, so that a bucket has one master tensor for them.
             members.sort(key=lambda member: group_of.get(id(member[1]), -1))
-            parts += [(of_unit, kind, part) for part in _split(members, min(config.bucket_numel, most_numel))]
+            parts += [(of_unit, kind, part) for part in _split(members, numels, min(config.bucket_numel, most_numel))]
     whole = [number for number, (_, kind, _) in enumerate(parts) if kind[-1]]
-    numels = [[p.numel() for _, p in parts[number][2]] for number in whole]
-    owners = dict(zip(whole, balanced_owners(numels, ranks))) if whole else {}
+    to_own = [[p.numel() for _, p in parts[number][2]] for number in whole]
+    owners = dict(zip(whole, balanced_owners(to_own, ranks))) if whole else {}
     units: list[list[UncutBucket]] = [[] for _ in plans]
     for number, (of_unit, (compute, dtype, trains, codec, is_whole), part) in enumerate(parts):
         layout = BucketLayout.of(
-            [(name, p.shape) for name, p in part], ranks, owners.get(number), rank=mesh.rank, order=order, nodes=nodes
+            [(name, shares[name]) for name, _ in part],
+            ranks,
+            owners.get(number),
+            rank=mesh.rank,
+            order=order,
+            nodes=nodes,
         )
-        stays = trains and numel_that_stay >= layout.numel
-        numel_that_stay -= layout.numel if stays else 0
+        numel = sum(numels[name] for name, _ in part)
+        stays = trains and numel_that_stay >= numel
+        numel_that_stay -= numel if stays else 0
         residency = ResidencyPlan.of(
             layout,
             placements,
@@ -250,7 +264,7 @@ def check_compression(config: EngineConfig, units: Sequence[Sequence[UncutBucket
         said = f"{given} compresses {idle[0]}."
     else:
         return
-    if communicator.rank == 0:
+    if communicator.everyone.rank == 0:
         warnings.warn(said, stacklevel=3)
 
 
@@ -271,16 +285,19 @@ def _is_cast_by_autocast(owner: Owner) -> bool:
     return forward in _CAST_FORWARDS and owner.attribute in _CAST_ATTRIBUTES
 
 
-def _split(members: list[tuple[str, nn.Parameter]], bucket_numel: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
+def _split(
+    members: list[tuple[str, nn.Parameter]], numels: Mapping[str, int], bucket_numel: int
+) -> Iterator[list[tuple[str, nn.Parameter]]]:
     """Split a list of parameters wherever a bucket would exceed ``bucket_numel`` elements."""
     part: list[tuple[str, nn.Parameter]] = []
     numel = 0
     for member in members:
-        if part and numel + member[1].numel() > bucket_numel:
+        of_member = numels[member[0]]
+        if part and numel + of_member > bucket_numel:
             yield part
             part, numel = [], 0
         part.append(member)
-        numel += member[1].numel()
+        numel += of_member
     yield part
 
 
@@ -292,7 +309,7 @@ def reserve_disk(swap: Swap, units: Sequence[Sequence[UncutBucket]], communicato
             bucket.reserve(swap)
     except OSError as raised:
         error = raised
-    errors = communicator.control.gather_objects(error and (error.errno, error.strerror, error.filename))
+    errors = communicator.everyone.control.gather_objects(error and (error.errno, error.strerror, error.filename))
     if error is not None:
         raise error
     for rank, found in enumerate(errors):

@@ -33,6 +33,11 @@ def consolidate(module: nn.Module, timeout: float) -> None:
             if isinstance(parameter, ShardedTensor) and not parameter.is_parameter:
                 become(parameter, nn.Parameter(parameter.whole(), parameter.requires_grad))
     left = _left_in(module)
+    if any(bucket.communicator.tensor.size > 1 for bucket in left.values()):
+        raise ValueError(
+            "The parameters were left sharded by a run with tensor parallelism that failed: make a new module and load "
+            "a checkpoint."
+        )
     size = world_size()
     places = {(bucket.communicator.rank, bucket.communicator.size) for bucket in left.values()}
     held: list[tuple[list[str], set[tuple[int, int]]]] = [(list(left), places)]

@@ -158,7 +158,9 @@ def without_room_for_whole(
     # past the mapping's own ``values``, which waits for updates and raises their errors
     states = tree_leaves([list(dict.values(optimizer.state)) for optimizer in optimizers])
     own_states = sum(value.numel() * value.dtype.itemsize for value in states if isinstance(value, Tensor))
-    need["optimizer states"] = sum(communicator.control.gather_numbers(own_states, "a count of optimizer states"))
+    need["optimizer states"] = sum(
+        communicator.everyone.control.gather_numbers(own_states, "a count of optimizer states")
+    )
     return _without_room(+need, communicator, may_take=0.9)
 
 
@@ -195,13 +197,13 @@ def _without_room(
         device: whose memory this rank takes; by default the host's.
     """
     host = this_machine()
-    own = {(host, None): available_memory(), (host, communicator.rank): left_to_process()}
+    own = {(host, None): available_memory(), (host, communicator.everyone.rank): left_to_process()}
     if device is not None and device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         place = f"GPU {torch.cuda.get_device_properties(device).uuid} of {host}"
         own = {(place, None): torch.cuda.mem_get_info(device)[0] + cached}
     ranks_at: dict[tuple[str, int | None], list[tuple[Counter[str], int, int]]] = defaultdict(list)
-    for of_rank, given, places in communicator.control.gather_objects((need, freed, own)):
+    for of_rank, given, places in communicator.everyone.control.gather_objects((need, freed, own)):
         for place, available in places.items():
             if available is not None:
                 ranks_at[place].append((of_rank, given, available))

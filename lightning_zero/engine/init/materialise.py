@@ -21,6 +21,7 @@ from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.init.bucketing import UncutBucket
 from lightning_zero.engine.init.deferred_param import is_on_meta
 from lightning_zero.engine.init.sources import Source, listed
+from lightning_zero.engine.plan.share import Share
 from lightning_zero.engine.plan.units import UnitPlan
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.slot import slot_of
@@ -158,6 +159,7 @@ class Materialiser:
     def _only_new_in_reach(self, module: nn.Module) -> Iterator[None]:
         """Context for a module's initialiser: tensors that have values are on the meta device, so writes are lost."""
         rooms: dict[int, Tensor] = {}
+        divided: list[tuple[Tensor, Tensor, Share]] = []  # whole parameters; of each, this rank's room and its share
         places: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
         for inner in module.modules():
             for name, parameter in inner._parameters.items():
@@ -172,7 +174,11 @@ class Materialiser:
                 elif id(parameter) in rooms:
                     instead = rooms[id(parameter)]
                 else:
-                    instead = rooms[id(parameter)] = self._room_of(parameter)
+                    room = instead = rooms[id(parameter)] = self._room_of(parameter)
+                    if room.shape != parameter.shape:  # initialised as a whole, like one that is not divided
+                        instead = _unset(torch.empty(parameter.shape, dtype=room.dtype, device=room.device))
+                        instead = rooms[id(parameter)] = nn.Parameter(instead, parameter.requires_grad)
+                        divided.append((instead, room, self._share_of(parameter)))
                 places.append((inner._parameters, name, parameter, instead))
             for name, buffer in inner._buffers.items():
                 source = self._source_of_buffer.get((id(inner), name))
@@ -185,9 +191,15 @@ class Materialiser:
             for holder, name, _, instead in places:
                 if holder[name] is not instead and not is_on_meta(instead):
                     instead.copy_(holder[name])  # the initialiser assigned another tensor: take its values
+            for whole, room, share in divided:
+                room.copy_(share.own(whole))
         finally:
             for holder, name, tensor, _ in places:
                 holder[name] = tensor
+
+    def _share_of(self, parameter: nn.Parameter) -> Share:
+        bucket, index = self._new_parameters[id(parameter)]
+        return bucket.layout.segments[index].share
 
     def _room_of(self, parameter: nn.Parameter) -> Tensor:
         if isinstance(parameter, ShardedTensor):
@@ -209,7 +221,7 @@ class Materialiser:
             for name, buffer in self._module.named_buffers()
             if name in self._sources and self._sources[name].is_new and _is_unset(buffer)
         ]
-        everywhere = self._communicator.control.gather_objects(unset)
+        everywhere = self._communicator.everyone.control.gather_objects(unset)
         found = list(dict.fromkeys(name for names in everywhere for name in names))
         if found:
             raise RuntimeError(
@@ -285,7 +297,7 @@ def _drawing_as_rank_0(communicator: Communicator) -> Iterator[None]:
         generators.append((torch.get_device_module(device), (device,)))
     for module, where in generators:
         own = module.get_rng_state(*where)
-        first = communicator.broadcast(own.clone())
+        first = communicator.tensor.broadcast(communicator.broadcast(own.clone()))
         module.set_rng_state(first, *where)
         if not torch.equal(own, first):
             states.append((module, own, where))

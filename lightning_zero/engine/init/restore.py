@@ -40,7 +40,7 @@ def restore_parameters(
                 bucket.update, memory = None, available_memory()  # the update has ended, its error has been reported
                 shard = bucket.residency.plan.shard_numel * bucket.master_dtype.itemsize
                 bucket.leave_disk(may_read=memory is None or memory > 2 * shard)
-                if communicator.size > 1:
+                if communicator.everyone.size > 1:
                     bucket.abandon()
                     continue
             make_ordinary(bucket, device)
@@ -66,7 +66,7 @@ def _derived(
         for slot, tensors in derived.items()
         if slot.remembered
     }
-    everywhere = communicator.control.gather_objects(kept) if communicate else [{}]
+    everywhere = communicator.everyone.control.gather_objects(kept) if communicate else [{}]
 
     def is_everywhere(slot: BucketSlot, key: tuple[str, int]) -> bool:
         found = [names.get(slot.name, (0, set())) for names in everywhere]

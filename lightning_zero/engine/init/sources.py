@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from bisect import bisect_right
 from contextlib import suppress
 from mmap import PAGESIZE
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine.comm.collectives import Communicator
+from lightning_zero.engine.comm.tensor_parallel import is_dtensor, own_share
 from lightning_zero.engine.init.deferred_param import defer, is_on_meta
 from lightning_zero.engine.plan.units import UnitPlan
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
@@ -78,16 +78,15 @@ def _is_written(start: int, stop: int) -> bool:
         return True  # unknown
 
 
-def check_ordinary(module: nn.Module) -> None:
-    """Raise a ValueError if a parameter is not an ordinary tensor."""
-    tensors = sys.modules.get("torch.distributed.tensor")  # not imported here, which would take half a second
+def check_ordinary(module: nn.Module, *, may_be_divided: bool) -> None:
+    """Raise a ValueError if a parameter is neither an ordinary tensor nor, where it may be, a DTensor."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, ShardedTensor):
             raise ValueError(f"{name} is sharded already: a module belongs to one engine at a time.")
-        if tensors is not None and isinstance(parameter, tensors.DTensor):
+        if is_dtensor(parameter) and not may_be_divided:
             raise ValueError(
                 f"{name} is a DTensor, but parameters must be ordinary tensors: remove fully_shard(...) or "
-                "distribute_tensor(...)."
+                "distribute_tensor(...); or for tensor parallelism set tensor_parallel_size."
             )
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"{name} is not initialised yet: run a batch through the lazy module first.")
@@ -130,12 +129,13 @@ def agree_on_sources(module: nn.Module, communicator: Communicator) -> dict[str,
     values = {}
     mine: dict[str, tuple[Any, Any]] = {}  # by name, what ranks have to agree on, and where the values are
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        found = values[name] = None if is_on_meta(tensor) else tensor
+        found = values[name] = None if is_on_meta(tensor) else own_share(tensor)
         is_parameter = isinstance(tensor, nn.Parameter)
         origin = _NOWHERE if found is None else (is_parameter and _place_of(found, mapped)) or _MEMORY
         mine[name] = (tuple(tensor.shape), str(tensor.dtype), is_parameter and tensor.requires_grad), origin
     # Usually all ranks agree, and then nothing has to be sent or compared rank by rank.
-    everywhere = [mine] if communicator.control.is_alike(repr(mine)) else communicator.control.gather_objects(mine)
+    control = communicator.everyone.control
+    everywhere = [mine] if control.is_alike(repr(mine)) else control.gather_objects(mine)
     _check_alike(everywhere)
     sources, missing = {}, {}
     for name, found in values.items():

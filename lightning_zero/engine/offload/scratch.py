@@ -1,4 +1,4 @@
-"""Scratch storage of one process: host memory, or an unnamed file on a disk."""
+"""Scratch storage of one process: memory of the host or of a device, or an unnamed file on a disk."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ WRITES = 2
 """Writes that may be pending at once. Their buffers are all the host memory that a disk needs."""
 
 
-class HostMemory:
-    """Scratch storage in host memory, which may be pinned, so that a GPU copies to and from it in the background."""
+class Memory:
+    """Scratch storage in memory; the host's may be pinned, so that a GPU copies to and from it in the background."""
 
-    def __init__(self, is_pinned: bool) -> None:
-        self._is_pinned = is_pinned
+    def __init__(self, device: torch.device, is_pinned: bool = False) -> None:
+        self.device, self._is_pinned = device, is_pinned
 
     def memory(self, nbytes: int) -> Tensor:
         """A buffer of bytes to fill and pass to ``put``."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._is_pinned, device="cpu")
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._is_pinned, device=self.device)
 
     def put(self, memory: Tensor, filled: torch.Event | None) -> Tensor:
         """Store the bytes of a buffer, which is filled once the event has occurred. Returns a key for ``get``."""

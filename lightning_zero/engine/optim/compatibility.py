@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.optim.classes import TORCHS_ELEMENTWISE, Known, Need, known_class
 from lightning_zero.engine.optim.probe import what_refutes
+from lightning_zero.engine.plan.share import Share
 
 ELEMENTWISE = frozenset(TORCHS_ELEMENTWISE)
 """The optimizers of ``torch.optim`` that update each element from its own gradient and state alone."""
@@ -118,6 +119,25 @@ def kept_whole(optimizers: Iterable[Optimizer], config: EngineConfig, *, ranks: 
         return bool(rule(name, parameter) if callable(rule) else rule)
 
     return is_kept_whole
+
+
+def check_not_divided(
+    optimizers: Iterable[Optimizer], config: EngineConfig, parameters: Iterable[tuple[str, Tensor, Share]]
+) -> None:
+    """Raise a TypeError if an optimizer needs a parameter as a whole that tensor parallelism divides.
+
+    Args:
+        parameters: the module's: the name and the share of each.
+    """
+    parameters = [each for each in parameters if each[-1].is_divided]
+    is_kept_whole = kept_whole(optimizers if parameters else (), config, ranks=2)
+    for name, parameter, share in parameters:
+        if is_kept_whole(name, parameter):
+            raise TypeError(
+                f"The optimizer of '{name}' needs whole parameters, and tensor parallelism gives each of {share.count} "
+                "ranks a part of it. Give such parameters to an elementwise optimizer "
+                f"({', '.join(sorted(ELEMENTWISE))}), or leave them out of the plan of tensor parallelism."
+            )
 
 
 def is_torchs_elementwise(cls: type) -> bool:

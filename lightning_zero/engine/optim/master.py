@@ -33,8 +33,9 @@ class Master:
         self.range = slice(owned[0].start, owned[-1].stop) if owned else slice(0, 0)
         part = self.bucket.residency.leaf(self.range)
         # A scalar stays 1-D, by which its state is told from a count of steps.
-        has_shape = is_whole(self.bucket) and run[0].shape != () and part.numel() == run[0].shape.numel()
-        self.tensor = nn.Parameter(part.view(run[0].shape) if has_shape else part)
+        shape = run[0].share.own_shape
+        has_shape = is_whole(self.bucket) and shape != () and part.numel() == shape.numel()
+        self.tensor = nn.Parameter(part.view(shape) if has_shape else part)
         self.device = self.bucket.residency.device
         self.bucket.has_master(self)
 
@@ -45,7 +46,7 @@ class Master:
     @property
     def is_here(self) -> bool:
         """Whether this rank updates it: it owns some of it, or there is nothing to own, as DDP's optimizer does."""
-        return self.tensor.numel() > 0 or all(slot.shape.numel() == 0 for slot in self.slots)
+        return self.tensor.numel() > 0 or all(slot.share.own_shape.numel() == 0 for slot in self.slots)
 
     def values(self) -> Tensor:
         """What is updated, where it is in memory."""

@@ -21,6 +21,7 @@ from torch.optim import Optimizer, SparseAdam
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.offload.updates import Update
+from lightning_zero.engine.optim.kinds import is_by_element
 from lightning_zero.engine.optim.master import Master, SparseRows, is_alone
 from lightning_zero.engine.optim.state import MasterStates, Owner, States, make_room
 from lightning_zero.engine.optim.updating import OffloadedStep, gains_by_chunks, updated
@@ -318,8 +319,23 @@ class Masters:
             states: States = {}
             if device is not None:
                 states = self.states.by_parameter(lambda tensor: gathered(tensor).to(device, copy=True))
+                states = {p: _as_placed(p, state) for p, state in states.items()}
             optimizer.state = defaultdict(dict, states)
         self.is_closed = True
+
+
+def _as_placed(parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    """A parameter's state, by element in DTensors where the parameter will be one again."""
+    slot = slot_of(parameter)
+    if slot is None or slot.placed.placements is None:
+        return state
+    tensor, share = slot.bucket.communicator.tensor, slot.share
+    return {
+        key: tensor.shown(share.own(value).contiguous(), slot.placed)
+        if is_by_element(key, value, slot.shape)
+        else value
+        for key, value in state.items()
+    }
 
 
 _masters_of: weakref.WeakKeyDictionary[Optimizer, Masters] = weakref.WeakKeyDictionary()

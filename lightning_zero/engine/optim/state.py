@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.engine.comm.background_work import is_synchronized, synchronize
+from lightning_zero.engine.comm.tensor_parallel import in_full, is_dtensor
 from lightning_zero.engine.offload.states import DiskStates
 from lightning_zero.engine.offload.updates import Updates, fields_by_parameter
 from lightning_zero.engine.optim.kinds import (
@@ -280,7 +281,7 @@ class MasterStates:
         own = {}
         for number, slot in enumerate(slots):
             master = self._master_of.get(slot)
-            if master is not None and (slot.local_numel or slot.shape.numel() == 0):
+            if master is not None and (slot.local_numel or slot.share.own_shape.numel() == 0):
                 of_rest = described if slot.bucket.layout.is_whole else Small
                 own[number] = {
                     key: value.dtype
@@ -326,6 +327,7 @@ class MasterStates:
 
         torch casts states that it finds by number to the dtype of the parameter, and keeps others as they are.
         """
+        self.synchronize()  # an update that is still to begin would find no state
         groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved_groups]:
             return state_dict  # torch names the mismatch
@@ -370,6 +372,7 @@ class MasterStates:
     def adopt(self, states: States) -> None:
         """Cut state by parameter into the state of masters, which takes the place of all that was there."""
         self.synchronize()
+        states = walk(states, in_full, is_dtensor)  # made over a module's DTensors, before it was sharded
         optimizer = self.optimizer
         self._master_of.clear()
         self._measured = -1

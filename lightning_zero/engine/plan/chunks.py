@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
+from operator import add
 from typing import NamedTuple
+
+from lightning_zero.engine.plan.share import Share
 
 
 class Box(NamedTuple):
@@ -26,6 +29,14 @@ def boxes(shape: Sequence[int], start: int, stop: int, most: int | None = None) 
     """
     found = _tiles(tuple(shape), start, stop, 0) if stop > start else iter(())
     return [part for box in found for part in (_cut(box, most) if most is not None else [box])]
+
+
+def boxes_of(share: Share, start: int, stop: int, most: int | None = None) -> list[Box]:
+    """As ``boxes``, for a range of this rank's share of a tensor: offsets are those in the whole tensor."""
+    found = boxes(share.own_shape, start, stop, most)
+    if not share.is_divided:
+        return found
+    return [box._replace(offsets=tuple(map(add, box.offsets, share.offsets))) for box in found]
 
 
 def _tiles(shape: tuple[int, ...], start: int, stop: int, base: int) -> Iterator[Box]:

@@ -26,6 +26,8 @@ from typing import overload
 
 import torch
 
+from lightning_zero.engine.plan.share import Share
+
 # In elements. A multiple of 16 bytes in every dtype, and of the stride of vectorised CPU kernels (two 512-bit vectors
 # in fp32): these kernels may round the remaining elements at the end of a tensor differently, so with shards of whole
 # strides each element is computed as in the full parameter.
@@ -37,11 +39,16 @@ Spans = list[tuple[int, int | None, int]]
 
 @dataclass(frozen=True)
 class Segment:
-    """The range ``[start, stop)`` of a bucket that holds one parameter, flattened."""
+    """The range ``[start, stop)`` of a bucket that holds one parameter, flattened, or this rank's share of it."""
 
     name: str
-    shape: torch.Size
+    share: Share
     start: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of what the range holds."""
+        return self.share.own_shape
 
     @property
     def numel(self) -> int:
@@ -75,7 +82,7 @@ class BucketLayout:
     @classmethod
     def of(
         cls,
-        named_shapes: list[tuple[str, torch.Size]],
+        named: Sequence[tuple[str, torch.Size | Share]],
         world_size: int,
         owners: Sequence[int] | None = None,
         *,
@@ -83,10 +90,11 @@ class BucketLayout:
         order: tuple[int, ...] | None = None,
         nodes: int = 1,
     ) -> BucketLayout:
-        """Place the parameters one after another, as they are given."""
+        """Place the parameters one after another, as they are given: by names and shapes, or shares of these."""
         segments, position = [], 0
-        for name, shape in named_shapes:
-            segments.append(Segment(name, torch.Size(shape), position))
+        for name, shape in named:
+            share = shape if isinstance(shape, Share) else Share(torch.Size(shape))
+            segments.append(Segment(name, share, position))
             position = _align(segments[-1].stop)
         owned = tuple(owners) if owners is not None else None
         return cls(tuple(segments), world_size, owned, rank=rank, order=order, nodes=nodes)

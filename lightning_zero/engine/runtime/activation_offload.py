@@ -1,7 +1,8 @@
-"""Activation offload: keep the inputs of checkpointed modules outside of the device between forward and backward.
+"""Activation offload and partitioning: move the inputs of checkpointed modules away between forward and backward.
 
-(P_a+cpu in Rajbhandari et al., "ZeRO", SC20, section 6.1; "ZeRO-Infinity", SC21, section 5.1.2.) Checkpointing keeps
-one input per module; offload moves that input as well, while other modules compute:
+(P_a and P_a+cpu in Rajbhandari et al., "ZeRO", SC20, section 6.1; "ZeRO-Infinity", SC21, section 5.1.2.) Checkpointing
+keeps one input per module; offload moves that input as well, while other modules compute. Where tensor-parallel ranks
+have the same input, each keeps a part of it, and the parts are gathered on the way back:
 
     forward     | unit 1     | unit 2     | unit 3         copies:  | out: input 1 | out: input 2 |
     backward    | unit 3     | unit 2     | unit 1         copies:  | in: input 2  | in: input 1  |
@@ -13,17 +14,21 @@ backward begins. In backward an input is copied back while the unit that ran aft
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.streams import current_stream
+from lightning_zero.engine.comm.tensor_parallel import ActivationParts, mark_of
 from lightning_zero.engine.compat import (
     hooks_on_top,
     pop_hooks,
@@ -32,17 +37,18 @@ from lightning_zero.engine.compat import (
     tree_leaves,
     tree_unflatten,
 )
-from lightning_zero.engine.config import OffloadConfig
-from lightning_zero.engine.offload.scratch import Disk, HostMemory
+from lightning_zero.engine.config import EngineConfig
+from lightning_zero.engine.offload.scratch import Disk, Memory
 from lightning_zero.engine.runtime.compile_hooks import untraced
 from lightning_zero.engine.runtime.saved_tensors import Saved
+from lightning_zero.engine.state.ledger import Ledger
 
 LEAST = 2**16
 """Smallest size in bytes of a tensor that is moved: below it the copy costs more than the memory is worth."""
 
 
 class ActivationStore:
-    """Moves inputs of checkpointed modules out of the device's memory, and back ahead of their backward.
+    """Moves inputs of checkpointed modules, or all but a part, out of the device's memory, and back before backward.
 
     Dense floating-point tensors of at least ``LEAST`` bytes are moved, each once. Not moved are
 
@@ -54,16 +60,37 @@ class ActivationStore:
 
     Args:
         device: the device whose memory is relieved.
-        folder: on a local disk; created if it does not exist. None moves tensors to the host's memory.
+        place: where tensors are moved to.
+        moves_whole: whether tensors that ranks do not share are moved, too.
+        parts: of tensors that tensor-parallel ranks have alike; None to move these as a whole.
+        ledger: counts what stays on the device.
     """
 
-    def __init__(self, device: torch.device, folder: str | None) -> None:
-        self.device = device
+    def __init__(
+        self,
+        device: torch.device,
+        place: Memory | Disk,
+        *,
+        moves_whole: bool,
+        parts: ActivationParts | None,
+        ledger: Ledger,
+    ) -> None:
+        self.device, self._place, self._moves_whole, self._parts = device, place, moves_whole, parts
         self._copies = _Copies(device)
-        is_pinned = device.type != "cpu"
-        self._place = HostMemory(is_pinned) if folder is None else Disk(folder, is_pinned)
+        self._ledger = ledger
+        self._alike: weakref.WeakKeyDictionary[nn.Module, dict[str, frozenset[int]]] = weakref.WeakKeyDictionary()
+        self._has_warned = False
+        self._forwards = 0
         self._kept: weakref.WeakValueDictionary[tuple[Any, ...], Kept] = weakref.WeakValueDictionary()
         self._last: weakref.ref[_Region] | None = None
+
+    def begin_forward(self) -> None:
+        """A forward of the root module begins.
+
+        What graphs before it are kept, which may differ between ranks, decides nothing that ranks do together.
+        """
+        self._last = None
+        self._forwards += 1
 
     def take_out(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -76,7 +103,7 @@ class ActivationStore:
         """
         leaves, spec = tree_flatten((args, kwargs))
         positional = len(tree_leaves(args))
-        moved = {id(leaf) for leaf in leaves if isinstance(leaf, Tensor) and self._is_worth_moving(leaf)}
+        moved = self._forms_of(module, leaves, repr(spec))
         if not moved:
             return module, args, kwargs, nullcontext()
         saved: dict[int, Tensor] = {}  # by ``id``: a tensor may be several arguments
@@ -93,7 +120,41 @@ class ActivationStore:
 
         return run, tuple(saved.values()), {}, self._moving(moved)
 
-    def _is_worth_moving(self, tensor: Tensor) -> bool:
+    def _forms_of(self, module: nn.Module, leaves: list[Any], call: str) -> dict[int, type[_Form]]:
+        """How each argument that is moved is kept, by its ``id``. Collective the first time, where ranks may share.
+
+        Args:
+            call: describes the structure of the arguments, the same on every rank.
+        """
+        worth = {number: leaf for number, leaf in enumerate(leaves) if self._is_worth_moving(leaf)}
+        if self._parts is None:
+            return {id(leaf): _Form for leaf in worth.values()}
+        forms: dict[int, type[_Form]] = {id(leaf): _Form for leaf in worth.values()} if self._moves_whole else {}
+        alike = self._alike_in(module, leaves, call, worth)
+        shared = (leaf for number, leaf in worth.items() if number in alike and _Form(leaf).is_dense)
+        return forms | {id(leaf): _SharedForm for leaf in shared}
+
+    def _alike_in(self, module: nn.Module, leaves: list[Any], call: str, worth: Mapping[int, Tensor]) -> frozenset[int]:
+        """The arguments that tensor-parallel ranks have alike, by their numbers: compared in the first call."""
+        known = self._alike.setdefault(module, {})
+        if call not in known:
+            assert self._parts is not None
+            # of any size, so that every rank takes part
+            values = {number: leaf for number, leaf in enumerate(leaves) if type(leaf) is Tensor}
+            alike = self._parts.agree(values)
+            if alike is None:
+                return frozenset()
+            known[call] = alike
+            if worth and alike.isdisjoint(worth) and self._parts.is_first and not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"partition_activations: the inputs of {type(module).__name__} differ between tensor-parallel "
+                    "ranks, as sequence parallelism divides them already. They are kept as they are.",
+                    stacklevel=2,
+                )
+        return known[call]
+
+    def _is_worth_moving(self, tensor: Any) -> bool:
         return (
             type(tensor) is Tensor
             and tensor.device.type == self.device.type
@@ -104,7 +165,7 @@ class ActivationStore:
         )
 
     @contextmanager
-    def _moving(self, moved: set[int]) -> Iterator[None]:
+    def _moving(self, moved: dict[int, type[_Form]]) -> Iterator[None]:
         """Context in which tensors that autograd saves are moved if their ``id`` is among the given ones.
 
         Autograd restores the graph of a saved tensor, so a moved input has its graph when it is unpacked.
@@ -117,7 +178,8 @@ class ActivationStore:
 
         @untraced
         def pack(tensor: Tensor) -> Any:
-            return self._keep(tensor, region) if id(tensor) in moved else outer[0](tensor)
+            form = moved.get(id(tensor))
+            return self._keep(tensor, form, region) if form is not None else outer[0](tensor)
 
         @untraced
         def unpack(packed: Any) -> Tensor:
@@ -129,16 +191,20 @@ class ActivationStore:
         finally:
             pop_hooks()
 
-    def _keep(self, tensor: Tensor, region: _Region) -> Kept:
+    def _keep(self, tensor: Tensor, form: type[_Form], region: _Region) -> Kept:
         # The address is not reused as long as ``Kept`` lives, so an equal key means the same memory.
         address = tensor.untyped_storage()._cdata
         shape = (tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
-        key = (address, shape, tensor._version)
+        key = (address, shape, tensor._version, self._forwards if form is _SharedForm else 0)
         kept = self._kept.get(key)
         if kept is not None:
             kept.stay(tensor)
         else:
-            kept = self._kept[key] = Kept(tensor, region, self._copies, self._place)
+            kept = self._kept[key] = Kept(tensor, form(tensor, self._parts), region, self._copies, self._place)
+            if isinstance(self._place, Memory) and self._place.device.type == self.device.type:
+                count = partial(self._ledger.add, "activations")
+                count(kept.nbytes)
+                weakref.finalize(kept, count, -kept.nbytes).atexit = False
             self._last = weakref.ref(region)
         return kept
 
@@ -147,44 +213,50 @@ class _Region:
     """Tensors moved in one forward of a checkpointed module. Holds weak references, and is held by the tensors."""
 
     def __init__(self, previous: weakref.ref[_Region] | None) -> None:
-        self.kept: weakref.WeakSet[Kept] = weakref.WeakSet()
+        self._kept: list[weakref.ref[Kept]] = []  # in an order that is the same on every rank
         self.previous = previous  # of the module that ran before, which is next in backward
 
+    def add(self, kept: Kept) -> None:
+        self._kept.append(weakref.ref(kept))
+
     def fetch(self) -> None:
-        for kept in self.kept:
+        for kept in self._alive():
             kept.fetch()
 
     def let_go(self) -> None:
-        for kept in self.kept:
+        for kept in self._alive():
             kept.let_go()
+
+    def _alive(self) -> list[Kept]:
+        return [kept for reference in self._kept if (kept := reference()) is not None]
 
 
 class Kept:
     """One moved tensor; it lives as long as the graph that saved it."""
 
     _where: Any = None
-    _arriving: tuple[Tensor, Future[Any]] | None = None
+    _arriving: tuple[Tensor, Future[_Copied]] | None = None
     _original: Saved | None = None  # until `let_go`
-    _copied: Any = None
+    _copied: _Copied | None = None
 
-    def __init__(self, tensor: Tensor, region: _Region, copies: _Copies, place: HostMemory | Disk) -> None:
+    def __init__(self, tensor: Tensor, form: _Form, region: _Region, copies: _Copies, place: Memory | Disk) -> None:
         self.region = region
-        self._copies, self._place = copies, place
-        self._form = _Form(tensor)
+        self._copies, self._place, self._form, self.nbytes = copies, place, form, form.nbytes
         self._storage = StorageWeakRef(tensor.untyped_storage())
         self._original = Saved.of(tensor)
         self._stays = False
-        host = place.memory(self._form.nbytes)
-        self._copied = copies.out(self._original.tensor, self._form.on_host(host))
-        self._where = place.put(host, self._copied)
-        region.kept.add(self)
+        room = place.memory(form.nbytes)
+        self._copied = copies.out(form.kept_of(self._original.tensor), form.in_place(room))
+        self._where = place.put(room, self._copied.event)
+        region.add(self)
 
     def let_go(self) -> None:
         """Release the original, so that later computation may reuse its memory."""
         if self._original is not None and not self._stays:
             # In this order: the version counter has seen all writes before the wait; later writes come after the copy.
+            assert self._copied is not None
             self._copies.wait(self._copied)
-            if self._copied is None or self._original.is_unchanged:
+            if self._copied.event is None or self._original.is_unchanged:
                 self._original = None
             else:
                 self._stays = True  # the copy may have the written values, so ``value`` is autograd's error
@@ -204,8 +276,8 @@ class Kept:
         ready = self._copies.now()
         copies, form = self._copies, self._form  # without `self`, which a read in progress must not keep alive
 
-        def deliver(host: Tensor) -> Any:
-            return copies.into(target, form.on_host(host), after=ready)
+        def deliver(room: Tensor) -> _Copied:
+            return copies.into(form.kept_of(target), form.in_place(room), after=ready, then=form.completes(target))
 
         self._arriving = target, self._place.get(self._where, deliver)
 
@@ -245,23 +317,80 @@ class Kept:
 
 
 class _Form:
-    """Memory layout of a tensor, with the alignment of its first element, which may affect kernels' order of sums."""
+    """Memory layout of a tensor, with the alignment of its first element, which may affect kernels' order of sums.
 
-    def __init__(self, tensor: Tensor) -> None:
+    Attributes:
+        nbytes: that are kept.
+    """
+
+    def __init__(self, tensor: Tensor, parts: ActivationParts | None = None) -> None:
         self._size, self._stride, self.nbytes = tensor.size(), tensor.stride(), tensor.nbytes
         self._dtype, self._device = tensor.dtype, tensor.device
         self._dense = torch.empty_like(tensor, device="meta").stride()  # the same order of dimensions, without gaps
         self._lead = tensor.data_ptr() % 64 // tensor.element_size()  # elements after a multiple of 64 bytes
 
-    def on_host(self, memory: Tensor) -> Tensor:
-        """View bytes in host memory as the tensor's elements, without gaps."""
+    @property
+    def is_dense(self) -> bool:
+        return self._stride == self._dense
+
+    def kept_of(self, tensor: Tensor) -> Tensor:
+        """What is kept of the tensor, or of one that ``empty`` has made."""
+        return tensor
+
+    def in_place(self, memory: Tensor) -> Tensor:
+        """View bytes as the elements that are kept, without gaps."""
         return memory[: self.nbytes].view(self._dtype).as_strided(self._size, self._dense)
+
+    def completes(self, target: Tensor) -> Callable[[], Any] | None:
+        """What starts to complete the tensor once the kept elements are there; None where they are all."""
+        return None
 
     def empty(self) -> Tensor:
         """New memory on the device with the same layout."""
         span = 1 + sum((count - 1) * step for count, step in zip(self._size, self._stride))
+        return self._empty(span)
+
+    def _empty(self, span: int) -> Tensor:
         memory = torch.empty(self._lead + span, dtype=self._dtype, device=self._device)
         return memory.as_strided(self._size, self._stride, self._lead)
+
+
+class _SharedForm(_Form):
+    """A dense tensor that is identical on all tensor-parallel ranks: each keeps an equal range, or less at the end."""
+
+    def __init__(self, tensor: Tensor, parts: ActivationParts | None) -> None:
+        super().__init__(tensor)
+        assert parts is not None and self.is_dense
+        self._parts, self._mark, numel = parts, mark_of(tensor), tensor.numel()
+        self._length = -(-numel // parts.size)
+        start = min(parts.rank * self._length, numel)
+        self._own = slice(start, min(start + self._length, numel))
+        self.nbytes = self._length * tensor.element_size()
+
+    def kept_of(self, tensor: Tensor) -> Tensor:
+        return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())[self._own]
+
+    def in_place(self, memory: Tensor) -> Tensor:
+        return memory[: self.nbytes].view(self._dtype)[: self._own.stop - self._own.start]
+
+    def completes(self, target: Tensor) -> Callable[[], Any] | None:
+        padded = target.as_strided((self._length * self._parts.size,), (1,), target.storage_offset())
+        return partial(self._parts.gather, padded, self._mark)
+
+    def empty(self) -> Tensor:
+        return self._empty(self._length * self._parts.size)
+
+
+class _Copied(NamedTuple):
+    """A copy that has begun, and what follows it.
+
+    Attributes:
+        event: at their end, on a stream; None where there is no stream.
+        wait: for the rest, in any thread; None where nothing is left.
+    """
+
+    event: torch.Event | None
+    wait: Callable[[], Any] | None = None
 
 
 class _Copies:
@@ -281,32 +410,58 @@ class _Copies:
         stream = current_stream(self._device)
         return None if stream is None else stream.record_event()
 
-    def wait(self, event: torch.Event | None) -> None:
-        """Make the current stream wait for an event."""
-        if event is not None:
-            torch.accelerator.current_stream(self._device).wait_event(event)
+    def wait(self, copied: _Copied) -> None:
+        """Make the current stream wait for a copy and what follows it."""
+        if copied.event is not None:
+            torch.accelerator.current_stream(self._device).wait_event(copied.event)
+        if copied.wait is not None:
+            copied.wait()
 
-    def out(self, source: Tensor, target: Tensor) -> torch.Event | None:
-        """Copy from the device to the host."""
+    def out(self, source: Tensor, target: Tensor) -> _Copied:
+        """Copy from the device to where the tensor is kept."""
         return self._copy(self._leaving, target, source, self.now())
 
-    def into(self, target: Tensor, source: Tensor, after: torch.Event | None) -> torch.Event | None:
-        """Copy from the host to the device after an event, in any thread."""
-        return self._copy(self._coming, target, source, after)
+    def into(
+        self, target: Tensor, source: Tensor, after: torch.Event | None, then: Callable[[], Any] | None
+    ) -> _Copied:
+        """Copy to the device after an event, in any thread, and start what follows."""
+        return self._copy(self._coming, target, source, after, then)
 
     @staticmethod
-    def _copy(stream: torch.Stream | None, target: Tensor, source: Tensor, after: Any) -> torch.Event | None:
+    def _copy(
+        stream: torch.Stream | None, target: Tensor, source: Tensor, after: Any, then: Callable[[], Any] | None = None
+    ) -> _Copied:
         if stream is None or after is None:
             target.copy_(source)
-            return None
+            return _Copied(None, then() if then is not None else None)
         stream.wait_event(after)
         with stream:
             target.copy_(source, non_blocking=True)
-        return stream.record_event()
+            if then is not None:
+                then()()
+        return _Copied(stream.record_event())
 
 
-def activation_store(offload: OffloadConfig | None, device: torch.device) -> ActivationStore | None:
-    """The store for offloaded activations by the option ``offload``; None if they stay on the device."""
-    if offload is None or offload.activations is None:
+def activation_store(config: EngineConfig, communicator: Communicator, ledger: Ledger) -> ActivationStore | None:
+    """The store for the inputs of checkpointed modules by the options; None if they stay as they are.
+
+    Raises:
+        ValueError: if they are to be divided over tensor-parallel ranks, and there are none.
+    """
+    offload, device = config.offloads, communicator.device
+    target = offload.activations if offload is not None else None
+    if config.partition_activations and communicator.tensor.size == 1:
+        raise ValueError(
+            "partition_activations=True divides what tensor-parallel ranks have alike, and there is one such rank: set "
+            "tensor_parallel_size, or leave it out. To keep activations elsewhere: offload={'activations': 'cpu'}."
+        )
+    if target is None and not config.partition_activations:
         return None
-    return ActivationStore(device, None if offload.activations == "cpu" else os.fspath(offload.path or ""))
+    is_pinned = device.type != "cpu"
+    place: Memory | Disk = Memory(device)
+    if target == "cpu":
+        place = Memory(torch.device("cpu"), is_pinned=is_pinned)
+    elif offload is not None and target is not None:
+        place = Disk(os.fspath(offload.path or ""), is_pinned)
+    parts = communicator.activation_parts() if config.partition_activations else None
+    return ActivationStore(device, place, moves_whole=target is not None, parts=parts, ledger=ledger)

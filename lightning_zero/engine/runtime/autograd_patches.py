@@ -57,7 +57,9 @@ def _run_backward_by_name(
     gradients: list[Tensor | None] = list(found[: len(inputs)])
     for (position, parameter), gradient in zip(own.items(), found[len(inputs) :]):
         if gradient is not None:
-            through_modules, direct = with_hooks_of(parameter, gradient), gradients[position]
+            slot: Any = parameter.slot
+            through_modules = with_hooks_of(parameter, slot.bucket.whole_of(slot.index, gradient))
+            direct = gradients[position]
             gradients[position] = through_modules if direct is None else direct + through_modules
     if None in gradients and not allow_unreachable:
         raise RuntimeError(

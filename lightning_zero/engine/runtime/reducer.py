@@ -22,6 +22,7 @@ from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.bucket_gradients import BucketGradients
 from lightning_zero.engine.state.gradient_shard import GradientShard
 from lightning_zero.engine.state.slot import BucketSlot, slots_of
+from lightning_zero.engine.tensor.unsharded_param import call_hooks_before_reduction
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
 _END = "the end of backward"
@@ -60,7 +61,7 @@ class GradientReducer:
     without gradients on this rank are reduced as zeros at the end of backward, where ranks exchange what they used.
 
     Args:
-        reduce_dtype: see ``BucketGradients``.
+        reduce_dtype, chunk_numel: see ``BucketGradients``.
         in_flight: how many reductions, each with its buffer, may be running at once.
         overlap: False waits for each reduction where it is started.
         reduces_every_backward: False at stage 1, where ``no_sync`` accumulates locally.
@@ -75,6 +76,7 @@ class GradientReducer:
         phases: Phases,
         *,
         reduce_dtype: torch.dtype | None,
+        chunk_numel: int,
         in_flight: int,
         overlap: bool,
         reduces_every_backward: bool,
@@ -87,7 +89,7 @@ class GradientReducer:
         self._buckets = [bucket for unit in units for bucket in unit.buckets]
         numbers = count()
         self._numbers_of = {unit: [next(numbers) for _ in unit.buckets] for unit in units}
-        self._gradients = [BucketGradients(bucket, reduce_dtype) for bucket in self._buckets]
+        self._gradients = [BucketGradients(bucket, reduce_dtype, chunk_numel) for bucket in self._buckets]
         self.synchronise = True  # whether a backward that begins now is synchronised, where the stage leaves a choice
         self._synchronises = True  # whether the running backward is
         self._expectations: dict[tuple[int, ...], _Expectation] = {}
@@ -128,6 +130,8 @@ class GradientReducer:
 
     def _take(self, number: int, index: int, leaf: Tensor) -> None:
         """Take the gradient of a leaf: of the ordinary parameter that a forward used, or of the sharded one itself."""
+        if getattr(leaf, "_hooks_before_reduction", None):
+            call_hooks_before_reduction(leaf)
         gradients, gradient = self._gradients[number], leaf.grad
         assert gradient is not None
         parameter = gradients.bucket.parameter(index)
@@ -138,7 +142,7 @@ class GradientReducer:
             leaf.grad = None
             if not gradients.shows_unsynchronised(index, gradient):  # else autograd added to the flat buffer itself
                 if not is_parameter and parameter._backward_hooks:
-                    gradient = with_hooks_of(parameter, gradient)
+                    gradient = with_hooks_of(parameter, gradients.bucket.whole_of(index, gradient))
                 gradients.accumulate(index, gradient)
         backward.counts[number][index] += 1
         if backward.counts[number][index] == backward.expectation.counts[number][index]:

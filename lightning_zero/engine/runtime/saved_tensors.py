@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.engine.compat import hooks_on_top, pop_hooks, push_hooks, tree_map_only
+from lightning_zero.engine.compat import hooks_on_top, pop_hooks, push_hooks, shown_memory, tree_map_only
 from lightning_zero.engine.runtime.compile_hooks import untraced
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
@@ -97,7 +97,7 @@ class SavedTensors:
     def _bucket_showing(self, tensor: Tensor) -> Bucket | None:
         if tensor.layout is not torch.strided or isinstance(tensor, WrapperTensor) or not self._bucket_of:
             return None
-        return self._bucket_of.get(tensor.untyped_storage()._cdata)
+        return self._bucket_of.get(shown_memory(tensor).untyped_storage()._cdata)
 
     def unwatch(self) -> None:
         """Remove the hooks of the last ``watch``."""

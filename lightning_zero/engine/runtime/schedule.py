@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,11 +109,14 @@ class Schedule:
             slots = {slot.name: slot for bucket in unit.buckets for slot in slots_of(bucket)}
             scopes: dict[int, Scope] = {}
             for name, owners in plan.owners.items():
-                parameter, view = slots[name].parameter, slots[name].view
+                slot = slots[name]
+                parameter, view = slot.parameter, slot.view
                 for owner in owners:
                     module = block_of.get(id(owner.module), owner.module)
                     scope = scopes.setdefault(id(module), Scope(module, unit.is_root))
                     scope.entries.append((owner.module._parameters, owner.attribute, parameter, view))
+                    if slot.placed.placements is not None:
+                        scope.shown[view] = partial(slot.bucket.communicator.tensor.shown, view, slot.placed)
                     if isinstance(owner.module, nn.RNNBase) and weakref.ref(owner.module) not in scope.recurrent:
                         scope.recurrent.append(weakref.ref(owner.module))
             if unit.is_root:
@@ -206,6 +210,7 @@ class Schedule:
                 scope.remove()
                 self._scopes.remove(scope)
                 region.entries += scope.entries
+                region.shown |= scope.shown
                 region.recurrent += scope.recurrent
 
     def check_in_place(self) -> None:

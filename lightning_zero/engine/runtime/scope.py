@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ class Scope:
         self.handles: list[Any] = []
         self.may_take_over = False  # see ``Schedule._take_over``
         self.entries: list[tuple[dict[str, Any], str, nn.Parameter, Tensor]] = []
+        # What modules compute with where it is not the view itself, by view; and where such tensors are now.
+        self.shown: dict[Tensor, Callable[[], Tensor]] = {}
+        self._shown_now: list[tuple[dict[str, Any], str, nn.Parameter, Tensor]] = []
         self.recurrent: list[weakref.ref[nn.RNNBase]] = []
         self.calls: list[Call] = []  # running forwards of the module
         self.depth = 0
@@ -67,15 +71,19 @@ class Scope:
                 continue  # gathered for autocast; without autocast the module computes in the parameter's own dtype
             if view.requires_grad is not parameter.requires_grad:
                 view.requires_grad_(parameter.requires_grad)
+            if self.shown and view in self.shown:
+                view = self.shown[view]()
+                self._shown_now.append((holder, attribute, parameter, view))
             holder[attribute] = view
         self.refresh_recurrent()
 
     def swap_out(self) -> None:
         self.depth -= 1
         if self.depth == 0:
-            for holder, attribute, parameter, view in self.entries:
+            for holder, attribute, parameter, view in chain(self.entries, self._shown_now):
                 if holder.get(attribute) is view:
                     holder[attribute] = parameter
+            self._shown_now.clear()
             self.refresh_recurrent()
 
     def recover(self) -> None:

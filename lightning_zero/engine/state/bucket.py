@@ -176,6 +176,10 @@ class Bucket:
         assert parameter is not None, f"parameter {self.layout.segments[index].name} was deleted"
         return parameter
 
+    def whole_of(self, index: int, share: Tensor) -> Tensor:
+        """A tensor of a parameter's shape from this rank's share of it. Collective where the parameter is divided."""
+        return self.communicator.tensor.whole(share, self.layout.segments[index].share)
+
     def segment_view(self, index: int) -> Tensor:
         """A parameter's range of ``full``."""
         return self._buffer.segments[index]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from lightning_zero.engine.compat import foreach_copy, foreach_mul, foreach_zero
 from lightning_zero.engine.plan.layout import Spans
 from lightning_zero.engine.plan.mesh import NODE
 from lightning_zero.engine.state.bucket import Bucket
+from lightning_zero.engine.state.chunked_reduction import ChunkedReduction
 from lightning_zero.engine.state.gradient_shard import GradientShard, shard_of_all, shown_by
 from lightning_zero.engine.state.residency import LOW_PRECISION
 from lightning_zero.engine.state.slot import BucketSlot, slots_of
@@ -31,6 +33,7 @@ class BucketGradients:
 
     Args:
         reduce_dtype: dtype of gradients in collectives; None, or a dtype no narrower, for that of accumulation.
+        chunk_numel: elements above which the gradient of one parameter is reduced in chunks of about that size.
 
     Attributes:
         reduces: whether gradients of the present backward are reduced at its end.
@@ -38,7 +41,7 @@ class BucketGradients:
         flat: the flat buffer, if there is one.
     """
 
-    def __init__(self, bucket: Bucket, reduce_dtype: torch.dtype | None) -> None:
+    def __init__(self, bucket: Bucket, reduce_dtype: torch.dtype | None, chunk_numel: int) -> None:
         self.bucket, self.reduces, self.crosses = bucket, True, True
         communicator, layout, dtype = bucket.communicator, bucket.layout, bucket.dtype
         self._dtype = self._wire_dtype = torch.float32 if dtype in LOW_PRECISION else dtype
@@ -57,30 +60,49 @@ class BucketGradients:
         takes_spans = communicator.along(bucket.over).takes_spans
         self._reduces_in_spans = takes_spans and self._first_codec == Cast(self._dtype) and not are_small
         copied_together = are_small and layout.numel <= _SMALL_BUCKET
-        self._may_all_stay_apart = self._reduces_in_spans or communicator.size == 1 or copied_together
+        # The gradient itself is as large as the parameter; its reduction need not take as much once more.
+        is_alone_and_large = len(layout.segments) == 1 and layout.numel > chunk_numel and communicator.size > 1
+        self._chunk_numel = chunk_numel if is_alone_and_large and not self._reduces_in_spans else None
+        self._may_all_stay_apart = (
+            self._reduces_in_spans or communicator.size == 1 or copied_together or self._chunk_numel is not None
+        )
+        self._category = "gradients" if is_alone_and_large else "reduction"
+        # Gradients that are kept separately are counted where they are not copied to a flat buffer soon.
+        self._is_counted_apart = self._reduces_in_spans or self._chunk_numel is not None
+        self._shares = {
+            number: segment.share for number, segment in enumerate(layout.segments) if segment.share.is_divided
+        }
         self._sizes, self._mean = layout.sizes(), layout.mean
         self.flat: Tensor | None = None
         self._apart: dict[int, Tensor] = {}  # gradients by parameter's index, kept separately
         self._filled = [False] * len(layout.segments)
         self._streams: list[torch.Stream] = []  # streams that gradients came on; each has waited for the one before
         self._unsynchronised: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # what ``p.grad`` shows, and its version
-        self._reducing_nbytes = 0
+        self._reducing: Counter[str] = Counter()  # bytes held while gradients are reduced, by category
 
     def accumulate(self, index: int, gradient: Tensor) -> None:
-        """Add a local gradient of one parameter, in its full shape; the caller must not use the tensor afterwards."""
+        """Add a local gradient of one parameter; the caller must not use the tensor afterwards.
+
+        Args:
+            gradient: in the parameter's full shape, or in that of this rank's share of it.
+        """
         self._turn_to_current_stream()
         if isinstance(gradient, ShardedTensor):
             gradient = gradient.whole()
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
+        if (
+            share := self._shares.get(index)
+        ) is not None and gradient.shape == share.shape:  # of a use of it as a whole
+            gradient = share.own(gradient)
         stays_apart = gradient.numel() <= _SMALL or (self._may_all_stay_apart and self.flat is None)
         if stays_apart and self.reduces and not self._filled[index]:
             if gradient.dtype != self._dtype or not gradient.is_contiguous() or gradient.requires_grad:
                 gradient = gradient.detach().to(self._dtype).contiguous()
             self._apart[index] = gradient
             self._filled[index] = True
-            if self._reduces_in_spans:
-                self.bucket.ledger.add("reduction", gradient.nbytes)
+            if self._is_counted_apart:
+                self.bucket.ledger.add(self._category, gradient.nbytes)
             return
         with torch.no_grad():
             if index in self._apart:
@@ -197,11 +219,13 @@ class BucketGradients:
         self._take_local()
         communicator, what = self.bucket.communicator, self._what
         collectives, ranges = communicator.along(self.bucket.over), self.bucket.layout.part_ranges
+        if self._chunk_numel is not None:
+            return self._start_in_chunks(self._chunk_numel)
         if communicator.size > 1 and not (self._reduces_in_spans and self.flat is None):
             with torch.no_grad():
                 flat, self.flat = self._complete_flat(), None
-                self._reducing_nbytes = collectives.reduction_bytes(flat, ranges, self._first_codec)
-                self.bucket.ledger.add("reduction", self._reducing_nbytes - flat.untyped_storage().nbytes())
+                self.bucket.ledger.add("reduction", -flat.untyped_storage().nbytes())
+                self._hold("reduction", collectives.reduction_bytes(flat, ranges, self._first_codec))
                 return collectives.reduce_scatter(flat, ranges, self._first_codec, what)
         apart = {index: gradient.view(-1) for index, gradient in self._take_apart().items()}
         self._filled = [False] * len(self._filled)
@@ -215,10 +239,9 @@ class BucketGradients:
             ]
             for start, stop in ranges
         ]
-        self._reducing_nbytes = sum(gradient.nbytes for gradient in apart.values())
         start, stop = self.bucket.layout.own_part
-        self._reducing_nbytes += (stop - start) * self._dtype.itemsize
-        self.bucket.ledger.add("reduction", self._reducing_nbytes)
+        own_nbytes = (stop - start) * self._dtype.itemsize
+        self._hold(self._category, sum(gradient.nbytes for gradient in apart.values()) + own_nbytes)
         factor = self._mean if self._can_take_mean_first else 1.0
         return collectives.reduce_spans(spans, self._dtype, factor, what)
 
@@ -241,12 +264,18 @@ class BucketGradients:
                 total.add_(accumulated)
             return self._reduce_across(total)
 
+    def _hold(self, category: str, nbytes: int) -> None:
+        """Count bytes until the reduction ends."""
+        self._reducing[category] += nbytes
+        self.bucket.ledger.add(category, nbytes)
+
     def _sum_of(self, pending: Pending) -> Tensor | dict[int, Tensor]:
         """Wait for a reduction."""
         with self.bucket.phases("wait for reduction", self.bucket.unit_name, on_stream=True):
             total = pending.wait()
-        self.bucket.ledger.add("reduction", -self._reducing_nbytes)
-        self._reducing_nbytes = 0
+        for category, nbytes in self._reducing.items():
+            self.bucket.ledger.add(category, -nbytes)
+        self._reducing.clear()
         return total
 
     def _mean_of(self, pending: Pending) -> Tensor | dict[int, Tensor]:
@@ -258,8 +287,7 @@ class BucketGradients:
 
     def _reduce_across(self, part: Tensor) -> Pending:
         collectives, ranges = self.bucket.communicator.along((NODE,)), self.bucket.layout.ranges_in_part
-        self._reducing_nbytes = collectives.reduction_bytes(part, ranges, self._codec)
-        self.bucket.ledger.add("reduction", self._reducing_nbytes)
+        self._hold("reduction", collectives.reduction_bytes(part, ranges, self._codec))
         return collectives.reduce_scatter(part, ranges, self._codec, f"{self._what} over machines")
 
     def _sum_over_machines(self, part: Tensor) -> Tensor:
@@ -275,9 +303,45 @@ class BucketGradients:
     def _take_apart(self) -> dict[int, Tensor]:
         """Hand over the gradients that were kept separately; the bucket forgets them."""
         apart, self._apart = self._apart, {}
-        if self._reduces_in_spans:
-            self.bucket.ledger.add("reduction", -sum(gradient.nbytes for gradient in apart.values()))
+        if self._is_counted_apart:
+            self.bucket.ledger.add(self._category, -sum(gradient.nbytes for gradient in apart.values()))
         return apart
+
+    def _start_in_chunks(self, chunk_numel: int) -> Pending:
+        """``start_reduction`` of the gradient of the bucket's one parameter."""
+        gradient, factor = next((each.view(-1) for each in self._apart.values()), None), self._mean
+        if (flat := self.flat) is not None:  # what was accumulated without synchronisation
+            self.flat, factor = None, 1.0
+            self.bucket.ledger.add("reduction", -flat.untyped_storage().nbytes())
+            gradient = flat[: self.bucket.layout.numel] if self._filled[0] else None
+            del flat
+        start, stop = self.bucket.layout.own_part
+        self._take_apart()
+        own_nbytes = (stop - start) * self._dtype.itemsize
+        self._hold(self._category, own_nbytes + (gradient.nbytes if gradient is not None else 0))
+        self._filled, streams = [False], self._streams
+        self._streams = []
+        with torch.no_grad():
+            reduction = ChunkedReduction(
+                gradient,
+                self.bucket.layout,
+                self.bucket.communicator.along(self.bucket.over),
+                self._first_codec,
+                factor=factor if self._can_take_mean_first else 1.0,
+                chunk_numel=chunk_numel,
+                like=torch.empty(0, dtype=self._dtype, device=self.bucket.full.device),
+                ledger=self.bucket.ledger,
+                what=self._what,
+            )
+        del gradient
+
+        def finish() -> Tensor:
+            total = reduction.finish()
+            for stream in streams:  # before the memory of the gradient is used again
+                wait_for([current_stream(total.device)], stream)
+            return total
+
+        return Pending(self._what, Started([], [], finish))
 
     def _complete_flat(self) -> Tensor:
         """Take the flat buffer, with gradients that were kept separately, and zeros for missing gradients."""

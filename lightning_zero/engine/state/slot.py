@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine.comm.background_work import synchronize
+from lightning_zero.engine.comm.tensor_parallel import Placed, is_dtensor
 from lightning_zero.engine.offload.updates import Updates
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.tensor.identity import become
-from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
+from lightning_zero.engine.tensor.sharded_tensor import ShardedDTensor, ShardedTensor, local_range_of
 from lightning_zero.engine.tensor.unsharded_param import may_be_written
 
 
@@ -24,7 +25,9 @@ class BucketSlot:
     def __init__(self, bucket: Bucket, index: int) -> None:
         segment = bucket.layout.segments[index]
         self.bucket, self.index = bucket, index
-        self.name, self.shape, self.dtype, self.device = segment.name, segment.shape, bucket.dtype, bucket.full.device
+        self.name, self.share, self.shape = segment.name, segment.share, segment.share.shape
+        self.dtype, self.device = bucket.dtype, bucket.full.device
+        self.placed = Placed(self.share)
         self.find_range()
         self.hooks_after_reduction: dict[int, Callable[[Tensor], Any]] = OrderedDict()
         self.take_gradient: Callable[[Tensor], None] | None = None
@@ -96,6 +99,8 @@ class BucketSlot:
 
     def whole_parameter(self, dtype: torch.dtype) -> Tensor | None:
         bucket = self.bucket
+        if self.share.is_divided:
+            return None
         if bucket.layout.world_size == 1:  # this rank has the master weights in full precision
             return self.local_parameter().view(self.shape).to(self.device, self.dtype).to(dtype)
         if bucket.full.dtype != dtype or bucket.awaits_refresh:
@@ -115,11 +120,11 @@ class BucketSlot:
         bucket.was_written = True
         with torch.no_grad():
             if bucket.is_ready:
-                bucket.segment_view(self.index).copy_(value)
+                bucket.segment_view(self.index).copy_(self.share.own(value))
             if not bucket.is_in_buffer:
                 bucket.follow(self.local_range, local_range_of(value, self))
             if bucket.part is not None:
-                bucket.part.write(bucket.layout.segments[self.index], value)
+                bucket.part.write(bucket.layout.segments[self.index], self.share.own(value))
 
     def written_locally(self, values: Tensor) -> None:
         bucket = self.bucket
@@ -133,17 +138,23 @@ class BucketSlot:
             bucket.part.own[self.local_range].copy_(values)
             bucket.part.exchange(bucket.layout.segments[self.index])
         if bucket.is_ready and not (bucket.is_in_buffer and bucket.layout.world_size == 1):
-            bucket.segment_view(self.index).copy_(self.collect(values))
+            bucket.segment_view(self.index).copy_(self.collect_share(values))
 
     def collect(self, local: Tensor) -> Tensor:
+        if self.share.is_divided and self.bucket.layout.world_size == 1:
+            self.bucket.rendezvous.meet(f"'{self.name}'")
+        return self.bucket.communicator.tensor.whole(self.collect_share(local), self.share)
+
+    def collect_share(self, local: Tensor) -> Tensor:
+        """As ``collect``, of this tensor-parallel rank's share. Collective where it is sharded."""
         bucket, local = self.bucket, local.to(self.device)
         if bucket.layout.world_size == 1:
-            return local.view(self.shape)
-        flat = local.new_empty(self.shape.numel())
-        flat[self.offset : self.offset + self.local_numel] = local
+            return local.view(self.share.own_shape)
         bucket.rendezvous.meet(f"'{self.name}'")
+        flat = local.new_empty(self.share.own_shape.numel())
+        flat[self.offset : self.offset + self.local_numel] = local
         bucket.communicator.broadcast_ranges(flat, self.ranges(), f"the gather of '{self.name}'")
-        return flat.view(self.shape)
+        return flat.view(self.share.own_shape)
 
     def accumulate(self, gradient: Tensor) -> bool:
         if self.add_gradient is None:
@@ -152,7 +163,7 @@ class BucketSlot:
         return True
 
     def ranges(self) -> list[tuple[int, int]]:
-        """The range of the flattened parameter that each rank holds, in the order of ranks."""
+        """As of any slot."""
         layout, first = self.bucket.layout, self.bucket.layout.segments[self.index].start
         owned = (layout.owned_range(self.index, self.index, rank) for rank in range(layout.world_size))
         return [(start - first, stop - first) for start, stop in owned]
@@ -182,7 +193,7 @@ class OwnedSlot(BucketSlot):
         self._owner = slot.bucket.layout.owner(slot.index)
         is_here = self._owner == slot.bucket.layout.rank
         self.bucket, self.index, self.device = slot.bucket, slot.index, slot.device
-        self.name, self.shape, self.dtype = name, shape, dtype
+        self.name, self.shape, self.dtype, self.share = name, shape, dtype, slot.share.of_another(shape)
         self.offset, self.local_numel = 0, shape.numel() if is_here else 0
 
     def ranges(self) -> list[tuple[int, int]]:
@@ -196,7 +207,9 @@ def make_sharded(bucket: Bucket, parameters: list[nn.Parameter]) -> None:
     # A parameter refers to its slot, and the slot to the bucket; the way back is weak, so that both are freed.
     for index, parameter in enumerate(parameters):
         slot = BucketSlot(bucket, index)
-        become(parameter, nn.Parameter(ShardedTensor(slot), parameter.requires_grad))
+        slot.placed = bucket.communicator.tensor.placed(slot.name, parameter)
+        cls = ShardedDTensor if is_dtensor(parameter) else ShardedTensor
+        become(parameter, nn.Parameter(cls(slot), parameter.requires_grad))
         if parameter._post_accumulate_grad_hooks:
             slot.hooks_after_reduction = parameter._post_accumulate_grad_hooks
             parameter._post_accumulate_grad_hooks = OrderedDict()
@@ -206,7 +219,7 @@ def make_sharded(bucket: Bucket, parameters: list[nn.Parameter]) -> None:
 def cut_anew(bucket: Bucket, owners: Sequence[int]) -> None:
     """Cut a bucket anew, so that one rank has each parameter as a whole. Collective. No gradients may be shown."""
     slots = slots_of(bucket)
-    values = [slot.collect(slot.local_parameter()) for slot in slots]
+    values = [slot.collect_share(slot.local_parameter()) for slot in slots]
     derived = [(each, each.whole()) for slot in slots for each in slot.derived.values() if not each.is_parameter]
     bucket.cut_anew(owners, values)
     for slot in slots:
@@ -216,19 +229,22 @@ def cut_anew(bucket: Bucket, owners: Sequence[int]) -> None:
 
 
 def make_ordinary(bucket: Bucket, device: torch.device) -> None:
-    """Turn the parameters of a bucket into ordinary full tensors on a device."""
+    """Turn the parameters of a bucket into ordinary full tensors on a device, or into the DTensors that they were."""
     bucket.wait()
     is_exact, slots = bucket.dtype == bucket.full.dtype, slots_of(bucket)
     if is_exact:
         bucket.gather()
         bucket.wait()
     values = [
-        (bucket.segment_view(s.index) if is_exact else s.collect(s.local_parameter())).to(device, s.dtype, copy=True)
+        (bucket.segment_view(s.index) if is_exact else s.collect_share(s.local_parameter())).to(
+            device, s.dtype, copy=True
+        )
         for s in slots
     ]
     for slot, value in zip(slots, values):
         parameter = slot.parameter
         parameter.grad = None
+        value = bucket.communicator.tensor.shown(value, slot.placed)
         become(parameter, nn.Parameter(value, parameter.requires_grad))
         parameter._post_accumulate_grad_hooks = slot.hooks_after_reduction
     bucket.parameters = []

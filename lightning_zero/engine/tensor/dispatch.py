@@ -232,7 +232,7 @@ def _local_arguments(value: Any, local: Tensor) -> Any:
 def _norms_of_list(tensors: list[ShardedTensor], order: float) -> list[Tensor]:
     """Norms of many sharded tensors with one reduction, as clipping by norm needs them."""
     slot = tensors[0].slot
-    parts = [_partial_norm(tensor.local, order).to(slot.device) for tensor in tensors]
+    parts = [_partial_norm(tensor, order).to(slot.device) for tensor in tensors]
     names = [tensor.slot.name for tensor in tensors]
     # Identifies the operation in the rendezvous: norms of the same parameters in the same order.
     what = (
@@ -241,14 +241,20 @@ def _norms_of_list(tensors: list[ShardedTensor], order: float) -> list[Tensor]:
     return list(_finish_norm(torch.stack(parts), order, slot, what).to(tensors[0].dtype.to_real()).unbind())
 
 
-def _partial_norm(local: Tensor, order: float) -> Tensor:
+def _counted(part: Tensor, tensor: ShardedTensor) -> Tensor:
+    """This rank's part of a sum over ranks: of tensor-parallel ranks that have the same elements, one counts them."""
+    return part if tensor.slot.share.is_counted_here else torch.zeros_like(part)
+
+
+def _partial_norm(tensor: ShardedTensor, order: float) -> Tensor:
     """This rank's part of a vector norm, to be summed over ranks (compared for infinite orders)."""
+    local = tensor.local
     if local.dtype in (torch.float16, torch.bfloat16):
         local = local.float()  # powers in a norm would overflow in fp16
     if order == 0:
-        return (local != 0).sum().to(local.dtype.to_real())
+        return _counted((local != 0).sum().to(local.dtype.to_real()), tensor)
     if abs(order) != float("inf"):
-        return torch.linalg.vector_norm(local, order) ** order
+        return _counted(torch.linalg.vector_norm(local, order) ** order, tensor)
     if local.numel() == 0:
         return local.new_full((), 0.0 if order > 0 else float("inf"), dtype=local.dtype.to_real())
     return torch.linalg.vector_norm(local, order)
@@ -279,7 +285,7 @@ def _vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
     if tensor is None or len(args) > 2 or kwargs.get("dim") or kwargs.get("keepdim") or kwargs.get("dtype"):
         return NotImplemented
     order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
-    return _finish_norm(_partial_norm(tensor.local, order), order, tensor.slot).to(tensor.dtype.to_real())
+    return _finish_norm(_partial_norm(tensor, order), order, tensor.slot).to(tensor.dtype.to_real())
 
 
 def _sum(func: Any, args: Any, kwargs: Any) -> Any:
@@ -291,7 +297,7 @@ def _sum(func: Any, args: Any, kwargs: Any) -> Any:
         is_all = func is aten.all.default
         count = tensor.slot.reduce(((tensor.local == 0) if is_all else (tensor.local != 0)).sum(), ReduceOp.SUM)
         return count == 0 if is_all else count != 0
-    total = tensor.slot.reduce(tensor.local.sum(), ReduceOp.SUM)
+    total = tensor.slot.reduce(_counted(tensor.local.sum(), tensor), ReduceOp.SUM)
     total = total / tensor.numel() if func is aten.mean.default else total
     return total.to(tensor.dtype) if tensor.is_floating_point() else total
 

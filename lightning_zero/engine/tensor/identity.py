@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from lightning_zero.engine.compat import swap_tensor
+from lightning_zero.engine.compat import slot_names, swap_tensor
 
 
 def become(tensor: Tensor, other: Tensor) -> None:
@@ -17,10 +19,23 @@ def become(tensor: Tensor, other: Tensor) -> None:
     hooks = tensor._backward_hooks
     tensor.__class__, other.__class__ = other.__class__, tensor.__class__
     tensor.__dict__, other.__dict__ = other.__dict__, tensor.__dict__
+    for name in slot_names(type(tensor)):  # of a DTensor
+        of_tensor, of_other = (_taken(each, name) for each in (tensor, other))
+        for each, values in ((tensor, of_other), (other, of_tensor)):
+            for value in values:
+                setattr(each, name, value)
     swap_tensor(tensor, other)
     tensor.__dict__.update(own)
     if hooks is not None:
         tensor._backward_hooks = hooks  # autograd's hooks were swapped with the contents
+
+
+def _taken(tensor: Tensor, name: str) -> list[Any]:
+    """The value of an attribute, which the tensor loses; nothing if it has none."""
+    values = [getattr(tensor, name)] if hasattr(tensor, name) else []
+    if values:
+        delattr(tensor, name)
+    return values
 
 
 _TENSOR_ATTRIBUTES = {"slot", "_local", "keep", "_is_param", "_source"}

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.comm.background_work import synchronize
-from lightning_zero.engine.plan.chunks import Box, boxes
+from lightning_zero.engine.plan.chunks import Box, boxes_of
 from lightning_zero.engine.tensor.slot import Deferred, Slot
 from lightning_zero.engine.tensor.wrapper import WrapperTensor, new_wrapper
 
@@ -88,7 +88,7 @@ class ShardedTensor(WrapperTensor):
         return self.slot.collect(self.local).to(self.dtype) if value is None else value
 
     def alias(self) -> Tensor:
-        return ShardedTensor(self.slot, self._local, self.dtype, keep=self.keep)
+        return type(self)(self.slot, self._local, self.dtype, keep=self.keep)
 
     def write_whole(self, value: Tensor) -> None:
         if self.is_parameter:
@@ -149,7 +149,7 @@ class ShardedTensor(WrapperTensor):
     def _boxes(self) -> list[Box]:
         if not self.numel():  # DCP expects one entry for an empty tensor, too
             return [Box((0,) * self.dim(), tuple(self.shape), 0)]
-        return boxes(self.shape, *self._range)
+        return boxes_of(self.slot.share, *self._range) if self.slot.share.is_counted_here else []
 
     @property
     def _range(self) -> tuple[int, int]:
@@ -178,6 +178,16 @@ class ShardedTensor(WrapperTensor):
         WrapperTensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
 
+class _SlotsOfDTensor(torch.Tensor):
+    """Declares DTensor's ``__slots__``, without which Python refuses to exchange the classes of two objects."""
+
+    __slots__ = ("_local_tensor", "_spec")
+
+
+class ShardedDTensor(ShardedTensor, _SlotsOfDTensor):
+    """A sharded tensor that was a DTensor, and will be one again: the objects are the same (see ``become``)."""
+
+
 def local_range_of(value: Tensor, slot: Slot) -> Tensor:
     """This rank's range, 1-D, of a tensor that has the slot's shape or expands to it.
 
@@ -186,7 +196,15 @@ def local_range_of(value: Tensor, slot: Slot) -> Tensor:
     if isinstance(value, ShardedTensor) and value.slot is slot:
         return value.local
     value = value if value.shape == slot.shape else value.expand(slot.shape)
-    return flat_range(value, slot.offset, slot.offset + slot.local_numel)
+    start, stop = slot.offset, slot.offset + slot.local_numel
+    if not slot.share.is_divided or start == stop:
+        return flat_range(value, start, stop)
+    rows = slot.share.rows(start, stop)
+    if rows.stop == rows.start + 1:
+        start = rows.start * rows.width + rows.columns.start + rows.first
+        return flat_range(value, start, start + slot.local_numel)
+    found = flat_range(value, rows.start * rows.width, rows.stop * rows.width)
+    return found.view(-1, rows.width)[:, rows.columns].reshape(-1)[rows.first : rows.first + slot.local_numel]
 
 
 def flat_range(value: Tensor, start: int, stop: int) -> Tensor:

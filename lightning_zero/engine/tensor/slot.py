@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_zero.engine.plan.share import Share
+
 
 class Deferred(ABC):
     """What keeps values of a tensor that are complete only after an exchange between ranks."""
@@ -23,7 +25,8 @@ class Slot(Protocol):
 
     Attributes:
         name, shape, dtype, device: of the parameter.
-        offset, local_numel: this rank's range of the flattened parameter.
+        share: how tensor parallelism divides it.
+        offset, local_numel: this rank's range of the flattened parameter; of its share, where it is divided.
         hooks_after_reduction: hooks that users registered with ``register_post_accumulate_grad_hook``, by id.
         group: identifies the ranks: equal for all tensors that are sharded over the same ranks.
         background: owner of background work on the parameter and its optimizer state.
@@ -35,6 +38,7 @@ class Slot(Protocol):
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
+    share: Share
     offset: int
     local_numel: int
     hooks_after_reduction: dict[int, Callable[[Tensor], Any]]
@@ -73,10 +77,10 @@ class Slot(Protocol):
         """The full value of a tensor with this sharding. Collective."""
 
     def ranges(self) -> list[tuple[int, int]]:
-        """The range of the flattened parameter that each rank holds, in the order of ranks."""
+        """The range of the flattened share that each rank holds, in the order of ranks."""
 
     def accumulate(self, gradient: Tensor) -> bool:
         """Accumulate a local gradient that autograd adds to the parameter's ``.grad``; False if none are reduced."""
 
     def reduce(self, value: Tensor, op: Any, what: str | None = None) -> Tensor:
-        """Reduce a small tensor over ranks, in place. Collective; ``what`` describes it in errors."""
+        """Reduce a small tensor over all ranks, in place. Collective; ``what`` describes it in errors."""

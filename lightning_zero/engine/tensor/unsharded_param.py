@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 _data: Any = nn.Parameter.data
 
@@ -19,6 +22,15 @@ class View(nn.Parameter):
 
     _asked = False
     _version_seen = -1
+    _hooks_before_reduction: OrderedDict[int, Callable[[Tensor], Any]] | None = None
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], Any]) -> Any:
+        """Register a hook in a forward, called when ``grad`` is this rank's gradient, before that is reduced."""
+        if self._hooks_before_reduction is None:
+            self._hooks_before_reduction = OrderedDict()
+        handle = RemovableHandle(self._hooks_before_reduction)
+        self._hooks_before_reduction[handle.id] = hook
+        return handle
 
     @property
     def data(self) -> Tensor:
@@ -42,6 +54,12 @@ def show(view: Tensor, tensor: Tensor) -> None:
 def mark_seen(view: Any) -> None:
     """Reset ``may_be_written``: writes so far have been handled."""
     view._asked, view._version_seen = False, view._version
+
+
+def call_hooks_before_reduction(view: Any) -> None:
+    """Call the hooks that modules have registered on the view in their forwards."""
+    for hook in list(view._hooks_before_reduction.values()):
+        hook(view)
 
 
 def may_be_written(view: Any) -> bool:

@@ -1,0 +1,295 @@
+"""Tensor parallelism beside ZeRO: the ranks that share each tensor, and the tensors as the module computes with them.
+
+A project divides its module's parameters over the ``tensor_parallel`` dimension of a device mesh and makes them
+DTensors. The engine works on each rank's own share of them, along ``data_parallel``; only while a module computes are
+they DTensors again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_zero.engine.comm import process_group
+from lightning_zero.engine.comm.control_plane import ControlPlane
+from lightning_zero.engine.comm.counters import Counters
+from lightning_zero.engine.comm.failures import Watch, explained
+from lightning_zero.engine.comm.process_group import ProcessGroup
+from lightning_zero.engine.comm.small_messages import bytes_of
+from lightning_zero.engine.compat import assert_on_device, keystr, tree_leaves_with_path
+from lightning_zero.engine.plan.share import Share
+
+if TYPE_CHECKING:  # imported where a mesh is used: the import takes half a second
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+DATA, TENSOR = "data_parallel", "tensor_parallel"
+"""The dimensions of the device mesh, as Lightning's ``ModelParallelStrategy`` names them."""
+
+
+def device_mesh(device: torch.device, data_parallel_size: int, tensor_parallel_size: int) -> DeviceMesh:
+    """The mesh of all ranks; those of one tensor-parallel group are neighbours. Collective."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device.type, (data_parallel_size, tensor_parallel_size), mesh_dim_names=(DATA, TENSOR))
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Raise a ValueError unless a mesh has the two dimensions and all ranks."""
+    if tuple(mesh.mesh_dim_names or ()) != (DATA, TENSOR):
+        raise ValueError(
+            f"mesh has the dimensions {mesh.mesh_dim_names}, and must have {(DATA, TENSOR)}: "
+            f"init_device_mesh(device, (data, tensor), mesh_dim_names={(DATA, TENSOR)})."
+        )
+    if mesh.size() != process_group.world_size():
+        raise ValueError(
+            f"mesh has {mesh.size()} ranks of {process_group.world_size()}: make it of all ranks of the process group."
+        )
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A parameter as the project has divided it.
+
+    Attributes:
+        share: of its shape.
+        placements, stride: of the DTensor; no placements for an ordinary tensor.
+    """
+
+    share: Share
+    placements: Any = None
+    stride: tuple[int, ...] = ()
+
+
+class TensorParallel:
+    """The ranks along the tensor-parallel dimension that share the tensors of one engine's module.
+
+    Args:
+        mesh: with both dimensions; None without tensor parallelism, where nothing is ever communicated.
+
+    Attributes:
+        rank, size: along the dimension.
+        ranks: as numbered in the default group; only if there are several.
+        groups: those of all tensor-parallel groups; likewise.
+        group: of these ranks; likewise.
+        control: for Python values.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None, counters: Counters) -> None:
+        self.rank, self.size, self._counters = 0, 1, counters
+        self.control = ControlPlane(None, [0], 0, None, counters, 0)
+        along = self._mesh = mesh[TENSOR] if mesh is not None else None
+        if along is not None and along.size() > 1:
+            self.rank, self.size = along.get_local_rank(), along.size()
+            self.group: ProcessGroup = along.get_group()
+            self.ranks = process_group.ranks_of(self.group)
+            self.groups: list[list[int]] = mesh.mesh.tolist()  # type: ignore[union-attr]
+
+    def begin(self, watch: Watch, control_group: ProcessGroup, tag: int) -> None:
+        """Begin to communicate.
+
+        Args:
+            watch: over the waits.
+            control_group: of the same ranks, over the CPU.
+            tag: of messages.
+        """
+        self._watch, self._control_group = watch, control_group
+        self.control = ControlPlane(control_group, self.ranks, self.rank, watch, self._counters, tag)
+
+    # -- what the module's parameters are ---------------------------------------------------------------------------
+
+    def placed(self, name: str, tensor: Tensor) -> Placed:
+        """How a parameter is divided.
+
+        Raises:
+            ValueError: if it is not divided along the mesh's dimension, or not in a way that a rank can own.
+        """
+        if not is_dtensor(tensor):
+            return Placed(Share(tensor.shape, None, self.rank, self.size))
+        shared: DTensor = tensor  # type: ignore[assignment]
+        if self._mesh is None or shared.device_mesh != self._mesh:
+            raise ValueError(
+                f"{name} is a DTensor on {shared.device_mesh}, and must be on the dimension {TENSOR!r} of the "
+                f"strategy's mesh: parallelise the module with device_mesh[{TENSOR!r}] in configure_model(), set "
+                "tensor_parallel_size, and remove fully_shard(...), whose work the strategy does."
+            )
+        placement: Any = shared.placements[0]
+        if type(placement).__name__ not in ("Shard", "Replicate"):
+            raise ValueError(
+                f"{name} is a DTensor with the placement {placement}, and must have Shard or Replicate: a parameter "
+                "is divided along one of its dimensions, or every rank has the whole."
+            )
+        dimension = placement.dim % tensor.dim() if placement.is_shard() and self.size > 1 else None
+        share = Share(tensor.shape, dimension, self.rank, self.size)
+        return Placed(share, shared.placements, shared.stride())
+
+    def shown(self, own: Tensor, placed: Placed) -> Tensor:
+        """This rank's share of a tensor as the module computes with it; gradients flow back to the share."""
+        if placed.placements is None:
+            return own
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            own, self._mesh, placed.placements, run_check=False, shape=placed.share.shape, stride=placed.stride
+        )
+
+    # -- collectives ------------------------------------------------------------------------------------------------
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Around a wait for these ranks."""
+        return self._watch.waiting(what)
+
+    def whole(self, own: Tensor, share: Share) -> Tensor:
+        """A tensor from the shares of all ranks, each with the shape of its share. Collective where it is divided."""
+        if share.dimension is None:
+            return own
+        most = share.shape_of(0)
+        padded = own.new_zeros(most)
+        padded.narrow(share.dimension, 0, own.shape[share.dimension]).copy_(own)
+        gathered = own.new_empty((self.size, *most))
+        self._counters.add("control", gathered.numel(), gathered.nbytes)
+        with self.waiting("a gather over tensor-parallel ranks"):
+            dist.all_gather(list(gathered.unbind()), padded, self.group)
+        parts = (part.narrow(share.dimension, 0, share.length(index)) for index, part in enumerate(gathered.unbind()))
+        return torch.cat(list(parts), share.dimension)
+
+    def all_reduce(self, tensor: Tensor, op: Any = None) -> Tensor:
+        """Reduce a small tensor in place."""
+        if self.size > 1:
+            self._counters.add("control", tensor.numel(), tensor.nbytes)
+            with self.waiting("a sum, norm or extreme over tensor-parallel ranks"):
+                dist.all_reduce(tensor, op or dist.ReduceOp.SUM, self.group)
+        return tensor
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """The first rank's values, in place."""
+        if self.size > 1:
+            self._counters.add("control", tensor.numel(), tensor.nbytes)
+            group = self._control_group if tensor.device.type == "cpu" else self.group
+            with self.waiting("a broadcast over tensor-parallel ranks"):
+                dist.broadcast(tensor, self.ranks[0], group)
+        return tensor
+
+
+class ActivationParts:
+    """Divides activations that are identical on all tensor-parallel ranks: each rank keeps one part.
+
+    Args:
+        tensor: the ranks.
+        group: of the same ranks, for this alone.
+
+    Attributes:
+        rank, size: of the ranks.
+        is_first: whether this is the first of them.
+    """
+
+    def __init__(self, tensor: TensorParallel, group: ProcessGroup) -> None:
+        self._tensor, self._group = tensor, group
+        self.rank, self.size, self.is_first = tensor.rank, tensor.size, tensor.rank == 0
+
+    def agree(self, values: Mapping[int, Tensor]) -> frozenset[int] | None:
+        """The keys of the tensors that all ranks have alike. Collective.
+
+        None if these values cannot tell: tensors of one value (zeros, to try a model) are alike by chance.
+        """
+        digests = {key: _digest(value) for key, value in values.items()}
+        everywhere = self._tensor.control.gather_objects(digests)
+        alike = {key for key, digest in digests.items() if all(each.get(key) == digest for each in everywhere)}
+        if any(values[key].numel() > 1 and bool((values[key] == values[key].flatten()[0]).all()) for key in alike):
+            return None
+        return frozenset(alike)
+
+    def gather(self, flat: Tensor, mark: Tensor) -> Callable[[], Any]:
+        """Start to fill a tensor, of which each rank has an equal range; returns a function that waits for it.
+
+        Args:
+            flat: 1-D, with this rank's range in its place.
+            mark: ``mark_of`` the tensor that this rank had; on a device its difference ends the program there.
+
+        Raises:
+            RuntimeError: in the wait, if ranks had different tensors.
+        """
+        own, marks = flat.chunk(self.size)[self.rank].clone(), mark.new_empty(self.size)
+        with explained(_GATHER):
+            works = [
+                dist.all_gather_single(into, part, group=self._group, async_op=True)
+                for into, part in ((marks, mark.view(1)), (flat, own))
+            ]
+
+        def wait() -> None:
+            with self._tensor.waiting(_GATHER):
+                for work in works:
+                    work.wait()
+            are_alike = (marks == marks[0]).all()
+            if marks.device.type != "cpu":
+                assert_on_device(are_alike)
+            elif not are_alike:
+                raise RuntimeError(
+                    "partition_activations: tensor-parallel ranks had the input of a checkpointed module alike in "
+                    "their first forward, and have different ones now, as with sequence parallelism. Leave it out."
+                )
+
+        return wait
+
+
+def mark_of(tensor: Tensor) -> Tensor:
+    """A number, on the tensor's device, that differs between tensors that differ, but for a rare chance."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.detach().view(integers).sum(dtype=torch.int64)
+
+
+_GATHER = "a gather of activations over tensor-parallel ranks"
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether a tensor is divided over ranks by torch."""
+    return type(tensor).__name__ == "DTensor"
+
+
+def own_share(tensor: Tensor) -> Tensor:
+    """This rank's share of a DTensor, detached; of any other tensor, the tensor itself."""
+    return tensor.detach().to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def has_dtensors(module: nn.Module) -> bool:
+    return any(map(is_dtensor, module.parameters()))
+
+
+def in_full(tensor: Tensor) -> Tensor:
+    """The full value of a DTensor, collective; any other tensor as it is."""
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def check_same(batch: Any, tensor: TensorParallel) -> None:
+    """Raise a ValueError on every rank if tensor-parallel ranks have different tensors in their batches. Collective.
+
+    Args:
+        batch: nested lists, tuples and dictionaries.
+    """
+    if tensor.size == 1:
+        return
+    values = {keystr(path): value for path, value in tree_leaves_with_path(batch) if isinstance(value, Tensor)}
+    mine = {name: _digest(value) for name, value in values.items()}
+    if tensor.control.is_alike(repr(sorted(mine.items()))):
+        return
+    everywhere = tensor.control.gather_objects(mine)
+    names = dict.fromkeys(name for theirs in everywhere for name in theirs)
+    different = [name for name in names if len({theirs.get(name) for theirs in everywhere}) > 1]
+    raise ValueError(
+        f"Tensor-parallel ranks {tensor.ranks} compute one forward together, but their batches differ in "
+        f"{', '.join(f'batch{name}' for name in different[:5])}. Give them the same data: leave "
+        "use_distributed_sampler=True, or make the sampler with DistributedSampler(dataset, "
+        "**trainer.strategy.distributed_sampler_kwargs), and seed alike what draws random numbers in the dataset."
+    )
+
+
+def _digest(tensor: Tensor) -> str:
+    form, values = (tensor.dtype, tuple(tensor.shape), tensor.stride()), tensor.detach().cpu().contiguous()
+    return hashlib.sha256(repr(form).encode() + bytes_of(values)).hexdigest()

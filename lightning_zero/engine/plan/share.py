@@ -1,0 +1,98 @@
+"""How tensor parallelism divides a tensor over ranks, and which share of it is this rank's. Pure arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Rows(NamedTuple):
+    """Where a range of this rank's share is in the whole tensor, both seen as matrices of equally many rows.
+
+    Attributes:
+        start, stop: the rows of the flattened whole tensor that contain the range.
+        columns: of each such row that are this rank's.
+        first: of the range, among the elements of these columns.
+        width: of a row of the whole tensor.
+    """
+
+    start: int
+    stop: int
+    columns: slice
+    first: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """This rank's share of a tensor that is divided along one dimension, as ``torch.chunk`` does.
+
+    Attributes:
+        shape: of the whole tensor.
+        dimension: that is divided; None where each rank has the whole tensor.
+        index: of this rank among those that share the tensor.
+        count: of these ranks.
+    """
+
+    shape: torch.Size
+    dimension: int | None = None
+    index: int = 0
+    count: int = 1
+
+    @property
+    def is_divided(self) -> bool:
+        return self.dimension is not None
+
+    @property
+    def is_counted_here(self) -> bool:
+        """Whether sums over all ranks count this rank's elements: of ranks that have the same, one does."""
+        return self.is_divided or self.index == 0
+
+    def of_another(self, shape: torch.Size) -> Share:
+        """The same ranks' shares of another tensor, which each of them holds in full."""
+        return Share(shape, None, self.index, self.count)
+
+    def length(self, index: int) -> int:
+        """The length of a rank's share along the dimension."""
+        return self._start(index + 1) - self._start(index)
+
+    def _start(self, index: int) -> int:
+        assert self.dimension is not None
+        size = self.shape[self.dimension]
+        return min(index * -(-size // self.count), size)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Of this rank's share in the whole tensor."""
+        return tuple(self._start(self.index) if each == self.dimension else 0 for each in range(len(self.shape)))
+
+    def shape_of(self, index: int) -> torch.Size:
+        """The shape of a rank's share."""
+        if self.dimension is None:
+            return self.shape
+        return torch.Size((*self.shape[: self.dimension], self.length(index), *self.shape[self.dimension + 1 :]))
+
+    @cached_property
+    def own_shape(self) -> torch.Size:
+        """The shape of this rank's share."""
+        return self.shape_of(self.index)
+
+    def own(self, value: Tensor) -> Tensor:
+        """This rank's share of the whole tensor, a view of it."""
+        if self.dimension is None:
+            return value
+        return value.narrow(self.dimension, self._start(self.index), self.length(self.index))
+
+    def rows(self, start: int, stop: int) -> Rows:
+        """Where the elements ``[start, stop)`` of this rank's flattened share come from; a range that is not empty."""
+        assert self.dimension is not None
+        inner = prod(self.shape[self.dimension + 1 :])
+        begin, width = self._start(self.index) * inner, self.shape[self.dimension] * inner
+        own = self.length(self.index) * inner
+        row = start // own
+        return Rows(row, -(-stop // own), slice(begin, begin + own), start - row * own, width)

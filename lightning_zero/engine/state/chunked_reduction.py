@@ -1,0 +1,95 @@
+"""The reduction of one very large gradient in chunks: the buffers do not grow with the gradient.
+
+(Constant-size buffers, C_B in Rajbhandari et al., "ZeRO", SC20, section 6.2.) A chunk consists of a piece of each
+rank's range, so that what comes back is a piece of this rank's shard.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from lightning_zero.engine.comm.codec import Codec
+from lightning_zero.engine.comm.collectives import BucketCollectives, Pending
+from lightning_zero.engine.plan.layout import ALIGNMENT, BucketLayout
+from lightning_zero.engine.state.ledger import Ledger
+
+_IN_FLIGHT = 2
+"""Chunks at once: one travels while another is copied."""
+
+
+class ChunkedReduction:
+    """Sums a gradient over ranks.
+
+    Args:
+        gradient: 1-D, in the dtype of accumulation; None for zeros.
+        layout: of its bucket, which has no other parameter.
+        collectives: between the ranks of ``layout.part_ranges``.
+        codec: of what travels.
+        factor: to multiply by first.
+        chunk_numel: elements of a chunk, about.
+        like: an empty tensor of the result's dtype, on its device.
+        what: for the error message.
+    """
+
+    def __init__(
+        self,
+        gradient: Tensor | None,
+        layout: BucketLayout,
+        collectives: BucketCollectives,
+        codec: Codec,
+        *,
+        factor: float,
+        chunk_numel: int,
+        like: Tensor,
+        ledger: Ledger,
+        what: str,
+    ) -> None:
+        self._gradient, self._ranges, self._collectives, self._codec = gradient, layout.part_ranges, collectives, codec
+        self._factor, self._like, self._ledger, self._what = factor, like, ledger, what
+        self._numel = layout.segments[0].numel
+        self._length = max(stop - start for start, stop in self._ranges)  # others are empty
+        chunks = -(-layout.padded_numel // chunk_numel)
+        self._step = max(-(-self._length // chunks // ALIGNMENT) * ALIGNMENT, ALIGNMENT)
+        self._starts = deque(range(0, self._length, self._step))
+        begin, end = layout.own_part
+        self._total = like.new_empty(end - begin)
+        self._running: deque[tuple[int, Pending, int]] = deque()
+        while self._starts and len(self._running) < _IN_FLIGHT:
+            self._start()
+
+    def finish(self) -> Tensor:
+        """Wait for all chunks; returns this rank's part of the sum."""
+        while self._running:
+            start, pending, nbytes = self._running.popleft()
+            piece = pending.wait()
+            self._total[start : start + len(piece)].copy_(piece)
+            self._ledger.add("reduction", -nbytes)
+            if self._starts:
+                self._start()
+        self._gradient = None
+        return self._total
+
+    def _start(self) -> None:
+        start = self._starts.popleft()
+        width = min(self._step, self._length - start)
+        ranges = [(low // self._length * width, high // self._length * width) for low, high in self._ranges]
+        flat = self._like.new_empty(max(stop for _, stop in ranges))
+        self._copy_into(flat.view(-1, width), start)
+        nbytes = self._collectives.reduction_bytes(flat, ranges, self._codec)
+        self._ledger.add("reduction", nbytes)
+        self._running.append((start, self._collectives.reduce_scatter(flat, ranges, self._codec, self._what), nbytes))
+
+    def _copy_into(self, chunk: Tensor, start: int) -> None:
+        """The elements from ``start`` of each range, multiplied, in a row each; padding is zero."""
+        filled, width, length = 0, chunk.shape[1], self._length
+        if self._gradient is not None:
+            whole = self._numel // length
+            rows, rest = self._gradient[: whole * length].view(whole, length), self._gradient[whole * length :]
+            rest = rest[start : start + width]
+            filled = whole * width + len(rest)
+            torch.mul(rows[:, start : start + width], self._factor, out=chunk[:whole])
+            torch.mul(rest, self._factor, out=chunk.view(-1)[whole * width : filled])
+        chunk.view(-1)[filled:].zero_()

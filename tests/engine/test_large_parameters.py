@@ -1,0 +1,82 @@
+"""One very large parameter: buffers of reduction have a size that does not depend on it (C_B of the paper)."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.engine import Engine
+from tests.engine.test_several_machines import on_machines
+from tests.support.training import same_tensors
+from tests.support.workers import rank
+
+WIDTH, CHUNK = 32, 2**13
+
+
+class Embeds(nn.Module):
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(rows, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def train(
+    rows: int, bucket_numel: int, machines: str, unused: bool = False, micro_batches: int = 1, **options: Any
+) -> tuple[Any, dict[str, int]]:
+    torch.manual_seed(0)
+    model = Embeds(rows)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with on_machines(machines):
+        engine = Engine(model, [optimizer], bucket_numel=bucket_numel, **options)
+    for step in range(3):
+        if step == 1:
+            engine.reset_peak()
+        for micro_batch in range(micro_batches):
+            generator = torch.Generator().manual_seed(100 * step + 10 * micro_batch + rank())
+            loss = model(torch.randint(rows, (8, 16), generator=generator))
+            if unused and rank() == micro_batch % 2:
+                loss = model.blocks[0](torch.ones(1, WIDTH)).sum()
+            last = micro_batch + 1 == micro_batches
+            with contextlib.nullcontext() if last or options["stage"] != 1 else engine.no_sync():
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights, peak = engine.full_state_dict(), engine.report().peak
+    engine.close()
+    return weights, peak
+
+
+def compare(machines: str, **options: Any) -> None:
+    for rows in (2**10, 2**10 + 7, 2**12):
+        found, peak = train(rows, CHUNK, machines, **options)
+        expected, whole = train(rows, 2**25, machines, **options)
+        same_tensors(found, expected, bound=0)
+        bound = 2 * 4 * (2 * CHUNK)  # two chunks in fp32, each with what is received
+        assert peak["reduction"] <= bound + 4 * CHUNK, "and the small bucket that fills"
+        assert rows == 2**10 or whole["reduction"] > bound or "reduce_dtype" not in options
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("machines", "options"),
+    [("aa", {}), ("aa", {"reduce_dtype": "bf16"}), ("ab", {}), ("ab", {"reduce_dtype": "bf16"})],
+    ids=str,
+)
+def test_buffers_of_reduction_do_not_grow_with_the_largest_parameter(run_on, stage, machines, options):
+    run_on(2, compare, stage=stage, machines=machines, **options)
+
+
+@pytest.mark.parametrize(("stage", "micro_batches"), [(2, 1), (1, 2), (2, 2)])
+def test_a_large_parameter_that_a_rank_does_not_use_counts_as_zero_there(run_on, stage, micro_batches):
+    """Also where one rank has accumulated a gradient of it without synchronisation, and the other has not."""
+    run_on(2, compare, stage=stage, machines="ab", unused=True, micro_batches=micro_batches, reduce_dtype="bf16")

@@ -1,0 +1,512 @@
+"""Tensor parallelism beside ZeRO: each rank's share of the module's DTensors is sharded over data-parallel ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_zero.engine import Engine
+from tests.support.training import same_tensors
+from tests.support.workers import rank, world_size
+
+WIDTH, STEPS, CLOSE = 8, 4, 1e-6
+
+
+class Block(nn.Module):
+    """A linear layer by columns, one by rows, and a norm that every rank has as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def mesh_of(tensor_parallel_size: int) -> Any:
+    return _mesh_over(dist.group.WORLD, tensor_parallel_size)
+
+
+@cache
+def _mesh_over(group: Any, tensor_parallel_size: int) -> Any:
+    """A mesh for each process group: a case that fails on purpose may have ended the former."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape = world_size() // tensor_parallel_size, tensor_parallel_size
+    return init_device_mesh("cpu", shape, mesh_dim_names=("data_parallel", "tensor_parallel"))
+
+
+def parallelised(model: nn.Module, mesh: Any) -> nn.Module:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan: dict[str, Any] = {
+        "embed": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    for number in range(len(model.blocks)):
+        plan |= {f"blocks.{number}.up": ColwiseParallel(), f"blocks.{number}.down": RowwiseParallel()}
+    parallelize_module(model, mesh["tensor_parallel"], plan)
+    return model
+
+
+def tokens(step: int, of: int) -> Tensor:
+    return torch.randint(11, (2, 5), generator=torch.Generator().manual_seed(100 * step + of))
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.roll(1, 1).flatten())
+
+
+def train_alone(data_parallel_size: int, clip: float | None = None, micro_batches: int = 1) -> Any:
+    """One process with all batches."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    norms = []
+    for step in range(STEPS):
+        for micro_batch in range(micro_batches):
+            for part in range(data_parallel_size):
+                loss = loss_of(model, tokens(step * micro_batches + micro_batch, part))
+                (loss / data_parallel_size / micro_batches).backward()
+        if clip is not None:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict(), norms
+
+
+def train_in_two_dimensions(
+    tensor_parallel_size: int, clip: float | None = None, micro_batches: int = 1, **options: Any
+) -> None:
+    mesh = mesh_of(tensor_parallel_size)
+    place, data_parallel_size = mesh["data_parallel"].get_local_rank(), mesh["data_parallel"].size()
+    torch.manual_seed(0)
+    model = parallelised(Net(), mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    engine = Engine(model, [optimizer], mesh=mesh, unit_numel=0, **options)
+    norms = []
+    for step in range(STEPS):
+        for micro_batch in range(micro_batches):
+            loss = loss_of(model, tokens(step * micro_batches + micro_batch, place)) / micro_batches
+            loss.backward()
+        if clip is not None:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip))
+        optimizer.step()
+        optimizer.zero_grad()
+    expected, expected_norms = train_alone(data_parallel_size, clip, micro_batches)
+    same_tensors(engine.full_state_dict(), expected, bound=CLOSE)
+    assert torch.allclose(torch.tensor(norms), torch.tensor(expected_norms), rtol=CLOSE)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [(4, 2), (2, 2)], ids=["2 x 2", "1 x 2"])
+def test_it_is_as_one_process(run_on, stage, ranks):
+    world, tensor_parallel_size = ranks
+    run_on(world, train_in_two_dimensions, tensor_parallel_size=tensor_parallel_size, stage=stage, clip=0.5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stage": 1, "micro_batches": 2},
+        {"stage": 2, "micro_batches": 2},
+        {"stage": 3, "micro_batches": 2},
+        {"stage": 3, "offload": "cpu"},
+        {"stage": 2, "offload": {"optimizer": "cpu", "overlap": False}},
+        {"stage": 3, "units": Block, "prefetch": 2, "reduction_buffers": 1},
+        {"stage": 3, "activation_checkpointing": Block},
+        {"stage": 3, "overlap": False},
+    ],
+    ids=str,
+)
+def test_so_it_is_with_options(run_on, options, tmp_path):
+    run_on(4, train_in_two_dimensions, tensor_parallel_size=2, clip=0.5, **options)
+
+
+def read_and_write() -> None:
+    """What user code reads, sums and writes is the whole parameter; tensor-parallel ranks stay equal."""
+    mesh = mesh_of(2)
+    torch.manual_seed(0)
+    plain = Net()
+    torch.manual_seed(rank())  # rank 0's values are what counts
+    model = Net()
+    if rank() == 0:
+        model.load_state_dict(plain.state_dict())
+    model = parallelised(model, mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = Engine(model, [optimizer], mesh=mesh, stage=3)
+    for (name, own), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        expected = expected.detach()
+        assert own.shape == expected.shape, name
+        assert torch.equal(own.detach() * 1.0, expected) and torch.equal(
+            own.t() if own.dim() == 2 else own, expected.t()
+        )
+        for read in (Tensor.sum, Tensor.mean, Tensor.norm, Tensor.max, Tensor.min):
+            torch.testing.assert_close(read(own.detach()), read(expected), rtol=CLOSE, atol=CLOSE)
+        assert ((own == 0).any() == (expected == 0).any()) and own.norm(float("inf")) == expected.norm(float("inf"))
+    with torch.no_grad():
+        for parameters in (model.parameters(), plain.parameters()):
+            for parameter in parameters:
+                parameter.mul_(0.5)
+                parameter.data[..., 0] = 0.25
+                parameter.add_(torch.arange(float(parameter.numel())).view(parameter.shape) / 1000)
+    same_tensors(engine.full_state_dict(), plain.state_dict(), bound=0)
+    engine.close()
+    for own, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        own = own.full_tensor() if hasattr(own, "full_tensor") else own
+        assert torch.equal(own, expected)
+
+
+def test_user_code_reads_and_writes_whole_parameters(run_on):
+    run_on(4, read_and_write)
+
+
+def refuse(make: Any, stage: int, message: str) -> None:
+    model, options = make()
+    before = {name: type(parameter) for name, parameter in model.named_parameters()}
+    with pytest.raises((ValueError, TypeError), match=message):
+        Engine(model, options.pop("optimizers", []), stage=stage, **options)
+    assert before == {name: type(parameter) for name, parameter in model.named_parameters()}
+
+
+def partial_placement() -> Any:
+    from torch.distributed.tensor import DTensor, Partial
+
+    mesh, model = mesh_of(2), Net()
+    weight = DTensor.from_local(model.head.weight.detach(), mesh["tensor_parallel"], [Partial()], run_check=False)
+    model.head.weight = nn.Parameter(weight)
+    return model, {"mesh": mesh}
+
+
+def another_mesh() -> Any:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh, model = mesh_of(2), Net()
+    model.head.weight = nn.Parameter(distribute_tensor(model.head.weight, mesh["data_parallel"], [Shard(0)]))
+    return model, {"mesh": mesh}
+
+
+def no_mesh() -> Any:
+    return parallelised(Net(), mesh_of(2)), {}
+
+
+def whole_matrices() -> Any:
+    model = parallelised(Net(), mesh_of(2))
+    return model, {"mesh": mesh_of(2), "optimizers": [torch.optim.Muon([model.blocks[0].up.weight])]}
+
+
+def other_names() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return Net(), {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (partial_placement, "head.weight is a DTensor with the placement"),
+        (another_mesh, "head.weight is a DTensor on .* remove fully_shard"),
+        (no_mesh, "embed.weight is a DTensor, .* tensor_parallel_size"),
+        (whole_matrices, "'blocks.0.up.weight' needs whole parameters, and tensor parallelism"),
+        (other_names, "mesh has the dimensions .*'dp'"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_cannot_be_sharded_is_refused_before_anything_is_changed(run_on, make, message):
+    run_on(4, refuse, make=make, stage=3, message=message)
+
+
+# -- partitioned activations ------------------------------------------------------------------------------------------
+
+WIDE, LENGTH = 64, 256
+ACTIVATION = 2 * LENGTH * WIDE * 4  # bytes
+
+
+class WideBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x * scale)))
+
+
+class Deep(nn.Module):
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(WideBlock() for _ in range(blocks))
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, torch.ones(()))
+        return x.square().mean()
+
+
+def train_deep(**options: Any) -> tuple[Any, int]:
+    """Losses and weights; the bytes of activations that the engine kept on the device at the end of forward."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = mesh_of(2)
+    torch.manual_seed(0)
+    model = Deep()
+    plan = {f"blocks.{n}.up": ColwiseParallel() for n in range(4)}
+    plan |= {f"blocks.{n}.down": RowwiseParallel() for n in range(4)}
+    parallelize_module(model, mesh["tensor_parallel"], plan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = Engine(model, [optimizer], mesh=mesh, unit_numel=0, activation_checkpointing=WideBlock, **options)
+    losses, kept = [], 0
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + mesh["data_parallel"].get_local_rank())
+        loss = model(torch.randn(2, LENGTH, WIDE, generator=generator))
+        kept = engine.report().at_rest.get("activations", 0)
+        loss.backward()
+        assert engine.report().at_rest.get("activations", 0) == 0
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    weights = engine.full_state_dict()
+    engine.close()
+    return (losses, weights), kept
+
+
+def partition(stage: int, **options: Any) -> None:
+    expected, _ = train_deep(stage=stage)
+    found, kept = train_deep(stage=stage, partition_activations=True, **options)
+    assert all(torch.equal(a, b) for a, b in zip(found[0], expected[0], strict=True))
+    same_tensors(found[1], expected[1], bound=0)
+    in_memory = options.get("offload", {}).get("activations") != "nvme"  # this device's memory is the host's
+    assert kept == (4 * ACTIVATION // 2 if in_memory else 0), "each rank keeps half of each of four inputs"
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"offload": {"activations": "cpu"}}, {"offload": {"activations": "nvme"}}], ids=str
+)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_activations_in_parts_change_no_bit_and_take_half(run_on, stage, options, tmp_path):
+    if options.get("offload", {}).get("activations") == "nvme":
+        options = {"offload": {**options["offload"], "path": str(tmp_path)}}
+    run_on(4, partition, stage=stage, **options)
+
+
+def warn_of_parts() -> None:
+    """Inputs that each rank has another part of, as sequence parallelism gives them, stay as they are."""
+    mesh = mesh_of(2)
+    model = Deep()
+    engine = Engine(model, [], mesh=mesh, stage=3, activation_checkpointing=WideBlock, partition_activations=True)
+    own = torch.randn(2, LENGTH, WIDE, generator=torch.Generator().manual_seed(rank()))
+    is_first = mesh["tensor_parallel"].get_local_rank() == 0
+    with pytest.warns(UserWarning, match="WideBlock differ") if is_first else contextlib.nullcontext():
+        loss = model(own)
+    assert engine.report().at_rest.get("activations", 0) == 0
+    loss.backward()
+    engine.close()
+
+
+def test_there_is_nothing_to_divide_of_inputs_that_differ(run_on):
+    run_on(4, warn_of_parts)
+
+
+def refuse_parts() -> None:
+    with pytest.raises(ValueError, match="partition_activations=True divides what tensor-parallel ranks"):
+        Engine(Deep(), [], stage=3, activation_checkpointing=WideBlock, partition_activations=True)
+    with pytest.raises(ValueError, match="write activation_checkpointing='units'"):
+        Engine(Deep(), [], stage=3, partition_activations=True)
+
+
+def test_parts_without_ranks_that_share_or_modules_that_recompute_are_refused(run_on):
+    run_on(2, refuse_parts)
+
+
+# -- all ranks agree, not those of one dimension alone ----------------------------------------------------------------
+
+
+def keep_on_one_rank() -> None:
+    """A copy that one of the tensor-parallel ranks alone keeps is not gathered at the end: the other would hang."""
+    mesh = mesh_of(2)
+    model = parallelised(Net(), mesh)
+    engine = Engine(model, [], mesh=mesh, stage=3, handshake_timeout=20)
+    kept = [parameter.detach().clone() for parameter in model.parameters()] if rank() == 0 else []
+    engine.close()
+    assert all(hasattr(p, "full_tensor") or p.dim() == 1 for p in model.blocks[0].parameters())
+    assert len(kept) == (0 if rank() else 18)
+
+
+def end_after_a_failure() -> None:
+    """Without communication each rank keeps its shards, although there is one data-parallel rank."""
+    mesh = mesh_of(2)
+    model = parallelised(Net(), mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = Engine(model, [optimizer], mesh=mesh, stage=3, handshake_timeout=20)
+    if rank() == 0:  # the other one does not come
+        engine.close(communicate=False)
+
+
+def values_in_other_places() -> None:
+    """Values on one of the tensor-parallel ranks, and none on the other, are an error on both."""
+    mesh = mesh_of(2)
+    model = Net()
+    if rank() == 0:
+        model.blocks[0].norm.to_empty(device="meta")
+    with pytest.raises(ValueError, match="blocks.0.norm.weight.*: on the meta device on rank 0, but with values"):
+        Engine(parallelised(model, mesh), [], mesh=mesh, stage=3)
+
+
+@pytest.mark.parametrize(
+    "case", [keep_on_one_rank, end_after_a_failure, values_in_other_places], ids=lambda c: c.__name__
+)
+def test_one_by_two_ranks_agree_too(run_on, case):
+    run_on(2, case)
+
+
+def offload_half() -> None:
+    """The part of the states that stays is counted in shares."""
+    mesh = mesh_of(2)
+    model = parallelised(Net(), mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = Engine(model, [optimizer], mesh=mesh, stage=3, unit_numel=0, offload={"optimizer": "cpu", "fraction": 0.5})
+    moved = sum(bucket.layout.numel for bucket in engine.buckets if bucket.updates is not None)
+    share = moved / sum(bucket.layout.numel for bucket in engine.buckets)
+    assert 0.3 < share < 0.8, share
+    engine.close()
+
+
+def test_the_fraction_that_is_offloaded_is_of_the_shares(run_on):
+    run_on(4, offload_half)
+
+
+class Odd(nn.Module):
+    """Sizes that the ranks do not divide: 7 rows of 2, and one row, of which one rank has nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.second(self.first(x).relu()).relu()).square().mean()
+
+
+def train_odd(stage: int) -> None:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh, models = mesh_of(2), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Odd())
+    model, alone = models
+    style = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(model, mesh["tensor_parallel"], {"first": style, "second": style, "last": style})
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in models]
+    engine = Engine(model, optimizers[:1], mesh=mesh, stage=stage)
+    for step in range(3):
+        batches = [torch.randn(4, 5, generator=torch.Generator().manual_seed(2 * step + part)) for part in range(2)]
+        model(batches[mesh["data_parallel"].get_local_rank()]).backward()
+        (sum(map(alone, batches)) / 2).backward()
+        for each, optimizer in zip(models, optimizers, strict=True):
+            nn.utils.clip_grad_norm_(each.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    same_tensors(engine.full_state_dict(), alone.state_dict(), bound=CLOSE)
+    state = engine.full_optimizer_state_dict(optimizers[0])
+    for number, expected in optimizers[1].state_dict()["state"].items():
+        torch.testing.assert_close(state["state"][number]["exp_avg"], expected["exp_avg"], rtol=1e-4, atol=1e-6)
+    optimizers[0].load_state_dict(optimizers[1].state_dict())
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sizes_that_ranks_do_not_divide(run_on, stage):
+    run_on(4, train_odd, stage=stage)
+
+
+def alike_at_first() -> None:
+    """Inputs that were alike in the first forward and differ in a later one are an error, not wrong gradients."""
+    mesh = mesh_of(2)
+    model = Deep()
+    engine = Engine(model, [], mesh=mesh, stage=3, activation_checkpointing=WideBlock, partition_activations=True)
+    model(torch.randn(2, LENGTH, WIDE, generator=torch.Generator().manual_seed(0))).backward()
+    loss = model(torch.randn(2, LENGTH, WIDE, generator=torch.Generator().manual_seed(1 + rank())))
+    with pytest.raises(RuntimeError, match="alike in their first forward, and have different ones now"):
+        loss.backward()
+    engine.close(communicate=False)
+
+
+def keep_a_graph() -> None:
+    """What one rank alone keeps of an earlier forward does not decide what ranks gather."""
+    mesh = mesh_of(2)
+    model = Deep()
+    engine = Engine(model, [], mesh=mesh, stage=3, activation_checkpointing=WideBlock, partition_activations=True)
+    kept = []
+    for step in range(3):
+        x = torch.randn(2, LENGTH, WIDE, generator=torch.Generator().manual_seed(step))
+        earlier = model(x)
+        if rank() == 0:
+            kept.append(earlier)
+        del earlier
+        model(x).backward()
+    engine.close()
+
+
+@pytest.mark.parametrize("case", [alike_at_first, keep_a_graph], ids=lambda case: case.__name__)
+def test_parts_of_activations_belong_together(run_on, case):
+    run_on(4, case)
+
+
+def observe() -> None:
+    """Hooks on parameters, `torch.autograd.grad` and states made in a constructor: of whole parameters."""
+    mesh, models = mesh_of(2), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Net())
+    model, alone = models
+    parallelised(model, mesh)
+    optimizers = [torch.optim.Adagrad(each.parameters(), lr=0.1, initial_accumulator_value=0.1) for each in models]
+    engine = Engine(model, optimizers[:1], mesh=mesh, stage=3)
+    batch, seen = tokens(0, 0), []
+    for each in models:
+        found = torch.autograd.grad(
+            loss_of(each, batch) + each.blocks[0].up.weight.square().sum(), each.blocks[0].up.weight
+        )
+        seen.append(found[0])
+        each.head.weight.register_hook(lambda gradient: gradient / gradient.norm())
+        loss_of(each, batch).backward()
+    torch.testing.assert_close(seen[0], seen[1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(model.head.weight.grad * 1.0, alone.head.weight.grad, rtol=1e-5, atol=1e-6)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    same_tensors(engine.full_state_dict(), alone.state_dict(), bound=1e-5)
+    engine.close()
+    for each, optimizer in zip(models, optimizers, strict=True):  # as DTensors again, with states that are DTensors
+        loss_of(each, batch).backward()
+        optimizer.step()
+    found = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in model.named_parameters()}
+    same_tensors({name: p.detach() for name, p in found.items()}, alone.state_dict(), bound=1e-5)
+
+
+def test_what_user_code_is_given_is_whole(run_on):
+    run_on(4, observe)

@@ -1,0 +1,281 @@
+"""`ZeroStrategy(tensor_parallel_size=...)`: ranks by data and by tensor parallelism, with a Trainer and with Fabric."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_zero.fabric
+from lightning_zero import ZeroAutoStrategy, ZeroStrategy
+from lightning_zero.monitoring import ZeroMonitor
+from lightning_zero.monitoring.measured import ranks_with_data
+from lightning_zero.pruning import MagnitudePruning
+from tests.engine.test_tensor_parallel import CLOSE, Net, loss_of, parallelised
+from tests.fabric.training import make_fabric, weights
+from tests.support.trainer import make_trainer
+from tests.support.training import same_values
+from tests.support.workers import rank, world_size
+
+SAMPLES, BATCH = 32, 4
+
+
+class Divided(LightningModule):
+    """Divided over `device_mesh`, where there is one, as a module for Lightning's `ModelParallelStrategy` is."""
+
+    def __init__(self, on_meta: bool = False) -> None:
+        super().__init__()
+        self.net: nn.Module | None = None
+        self.on_meta = on_meta
+        self.validated: list[Tensor] = []
+
+    def configure_model(self) -> None:
+        if self.net is not None:
+            return
+        torch.manual_seed(0)
+        with torch.device("meta" if self.on_meta else "cpu"):
+            self.net = Net()
+        if self._device_mesh is not None:
+            parallelised(self.net, self.device_mesh)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = loss_of(self.net, batch[0])
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.validated.append(loss_of(self.net, batch[0]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> Any:
+        tokens = torch.randint(11, (SAMPLES, 5), generator=torch.Generator().manual_seed(1))
+        return DataLoader(TensorDataset(tokens), batch_size=BATCH, shuffle=True)
+
+    val_dataloader = train_dataloader
+
+
+def full(value: Tensor) -> Tensor:
+    return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+
+
+def train(strategy: Any, resume: str | None = None, save: str | None = None, **options: Any) -> dict[str, Tensor]:
+    """The weights after training, and the logged loss."""
+    strategy = ZeroStrategy(**strategy) if isinstance(strategy, dict) else strategy
+    module = Divided(options.pop("on_meta", False))
+    trainer = make_trainer(strategy, **({"gradient_clip_val": 0.5, "num_sanity_val_steps": 0} | options))
+    trainer.fit(module, ckpt_path=resume)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    learned = {name: full(value) for name, value in module.state_dict().items()}
+    return learned | {name: value.clone() for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.behaviour(
+    "The Trainer", "Tensor parallelism beside it: `tensor_parallel_size`, as for `ModelParallelStrategy`"
+)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"on_meta": True}], ids=str)
+def test_a_trainer_on_two_by_two_ranks_learns_what_ddp_learns_on_two(run_on, stage, options):
+    (expected, *_) = run_on(2, train, strategy="ddp", **{**options, "on_meta": False})
+    for found in run_on(4, train, strategy={"stage": stage, "tensor_parallel_size": 2}, **options):
+        same_values(found, expected, "weights", bound=CLOSE)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_in_low_precision_it_learns_nearly_what_ddp_learns(run_on, precision):
+    """Sums over tensor-parallel ranks round otherwise."""
+    (expected, *_) = run_on(2, train, strategy="ddp", precision=precision, max_epochs=4)
+    found = run_on(4, train, strategy={"stage": 3, "tensor_parallel_size": 2}, precision=precision, max_epochs=4)
+    assert found[0]["loss"] == pytest.approx(expected["loss"].item(), rel=1e-2)
+    for name, value in found[0].items():
+        assert all(torch.equal(value, other[name]) for other in found), name
+
+
+def train_as_model_parallel() -> None:
+    sizes = {"tensor_parallel_size": 2, "data_parallel_size": 1}
+    expected = train(ModelParallelStrategy(**sizes, save_distributed_checkpoint=False), gradient_clip_val=None)
+    for stage in (1, 2, 3):
+        same_values(train({"stage": stage, **sizes}, gradient_clip_val=None), expected, "weights", bound=CLOSE)
+
+
+def test_a_module_for_model_parallel_strategy_learns_the_same_when_the_strategy_is_exchanged(run_on):
+    run_on(2, train_as_model_parallel)
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_checkpoints_are_those_of_any_mesh_and_of_ddp(run_on, form, tmp_path: Path):
+    """2 x 2 saves; 4 x 1, 1 x 4, 1 x 2, DDP on two and plain Lightning go on, all alike."""
+    saved = str(tmp_path / "first.ckpt")
+    two_by_two = {"stage": 3, "tensor_parallel_size": 2, "checkpoint": form}
+    run_on(4, train, strategy=two_by_two, save=saved)
+    (again, *_) = run_on(4, train, strategy=two_by_two, resume=saved, max_epochs=3)
+    meshes = [(4, 4, 2), (2, 2, 1), (4, 2, 3)]
+    for world, tensor_parallel_size, stage in meshes:
+        options = {"stage": stage, "tensor_parallel_size": tensor_parallel_size, "checkpoint": form}
+        data_parallel_size = world // tensor_parallel_size
+        (found, *_) = run_on(world, train, strategy=options, resume=saved, max_epochs=3)
+        if data_parallel_size == 2:
+            same_values(found, again, "weights", bound=CLOSE)
+        back = str(tmp_path / f"{world}-{tensor_parallel_size}.ckpt")
+        run_on(world, train, strategy=options, resume=saved, save=back, max_epochs=2)
+        (found, *_) = run_on(4, train, strategy=two_by_two, resume=back, max_epochs=3)
+        same_values(found, again, "weights", bound=CLOSE)
+    (found, *_) = run_on(2, train, strategy={"stage": 3}, resume=saved, max_epochs=3)
+    same_values(found, again, "weights", bound=CLOSE)
+    if form == "full":
+        (found, *_) = run_on(2, train, strategy="ddp", resume=saved, max_epochs=3)
+        same_values(found, again, "weights", bound=CLOSE)
+
+
+def monitored(strategy: Any) -> Any:
+    monitor = ZeroMonitor()
+    strategy = ZeroStrategy(**strategy) if isinstance(strategy, dict) else strategy
+    trainer = make_trainer(strategy, callbacks=[monitor], num_sanity_val_steps=0, max_epochs=1)
+    trainer.fit(Divided())
+    return ranks_with_data(trainer)
+
+
+def test_the_monitor_counts_each_batch_once(run_on):
+    assert run_on(4, monitored, strategy={"stage": 1, "tensor_parallel_size": 2}) == [2] * 4
+    assert run_on(2, monitored, strategy="ddp") == [2, 2]
+
+
+def test_the_advisor_leaves_it_to_the_user():
+    with pytest.raises(TypeError, match="zero_auto does not plan tensor parallelism"):
+        ZeroAutoStrategy(tensor_parallel_size=2)
+
+
+class Mismatched(Divided):
+    """With another shuffle on each rank."""
+
+    def train_dataloader(self) -> Any:
+        tokens = torch.arange(SAMPLES * 5).view(SAMPLES, 5) % 11
+        return DataLoader(TensorDataset(tokens + rank() % 2 * 0), batch_size=BATCH, sampler=[*range(rank(), SAMPLES)])
+
+
+def refuse_batches() -> None:
+    trainer = make_trainer(ZeroStrategy(stage=3, tensor_parallel_size=2), use_distributed_sampler=False)
+    with pytest.raises(ValueError, match=r"Tensor-parallel ranks \[\d, \d\] .* differ in batch\[0\].*sampler"):
+        trainer.fit(Mismatched())
+
+
+def test_tensor_parallel_ranks_with_different_batches_are_told(run_on):
+    run_on(4, refuse_batches)
+
+
+def evaluate(stage: int) -> Any:
+    module = Divided()
+    trainer = make_trainer(ZeroStrategy(stage=stage, tensor_parallel_size=2))
+    trainer.validate(module, verbose=False)
+    return [value.clone() for value in module.validated]
+
+
+def validate_plainly() -> list[Tensor]:
+    module = Divided()
+    make_trainer("ddp").validate(module, verbose=False)
+    return [value.clone() for value in module.validated]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_evaluation_alone_computes_the_same(run_on, stage):
+    found, expected = run_on(4, evaluate, stage=stage), run_on(2, validate_plainly)
+    for number, values in enumerate(found):
+        same_values(values, expected[number // 2], f"rank {number}", bound=CLOSE)
+
+
+def train_with_fabric(strategy: Any) -> Any:
+    if isinstance(strategy, dict):
+        strategy = lightning_zero.fabric.ZeroStrategy(**strategy)
+    fabric = make_fabric(strategy)
+    torch.manual_seed(0)
+    model = Net()
+    place = rank()
+    if world_size() == 4:
+        mesh = fabric.strategy.device_mesh
+        parallelised(model, mesh)
+        place = mesh["data_parallel"].get_local_rank()
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + place)
+        fabric.backward(loss_of(model, torch.randint(11, (2, 5), generator=generator)))
+        fabric.clip_gradients(model, optimizer, max_norm=0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+@pytest.mark.behaviour("Fabric", "Tensor parallelism beside it: `tensor_parallel_size`")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_fabric_on_two_by_two_ranks_learns_what_ddp_learns_on_two(run_on, stage):
+    (expected, *_) = run_on(2, train_with_fabric, strategy="ddp")
+    for found in run_on(4, train_with_fabric, strategy={"stage": stage, "tensor_parallel_size": 2}):
+        same_values(found, expected, "weights", bound=CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be None or a number of ranks"),
+        ({"data_parallel_size": 2}, "data_parallel_size=2 .* set that as well"),
+        ({"tensor_parallel_size": 3}, r"tensor_parallel_size=3 cannot be had with 2 rank\(s\)"),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2}, "their product must be that number"),
+        ({"tensor_parallel_size": 2, "shard_within": "node"}, "shard_within='node' cannot be combined"),
+    ],
+    ids=str,
+)
+def test_sizes_that_make_no_mesh_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        trainer = make_trainer(ZeroStrategy(stage=3, **options), devices=2)
+        trainer.fit(Divided())
+
+
+def save_with_fabric(folder: str) -> None:
+    fabric = make_fabric(lightning_zero.fabric.ZeroStrategy(stage=3, tensor_parallel_size=2, async_save=True))
+    torch.manual_seed(0)
+    model = Net()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    parallelised(model, fabric.strategy.device_mesh)
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+    fabric.save(f"{folder}/saved.ckpt", {"model": model, "optimizer": optimizer})
+    fabric.strategy.teardown()
+    if fabric.is_global_zero:
+        same_values(dict(torch.load(f"{folder}/saved.ckpt")["model"]), expected, "weights", bound=0)
+
+
+def test_a_whole_file_saved_in_the_background_has_all_shares(run_on, tmp_path: Path):
+    run_on(4, save_with_fabric, folder=str(tmp_path))
+
+
+def prune() -> None:
+    trainer = make_trainer(ZeroStrategy(stage=3, tensor_parallel_size=2), callbacks=[MagnitudePruning(0.5)])
+    with pytest.raises(ValueError, match="MagnitudePruning does not work with tensor parallelism yet"):
+        trainer.fit(Divided())
+
+
+def test_pruning_is_refused(run_on):
+    run_on(2, prune)
+
+
+class Failing(Divided):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if rank() == 1 and batch_idx == 1:
+            raise ArithmeticError("only here")
+        return super().training_step(batch, batch_idx)
+
+
+def fail_on_one_rank() -> None:
+    trainer = make_trainer(ZeroStrategy(stage=3, tensor_parallel_size=2), num_sanity_val_steps=0)
+    with pytest.raises((ArithmeticError, RuntimeError), match="only here"):
+        trainer.fit(Divided() if rank() != 1 else Failing())
+
+
+def test_a_rank_that_fails_ends_those_that_share_its_tensors_and_all_others(run_on):
+    run_on(4, fail_on_one_rank)
