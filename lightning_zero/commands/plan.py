@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ def main(arguments: list[str]) -> int:
     sys.path.insert(0, "")
     try:
         from lightning_zero.planning.advice import advise, make_plans
+        from lightning_zero.planning.paper import CONFIGURATIONS
 
         measured = json.loads(parsed.resources.read_text()) if parsed.resources is not None else {}
         resources = _resources(parsed, measured.get("resources", {}))
@@ -37,20 +39,23 @@ def main(arguments: list[str]) -> int:
         settings = {name: value for name in _SETTINGS if (value := getattr(parsed, name)) is not None}
         if parsed.ranks is not None:
             settings = {"machines": 1, **settings}  # not the Trainer's, which has other ranks
-        plans = make_plans(
+        plan = partial(
+            make_plans,
             project.make_module,
             project.batch,
-            stages=parsed.stage,
-            offloads=parsed.offload,
             micro_batches=parsed.micro_batch or [None],
-            checkpointing=[{"off": False, "on": True}[each] for each in parsed.checkpointing],
             resources=resources,
             memory=memory,
             shard_within=[_group(each) for each in parsed.shard_within],
             compression=[None if each == "none" else each for each in parsed.compression],
+            tensor_parallel=[None if each == "none" else int(each) for each in parsed.tensor_parallel],
             transport=parsed.transport or measured.get("machine", {}).get("transport") or "nccl",
             **{"ranks": 1, **project.settings, **settings, **strategy_options(parsed.option)},
         )
+        checkpointing = [{"off": False, "on": True}.get(each, each) for each in parsed.checkpointing]
+        own_choices = {"stages": parsed.stage, "offloads": parsed.offload, "checkpointing": checkpointing}
+        choices = [CONFIGURATIONS[each] for each in parsed.configuration] or [own_choices]
+        plans = [made for each in choices for made in plan(**each)]
     except (ValueError, ImportError, OSError) as error:
         print(f"lightning-zero plan: {error}", file=sys.stderr)
         return 2
@@ -84,7 +89,7 @@ def parser() -> Parser:
     add_project(made)
     made.add_argument("--ranks", type=int, help="world size (default: that of the project's Trainer, or 1)")
     made.add_argument("--stage", type=int, nargs="+", default=[0, 1, 2, 3], choices=[0, 1, 2, 3], help="0 is DDP")
-    made.add_argument("--offload", nargs="+", default=["none"], choices=["none", "cpu", "nvme"])
+    made.add_argument("--offload", nargs="+", default=["none"], choices=["none", "cpu", "nvme", "activations"])
     made.add_argument(
         "--option",
         nargs="+",
@@ -105,8 +110,28 @@ def parser() -> Parser:
         default=["none"],
         help="of what crosses between machines, over gloo or shared memory: none, exact, int8 or int4",
     )
+    made.add_argument(
+        "--tensor-parallel",
+        nargs="+",
+        default=["none"],
+        type=_size_or_none,
+        help="ranks that compute each forward together, as the module's configure_model divides it: none or numbers",
+    )
     made.add_argument("--micro-batch", type=int, nargs="+", help="samples per rank and micro-batch")
-    made.add_argument("--checkpointing", nargs="+", default=["off"], choices=["off", "on"], help="of activations")
+    made.add_argument(
+        "--checkpointing",
+        nargs="+",
+        default=["off"],
+        choices=["off", "on", "partitioned"],
+        help="of activations; partitioned: each tensor-parallel rank keeps a part of them",
+    )
+    made.add_argument(
+        "--configuration",
+        nargs="+",
+        default=[],
+        choices=["C1", "C2", "C3", "C4", "C5"],
+        help="of the ZeRO paper's Table 3, in place of --stage, --offload and --checkpointing",
+    )
     made.add_argument("--accumulate", type=int, nargs="+", help="micro-batches a step (default: the Trainer's, or 1)")
     made.add_argument("--precision", help="as the Trainer names it (default: the Trainer's, or 32-true)")
     made.add_argument("--clip", type=float, help="gradient_clip_val (default: the Trainer's)")
@@ -131,6 +156,12 @@ def parser() -> Parser:
         "--paper", action="store_true", help="Table 1 of the ZeRO paper, by its formula and by the engine"
     )
     return made
+
+
+def _size_or_none(text: str) -> str:
+    if text != "none" and not (text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} must be none, or a number of ranks, 1 or more")
+    return text
 
 
 def _group(text: str) -> str | int | None:

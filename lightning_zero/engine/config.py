@@ -170,6 +170,21 @@ class EngineConfig:
         """What optimizers of an unknown class need, by either option."""
         return False if self.whole_parameters is None and self.allow_any_optimizer else self.whole_parameters
 
+    def check_mesh(self, tensor_parallel_size: int | None) -> None:
+        """Raise a ValueError if the options do not go with so many tensor-parallel ranks; None for no mesh."""
+        if self.partition_activations and tensor_parallel_size in (None, 1):
+            raise ValueError(
+                "partition_activations=True divides what tensor-parallel ranks have alike, and there is one such rank: "
+                "set tensor_parallel_size, or leave it out. To keep activations elsewhere: "
+                "offload={'optimizer': None, 'activations': 'cpu'}."
+            )
+        if self.shard_within is not None and tensor_parallel_size is not None:
+            raise ValueError(
+                f"shard_within={self.shard_within!r} cannot be combined with "
+                f"tensor_parallel_size={tensor_parallel_size}: both keep traffic within a machine. Leave one of them "
+                "out."
+            )
+
 
 _PLACES = (None, "cpu", "nvme")
 _MOVED = ("optimizer", "parameters", "activations")

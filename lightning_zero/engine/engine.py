@@ -19,7 +19,7 @@ from lightning_zero.engine.comm.phases import Phases
 from lightning_zero.engine.comm.process_group import ProcessGroup, world_size
 from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.streams import Streams
-from lightning_zero.engine.comm.tensor_parallel import check_mesh, is_dtensor, own_share
+from lightning_zero.engine.comm.tensor_parallel import TENSOR, check_mesh, is_dtensor, own_share
 from lightning_zero.engine.config import EngineConfig, OffloadConfig, check_names, names_of_options, wire_dtype_of
 from lightning_zero.engine.init.bucketing import assign_to_buckets, check_compression, reserve_disk
 from lightning_zero.engine.init.host_room import Shortage, check_room, check_room_of_owners, without_room_for_whole
@@ -104,6 +104,7 @@ class Engine(StateDicts):
         self._mesh = mesh
         if mesh is not None:
             check_mesh(mesh)
+        config.check_mesh(mesh[TENSOR].size() if mesh is not None else None)
         offload = config.offloads
         self.background = self._updates_thread(config)
         self._swap: Swap | None = None

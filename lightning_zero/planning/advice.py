@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
@@ -18,7 +18,14 @@ ROOM = 0.9
 """Part of a device's memory that a plan may use: the allocator's fragments and the communication library need some."""
 
 
-_SUFFIXES = {"none": "", "cpu": "_offload", "nvme": "_nvme"}
+_SUFFIXES = {"none": "", "cpu": "_offload", "nvme": "_nvme", "activations": ""}
+
+_OFFLOADS: dict[str, Any] = {
+    "none": None,
+    "cpu": "cpu",
+    "nvme": {"optimizer": "nvme", "path": "."},  # a path, since no file is made: the temporary folder may be memory
+    "activations": {"optimizer": None, "activations": "cpu"},
+}
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,8 @@ class Plan:
 
     Attributes:
         stage: of ZeRO; 0 for DDP.
-        offload: where optimizer states and master weights are: ``"none"``, ``"cpu"`` or ``"nvme"``.
+        offload: where optimizer states and master weights are: ``"none"``, ``"cpu"`` or ``"nvme"``; or
+            ``"activations"``, whose checkpoints alone are then in the CPU's memory.
         ranks: the world size.
         micro_batch: samples per rank and micro-batch; None where the batch has no common first dimension.
         accumulate: micro-batches a step; or several choices.
@@ -44,7 +52,7 @@ class Plan:
         fits: whether the peak is within 90 % of the device's memory; None where that is unknown.
         assumptions: made where the project reads values.
         shard_within: as of ``ZeroStrategy``, at stage 3.
-        compression: likewise, of ZeRO.
+        compression, tensor_parallel_size, partition_activations: likewise, of ZeRO.
     """
 
     stage: int
@@ -66,6 +74,8 @@ class Plan:
     assumptions: tuple[str, ...]
     shard_within: str | int | None = None
     compression: str | None = None
+    tensor_parallel_size: int | None = None
+    partition_activations: bool = False
 
     @property
     def name(self) -> str:
@@ -73,9 +83,12 @@ class Plan:
         text = "DDP" if self.stage == 0 else f"zero{self.stage}{_SUFFIXES[self.offload]}"
         checkpointing = "units" if self.activation_checkpointing else None
         chosen = {
+            "tensor_parallel_size": self.tensor_parallel_size,
             "shard_within": self.shard_within,
             "compression": self.compression,
             "activation_checkpointing": checkpointing,
+            "partition_activations": self.partition_activations or None,
+            "offload": _OFFLOADS["activations"] if self.offload == "activations" else None,
         }
         options = ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value is not None)
         return f"{text} with {options}" if options else text
@@ -92,24 +105,28 @@ def make_plans(
     stages: Iterable[int],
     offloads: Iterable[str] = ("none",),
     micro_batches: Iterable[int | None] = (None,),
-    checkpointing: Iterable[bool] = (False,),
+    checkpointing: Iterable[bool | Literal["partitioned"]] = (False,),
     resources: Resources | None = None,
     memory: float | None = None,
     accumulate: int | Iterable[int] = 1,
     shard_within: Iterable[str | int | None] = (None,),
     compression: Iterable[str | None] = (None,),
+    tensor_parallel: Iterable[int | None] = (None,),
     **options: Any,
 ) -> list[Plan]:
     """Plan every combination of the choices; DDP, as stage 0, is never offloaded or checkpointed.
 
     Args:
         make_module, batch, options: as for ``fake_run``.
+        offloads: as ``Plan.offload``.
         micro_batches: first dimensions of the batch's tensors; None for the batch as it is.
+        checkpointing: of activations; ``"partitioned"`` over tensor-parallel ranks, where there are any.
         resources: the machine's speed; None for plans without times.
         memory: bytes of the device; None for plans that do not say whether they fit.
         accumulate: micro-batches a step.
         shard_within: choices at stage 3.
         compression: choices, by name; at stage 3 with ``shard_within`` only.
+        tensor_parallel: choices of ``tensor_parallel_size``, without ``shard_within``.
 
     Raises:
         ValueError: if there are no ranks, or micro-batches cannot be varied.
@@ -118,18 +135,27 @@ def make_plans(
         raise ValueError(f"ranks={ranks} must be a whole number, 1 or more.")
     plans = []
     accumulates = [accumulate] if isinstance(accumulate, int) else accumulate
-    choices = product(micro_batches, accumulates, stages, offloads, checkpointing, shard_within, compression)
-    for micro_batch, of_step, stage, offload, recompute, within, compress in choices:
-        if (stage == 0 and (offload != "none" or recompute or compress)) or (stage != 3 and within is not None):
+    choices = product(
+        *(micro_batches, accumulates, stages, offloads, checkpointing, shard_within, compression, tensor_parallel)
+    )
+    for micro_batch, of_step, stage, offload, recompute, within, compress, together in choices:
+        is_partitioned = recompute == "partitioned"
+        if stage == 0 and (offload != "none" or recompute or compress or together):
+            continue
+        if within is not None and (stage != 3 or together):
+            continue
+        if (is_partitioned and together in (None, 1)) or (offload == "activations" and not recompute):
             continue
         if compress is not None and stage == 3 and within is None:  # no machine has parameters that are changed
             continue
         sized = batch if micro_batch is None else resized(batch, micro_batch)
-        # with a path, since no file is created: the folder for temporary files may be in memory
-        where = {"none": None, "cpu": "cpu", "nvme": {"optimizer": "nvme", "path": "."}}[offload]
-        chosen: dict[str, Any] = {} if stage == 0 else {"offload": where}
+        chosen: dict[str, Any] = {} if stage == 0 else {"offload": _OFFLOADS[offload]}
         if recompute:
             chosen["activation_checkpointing"] = "units"
+        if is_partitioned:
+            chosen["partition_activations"] = True
+        if together is not None:
+            chosen["tensor_parallel_size"] = together
         if within is not None:
             chosen["shard_within"] = within
         if compress is not None:
@@ -147,7 +173,7 @@ def make_plans(
                 ranks=ranks,
                 micro_batch=samples,
                 accumulate=of_step,
-                activation_checkpointing=recompute,
+                activation_checkpointing=bool(recompute),
                 parameters=run.numel,
                 peak_bytes={**run.peak_bytes, "total": total},
                 host_bytes=run.host_bytes,
@@ -156,17 +182,22 @@ def make_plans(
                 leaving_bytes=run.leaving,
                 seconds_per_step=seconds,
                 waiting_seconds=times.get("waiting"),
-                samples_per_second=samples * ranks * of_step / seconds if samples and seconds else None,
+                samples_per_second=samples * (ranks // (together or 1)) * of_step / seconds
+                if samples and seconds
+                else None,
                 fits=None if memory is None else total <= ROOM * memory,
                 assumptions=run.assumptions,
                 shard_within=within,
                 compression=compress,
+                tensor_parallel_size=together,
+                partition_activations=is_partitioned,
             )
         )
     if not plans:
         raise ValueError(
-            "Nothing is left to plan: DDP takes no options, shard_within is for stage 3, and at stage 3 compression is "
-            "for shard_within."
+            "Nothing is left to plan: DDP takes no options, shard_within is for stage 3 without tensor parallelism, at "
+            "stage 3 compression is for shard_within, only checkpoints of activations can be offloaded or partitioned, "
+            "and these only over several tensor-parallel ranks."
         )
     return plans
 

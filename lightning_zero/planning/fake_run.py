@@ -116,12 +116,24 @@ class _PretendingZero(_Pretending):
     def world_size(self) -> int:
         return self._ranks
 
+    @property
+    def _mesh_ranks(self) -> int:
+        return self._ranks
+
+    _is_alone = True  # Lightning and the strategy have nothing to tell to ranks that do not exist
+
+    def setup_environment(self) -> None:
+        self._make_mesh()  # type: ignore[attr-defined]
+        super().setup_environment()  # type: ignore[misc]
+
     def held(self) -> Counter[str]:
         return Counter(self.engine.ledger.now) if self.engine is not None else Counter()
 
     def traffic(self) -> dict[str, int]:
         assert self.engine is not None
-        return self.engine.report().bytes  # which enters the optimizer states in the ledger, too
+        sent = self.engine.report().bytes  # which enters the optimizer states in the ledger, too
+        shared = self._recorder.tensor_parallel_bytes
+        return {**sent, "tensor_parallel": shared} if shared else sent
 
     def reset_peak(self) -> None:
         assert self.engine is not None
@@ -140,7 +152,8 @@ class _PretendingZero(_Pretending):
         """The rank with the most elements, as shards of whole parameters are unequal; ``rank`` if none has more."""
         assert self.engine is not None
         layouts = [bucket.layout for bucket in self.engine.buckets if bucket.layout.is_whole]
-        loads = [sum(layout.shard_numel(each) for layout in layouts) for each in range(self._ranks)] if layouts else []
+        size = self.engine.communicator.size
+        loads = [sum(layout.shard_numel(each) for layout in layouts) for each in range(size)] if layouts else []
         return max([rank, *range(len(loads))], key=loads.__getitem__) if loads else rank
 
     def disk_bytes(self) -> tuple[int, int]:
@@ -367,19 +380,25 @@ def fake_run(
         clip: the Trainer's ``gradient_clip_val``.
         transport: between the ranks, ``"nccl"``, ``"gloo"`` or ``"shared memory"``: which buffers a reduction takes.
         with_values: compute with real tensors, to check what fake ones give.
-        rank: which one to run as; where another has more to keep, since parameters stay whole, that one is taken.
+        rank: which one to run as, with tensor parallelism along the data-parallel dimension; where another has more to
+            keep, since parameters stay whole, that one is taken.
         machines: on how many the ranks are, equally many on each.
         options: of ``ZeroStrategy``.
 
     Raises:
-        ValueError: if the module cannot be made on the meta device, or machines cannot have equally many ranks.
+        ValueError: if the module cannot be made on the meta device, or machines cannot have equally many ranks; with
+            tensor parallelism, if this process has process groups.
     """
     if machines < 1 or ranks % machines:
         raise ValueError(f"machines={machines} must be a whole number that divides {ranks} ranks.")
     module = _made_on_meta(make_module)
     package = package_of(module)
     zero_strategy, ddp_strategy = _strategies(package)
-    mode, recorder, assumptions = FakeTensorMode(allow_non_fake_inputs=True), Recorder(), Assumptions()
+    has_mesh = options.get("tensor_parallel_size") is not None
+    together = options["tensor_parallel_size"] if has_mesh else 1
+    crosses = together > ranks // machines  # tensor-parallel ranks are neighbours
+    recorder = Recorder(together, leaving=ranks // machines if crosses else 0.0)
+    mode, assumptions = FakeTensorMode(allow_non_fake_inputs=True), Assumptions()
     strategy: Any = (
         ddp_strategy(ranks, recorder, machines)
         if stage is None
@@ -404,7 +423,7 @@ def fake_run(
     if not with_values:
         batch = tree_map(lambda leaf: mode.from_tensor(leaf) if _is_data(leaf) else leaf, batch)
     tracker.count(tree_leaves(batch))
-    with strategy.leave_modes:
+    with process_group.pretended(rank * together, ranks) if has_mesh else nullcontext(), strategy.leave_modes:
         trainer.fit(module, _Batches(batch, 2 * accumulate))
         numel = sum(parameter.numel() for parameter in module.parameters())
         whole = sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())
@@ -427,8 +446,9 @@ def fake_run(
             **options,
         )
     peak = {"parameters": 0, "optimizer": 0, **tracker.at_peak}  # which may be elsewhere entirely
-    peak["activations"] = tracker.peak - sum(peak.values())
-    host = peak.pop("host", 0) + offloaded + buffers
+    peak.pop("host", None)
+    host = tracker.host_peak + offloaded + buffers
+    peak["activations"] = tracker.peak - sum(each for category, each in peak.items() if category != "activations")
     peak["parameters"] -= offloaded
     if stage is not None and transport != "nccl":
         assumptions.made[

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,6 +16,18 @@ TABLE_1_SIZES = (7.5e9, 128e9, 1e12)
 """Parameters."""
 
 TABLE_1_RANKS = (1, 4, 16, 64, 256, 1024)
+
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    name: {"stages": [stage], "checkpointing": [activations], "offloads": [offload]}
+    for name, stage, activations, offload in (
+        ("C1", 1, True, "none"),
+        ("C2", 1, "partitioned", "none"),
+        ("C3", 2, True, "none"),
+        ("C4", 2, "partitioned", "none"),
+        ("C5", 2, "partitioned", "activations"),
+    )
+}
+"""Table 3, as choices for ``make_plans``. All have buffers of constant size (C_B), as the engine always has."""
 
 _STATES = ("parameters", "gradients", "optimizer")
 

@@ -6,11 +6,11 @@ Only the shapes of results are right. Every rank is assumed to hold the same val
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from lightning_zero.engine.comm.counters import Counters, Link
 from lightning_zero.engine.comm.gloo_transport import GlooTransport
 from lightning_zero.engine.comm.rendezvous import Absence
 from lightning_zero.engine.comm.shared_memory_transport import SharedMemoryTransport
-from lightning_zero.engine.comm.tensor_parallel import TensorParallel
+from lightning_zero.engine.comm.tensor_parallel import ActivationParts, TensorParallel
 from lightning_zero.engine.comm.transport import Ranges, Span, Started, Transport, slices_of
 from lightning_zero.engine.compat import FakeTensor
 from lightning_zero.engine.config import EngineConfig, OffloadConfig
@@ -34,6 +34,9 @@ from lightning_zero.engine.plan.mesh import ALL, LOCAL, NODE, Mesh
 from lightning_zero.engine.plan.topology import Topology
 from lightning_zero.io.swap import SwapFile
 from lightning_zero.planning.timeline import Recorder
+
+if TYPE_CHECKING:
+    from lightning_zero.engine.comm.tensor_parallel import DeviceMesh
 
 T = TypeVar("T")
 
@@ -158,6 +161,34 @@ TRANSPORTS: dict[str, type[_PretendTransport]] = {
 """By the name that ``doctor`` prints. Each holds other buffers while gradients are reduced."""
 
 
+class PretendTensorParallel(TensorParallel):
+    """The ranks of a pretended mesh along ``tensor_parallel``, which all have the same values."""
+
+    def __init__(self, mesh: DeviceMesh | None, counters: Counters) -> None:
+        super().__init__(mesh, counters)
+        self._watch, self.control = PretendWatch(), PretendControlPlane(self.size)  # type: ignore[assignment]
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def check_same(self, batch: Any) -> None:
+        pass
+
+
+class PretendActivationParts(ActivationParts):
+    """Takes all activations for identical on all tensor-parallel ranks."""
+
+    def __init__(self, tensor: TensorParallel, recorder: Recorder) -> None:
+        super().__init__(tensor, tensor.group)
+        self._recorder = recorder
+
+    def agree(self, values: Mapping[int, Tensor]) -> frozenset[int]:
+        return frozenset(values)
+
+    def gather(self, flat: Tensor, mark: Tensor) -> Callable[[], Any]:
+        return partial(self._recorder.wait, self._recorder.launch_tensor_parallel(flat.nbytes))
+
+
 class PretendCommunicator(Communicator):
     """The communicator of one of several ranks.
 
@@ -166,9 +197,10 @@ class PretendCommunicator(Communicator):
         device: where the flat buffers live.
         recorder: notes the collectives.
         transport: one of ``TRANSPORTS``.
-        rank: which one.
+        rank: which one, along the data-parallel dimension.
         machines: on how many the ranks are, equally many on each.
         shard_within: as of ``EngineConfig``.
+        mesh: of the ranks; None without tensor parallelism.
     """
 
     name = "pretend"
@@ -182,19 +214,25 @@ class PretendCommunicator(Communicator):
         rank: int,
         machines: int,
         shard_within: Literal["node"] | int | None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
-        self.size, self.rank, self.device, self.counters = size, rank, device, Counters()
+        self.rank, self.device, self.counters, self._recorder = rank, device, Counters(), recorder
+        self.tensor = PretendTensorParallel(mesh, self.counters)
+        control: Any = PretendControlPlane(size)
+        self.everyone = Everyone(rank * self.tensor.size, size, control)
+        groups_here = min(self.tensor.size, size // machines)  # data-parallel groups with ranks on a machine
+        self.size = size = size // self.tensor.size
+        machines = min(machines, size)
         self.mesh = Mesh.flat(size, rank)
         self.watch, self.control = PretendWatch(), PretendControlPlane(size)  # type: ignore[assignment]
         self.gathering = Gathering(range(size), rank, self.control)
-        self.tensor, self.everyone = TensorParallel(None, self.counters), Everyone(rank, size, self.control)
 
         def between(members: Sequence[int], leaving: float, link: Link | None = None) -> BucketCollectives:
             made = TRANSPORTS[transport](recorder, len(members), members.index(rank), leaving)
             return BucketCollectives(made if len(members) > 1 else None, self.counters, (), self.watch, link)
 
         # In a ring every byte passes the border of each machine; in two levels it comes to each machine once.
-        leaving = (size - 1) / size if transport == "nccl" else (machines - 1) / machines
+        leaving = groups_here * ((size - 1) / size if transport == "nccl" else (machines - 1) / machines)
         self.is_on_one_machine = machines == 1
         self.may_compress = machines > 1 and transport != "nccl"
         self._along = {ALL: between(range(size), leaving if machines > 1 else 0.0)}
@@ -209,6 +247,9 @@ class PretendCommunicator(Communicator):
             beyond = len({topology.machines[each] for each in column})
             self._along[LOCAL,] = between(groups.within(rank), 0.0, "within")
             self._along[NODE,] = between(column, size // machines * (beyond - 1) / beyond, "across")
+
+    def activation_parts(self) -> ActivationParts:
+        return PretendActivationParts(self.tensor, self._recorder)
 
     def broadcast_ranges(self, flat: Tensor, ranges: list[tuple[int, int]], what: str) -> None:
         pass
@@ -366,8 +407,10 @@ def pretending(
 
     Args:
         transport: one of ``TRANSPORTS``.
-        rank: which one.
+        rank: which one; with a mesh, along its data-parallel dimension.
         machines: on how many the ranks are, equally many on each.
+
+    An engine with a mesh needs ``process_group.pretended`` around it.
     """
 
     class PretendingEngine(Engine):
@@ -378,7 +421,9 @@ def pretending(
 
         def _connect(self, group: Any, device: torch.device) -> None:
             within = self.config.shard_within
-            self.communicator = PretendCommunicator(ranks, device, recorder, transport, rank, machines, within)
+            self.communicator = PretendCommunicator(
+                ranks, device, recorder, transport, rank, machines, within, self._mesh
+            )
             self.rendezvous = PretendRendezvous()  # type: ignore[assignment]
 
         def _open_swap(self, offload: OffloadConfig) -> Swap:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_zero.engine.comm.tensor_parallel import are_divided
 from lightning_zero.engine.compat import TorchDispatchMode, tree_leaves
 from lightning_zero.monitoring.flops import flops_of
 
@@ -71,21 +72,36 @@ class Event(NamedTuple):
 class Recorder(TorchDispatchMode):
     """Notes each operator with its floating-point operations and bytes, and each collective.
 
+    Args:
+        tensor_parallel_size: ranks of each collective that is an operator: only modules divided by tensor parallelism
+            have such.
+        leaving: bytes that leave the machine, of all its ranks, for each byte that a rank sends in these.
+
     Attributes:
         events: in order.
         on_host: whether operators belong to an update in the host's memory.
+        tensor_parallel_bytes: of the full buffers of collectives that are operators, as ``Report.bytes`` counts them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tensor_parallel_size: int = 1, leaving: float = 0.0) -> None:
         super().__init__()
+        self._together, self._leaving = tensor_parallel_size, leaving
         self.events: list[Event] = []
         self.on_host = False
+        self.tensor_parallel_bytes = 0
         self._collectives = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if are_divided(types):
+            return NotImplemented  # comes again, with the tensors that it consists of
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not func.is_view and func.namespace != "prim" and func not in _FREE:
+        if func.namespace in _COLLECTIVES:
+            if not func.__name__.startswith("wait_tensor"):
+                sizes = [value.nbytes for value in tree_leaves((args, result)) if isinstance(value, Tensor)]
+                reduces_all = func.__name__.startswith(("all_reduce", "allreduce"))
+                self.wait(self.launch_tensor_parallel(max(sizes, default=0), times=2 if reduces_all else 1))
+        elif not func.is_view and func.namespace != "prim" and func not in _FREE:
             flops = flops_of(func, args, kwargs, result)
             nbytes = sum(value.nbytes for value in tree_leaves((args, kwargs, result)) if isinstance(value, Tensor))
             self.events.append(Event("host" if self.on_host else "compute", float(flops), float(nbytes)))
@@ -97,6 +113,16 @@ class Recorder(TorchDispatchMode):
         self.events.append(Event("launch", nbytes=nbytes, number=self._collectives, leaving=leaving))
         return self._collectives
 
+    def launch_tensor_parallel(self, nbytes: int, times: int = 1) -> int:
+        """Record a collective of tensor-parallel ranks over a full buffer of so many bytes; returns its number.
+
+        Args:
+            times: that a rank sends all but its own part.
+        """
+        self.tensor_parallel_bytes += nbytes
+        sent = times * nbytes * (self._together - 1) / self._together
+        return self.launch(sent, sent * self._leaving)
+
     def disk(self, nbytes: int) -> None:
         """So many bytes are read from a disk, or written to it."""
         self.events.append(Event("disk", nbytes=float(nbytes)))
@@ -104,6 +130,8 @@ class Recorder(TorchDispatchMode):
     def wait(self, number: int) -> None:
         self.events.append(Event("wait", number=number))
 
+
+_COLLECTIVES = {"_c10d_functional", "c10d"}
 
 _aten = torch.ops.aten
 _FREE = {_aten.empty.memory_format, _aten.detach.default, _aten.empty_like.default, _aten.empty_strided.default}

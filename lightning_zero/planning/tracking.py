@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_zero.engine.comm.tensor_parallel import are_divided
 from lightning_zero.engine.compat import (
     DATA_DEPENDENT,
     TorchDispatchMode,
@@ -30,12 +31,13 @@ class MemoryTracker(TorchDispatchMode):
     A storage counts with its current size, so a buffer that the engine has resized to nothing counts nothing.
 
     Args:
-        by_category: the bytes that the engine accounts for; read at each new peak.
-        on_host: whether what is made now is in the memory of the host, and so no part of a peak.
+        by_category: the bytes that the engine accounts for; those of ``"host"`` are no part of a peak.
+        on_host: whether what is made now is in the memory of the host, and so likewise.
 
     Attributes:
         peak: the highest total since the last ``reset``.
         at_peak: ``by_category`` at that time.
+        host_peak: the most in the memory of the host since then, of what ``by_category`` has.
     """
 
     def __init__(self, by_category: Callable[[], Counter[str]], on_host: Callable[[], bool]) -> None:
@@ -44,11 +46,13 @@ class MemoryTracker(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
         self._total = 0
-        self.peak, self.at_peak = 0, Counter[str]()
+        self.peak = self.host_peak = 0
+        self.at_peak = Counter[str]()
 
     def reset(self) -> None:
         """Reset the peak to the bytes in use now."""
-        self.peak, self.at_peak = self._total, self._by_category()
+        self.peak = self.host_peak = 0
+        self._note_peak()
 
     def __enter__(self) -> Any:
         self._resize = torch.UntypedStorage.resize_
@@ -67,6 +71,8 @@ class MemoryTracker(TorchDispatchMode):
         super().__exit__(*exc)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if are_divided(types):
+            return NotImplemented
         result = func(*args, **(kwargs or {}))
         self.count(result if isinstance(result, (tuple, list)) else (result,))
         return result
@@ -85,8 +91,14 @@ class MemoryTracker(TorchDispatchMode):
         nbytes = storage.nbytes()
         self._total += nbytes - self._sizes[id(storage)]
         self._sizes[id(storage)] = nbytes
-        if self._total > self.peak and not self._on_host():
-            self.peak, self.at_peak = self._total, self._by_category()
+        if not self._on_host():
+            self._note_peak()
+
+    def _note_peak(self) -> None:
+        held = self._by_category()
+        self.host_peak = max(self.host_peak, held["host"])
+        if (on_device := self._total - held["host"]) > self.peak:
+            self.peak, self.at_peak = on_device, held
 
     def _forget(self, identity: int, _: Any) -> None:
         self._total -= self._sizes.pop(identity)
@@ -107,6 +119,8 @@ class Assumptions(TorchDispatchMode):
         self.made: dict[str, None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if are_divided(types):
+            return NotImplemented
         kwargs = kwargs or {}
         if _are_real(args, kwargs):
             with unset_fake_temporarily():

@@ -21,7 +21,6 @@ from lightning_zero.checkpoint.reading import by_number
 from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.comm.collectives import Communicator
-from lightning_zero.engine.comm.tensor_parallel import check_same
 from lightning_zero.engine.compat import replaced
 from lightning_zero.engine.init.consolidate import consolidate
 from lightning_zero.engine.init.deferred_param import awaits_values
@@ -239,7 +238,7 @@ class _Sharded(nn.Module):
         engine = None if self._has_checked_inputs else engine_of(self.module)
         if engine is not None:
             self._has_checked_inputs = True
-            check_same((*args, kwargs), engine.communicator.tensor)
+            engine.communicator.tensor.check_same((*args, kwargs))
         return self.module(*args, **kwargs)
 
 

@@ -95,7 +95,9 @@ def split_options(
     engine = [name for name in names_of_options(EngineConfig) if name not in SET_BY_STRATEGIES]
     check_names(options, [*engine, *own], what)
     config = EngineConfig(**{name: value for name, value in options.items() if name in engine})
-    return config, strategy_options(**{name: value for name, value in options.items() if name in own})
+    made = strategy_options(**{name: value for name, value in options.items() if name in own})
+    config.check_mesh(made.tensor_parallel_size)
+    return config, made
 
 
 def takes_options(strategy_options: type[StrategyOptions], base: Any) -> Callable[[_Class], _Class]:

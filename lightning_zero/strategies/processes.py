@@ -129,13 +129,11 @@ class ZeroProcesses(ParallelStrategy):
         tensor, data = self.options.tensor_parallel_size, self.options.data_parallel_size
         if tensor is not None and self._mesh is None:
             self._check_mesh()
-            size = self.num_nodes * self.num_processes
-            self._mesh = device_mesh(self.root_device, size // tensor if data == "auto" else data, tensor)
+            self._mesh = device_mesh(self.root_device, self._mesh_ranks // tensor if data == "auto" else data, tensor)
 
     def _check_mesh(self) -> None:
         """Raise a ValueError if the ranks do not make the mesh that is wanted."""
-        tensor, data = self.options.tensor_parallel_size, self.options.data_parallel_size
-        size = self.num_nodes * self.num_processes
+        tensor, data, size = self.options.tensor_parallel_size, self.options.data_parallel_size, self._mesh_ranks
         if tensor is not None and size == 1:
             raise ValueError(
                 f"tensor_parallel_size={tensor} makes a mesh of several ranks, and there is one: leave it out, and "
@@ -151,11 +149,10 @@ class ZeroProcesses(ParallelStrategy):
                     else "their product must be that number."
                 )
             )
-        if tensor is not None and self.config.shard_within is not None:
-            raise ValueError(
-                f"shard_within={self.config.shard_within!r} cannot be combined with tensor_parallel_size={tensor}: "
-                "both keep traffic within a machine. Leave one of them out."
-            )
+
+    @property
+    def _mesh_ranks(self) -> int:
+        return self.num_nodes * self.num_processes
 
     @property
     def _is_single(self) -> bool:

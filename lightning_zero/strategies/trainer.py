@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine import Engine, Report, Unit, engine_of
 from lightning_zero.engine.comm.collectives import Communicator
-from lightning_zero.engine.comm.tensor_parallel import check_same, has_dtensors
+from lightning_zero.engine.comm.tensor_parallel import has_dtensors
 from lightning_zero.engine.init.consolidate import consolidate
 from lightning_zero.engine.init.deferred_param import awaits_values, is_deferred, is_on_meta, values_may_wait
 from lightning_zero.engine.init.sources import leave_in_files
@@ -42,7 +42,7 @@ def _in_window(step: str) -> Callable[..., Any]:
     def run(self: TrainerStrategy, *args: Any, **kwargs: Any) -> Any:
         if step == "training_step" and not self._has_checked_batch and self.engine is not None:
             self._has_checked_batch = True
-            check_same(args[0] if args else kwargs, self.engine.communicator.tensor)
+            self.engine.communicator.tensor.check_same(args[0] if args else kwargs)
         with self.engine.window() if self.engine is not None else nullcontext():
             return getattr(super(TrainerStrategy, self), step)(*args, **kwargs)
 

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_zero import CompressionConfig, OffloadConfig
 from lightning_zero.commands.check import ConfigError, _choose_devices, check
+from lightning_zero.planning.paper import CONFIGURATIONS
 from tests.app.commands import REPOSITORY
 
 CONF = REPOSITORY / "conf"
@@ -89,6 +90,17 @@ def test_offload_reaches_the_strategy_at_every_stage(stage: str, tmp_path: Path)
         else:
             with pytest.raises(ConfigError, match=rf"parameters='\w+' requires stage 3: at stage {stage}"):
                 check(composed(*arguments, "data.max_bytes=500_000", folder=tmp_path))
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_the_papers_configurations_are_stages(name: str, tmp_path: Path) -> None:
+    config = composed(f'stage="{name.lower()}"', "stage.tensor_parallel_size=2", folder=tmp_path)
+    strategy, meant = instantiate(config.trainer.strategy), CONFIGURATIONS[name]
+    made = strategy.config
+    offload = OffloadConfig(optimizer=None, activations="cpu") if meant["offloads"] == ["activations"] else None
+    assert ([made.stage], made.activation_checkpointing, made.offload) == (meant["stages"], "units", offload)
+    assert made.partition_activations == (meant["checkpointing"] == ["partitioned"])
+    assert strategy.options.tensor_parallel_size == 2
 
 
 def test_compression_reaches_the_strategy(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@
 // timing, which a test with sleeps on a real device does for the orders that it happens to provoke.
 //
 // Memory is given out and taken back in the order of the stream that it is allocated on; another that uses it must wait.
+// It is cut from segments by the rules of torch's caching allocator for CUDA, so that it fragments as there.
 //
 // Where the host takes part, values are late: what is copied to pinned memory without blocking is not there (but bytes
 // 0xFF, a NaN) until the host has synchronised with the copy, or the device copies it on; and pinned memory must not change
@@ -33,6 +34,8 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/extension.h>
 #include <torch/library.h>
+
+#include <sys/mman.h>
 
 #include <array>
 #include <chrono>
@@ -107,14 +110,13 @@ struct Lock {
 std::vector<Clock> clocks(STREAMS, Clock{});
 Clock host{};
 std::map<char*, Block> blocks;
-std::map<size_t, std::vector<char*>> free_blocks;
 std::map<char*, size_t> pinned;
 std::list<ToHost> leaving;
 std::list<FromHost> arriving;
 std::vector<std::string> races;
 std::string ignored;  // the waits that do nothing
 int next_stream = 1;
-size_t allocated = 0, peak = 0;
+size_t in_use = 0, peak = 0;
 thread_local int current_stream = 0;
 thread_local int in_kernel = 0;
 thread_local std::string current_operator;
@@ -203,6 +205,103 @@ void synchronize(const Clock& clock) {
 
 // -------------------------------------------------------------------------------------------------------------- memory
 
+// A count and its peak.
+struct Gauge {
+  size_t now = 0, peak = 0;
+  void add(int64_t bytes) { peak = std::max(peak, now += bytes); }
+};
+
+// Segments that are divided, as c10/cuda/CUDACachingAllocator.cpp does it: of the free pieces of the same kind the smallest
+// that suffices is taken, what is left of it is cut off, and neighbours are joined when they are free.
+class Segments {
+ public:
+  Gauge allocated, reserved;
+  bool expandable = false;  // each kind has one segment, which grows
+
+  char* take(size_t size, int pool, int stream) {
+    bool small = size <= SMALL;
+    Kind kind{pool, stream, small};
+    auto it = free.lower_bound({kind, size, nullptr});
+    if (it == free.end() || std::get<0>(*it) != kind) it = free.insert(segment(kind, size)).first;
+    char* start = std::get<2>(*it);
+    free.erase(it);
+    Piece& piece = pieces.at(start);
+    piece.is_free = false;
+    size_t rest = piece.size - size;
+    if (small || piece.grows ? rest >= 512 : rest > SMALL) {
+      pieces[start + size] = {rest, piece.segment, kind, true, piece.grows};
+      free.insert({kind, rest, start + size});
+      piece.size = size;
+    }
+    if (piece.grows) {
+      std::memset(start, POISON, size);
+      size_t step = small ? 2 << 20 : 20 << 20;
+      size_t mapped = (start + piece.size - piece.segment + step - 1) / step * step;
+      if (mapped > grown[piece.segment]) reserved.add(mapped - std::exchange(grown[piece.segment], mapped));
+    }
+    allocated.add(piece.size);
+    return start;
+  }
+
+  void give(char* start) {
+    auto it = pieces.find(start);
+    allocated.add(-(int64_t)it->second.size);
+    it->second.is_free = true;
+    if (it != pieces.begin()) it = joined(std::prev(it), it);
+    if (std::next(it) != pieces.end()) joined(it, std::next(it));
+    free.insert({it->second.kind, it->second.size, it->first});
+  }
+
+ private:
+  static constexpr size_t SMALL = 1 << 20;
+  static constexpr size_t RANGE = size_t(1) << 36;  // of addresses, of a segment that grows
+  using Kind = std::tuple<int, int, bool>;  // pool, stream, whether pieces are small
+
+  struct Piece {
+    size_t size;
+    char* segment;
+    Kind kind;
+    bool is_free;
+    bool grows;
+  };
+
+  using Pieces = std::map<char*, Piece>;
+
+  std::tuple<Kind, size_t, char*> segment(Kind kind, size_t least) {
+    size_t size = std::get<2>(kind) ? 2 << 20 : least < 10 << 20 ? 20 << 20 : (least + (2 << 20) - 1) >> 21 << 21;
+    char* start;
+    if (expandable) {
+      size = RANGE;
+      start = (char*)mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      TORCH_CHECK(start != MAP_FAILED, "no range of addresses");
+    } else {
+      start = (char*)std::aligned_alloc(512, size);
+      TORCH_CHECK(start, "no memory for ", size, " bytes");
+      std::memset(start, POISON, size);
+      reserved.add(size);
+    }
+    pieces[start] = {size, start, kind, true, expandable};
+    return {kind, size, start};
+  }
+
+  Pieces::iterator joined(Pieces::iterator one, Pieces::iterator next) {
+    if (!one->second.is_free || !next->second.is_free || one->second.segment != next->second.segment) return next;
+    free.erase({one->second.kind, one->second.size, one->first});
+    free.erase({next->second.kind, next->second.size, next->first});
+    one->second.size += next->second.size;
+    pieces.erase(next);
+    return one;
+  }
+
+  Pieces pieces;
+  std::set<std::tuple<Kind, size_t, char*>> free;
+  std::map<char*, size_t> grown;
+};
+
+Segments segments;
+std::set<int> recording;  // pools into which a thread allocates
+thread_local int pool = 0;
+
 char* aligned(size_t size) {
   char* start = (char*)std::aligned_alloc(64, (size + 63) / 64 * 64);
   TORCH_CHECK(start, "no memory for ", size, " bytes");
@@ -228,8 +327,8 @@ void deallocate(void* address) {
   check(block.written);
   for (auto [stream, number] : block.reads) check({stream, number});
   std::memset(block.start, POISON, block.size);
-  free_blocks[block.size].push_back(block.start);
-  allocated -= block.size;
+  segments.give(block.start);
+  in_use -= block.size;
   blocks.erase(it);
 }
 
@@ -238,13 +337,10 @@ struct Allocator final : c10::Allocator {
     if (size == 0) return {nullptr, nullptr, &deallocate, {DEVICE, 0}};
     Lock lock;
     size = (size + 511) / 512 * 512;
-    auto& free = free_blocks[size];
-    if (free.empty()) free.push_back(aligned(size));
-    char* start = free.back();
-    free.pop_back();
+    char* start = segments.take(size, pool, current_stream);
     // Who had it before may still be at work on it, on this stream.
     blocks[start] = {start, size, current_stream, begin(current_stream)};
-    peak = std::max(peak, allocated += size);
+    peak = std::max(peak, in_use += size);
     return {start, start, &deallocate, {DEVICE, 0}};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &deallocate; }
@@ -682,8 +778,22 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   }, "Let waits do nothing: `event` (a stream for an event), `host` (the host for a stream or event), `collective`.");
   m.def("memory", [] {
     Lock lock;
-    return std::make_pair(allocated, std::exchange(peak, allocated));
-  }, "Bytes that are allocated, and their peak since the last call.");
+    return std::make_pair(in_use, std::exchange(peak, in_use));
+  }, "Bytes that are in use, and their peak since the last call.");
+  m.def("segments", [] {
+    Lock lock;
+    return std::make_tuple(segments.allocated.now, segments.allocated.peak, segments.reserved.now, segments.reserved.peak);
+  }, "Bytes that are allocated, their peak, those of segments, and their peak.");
+  m.def("expand_segments", [](bool expandable) {
+    Lock lock;
+    segments.expandable = expandable;
+  }, "Whether new segments grow.");
+  m.def("use_pool", [](int next) {
+    Lock lock;
+    TORCH_CHECK(next == 0 || recording.insert(next).second, "already recording to pool ", next);
+    if (next == 0) recording.erase(pool);
+    pool = next;
+  }, "From now on this thread allocates from a pool; 0 for what all share.");
   m.def("communicator", [](c10::intrusive_ptr<c10d::Backend> gloo) -> c10::intrusive_ptr<c10d::Backend> {
     return c10::make_intrusive<Communicator>(std::move(gloo));
   }, "A backend for the device whose bytes go over this one.");

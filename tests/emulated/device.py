@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import wraps
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,35 @@ def _module() -> types.ModuleType:
         manual_seed=lambda seed: None,
         manual_seed_all=lambda seed: None,
         get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
+        memory_stats=_memory_stats,
+        MemPool=MemPool,
+        use_mem_pool=use_mem_pool,
     )
     return module
+
+
+def _memory_stats(device: Any = None) -> dict[str, int]:
+    names = [f"{kind}_bytes.all.{when}" for kind in ("allocated", "reserved") for when in ("current", "peak")]
+    return dict(zip(names, native.segments()))
+
+
+class MemPool:
+    """As ``torch.cuda.MemPool``."""
+
+    _numbers = count(1)
+
+    def __init__(self, use_on_oom: bool = False) -> None:
+        self.number = next(self._numbers)
+
+
+@contextmanager
+def use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
+    """As of ``torch.cuda``; that, too, refuses a pool which a thread uses already."""
+    native.use_pool(pool.number)
+    try:
+        yield
+    finally:
+        native.use_pool(0)
 
 
 def races_so_far() -> list[str]:

@@ -34,6 +34,22 @@ def hidden() -> Iterator[None]:
         dist.group.WORLD = before
 
 
+@contextmanager
+def pretended(rank: int, size: int) -> Iterator[None]:
+    """Context in which this process has a default group whose other ranks do not exist; collectives change nothing.
+
+    Raises:
+        ValueError: if it has process groups already.
+    """
+    if all_groups():
+        raise ValueError("Pretended ranks need a process without process groups: end them, or start another process.")
+    dist.init_process_group("fake", rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        destroy()
+
+
 def world_size(group: ProcessGroup | None = None) -> int:
     """Ranks of a process group, None for the default one; 1 where there is none."""
     return dist.get_world_size(group or dist.group.WORLD) if is_initialized() else 1

@@ -8,7 +8,7 @@ they DTensors again.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -177,6 +177,28 @@ class TensorParallel:
                 dist.broadcast(tensor, self.ranks[0], group)
         return tensor
 
+    def check_same(self, batch: Any) -> None:
+        """Raise a ValueError on every rank if tensor-parallel ranks have different tensors in a batch. Collective.
+
+        Args:
+            batch: nested lists, tuples and dictionaries.
+        """
+        if self.size == 1:
+            return
+        values = {keystr(path): value for path, value in tree_leaves_with_path(batch) if isinstance(value, Tensor)}
+        mine = {name: _digest(value) for name, value in values.items()}
+        if self.control.is_alike(repr(sorted(mine.items()))):
+            return
+        everywhere = self.control.gather_objects(mine)
+        names = dict.fromkeys(name for theirs in everywhere for name in theirs)
+        different = [name for name in names if len({theirs.get(name) for theirs in everywhere}) > 1]
+        raise ValueError(
+            f"Tensor-parallel ranks {self.ranks} compute one forward together, but their batches differ in "
+            f"{', '.join(f'batch{name}' for name in different[:5])}. Give them the same data: leave "
+            "use_distributed_sampler=True, or make the sampler with DistributedSampler(dataset, "
+            "**trainer.strategy.distributed_sampler_kwargs), and seed alike what draws random numbers in the dataset."
+        )
+
 
 class ActivationParts:
     """Divides activations that are identical on all tensor-parallel ranks: each rank keeps one part.
@@ -253,6 +275,14 @@ def is_dtensor(tensor: Any) -> bool:
     return type(tensor).__name__ == "DTensor"
 
 
+def are_divided(types: Iterable[type]) -> bool:
+    """Whether classes of tensors that torch divides over ranks, or that are on their way between them, are among these.
+
+    Such a tensor consists of others, on which a dispatch mode sees each operator again if it returns NotImplemented.
+    """
+    return any(each.__name__ in ("DTensor", "AsyncCollectiveTensor") for each in types)
+
+
 def own_share(tensor: Tensor) -> Tensor:
     """This rank's share of a DTensor, detached; of any other tensor, the tensor itself."""
     return tensor.detach().to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
@@ -265,29 +295,6 @@ def has_dtensors(module: nn.Module) -> bool:
 def in_full(tensor: Tensor) -> Tensor:
     """The full value of a DTensor, collective; any other tensor as it is."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-
-
-def check_same(batch: Any, tensor: TensorParallel) -> None:
-    """Raise a ValueError on every rank if tensor-parallel ranks have different tensors in their batches. Collective.
-
-    Args:
-        batch: nested lists, tuples and dictionaries.
-    """
-    if tensor.size == 1:
-        return
-    values = {keystr(path): value for path, value in tree_leaves_with_path(batch) if isinstance(value, Tensor)}
-    mine = {name: _digest(value) for name, value in values.items()}
-    if tensor.control.is_alike(repr(sorted(mine.items()))):
-        return
-    everywhere = tensor.control.gather_objects(mine)
-    names = dict.fromkeys(name for theirs in everywhere for name in theirs)
-    different = [name for name in names if len({theirs.get(name) for theirs in everywhere}) > 1]
-    raise ValueError(
-        f"Tensor-parallel ranks {tensor.ranks} compute one forward together, but their batches differ in "
-        f"{', '.join(f'batch{name}' for name in different[:5])}. Give them the same data: leave "
-        "use_distributed_sampler=True, or make the sampler with DistributedSampler(dataset, "
-        "**trainer.strategy.distributed_sampler_kwargs), and seed alike what draws random numbers in the dataset."
-    )
 
 
 def _digest(tensor: Tensor) -> str:

@@ -30,6 +30,7 @@ from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.streams import current_stream
 from lightning_zero.engine.comm.tensor_parallel import ActivationParts, mark_of
 from lightning_zero.engine.compat import (
+    FakeTensor,
     hooks_on_top,
     pop_hooks,
     push_hooks,
@@ -45,6 +46,9 @@ from lightning_zero.engine.state.ledger import Ledger
 
 LEAST = 2**16
 """Smallest size in bytes of a tensor that is moved: below it the copy costs more than the memory is worth."""
+
+
+_PLAIN = (Tensor, FakeTensor)  # no other subclasses, which may be more than their memory
 
 
 class ActivationStore:
@@ -63,7 +67,7 @@ class ActivationStore:
         place: where tensors are moved to.
         moves_whole: whether tensors that ranks do not share are moved, too.
         parts: of tensors that tensor-parallel ranks have alike; None to move these as a whole.
-        ledger: counts what stays on the device.
+        ledger: counts what is kept in memory.
     """
 
     def __init__(
@@ -140,7 +144,7 @@ class ActivationStore:
         if call not in known:
             assert self._parts is not None
             # of any size, so that every rank takes part
-            values = {number: leaf for number, leaf in enumerate(leaves) if type(leaf) is Tensor}
+            values = {number: leaf for number, leaf in enumerate(leaves) if type(leaf) in _PLAIN}
             alike = self._parts.agree(values)
             if alike is None:
                 return frozenset()
@@ -156,7 +160,7 @@ class ActivationStore:
 
     def _is_worth_moving(self, tensor: Any) -> bool:
         return (
-            type(tensor) is Tensor
+            type(tensor) in _PLAIN
             and tensor.device.type == self.device.type
             and tensor.layout is torch.strided
             and tensor.is_floating_point()
@@ -200,11 +204,13 @@ class ActivationStore:
         if kept is not None:
             kept.stay(tensor)
         else:
-            kept = self._kept[key] = Kept(tensor, form(tensor, self._parts), region, self._copies, self._place)
-            if isinstance(self._place, Memory) and self._place.device.type == self.device.type:
-                count = partial(self._ledger.add, "activations")
-                count(kept.nbytes)
-                weakref.finalize(kept, count, -kept.nbytes).atexit = False
+            layout, in_memory = form(tensor, self._parts), isinstance(self._place, Memory)
+            count = partial(self._ledger.add, "host" if self._moves_whole else "activations")
+            if in_memory:
+                count(layout.nbytes)
+            kept = self._kept[key] = Kept(tensor, layout, region, self._copies, self._place)
+            if in_memory:
+                weakref.finalize(kept, count, -layout.nbytes).atexit = False
             self._last = weakref.ref(region)
         return kept
 
@@ -443,18 +449,9 @@ class _Copies:
 
 
 def activation_store(config: EngineConfig, communicator: Communicator, ledger: Ledger) -> ActivationStore | None:
-    """The store for the inputs of checkpointed modules by the options; None if they stay as they are.
-
-    Raises:
-        ValueError: if they are to be divided over tensor-parallel ranks, and there are none.
-    """
+    """The store for the inputs of checkpointed modules by the options; None if they stay as they are."""
     offload, device = config.offloads, communicator.device
     target = offload.activations if offload is not None else None
-    if config.partition_activations and communicator.tensor.size == 1:
-        raise ValueError(
-            "partition_activations=True divides what tensor-parallel ranks have alike, and there is one such rank: set "
-            "tensor_parallel_size, or leave it out. To keep activations elsewhere: offload={'activations': 'cpu'}."
-        )
     if target is None and not config.partition_activations:
         return None
     is_pinned = device.type != "cpu"

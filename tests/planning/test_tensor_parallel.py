@@ -1,0 +1,188 @@
+"""Plans with tensor parallelism, beside what real ranks hold and what the paper says."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader
+
+from lightning_zero import ZeroStrategy
+from lightning_zero.commands.plan import main
+from lightning_zero.planning.advice import make_plans
+from lightning_zero.planning.fake_run import fake_run
+from lightning_zero.planning.paper import CONFIGURATIONS
+from tests.planning.test_fake_run import Watch
+from tests.support.trainer import make_trainer
+
+WIDTH, DEPTH, SAMPLES = 128, 6, 256
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Divided(LightningModule):
+    """Layers of a matrix by columns and one by rows, so that each takes one sum over tensor-parallel ranks."""
+
+    def __init__(self, width: int = WIDTH, depth: int = DEPTH) -> None:
+        super().__init__()
+        self.width, self.depth = width, depth
+
+    def configure_model(self) -> None:
+        if hasattr(self, "layers"):
+            return
+        self.layers = nn.ModuleList(Layer(self.width) for _ in range(self.depth))
+        if self.device_mesh is not None:
+            for layer in self.layers:
+                plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+                parallelize_module(layer, self.device_mesh["tensor_parallel"], plan)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for layer in self.layers:
+            batch = layer(batch)
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def batch(samples: int = SAMPLES, width: int = WIDTH) -> Tensor:
+    return torch.randn(samples, width)
+
+
+CASES: list[dict[str, Any]] = [
+    {"stage": 1},
+    {"stage": 2, "offload": "cpu"},
+    {"stage": 3},
+    {"stage": 2, "activation_checkpointing": "units", "partition_activations": True},
+    {
+        "stage": 3,
+        "activation_checkpointing": "units",
+        "partition_activations": True,
+        "offload": {"optimizer": None, "activations": "cpu"},
+    },
+]
+
+
+def hold_divided() -> list[dict[str, int]]:
+    held = []
+    for options in CASES:
+        watch = Watch()
+        strategy = ZeroStrategy(tensor_parallel_size=2, unit_numel=0, **options)
+        trainer = make_trainer(strategy, callbacks=[watch], max_steps=2)
+        trainer.fit(Divided(), DataLoader(batch(4 * SAMPLES), batch_size=SAMPLES))
+        held.append(watch.peak)
+    return held
+
+
+def test_planned_bytes_are_those_of_real_ranks(run_on):
+    of_ranks = run_on(4, hold_divided)
+    for number, options in enumerate(CASES):
+        run = fake_run(
+            Divided, batch(), ranks=4, tensor_parallel_size=2, transport="shared memory", unit_numel=0, **options
+        )
+        for held in of_ranks:
+            real = {category: nbytes for category, nbytes in held[number].items() if nbytes}
+            assert {each: nbytes for each, nbytes in run.report_peak.items() if nbytes} == pytest.approx(real, rel=0.02)
+
+
+@pytest.mark.parametrize("together", [2, 4])
+def test_sums_over_tensor_parallel_ranks_are_planned(together):
+    run = fake_run(Divided, batch(), ranks=8, stage=3, tensor_parallel_size=together)
+    sums = 2 * DEPTH - 1  # one in each layer's forward and backward; the first layer's input has no gradient
+    assert run.traffic["tensor_parallel"] == sums * SAMPLES * WIDTH * 4
+    sent = sums * SAMPLES * WIDTH * 4 * 2 * (together - 1) / together
+    whole = fake_run(Divided, batch(), ranks=8, stage=3)
+    assert run.numel == whole.numel
+    of_zero = sum(
+        run.traffic[kind] * (8 // together - 1) / (8 // together) for kind in ("all_gather", "reduce_scatter")
+    )
+    assert sum(event.nbytes for event in run.events if event.kind == "launch") == pytest.approx(sent + of_zero)
+    assert sum(event.flops for event in run.events) == pytest.approx(
+        sum(event.flops for event in whole.events) / together, rel=0.01
+    )
+
+
+@pytest.mark.parametrize(("together", "crossing"), [(2, False), (4, True)])
+def test_tensor_parallel_ranks_are_neighbours(together, crossing):
+    """Of two machines with two ranks each: pairs stay within a machine, four do not."""
+    run = fake_run(Divided, batch(), ranks=4, machines=2, stage=2, tensor_parallel_size=together)
+    leaving = run.traffic["tensor_parallel"] * 2 * 3 / 4 * 2 if crossing else 0  # both ranks of a machine send as much
+    of_zero = 0 if crossing else 2 * 4 * run.numel / 2 * 2 * 1 / 2  # two rings, each with half of the parameters
+    assert run.leaving == pytest.approx(leaving + of_zero)
+
+
+@pytest.mark.parametrize("together", [2, 4])
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_the_papers_configurations_take_their_memory(name, together):
+    """Table 3: C1 and C3 keep inputs of layers whole, C2 and C4 a part of each, and C5 has this in the CPU's memory.
+
+    From C3 on gradients are sharded. Beside tensor parallelism the engine shards them at stage 1, too.
+    """
+    sizes: dict[str, Any] = {"ranks": 16, "tensor_parallel": [together], "precision": "bf16-true", "unit_numel": 0}
+    depths = DEPTH, 2 * DEPTH
+    fewer, more = (
+        make_plans(partial(Divided, depth=depth), batch(4096), **CONFIGURATIONS[name], **sizes)[0] for depth in depths
+    )
+    for plan, depth in zip((fewer, more), depths):
+        numel = 8 * WIDTH * WIDTH * depth
+        assert plan.peak_bytes["parameters"] == pytest.approx(2 * numel / together + 4 * numel / 16, rel=0.01)
+        assert plan.peak_bytes["optimizer"] == pytest.approx(8 * numel / 16, rel=0.01)
+        assert plan.peak_bytes["gradients"] <= 4 * numel / 16
+    whole = 2 * 4096 * WIDTH  # bytes of an input
+    kept = {"C1": whole, "C2": whole / together, "C3": whole, "C4": whole / together, "C5": 0}
+    grown = more.peak_bytes["activations"] - fewer.peak_bytes["activations"]
+    assert grown == pytest.approx(DEPTH * kept[name], abs=1024)  # checksums, and numbers of 8 bytes
+    assert more.host_bytes == (2 * DEPTH * whole / together if name == "C5" else 0)
+
+
+def test_the_command_plans_choices_of_both_dimensions(capsys):
+    project = ["tests.planning.test_tensor_parallel:Divided", "--batch", "float32[256,128]", "--ranks", "8"]
+    sizes = ["--tensor-parallel", "none", "2"]
+    assert main([*project, *sizes, "--stage", "0", "3", "--flops", "1e12", "--json"]) == 0
+    plans = json.loads(capsys.readouterr().out)
+    assert [(plan["stage"], plan["tensor_parallel_size"]) for plan in plans] == [(0, None), (3, None), (3, 2)]
+    for plan in plans:  # pairs of ranks share a batch
+        samples = SAMPLES * 8 // (plan["tensor_parallel_size"] or 1)
+        assert plan["samples_per_second"] == pytest.approx(samples / plan["seconds_per_step"])
+    assert main([*project, "--tensor-parallel", "2", "--configuration", "C2", "C5"]) == 0
+    printed = capsys.readouterr().out
+    assert "zero1 with tensor_parallel_size=2, activation_checkpointing='units', partition_activations=True" in printed
+    assert "partition_activations=True, offload={'optimizer': None, 'activations': 'cpu'}" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--tensor-parallel", "3"], "tensor_parallel_size=3 cannot be had with 8 rank(s)"),
+        (["--configuration", "C2"], "these only over several tensor-parallel ranks"),
+        (["--tensor-parallel", "2", "--stage", "0"], "Nothing is left to plan"),
+    ],
+    ids=str,
+)
+def test_what_no_mesh_allows_is_refused(capsys, arguments, said):
+    project = ["tests.planning.test_tensor_parallel:Divided", "--batch", "float32[256,128]", "--ranks", "8"]
+    assert main([*project, "--stage", "3", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def plan_beside_real_ranks() -> str:
+    with pytest.raises(ValueError) as error:
+        fake_run(Divided, batch(), ranks=4, stage=2, tensor_parallel_size=2)
+    return str(error.value)
+
+
+def test_a_process_with_groups_of_its_own_is_refused(run_on):
+    assert "without process groups" in run_on(2, plan_beside_real_ranks)[0]
