@@ -5,12 +5,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.counters import by_kind
 from lightning_zero.engine.plan.placement import Placements, replicated_bytes
 from lightning_zero.engine.runtime.schedule import Unit
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.ledger import Ledger
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What torch's allocator has taken of a device since the process began, or its peaks were reset.
+
+    Attributes:
+        allocated_peak: the most bytes that tensors had.
+        reserved_peak: the most bytes that the allocator had taken from the device.
+        inactive_split_peak: the most bytes that no tensor used and that could not be given back, since tensors used
+            other parts of the same segments.
+        retries: how often an allocation succeeded only after all cached memory was given back.
+    """
+
+    allocated_peak: int
+    reserved_peak: int
+    inactive_split_peak: int
+    retries: int
+
+    @property
+    def fragmentation(self) -> float:
+        """The part of ``reserved_peak`` that tensors did not need (M_D in "ZeRO", SC20, section 6.3)."""
+        return 1 - self.allocated_peak / self.reserved_peak if self.reserved_peak else 0.0
 
 
 @dataclass(frozen=True)
@@ -32,6 +57,7 @@ class Report:
         formula: bytes of model states per rank by the paper's formula for this stage, with Adam's two moments.
         replicated: the same under DDP, which keeps all model states on every rank.
         units: elements by name of unit, in the order of the plan; the root unit's name is "".
+        device_memory: of this rank's device, with what is not the engine's; None on a CPU.
     """
 
     stage: int
@@ -49,6 +75,7 @@ class Report:
     formula: int
     replicated: int
     units: dict[str, int]
+    device_memory: DeviceMemory | None
 
     def elements_per_step(self) -> float:
         """Elements of parameters and gradients communicated per optimizer step."""
@@ -92,7 +119,17 @@ def report_of(
             for bucket in buckets
         ),
         units={unit.name: unit.numel for unit in units},
+        device_memory=_memory_of(communicator.device),
     )
+
+
+def _memory_of(device: torch.device) -> DeviceMemory | None:
+    read = getattr(torch.get_device_module(device), "memory_stats", None) if device.type != "cpu" else None
+    if read is None:
+        return None
+    counts = read(device)
+    names = *(f"{kind}_bytes.all.peak" for kind in ("allocated", "reserved", "inactive_split")), "num_alloc_retries"
+    return DeviceMemory(*(counts.get(name, 0) for name in names))
 
 
 def formula_bytes(placements: Placements, buckets: Sequence[Bucket]) -> int:

@@ -252,6 +252,30 @@ class Segments {
     free.insert({it->second.kind, it->second.size, it->first});
   }
 
+  // Gives back segments that nothing uses, and forgets peaks.
+  void empty() {
+    for (auto it = pieces.begin(); it != pieces.end();) {
+      auto next = std::next(it);
+      const Piece& piece = it->second;
+      bool is_whole = piece.is_free && it->first == piece.segment && (next == pieces.end() || next->second.segment != piece.segment);
+      if (is_whole) {
+        free.erase({piece.kind, piece.size, it->first});
+        if (piece.grows) {
+          reserved.add(-(int64_t)grown[piece.segment]);
+          grown.erase(piece.segment);
+          munmap(piece.segment, piece.size);
+        } else {
+          reserved.add(-(int64_t)piece.size);
+          std::free(piece.segment);
+        }
+        pieces.erase(it);
+      }
+      it = next;
+    }
+    allocated.peak = allocated.now;
+    reserved.peak = reserved.now;
+  }
+
  private:
   static constexpr size_t SMALL = 1 << 20;
   static constexpr size_t RANGE = size_t(1) << 36;  // of addresses, of a segment that grows
@@ -784,6 +808,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     Lock lock;
     return std::make_tuple(segments.allocated.now, segments.allocated.peak, segments.reserved.now, segments.reserved.peak);
   }, "Bytes that are allocated, their peak, those of segments, and their peak.");
+  m.def("empty", [] {
+    Lock lock;
+    segments.empty();
+  }, "Give back segments that nothing uses, and forget peaks.");
   m.def("expand_segments", [](bool expandable) {
     Lock lock;
     segments.expandable = expandable;
