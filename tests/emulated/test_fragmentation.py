@@ -122,4 +122,4 @@ def test_a_pool_for_gathered_parameters_would_reserve_more(run_on_device, varied
     choices = {"stage": 3, "varied": varied, "expandable": expandable}
     ((one,), (two,)) = (run_on_device(1, trained, apart=apart, **choices) for apart in (False, True))
     assert one.allocated_peak == pytest.approx(two.allocated_peak, rel=0.02)
-    assert one.reserved_peak < two.reserved_peak
+    assert one.reserved_peak < two.reserved_peak and one.fragmentation <= 0.21
