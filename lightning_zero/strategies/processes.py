@@ -28,6 +28,7 @@ from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError
 from lightning_zero.engine import Engine
 from lightning_zero.engine.comm import process_group
+from lightning_zero.engine.comm.attempts import store_of_attempt
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.failures import explain, explained, fail, failure, lifelines_over
 from lightning_zero.engine.comm.renewal import renew
@@ -185,7 +186,7 @@ class ZeroProcesses(ParallelStrategy):
             if _distributed_is_initialized() and failure() is not None:
                 renew(**self._group_options)
                 self._mesh = None  # of groups that have failed
-            _init_dist_connection(self.cluster_environment, self._process_group_backend, **self._group_options)
+            _init_dist_connection(self.cluster_environment, self._process_group_backend, **self._group_options_at_start)
             lifelines_over()
             self._make_mesh()
 
@@ -193,6 +194,16 @@ class ZeroProcesses(ParallelStrategy):
     def _group_options(self) -> dict[str, Any]:
         device_id = self.root_device if self.root_device.type != "cpu" else None
         return {"timeout": self.options.group_timeout, "device_id": device_id}
+
+    @property
+    def _group_options_at_start(self) -> dict[str, Any]:
+        if _distributed_is_initialized():
+            return {}
+        environment, timeout = self.cluster_environment, self.options.group_timeout or default_pg_timeout
+        assert environment is not None
+        address = environment.main_address, environment.main_port
+        store = store_of_attempt(*address, environment.global_rank(), environment.world_size(), timeout)
+        return self._group_options | ({"store": store} if store is not None else {})
 
     @property
     def _handshake_timeout(self) -> float:

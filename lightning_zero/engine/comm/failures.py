@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_zero.engine.comm import lifelines, process_group
+from lightning_zero.engine.comm.attempts import leave_soon, will_be_repeated
 from lightning_zero.engine.comm.cma_exchange import sever_all
 from lightning_zero.engine.comm.lifelines import LEFT, LOST, TICK, WAITS, Lifelines
 from lightning_zero.engine.comm.process_group import DistError, ProcessGroup, default_store
@@ -77,6 +78,8 @@ class _Watchdog(Lifelines):
             text += "the system's log does if memory has run out"
         if kind in (LOST, _FAILED):
             self.failure = self.failure or text
+            if kind == LOST and will_be_repeated():
+                leave_soon(text)
             _end_waits(failure() or text)
         elif kind == WAITS:
             self._take_notice(rank, text)

@@ -1,0 +1,87 @@
+"""Attempts of a job whose processes an agent (torchrun) starts again after one has died.
+
+All attempts share the agent's store, where the processes of the one before have left their addresses, to which new ones
+would connect. So each attempt has keys of its own there. A number from the environment cannot tell attempts apart:
+TORCHELASTIC_RESTART_COUNT counts the restarts of one machine (pytorch/pytorch issue 108158).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+import threading
+import time
+from datetime import timedelta
+
+from lightning_zero.engine.comm.process_group import Store, TCPStore, named_store
+
+_KEY = "lightning_zero/attempt"
+_GRACE = 0.3  # seconds in which a process whose peer is gone may still say so
+
+
+def store_of_attempt(address: str, port: int, rank: int, size: int, timeout: timedelta) -> Store | None:
+    """The part of the agent's store for the processes of this attempt; None where no agent has one. Collective.
+
+    Args:
+        address, port: of the store.
+        timeout: to wait for the other processes.
+
+    Raises:
+        RuntimeError: if not all processes have come in time.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    store = TCPStore(address, port, size, is_master=False, timeout=timeout)
+    deadline = time.monotonic() + timeout.total_seconds()
+    name = _gather(store, size, timeout) if rank == 0 else _join(store, rank, deadline)
+    return named_store(f"{_KEY}/{name}", store)
+
+
+def _gather(store: Store, size: int, timeout: timedelta) -> str:
+    """On the first rank: choose a name, and confirm it to all that have come under it."""
+    name = secrets.token_hex(8)
+    store.set(_KEY, name)
+    guests = [f"{_KEY}/{name}/{rank}" for rank in range(1, size)]
+    store.wait(guests, timeout)
+    store.set(f"{_KEY}/{name}/came", json.dumps([guest.decode() for guest in store.multi_get(guests)]))
+    return name
+
+
+def _join(store: Store, rank: int, deadline: float) -> str:
+    """Come under the first rank's name, until it confirms: what is in the store may be of an attempt before."""
+    own, name = secrets.token_hex(8), ""
+    while time.monotonic() < deadline:
+        if store.check([_KEY]) and (found := store.get(_KEY).decode()) != name:
+            name = found
+            store.set(f"{_KEY}/{name}/{rank}", own)
+        came = f"{_KEY}/{name}/came"
+        if name and store.check([came]) and own in json.loads(store.get(came)):
+            return name
+        time.sleep(0.01)
+    raise RuntimeError(f"Rank {rank} waited for rank 0 of this attempt, which has not come. Did its process start?")
+
+
+def will_be_repeated() -> bool:
+    """Whether an agent starts the processes again when one has died."""
+    try:
+        return int(os.environ["TORCHELASTIC_MAX_RESTARTS"]) > int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    except (KeyError, ValueError):
+        return False
+
+
+def leave_soon(reason: str) -> None:
+    """End this process in a moment, whatever it does: the next attempt begins when all processes of this one are gone.
+
+    Args:
+        reason: printed first.
+    """
+
+    def leave() -> None:
+        print(f"This process leaves, so that the agent can start all again: {reason}.", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    timer = threading.Timer(_GRACE, leave)
+    timer.daemon = True
+    timer.start()

@@ -1,0 +1,96 @@
+"""Jobs of which a process was killed, and that torchrun starts again: they end with the numbers of one undisturbed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.examples.running import REPOSITORY
+from tests.support.training import same_tensors
+from tests.support.warm import warm_python
+
+JOB = """
+    import os, signal, sys, time
+    import torch
+    from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from torch.utils.data import DataLoader
+    from lightning_zero import ZeroStrategy
+
+    stage, killed, attempts = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+
+    class Net(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4)))
+
+        def training_step(self, batch, batch_idx):
+            return self.net(batch).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+    class Kill(Callback):
+        def on_train_batch_start(self, trainer, *_):
+            attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+            if attempt < attempts and trainer.global_step == 2 + attempt:
+                if trainer.global_rank == killed:
+                    print("killed at", time.time(), flush=True)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(60)  # in the project's own code, which no error of a collective ends
+
+    seed_everything(0)
+    print("began at", time.time(), flush=True)
+    saver = ModelCheckpoint(".", every_n_train_steps=1, save_last=True)
+    strategy, callbacks = ZeroStrategy(stage=stage), [saver, Kill()]
+    trainer = Trainer(
+        strategy=strategy, accelerator="cpu", devices=2, max_steps=6, callbacks=callbacks, logger=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )
+    trainer.fit(Net(), DataLoader(torch.randn(64, 16), batch_size=4), ckpt_path="last")
+    print("ended after step", trainer.global_step, flush=True)
+"""
+
+
+def run(folder: Path, stage: int, killed: int = 0, attempts: int = 0, restarts: int = 3) -> subprocess.CompletedProcess:
+    folder.mkdir()
+    (folder / "job.py").write_text(textwrap.dedent(JOB))
+    command = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", str(restarts), "job.py", str(stage), str(killed), str(attempts)]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def times(output: str, what: str) -> list[float]:
+    return [float(line.split()[-1]) for line in output.splitlines() if line.startswith(what)]
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_job_continues_after_a_rank_was_killed_in_each_of_two_attempts(stage, killed, tmp_path):
+    expected = run(tmp_path / "whole", stage)
+    assert expected.returncode == 0, expected.stderr
+    found = run(tmp_path / "killed", stage, killed, attempts=2)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.count("ended after step 6") == 2
+    weights = [torch.load(tmp_path / name / "last.ckpt")["state_dict"] for name in ("whole", "killed")]
+    same_tensors(*weights, bound=0)
+    # The other rank sleeps for a minute, and torchrun would wait half a minute for its end.
+    ends, beginnings = times(found.stdout, "killed at"), sorted(times(found.stdout, "began at"))
+    assert len(ends) == 2 and len(beginnings) == 6
+    for end, beginning in zip(ends, beginnings[2::2]):
+        assert beginning - end < 10
+    assert "This process leaves, so that the agent can start all again" in found.stderr
+
+
+def test_without_attempts_left_the_job_ends_with_the_reason(tmp_path):
+    began = time.monotonic()
+    found = run(tmp_path / "job", stage=3, killed=1, attempts=9, restarts=1)
+    assert found.returncode != 0 and found.stdout.count("killed at") == 2
+    assert time.monotonic() - began < 60
