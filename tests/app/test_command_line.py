@@ -75,7 +75,7 @@ def test_help_has_one_line_for_each_subcommand(command: str, names: list[str]) -
 
 def test_help_of_train_has_groups_and_the_values_of_the_overrides_given() -> None:
     said = run("train", "--help", "stage=ddp", "model=gpt_small").stdout
-    assert "  stage: 1, 2, 3, auto, ddp\n" in said
+    assert "  stage: 1, 2, 3, auto, c1, c2, c3, c4, c5, ddp\n" in said
     assert "  optimizer: adafactor, adam, adamw, adamw8bit, lion, muon, sgd, soap\n" in said
     assert "_target_: lightning.pytorch.strategies.DDPStrategy" in said and "prefetch" not in said
 
@@ -131,7 +131,7 @@ COMPLETIONS = {
     "lightning-zero plan package.module:Net --ra": ["--ranks"],
     "lightning-zero bench gr": ["growth"],
     "lightning-zero bench growth --model ": ["tiny", "25m", "124m", "1.3b", "7b", "13b"],
-    "lightning-zero train stage=": ["stage=1", "stage=2", "stage=3", "stage=auto", "stage=ddp"],
+    "lightning-zero train stage=": [f"stage={name}" for name in ("1", "2", "3", "auto", "c1", "c2", "c3", "c4", "c5", "ddp")],
     "lightning-zero train stage=ddp model=gpt_s": ["model=gpt_small"],
     "lightning-zero train -m --json trainer.max": ["trainer.max_epochs=", "trainer.max_steps="],
     "lightning-zero train --j": ["--json"],

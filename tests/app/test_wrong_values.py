@@ -10,7 +10,7 @@ from tests.app.commands import TINY, finish, start
 
 # arguments, and what the line must say
 WRONG = [
-    ("stage=9", "stage=9: no such option; there are 1, 2, 3, auto, ddp"),
+    ("stage=9", "stage=9: no such option; there are 1, 2, 3, auto, c1, c2, c3, c4, c5, ddp"),
     ("model=gpt_huge", "model=gpt_huge: no such option; there are gpt_medium, gpt_small, gpt_tiny, vit_tiny"),
     ("model.width=-4", "model.width=-4: expected a whole number, 1 or more"),
     ("model.heads=3", "model.heads=3 must divide width=256"),

@@ -21,14 +21,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def device_pools(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerPools]:
+def library(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if missing := device.missing():
         pytest.skip(f"needs {missing} to compile the device with")
     cache = getattr(pytestconfig, "cache", None)  # not with -p no:cacheprovider
-    library = device.build(cache.mkdir("emulated") if cache is not None else tmp_path_factory.mktemp("emulated"))
+    return device.build(cache.mkdir("emulated") if cache is not None else tmp_path_factory.mktemp("emulated"))
+
+
+def pools_of(library: Path) -> Iterator[WorkerPools]:
     pools = WorkerPools(WorkerKind(device.BACKENDS, partial(device.load, library)))
     yield pools
     pools.close()
+
+
+@pytest.fixture(scope="session")
+def device_pools(library: Path) -> Iterator[WorkerPools]:
+    yield from pools_of(library)
 
 
 @pytest.fixture

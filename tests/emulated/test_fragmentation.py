@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -13,6 +16,7 @@ from lightning_zero.engine import Engine
 from lightning_zero.engine.report import DeviceMemory
 from lightning_zero.engine.state.buffer import GatheredBuffer
 from tests.emulated import device
+from tests.emulated.conftest import pools_of
 from tests.emulated.device import in_order
 from tests.gpu.one_device import twins
 
@@ -106,20 +110,27 @@ def trained(stage: int, expandable: bool = False, varied: bool = False, apart: b
     return memory
 
 
+@pytest.fixture(scope="module")
+def run_on_unused_device(library: Path) -> Iterator[Callable[..., Any]]:
+    """Like `run_on_device`, in a process of which other tests have left nothing on the device."""
+    for pools in pools_of(library):
+        yield pools.run_on
+
+
 @pytest.mark.parametrize("stage", [2, 3])
-def test_little_is_lost_where_batches_have_one_size(run_on_device, stage):
-    (memory,) = run_on_device(1, trained, stage=stage)
+def test_little_is_lost_where_batches_have_one_size(run_on_unused_device, stage):
+    (memory,) = run_on_unused_device(1, trained, stage=stage)
     assert 0 <= memory.fragmentation <= 0.10
-    (memory,) = run_on_device(1, trained, stage=stage, expandable=True)
+    (memory,) = run_on_unused_device(1, trained, stage=stage, expandable=True)
     assert 0 <= memory.fragmentation <= 0.06
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("varied", [False, True])
-def test_a_pool_for_gathered_parameters_would_reserve_more(run_on_device, varied, expandable):
+def test_a_pool_for_gathered_parameters_would_reserve_more(run_on_unused_device, varied, expandable):
     """The reason why the engine has none: what it has reserved is of no use to activations."""
     choices = {"stage": 3, "varied": varied, "expandable": expandable}
-    ((one,), (two,)) = (run_on_device(1, trained, apart=apart, **choices) for apart in (False, True))
+    ((one,), (two,)) = (run_on_unused_device(1, trained, apart=apart, **choices) for apart in (False, True))
     assert one.allocated_peak == pytest.approx(two.allocated_peak, rel=0.02)
     assert one.reserved_peak < two.reserved_peak and one.fragmentation <= 0.21
