@@ -131,7 +131,7 @@ COMPLETIONS = {
     "lightning-zero plan package.module:Net --ra": ["--ranks"],
     "lightning-zero bench gr": ["growth"],
     "lightning-zero bench growth --model ": ["tiny", "25m", "124m", "1.3b", "7b", "13b"],
-    "lightning-zero train stage=": [f"stage={name}" for name in ("1", "2", "3", "auto", "c1", "c2", "c3", "c4", "c5", "ddp")],
+    "lightning-zero train stage=": [f"stage={name}" for name in "1 2 3 auto c1 c2 c3 c4 c5 ddp".split()],
     "lightning-zero train stage=ddp model=gpt_s": ["model=gpt_small"],
     "lightning-zero train -m --json trainer.max": ["trainer.max_epochs=", "trainer.max_steps="],
     "lightning-zero train --j": ["--json"],
