@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_zero.engine.access import full_grad, full_optimizer_state, full_parameters, shard_of, uneven_forwards
     from lightning_zero.engine.config import CompressionConfig, OffloadConfig
     from lightning_zero.planning.automatic import ZeroAutoStrategy
+    from lightning_zero.strategies.options import ResilienceConfig
     from lightning_zero.strategies.trainer import ZeroStrategy
 
 for _package, _ours in (
@@ -34,6 +35,7 @@ for _package, _ours in (
 _MODULE_OF = {
     "CompressionConfig": "engine.config",
     "OffloadConfig": "engine.config",
+    "ResilienceConfig": "strategies.options",
     "ZeroAutoStrategy": "planning.automatic",
     "ZeroStrategy": "strategies.trainer",
     "full_grad": "engine.access",
@@ -48,6 +50,7 @@ _SUBMODULES = ("engine", "fabric", "monitoring", "pruning")
 __all__ = [
     "CompressionConfig",
     "OffloadConfig",
+    "ResilienceConfig",
     "ZeroAutoStrategy",
     "ZeroStrategy",
     "__version__",

@@ -11,6 +11,7 @@ from lightning_zero.version import __version__
 
 COMMANDS = {
     "train": "train a model, or a sweep of models, by Hydra's groups",
+    "launch": "start a script's processes, and start them again when one has died",
     "plan": "predict memory, traffic and time without training",
     "parity": "train a few steps under DDP and ZeRO, and compare every bit",
     "doctor": "measure this machine, and say what works on it",
@@ -35,7 +36,9 @@ def main() -> int:
         try:
             if sys.argv[1:2] == ["-sc"]:  # a shell asks at Tab
                 return menu.load("completion").answer(menu, sys.argv[1:])
-            ours = itertools.takewhile("--".__ne__, sys.argv[1:])  # what follows belongs to a script that is planned
+            ours = list(itertools.takewhile("--".__ne__, sys.argv[1:]))  # what follows is for a script that is planned
+            if ours[:1] == ["launch"]:
+                ours = []  # its script's options are not ours
             wants_json = any(len(word) > 2 and "--json".startswith(word) for word in ours)
             with stdout_for_json() if wants_json else contextlib.nullcontext():
                 return menu.run(sys.argv[1:])

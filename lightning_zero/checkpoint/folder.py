@@ -125,36 +125,42 @@ class Folder:
         NoCheckpointError, DamagedCheckpointError, ValueError: as ``open_checkpoint``.
 
     Attributes:
+        files: of the folder.
         written_by: from the manifest.
         pieces: the file of each piece of a tensor, by the tensor's name in DCP's metadata.
     """
 
     def __init__(self, files: Files, weights_only: bool | None) -> None:
-        self._files, self._weights_only = files, weights_only
+        self.files, self._weights_only = files, weights_only
         sizes = files.sizes()
         _check_is_dcp(files.path, sizes)
         self._has_rest = REST in sizes
         data = files.read(DCP_METADATA)
         manifest = _manifest_of(files, sizes, data)
-        self._metadata: Metadata | None = _metadata_in(files.path, data)
+        metadata = _metadata_in(files.path, data)
         # Without our manifest, the files of a folder of ours may stem from several saves.
-        if manifest is None and getattr(getattr(self._metadata, "storage_meta", None), "save_id", None) == SAVE_ID:
+        if manifest is None and getattr(getattr(metadata, "storage_meta", None), "save_id", None) == SAVE_ID:
             raise DamagedCheckpointError.of(
                 files.path,
                 f"{MANIFEST}, which holds all checksums, is missing, although this folder was written by "
                 "lightning_zero: its files may stem from several saves",
             )
         self.written_by = manifest.written_by if manifest is not None else {}
+        checksums = sorted(manifest.pieces.items()) if manifest is not None else []
+        self._take(metadata, manifest, sizes, (zlib.crc32(data), zlib.crc32(repr(checksums).encode())))
+
+    def _take(self, metadata: Metadata, manifest: Manifest | None, sizes: dict[str, int], identity: Any) -> None:
+        """Locate all values; ``identity`` differs from that of any other contents at this path."""
+        self._metadata: Metadata | None = metadata
         self._extents: dict[tuple[str, int], Extent] = {}
         self._chunks: dict[str, list[_Chunk]] = {}
         self._others: dict[str, Extent] = {}
         self._known: dict[Any, Layout] = {}
-        wrong = self._locate(self._metadata, manifest, sizes)
+        wrong = self._locate(metadata, manifest, sizes)
         if wrong:
-            raise DamagedCheckpointError.of(files.path, listed(wrong.values(), 20))
+            raise DamagedCheckpointError.of(self.files.path, listed(wrong.values(), 20))
         self.pieces = {name: [chunk.extent.file for chunk in chunks] for name, chunks in self._chunks.items()}
-        checksums = sorted(manifest.pieces.items()) if manifest is not None else []
-        self._identity = zlib.crc32(data), zlib.crc32(repr(checksums).encode())
+        self._identity = identity
 
     def _locate(self, metadata: Metadata, manifest: Manifest | None, sizes: dict[str, int]) -> dict[str, str]:
         """Locate each value in the files; returns what is wrong, by file or name."""
@@ -212,10 +218,10 @@ class Folder:
 
         The metadata are as large as a checkpoint of many small tensors.
         """
-        tree = self._load(REST, self._files.read(REST)) if self._has_rest else {}
+        tree = self._rest()
         if not isinstance(tree, dict):
             raise NoCheckpointError(
-                f"{self._files.path}/{REST} contains a {type(tree).__name__} instead of a dictionary."
+                f"{self.files.path}/{REST} contains a {type(tree).__name__} instead of a dictionary."
             )
         ours = tree.get(CHECKPOINT_KEY, {})
         if CONTAINERS in ours:
@@ -229,6 +235,10 @@ class Folder:
             put(tree, (metadata.planner_data or {}).get(name, (name,)), value, keys)
         return tree
 
+    def _rest(self) -> Any:
+        """Everything but the tensors of models and optimizers."""
+        return self._load(REST, self.files.read(REST)) if self._has_rest else {}
+
     def _values(self, metadata: Metadata) -> Iterator[tuple[str, Any]]:
         by_pieces: dict[Any, LazyTensor] = {}
         for name, stored in metadata.state_dict_metadata.items():
@@ -239,7 +249,7 @@ class Folder:
             if not stored.size:
                 yield name, read(0, 1).clone().view(())
                 continue
-            origin = (os.path.basename(self._files.path), name, self._identity)
+            origin = (os.path.basename(self.files.path), name, self._identity)
             value = LazyTensor(name, stored.size, stored.properties.dtype, read, origin)
             # Tied parameters are stored as the same pieces, so equal pieces become one tensor again.
             pieces = tuple((chunk.offsets, chunk.extent.file, chunk.extent.start) for chunk in self._chunks[name])
@@ -249,16 +259,16 @@ class Folder:
         try:
             return load_torch(io.BytesIO(data), weights_only=self._weights_only)
         except ForbiddenClassError as error:
-            raise ValueError(f"{self._files.path}: {what}: {with_way_out(error)}.") from error
+            raise ValueError(f"{self.files.path}: {what}: {with_way_out(error)}.") from error
         except Exception as error:
             raise DamagedCheckpointError.of(
-                self._files.path, f"{what} cannot be read ({type(error).__name__}: {error})"
+                self.files.path, f"{what} cannot be read ({type(error).__name__}: {error})"
             ) from error
 
     def _checked(self, extent: Extent) -> memoryview:
-        data = self._files.part(extent.file, extent.start, extent.length)
+        data = self.files.part(extent.file, extent.start, extent.length)
         if not extent.is_checked and extent.crc32 is not None and zlib.crc32(data) != extent.crc32:
-            raise DamagedCheckpointError.of(self._files.path, f"the checksum of {extent}, does not match")
+            raise DamagedCheckpointError.of(self.files.path, f"the checksum of {extent}, does not match")
         extent.is_checked = True
         return data
 
@@ -269,18 +279,21 @@ class Folder:
     def _tensor(self, chunk: _Chunk, dtype: torch.dtype) -> Tensor:
         data = self._checked(chunk.extent)
         try:
-            tensor = tensor_in(data, self._known, (chunk.sizes, dtype))
+            tensor = self._decoded(data, chunk, dtype)
         except Exception as error:
             raise DamagedCheckpointError.of(
-                self._files.path, f"{chunk.extent}, cannot be read ({type(error).__name__}: {error})"
+                self.files.path, f"{chunk.extent}, cannot be read ({type(error).__name__}: {error})"
             ) from error
         if tuple(tensor.shape) != chunk.sizes or tensor.dtype != dtype:
             raise DamagedCheckpointError.of(
-                self._files.path,
+                self.files.path,
                 f"{chunk.extent}, has the shape {tuple(tensor.shape)} and dtype {tensor.dtype}, but {DCP_METADATA} "
                 f"says {chunk.sizes} and {dtype}",
             )
         return tensor
+
+    def _decoded(self, data: memoryview, chunk: _Chunk, dtype: torch.dtype) -> Tensor:
+        return tensor_in(data, self._known, (chunk.sizes, dtype))
 
     def _range(self, name: str, shape: torch.Size, dtype: torch.dtype, start: int, stop: int) -> Tensor:
         """Return the elements ``[start, stop)`` of a flattened tensor, read from the pieces that overlap them.
@@ -319,7 +332,7 @@ class Folder:
                 yield extent
                 continue
             try:
-                records = records_of(stream_over(self._files.part(extent.file, extent.start, extent.length)))
+                records = records_of(stream_over(self.files.part(extent.file, extent.start, extent.length)))
             except BrokenArchiveError:
                 yield replace(extent, crc32=NO_CHECKSUM)
                 continue

@@ -111,7 +111,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool | None =
             f"Checkpoint file not found: {files.path}. A checkpoint is a Lightning file, or a folder that contains "
             f"{DCP_METADATA}."
         )
-    return _open_folder(files, weights_only) if files.is_folder else _open_file(files, weights_only)
+    return opened_folder(Folder(files, weights_only)) if files.is_folder else _open_file(files, weights_only)
 
 
 # -- one file ----------------------------------------------------------------------------------------------------------
@@ -219,18 +219,18 @@ def _names_by_offset(files: Files) -> dict[int, list[str]]:
 # -- a folder ----------------------------------------------------------------------------------------------------------
 
 
-def _open_folder(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
-    folder = Folder(files, weights_only)
+def opened_folder(folder: Folder) -> OpenedCheckpoint:
+    """The contents of a folder, with Lightning's names."""
     tree = folder.tree()
-    checkpoint, names = _number_parameters(files.path, tree)
+    checkpoint, names = _number_parameters(folder.files.path, tree)
     return OpenedCheckpoint(
-        files.path,
+        folder.files.path,
         "sharded",
         folder.written_by,
         _as_lightnings(checkpoint),
         tree,
         names,
-        files,
+        folder.files,
         folder.extents,
         folder.trust,
         folder.pieces,

@@ -104,17 +104,27 @@ class Content:
     """
 
     entries: list[Entry]
-    objects: dict[str, bytes]
-    rest: bytes
+    objects: dict[str, Any]
+    rest: Any
     paths: dict[str, tuple[Any, ...]]
 
 
-def content_of(tree: Mapping[str, Any], rest: Mapping[str, Any], rank: int = 0) -> Content:
+def serialised(value: Any) -> bytes:
+    """What ``torch.save`` writes for a value."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def content_of(
+    tree: Mapping[str, Any], rest: Mapping[str, Any], rank: int = 0, serialise: Callable[[Any], Any] = serialised
+) -> Content:
     """Split a checkpoint into what each rank writes. Every rank must pass the same sharded tensors.
 
     Args:
         tree: nested dicts and lists of tensors and other values, to be stored in DCP's format.
         rest: Lightning's other entries; sharded tensors among them are stored in DCP's format, too.
+        serialise: what becomes of values that are no tensors.
     """
     hollow, sharded = _split(dict(rest))
     tree, containers = _expressible(tree)
@@ -123,7 +133,7 @@ def content_of(tree: Mapping[str, Any], rest: Mapping[str, Any], rank: int = 0) 
     leaves, paths = _flatten({**tree, **(sharded or {})})
     shared: dict[Any, list[str]] = {}
     tensors: dict[Any, Tensor] = {}
-    objects: dict[str, bytes] = {}
+    objects: dict[str, Any] = {}
     for name, leaf in leaves.items():
         if is_view_of_parameter(leaf):
             leaf = leaf.whole()
@@ -132,12 +142,12 @@ def content_of(tree: Mapping[str, Any], rest: Mapping[str, Any], rank: int = 0) 
             shared.setdefault(key, []).append(name)
             tensors[key] = leaf
         elif rank == 0:
-            objects[name] = _serialised(leaf)
+            objects[name] = serialise(leaf)
     entries = [entry_of(tensor, rank, tuple(shared[key])) for key, tensor in tensors.items()]
     return Content(
         [entry for entry in entries if entry.stop > entry.start or (rank == 0 and not entry.shape.numel())],
         objects,
-        _serialised(hollow) if rank == 0 else b"",
+        serialise(hollow) if rank == 0 else b"",
         paths if rank == 0 else {},
     )
 
@@ -234,12 +244,6 @@ def entry_of(tensor: Tensor, rank: int, names: tuple[str, ...] = ()) -> Entry:
     return Entry(names, Share(tensor.shape), tensor.dtype, values, 0, tensor.numel() if rank == 0 else 0)
 
 
-def _serialised(value: Any) -> bytes:
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream.getvalue()
-
-
 def _alone(part: Tensor) -> Tensor:
     """View whose storage is no larger than the tensor, since torch.save writes whole storages."""
     if part.untyped_storage().nbytes() == part.nbytes or not part.numel():
@@ -295,8 +299,8 @@ def _aligned(nbytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Written:
-    """What one rank has written: a file's name and size, and its pieces."""
+class Written:
+    """What one rank has written: a file's name and size, and its pieces as ``[offset, length, crc32]``."""
 
     file: str
     nbytes: int
@@ -394,7 +398,7 @@ def _reason(error: BaseException) -> str:
     return f"{type(cause or error).__name__}: {cause or error}"
 
 
-def _write(content: Content, destination: Destination, rank: int) -> _Written:
+def _write(content: Content, destination: Destination, rank: int) -> Written:
     if rank == 0:
         destination.check_replaceable()
         destination.clear_leftovers()
@@ -412,7 +416,7 @@ def _write(content: Content, destination: Destination, rank: int) -> _Written:
     if rank == 0:
         with destination.writing(REST) as file:
             rest = {"bytes": file.write(content.rest), "crc32": file.crc32}
-    return _Written(name, stream.position, tensors, objects, rest)
+    return Written(name, stream.position, tensors, objects, rest)
 
 
 def _save_piece(entry: Entry, box: Box, stream: Stream) -> None:
@@ -430,7 +434,7 @@ def _piece(stream: Stream, write: Callable[[], Any]) -> list[int]:
     return [offset, stream.position - offset, stream.crc32]
 
 
-def _complete(content: Content, destination: Destination, written_by: dict[str, Any], everyone: list[_Written]) -> None:
+def _complete(content: Content, destination: Destination, written_by: dict[str, Any], everyone: list[Written]) -> None:
     """On rank 0, write metadata and manifest, which turn the files of all ranks into a checkpoint."""
     invisible = [rank for rank, written in enumerate(everyone) if destination.size_of(written.file) != written.nbytes]
     if invisible:
@@ -438,7 +442,7 @@ def _complete(content: Content, destination: Destination, written_by: dict[str, 
             f"the files of rank(s) {invisible} are not visible to rank 0: a sharded checkpoint requires a folder that "
             "all machines share. Choose such a folder, or ZeroStrategy(checkpoint='full')"
         )
-    metadata = _metadata(content, everyone)
+    metadata = metadata_of(content.paths, everyone)
     data = pickle.dumps(metadata)
     manifest = Manifest(written_by)
     with destination.writing(DCP_METADATA) as file:
@@ -453,7 +457,12 @@ def _complete(content: Content, destination: Destination, written_by: dict[str, 
     destination.put_in_place()
 
 
-def _metadata(content: Content, everyone: list[_Written]) -> Metadata:
+def metadata_of(paths: dict[str, tuple[Any, ...]], everyone: Sequence[Written]) -> Metadata:
+    """DCP's metadata of what all ranks have written; ``paths`` as in ``Content``.
+
+    Raises:
+        ValueError: if a tensor lacks the shards of some ranks.
+    """
     tensors: dict[str, TensorStorageMetadata] = {}
     storage: dict[MetadataIndex, Any] = {}
     for written in everyone:
@@ -467,14 +476,14 @@ def _metadata(content: Content, everyone: list[_Written]) -> Metadata:
         for name, (offset, length, _) in written.objects.items():
             storage[MetadataIndex(name)] = _StorageInfo(written.file, offset, length)
     objects = {name: BytesStorageMetadata() for written in everyone for name in written.objects}
-    lacking = [name for name in content.paths if name not in objects and not _is_whole(tensors.get(name))]
+    lacking = [name for name in paths if name not in objects and not _is_whole(tensors.get(name))]
     if lacking:
         raise ValueError(
             f"the checkpoint lacks the shards of some ranks of {listed(lacking)}: a hook that saves values of sharded "
             "parameters must do so on every rank, not inside 'if rank == 0:'"
         )
-    found: dict[str, Any] = {name: objects[name] if name in objects else tensors[name] for name in content.paths}
-    return Metadata(found, content.paths, storage, StorageMeta(save_id=SAVE_ID), _DCP_VERSION)
+    found: dict[str, Any] = {name: objects[name] if name in objects else tensors[name] for name in paths}
+    return Metadata(found, paths, storage, StorageMeta(save_id=SAVE_ID), _DCP_VERSION)
 
 
 def _is_whole(tensor: TensorStorageMetadata | None) -> bool:

@@ -1,96 +1,163 @@
-"""Launch the ranks of one job on this machine.
+"""`lightning-zero launch`: torchrun with processes that start at once again, and with a timer for those that hang.
 
-Every job has its own processes, also within a sweep, and passes its config to them. Lightning's own launcher would
-instead run the command line again, which for a sweep is the whole sweep, and would leave MASTER_PORT, WORLD_SIZE and a
-process group behind in the process that starts the next job.
+Processes are forked from a server that has imported torch and Lightning, so an attempt after a failure begins without
+the seconds of imports. Rendezvous, restarts and elasticity are torchelastic's.
 """
 
+from __future__ import annotations
+
+import argparse
+import atexit
+import ctypes
+import faulthandler
+import multiprocessing
 import os
+import runpy
+import shutil
 import signal
 import sys
+import tempfile
+import threading
 import time
-import traceback
-from collections.abc import Callable
-from typing import NoReturn
+import uuid
+from contextlib import suppress
 
-from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from omegaconf import DictConfig
-from torch.cuda import device_count
-from torch.multiprocessing import ProcessExitedException, start_processes
+from lightning_zero.commands.parsing import Parser
+from lightning_zero.io import beats
 
-from lightning_zero.commands.check import ConfigError, JobFailed
-from lightning_zero.engine.comm import process_group
-
-Job = Callable[[DictConfig], None]
-GRACE = 5.0  # seconds for ranks to end by themselves before they are terminated, and again before they are killed
-
-
-def ranks_exist() -> bool:
-    """Whether this process was started as one of several ranks, by torchrun, SLURM or another launcher."""
-    return "LOCAL_RANK" in os.environ or TorchElasticEnvironment.detect() or SLURMEnvironment.detect()
+_PRELOADED = [
+    "numpy",
+    "torch",
+    "torch.distributed",
+    "torchmetrics",
+    "lightning.pytorch",
+    "lightning_zero.strategies.trainer",
+]
+_PR_SET_PDEATHSIG = 1  # of prctl
+_GRACE = 2.0  # seconds for a process that hangs to write its stack
 
 
-def launch(job: Job, config: DictConfig) -> None:
-    """Run ``job(config)`` on ``trainer.devices`` processes of this machine, and return when all have ended.
-
-    When one fails, or on Ctrl-C or SIGTERM, the others are terminated within seconds.
-    """
-    if config.trainer.num_nodes != 1:
-        raise ConfigError(f"trainer.num_nodes={config.trainer.num_nodes}: start one process a rank by torchrun or srun")
-    world_size = _world_size(config)
-    # As with torchrun, this process hosts the store: its port is open before the ranks learn its number, so no other
-    # program can take the port in between.
-    store = process_group.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-    def interrupt(*_: object) -> NoReturn:
-        raise SystemExit(128 + signal.SIGTERM)
-
-    ranks = start_processes(_run_rank, (job, config, world_size, store.port), world_size, join=False)
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        while not ranks.join(grace_period=GRACE):
-            pass
-    except ProcessExitedException as error:
-        how = f"by {error.signal_name}" if error.signal_name else f"with exit code {error.exit_code}"
-        raise JobFailed(f"rank {error.error_index} of {world_size} ended {how}") from None
-    finally:
-        for process in ranks.processes:
-            process.terminate()
-        deadline = time.monotonic() + GRACE
-        for process in ranks.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            process.kill()
-        signal.signal(signal.SIGTERM, before)
-
-
-def _run_rank(rank: int, job: Job, config: DictConfig, world_size: int, port: int) -> None:
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-        TORCHELASTIC_RUN_ID="lightning-zero",  # Lightning then does not launch processes of its own
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        GROUP_RANK="0",
+def parser() -> Parser:
+    made = Parser(
+        "lightning-zero launch",
+        description=(
+            "Start the processes of a script, and start all of them again when one has failed or was killed. With "
+            "ZeroStrategy(resilience='memory') the script continues in the step that was running."
+        ),
+        epilog="Example: lightning-zero launch --nproc-per-node 2 train.py --lr 1e-3",
     )
-    _set_num_threads_if_needed(world_size)
+    made.add_argument("--nproc-per-node", default="gpu", metavar="N", help="processes of this machine; gpu: one a GPU")
+    made.add_argument("--max-restarts", type=int, default=3, metavar="N", help="how often they are started again")
+    made.add_argument(
+        "--hang-timeout",
+        type=float,
+        default=1800.0,
+        metavar="SECONDS",
+        help="kill processes that keep the others waiting when none has begun a step for so long; 0: never",
+    )
+    made.add_argument("--nnodes", default="1", metavar="N|MIN:MAX", help="machines; up to MAX may join or be lost")
+    made.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where several machines meet")
+    made.add_argument("--rdzv-id", metavar="NAME", help="of the job: the same name continues it later")
+    made.add_argument("--log-dir", metavar="FOLDER", help="for what the processes write; by default they write here")
+    made.add_argument("-m", "--module", action="store_true", help="the script is a module's name")
+    made.add_argument("script", help="what each process runs")
+    made.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    return made
+
+
+def main(arguments: list[str]) -> int:
+    made = parser()
+    given = made.parse_args(arguments)
+    if given.nnodes != "1" and not (given.rdzv_endpoint and given.rdzv_id):
+        made.error(f"--nnodes {given.nnodes} requires --rdzv-endpoint HOST:PORT and --rdzv-id NAME on all machines")
+    if not given.module and not os.path.isfile(given.script):
+        made.error(f"there is no file {given.script}")
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args, get_args_parser
+
+    options = {
+        "nproc-per-node": given.nproc_per_node,
+        "nnodes": given.nnodes,
+        "max-restarts": given.max_restarts,
+        "rdzv-backend": "c10d",
+        "rdzv-endpoint": given.rdzv_endpoint or "localhost:0",
+        "rdzv-id": given.rdzv_id or uuid.uuid4().hex,
+        "start-method": "forkserver",
+        **({"log-dir": given.log_dir, "redirects": "3"} if given.log_dir else {}),
+    }
+    words = [f"--{name}={value}" for name, value in options.items()]
     try:
-        job(config)
-    except Exception:
-        traceback.print_exc()  # here, because the launching process shows one rank's error only
-        sys.exit(1)
-    if process_group.is_initialized():
-        process_group.destroy()
+        config, *_ = config_from_args(get_args_parser().parse_args([*words, given.script]))
+    except (AssertionError, ValueError) as error:
+        made.error(str(error))
+    multiprocessing.set_forkserver_preload(_PRELOADED)
+    folder = tempfile.mkdtemp(prefix="lightning_zero-beats-")
+    os.environ[beats.FOLDER] = folder
+    if given.hang_timeout:
+        threading.Thread(target=_end_hangs, args=(folder, given.hang_timeout), daemon=True).start()
+    try:
+        elastic_launch(config, run_script)(given.script, given.module, *given.arguments)
+    except ChildFailedError as error:
+        print(error, file=sys.stderr)
+        return 1
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0
 
 
-def _world_size(config: DictConfig) -> int:
-    if config.trainer.devices != "auto":
-        return config.trainer.devices
-    if config.trainer.accelerator == "cpu":
-        raise ConfigError("trainer.devices=auto: on a CPU, give the number of processes")
-    if device_count() == 0:
-        raise ConfigError(f"trainer.accelerator={config.trainer.accelerator}: torch finds no such device here")
-    return device_count()
+def run_script(script: str, is_module: bool, *arguments: str) -> None:
+    """Run a script as ``python script`` does, in a process that has been forked for it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # or it would outlive a launcher that was killed
+    faulthandler.enable()
+    sys.argv = [script, *arguments]
+    try:
+        if is_module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:  # for torchelastic, a process that has ended without a result has not ended
+        if end.code not in (None, 0):
+            raise
+    except BaseException as error:
+        sys.last_value = error  # as the interpreter does, for functions that run at exit
+        raise
+    finally:
+        atexit._run_exitfuncs()  # which processes of multiprocessing do not call
+
+
+def _end_hangs(folder: str, timeout: float) -> None:
+    """Kill processes that hang: those that do not wait for others, when nobody has begun a step for a while."""
+    before: dict[int, int] = {}
+    since = time.monotonic()
+    while True:
+        time.sleep(min(1.0, timeout / 4))
+        with suppress(OSError):
+            noted = {each.process: each for each in beats.read_all(folder)}
+            steps = {process: each.steps for process, each in noted.items()}
+            if steps != before or not steps or min(steps.values()) < 1:
+                before, since = steps, time.monotonic()
+            elif time.monotonic() - since > timeout:
+                _end_those_that_hang(list(noted.values()), timeout)
+                before = {}
+
+
+def _end_those_that_hang(noted: list[beats.Beats], timeout: float) -> None:
+    hanging = [each for each in noted if not each.is_waiting] or noted
+    for each in hanging:
+        waiting = [str(other.rank) for other in noted if other not in hanging]
+        others = f", and rank(s) {', '.join(waiting)} wait for it" if waiting else ""
+        print(
+            f"lightning-zero launch: no process has begun a step for {timeout:g} s. Rank {each.rank} (process "
+            f"{each.process}) hangs{others}. It is killed; its stack follows, unless the process was stopped.",
+            file=sys.stderr,
+            flush=True,
+        )
+        with suppress(ProcessLookupError):
+            os.kill(each.process, signal.SIGABRT)  # on which faulthandler writes the stacks
+    time.sleep(_GRACE)
+    for each in hanging:
+        with suppress(ProcessLookupError):
+            os.kill(each.process, signal.SIGKILL)

@@ -67,7 +67,7 @@ def job(config: DictConfig) -> float | None:
     Returns:
         What a sweeper minimizes: the validation metric that ``objective`` names. None on ranks without the report.
     """
-    from lightning_zero.commands.launch import launch, ranks_exist
+    from lightning_zero.commands.ranks import launch, ranks_exist
 
     try:
         resolved = check(config)

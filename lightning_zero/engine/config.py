@@ -270,7 +270,7 @@ def offload_config(offload: Any) -> OffloadConfig | None:
     if isinstance(offload, str) and offload in _PLACES:
         offload = {"optimizer": offload}
     if isinstance(offload, Mapping):
-        _check_fields("offload", offload, OffloadConfig)
+        check_fields("offload", offload, OffloadConfig)
         if offload.get("path") is None and "nvme" in [offload.get(name) for name in _MOVED]:
             offload = {**offload, "path": default_folder()}
         return OffloadConfig(**offload) if offload else None
@@ -353,7 +353,7 @@ def compression_config(compression: Any) -> CompressionConfig | None:
     if isinstance(compression, str) and compression in _COMPRESSIONS:
         return _COMPRESSIONS[compression]
     if isinstance(compression, Mapping):
-        _check_fields("compression", compression, CompressionConfig)
+        check_fields("compression", compression, CompressionConfig)
         return CompressionConfig(**compression) if compression else None
     names = ", ".join(map(repr, _COMPRESSIONS))
     raise ValueError(f"compression={compression!r} must be None, {names} or a CompressionConfig.")
@@ -364,7 +364,7 @@ def name_of_compression(compression: CompressionConfig) -> str:
     return next((repr(name) for name, each in _COMPRESSIONS.items() if each == compression), repr(compression))
 
 
-def _check_fields(option: str, given: Mapping[str, Any], config: type) -> None:
+def check_fields(option: str, given: Mapping[str, Any], config: type) -> None:
     """Raise a ValueError if a mapping that is given for an option has keys that are no fields of its class."""
     known = names_of_options(config)
     if unknown := sorted(set(given) - set(known)):

@@ -85,11 +85,22 @@ def meet_between_batches(trainer: Trainer, meet: Callable[[], None]) -> None:
     Around.put(trainer.fit_loop.epoch_loop, _BETWEEN_BATCHES, lambda _: meet())
 
 
+def act_between_batches(trainer: Trainer, act: Callable[[], None]) -> None:
+    """Call ``act`` before each training batch, in a run with one process, until ``leave`` is called."""
+
+    def advance(method: Any, *args: Any) -> Any:
+        act()
+        return method(*args)
+
+    Around.put(trainer.fit_loop.epoch_loop, "advance", advance)
+
+
 def leave(trainer: Trainer) -> None:
-    """Undo ``attend`` and ``meet_between_batches``."""
+    """Undo ``attend``, ``meet_between_batches`` and ``act_between_batches``."""
     for loop in _evaluation_loops(trainer):
         Around.take_off(loop, "run")
-    Around.take_off(trainer.fit_loop.epoch_loop, _BETWEEN_BATCHES)
+    for name in (_BETWEEN_BATCHES, "advance"):
+        Around.take_off(trainer.fit_loop.epoch_loop, name)
 
 
 def _evaluation_loops(trainer: Trainer) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_h
 
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 
-from lightning_zero.engine.config import EngineConfig, check_names, names_of_options
+from lightning_zero.engine.config import EngineConfig, check_fields, check_names, names_of_options
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -66,6 +66,59 @@ class StrategyOptions:
         return timedelta(seconds=self.timeout) if isinstance(self.timeout, (int, float)) else self.timeout
 
 
+@dataclass(frozen=True)
+class ResilienceConfig:
+    """What a job keeps in shared memory, to continue when its processes are started again.
+
+    Args:
+        every_n_steps: keep the state after every so many optimizer steps.
+        path: a folder in memory (tmpfs) on each machine; None for a folder of this user's own in ``/dev/shm``. It needs
+            twice the room of the model's states of all ranks of the machine.
+        job: a name that is the same when the job is started again; None for one made of torchrun's ``--rdzv-id`` or
+            SLURM's job id, and the command line.
+        deaths_at_one_step: so many ends of the job within one kept step stop it, with an error that names the step.
+
+    Raises:
+        ValueError: if an argument is not one of the allowed values.
+
+    Example:
+        >>> resilience = lightning_zero.ResilienceConfig(every_n_steps=5)
+        >>> strategy = lightning_zero.ZeroStrategy(stage=3, resilience=resilience)
+    """
+
+    every_n_steps: int = 1
+    path: str | None = None
+    job: str | None = None
+    deaths_at_one_step: int = 3
+
+    def __post_init__(self) -> None:
+        for name, least in (("every_n_steps", 1), ("deaths_at_one_step", 2)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"resilience: {name}={value!r} must be an integer of at least {least}.")
+        if self.job is not None and not re.fullmatch(r"[\w.-]+", str(self.job)):
+            raise ValueError(f"resilience: job={self.job!r} must be a name of letters, digits, '.', '_' and '-'.")
+
+
+def resilience_config(resilience: Any) -> ResilienceConfig | None:
+    """Convert the option ``resilience`` to a ``ResilienceConfig``.
+
+    Args:
+        resilience: None, ``"memory"``, a ``ResilienceConfig``, or a mapping of its fields, as from Hydra.
+
+    Raises:
+        ValueError: for any other value.
+    """
+    if resilience is None or isinstance(resilience, ResilienceConfig):
+        return resilience
+    if resilience == "memory":
+        return ResilienceConfig()
+    if isinstance(resilience, Mapping):
+        check_fields("resilience", resilience, ResilienceConfig)
+        return ResilienceConfig(**resilience) if resilience else None
+    raise ValueError(f"resilience={resilience!r} must be None, 'memory' or a ResilienceConfig.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainerOptions(StrategyOptions):
     """Options of the Trainer's strategy in addition to ``StrategyOptions``.
@@ -77,10 +130,24 @@ class TrainerOptions(StrategyOptions):
             available host memory suffice for all ranks of each host, and otherwise ``"sharded"``, with a warning.
         exclude_frozen_parameters: leave parameters with ``requires_grad=False`` out of checkpoints, and accept
             checkpoints without them; for adapters of a large model that is stored separately.
+        resilience: ``"memory"`` keeps the state of a fit in shared memory after every step, so that a job whose
+            processes were killed and are started again (by torchrun, SLURM) loses no more than the step that was
+            running; a ``ResilienceConfig``, or a mapping of its fields, for more. ``None`` keeps nothing.
     """
 
     after_fit: Literal["auto", "full", "sharded"] = "auto"
     exclude_frozen_parameters: bool = False
+    resilience: Literal["memory"] | ResilienceConfig | Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "resilience", resilience_config(self.resilience))
+
+    @property
+    def keeps(self) -> ResilienceConfig | None:
+        """``resilience`` after its conversion in ``__post_init__``."""
+        assert self.resilience is None or isinstance(self.resilience, ResilienceConfig)
+        return self.resilience
 
 
 SET_BY_STRATEGIES = ("compute_dtype", "handshake_timeout")

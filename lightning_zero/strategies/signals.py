@@ -15,6 +15,7 @@ from typing import Any
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.failures import lifelines_over, listeners
 from lightning_zero.engine.comm.process_group import named_store, rank, world_size
+from lightning_zero.strategies.resilience import Resilience
 
 _ASKED = "SIGTERM"
 _runs = itertools.count()  # names the store's keys of runs without an engine
@@ -24,8 +25,9 @@ _HANDLERS = "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"
 class Signals:
     """Signal handlers of one Trainer run in a job with several processes; made before the trainer installs its own."""
 
-    def __init__(self, trainer: Any, communicator: Communicator | None) -> None:
+    def __init__(self, trainer: Any, communicator: Communicator | None, resilience: Resilience | None) -> None:
         self._trainer, self._connector, self._communicator = trainer, trainer._signal_connector, communicator
+        self._resilience = resilience
         run = f"without/{next(_runs)}" if communicator is None else communicator.everyone.name
         self._is_asked_to_end = self._is_asked_to_requeue = False
         self._rank, self._size = rank(), world_size()
@@ -54,14 +56,17 @@ class Signals:
     def _ask_to_end(self) -> None:
         self._is_asked_to_end = True
 
-    def agree(self, what: str) -> None:
+    def agree(self, what: str, *, is_end: bool = False) -> None:
         """Exchange the flags of all ranks, and requeue or end if any rank received a signal. Collective.
 
         Called before each training batch and at the end of training, where DDP's loop would end as well.
         """
         assert self._communicator is not None
-        noted = [self._is_asked_to_end, self._is_asked_to_requeue]
-        ends, requeues = self._communicator.everyone.control.any_rank(noted, what)
+        keeper = self._resilience
+        noted = [self._is_asked_to_end, self._is_asked_to_requeue, keeper is not None and keeper.has_failed()]
+        ends, requeues, has_failed = self._communicator.everyone.control.any_rank(noted, what)
+        if keeper is not None:
+            keeper.keep(has_failed, is_end=is_end or ends)
         if requeues:
             self._is_asked_to_requeue = False
             environment = self._trainer._accelerator_connector.cluster_environment

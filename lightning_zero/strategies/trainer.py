@@ -28,11 +28,21 @@ from lightning_zero.engine.init.consolidate import consolidate
 from lightning_zero.engine.init.deferred_param import awaits_values, is_deferred, is_on_meta, values_may_wait
 from lightning_zero.engine.init.sources import leave_in_files
 from lightning_zero.engine.tensor.sharded_tree import on_cpu, on_meta, walk
-from lightning_zero.strategies.loops import attend, leave, meet_between_batches, meets_between_batches, take_turns
+from lightning_zero.io.beats import note_end, note_step
+from lightning_zero.strategies.jobs import name_of_job
+from lightning_zero.strategies.loops import (
+    act_between_batches,
+    attend,
+    leave,
+    meet_between_batches,
+    meets_between_batches,
+    take_turns,
+)
 from lightning_zero.strategies.optimizer_in_backward import EarlyUpdates
 from lightning_zero.strategies.options import TrainerOptions, takes_options
 from lightning_zero.strategies.out_of_memory import say_who_holds_memory
 from lightning_zero.strategies.processes import ZeroProcesses
+from lightning_zero.strategies.resilience import Resilience
 from lightning_zero.strategies.resuming import DataLoadingState
 from lightning_zero.strategies.signals import Signals
 from lightning_zero.strategies.trainer_checkpoints import TrainerCheckpoints, is_absent
@@ -40,6 +50,7 @@ from lightning_zero.strategies.trainer_checkpoints import TrainerCheckpoints, is
 
 def _in_window(step: str) -> Callable[..., Any]:
     def run(self: TrainerStrategy, *args: Any, **kwargs: Any) -> Any:
+        note_step()
         if step == "training_step" and not self._has_checked_batch and self.engine is not None:
             self._has_checked_batch = True
             self.engine.communicator.tensor.check_same(args[0] if args else kwargs)
@@ -91,6 +102,26 @@ class TrainerStrategy(TrainerCheckpoints):
             self.lightning_module._device_mesh = self._mesh  # as Lightning's ``ModelParallelStrategy`` does
         if self.lightning_module is not None:
             consolidate(self.lightning_module, self._handshake_timeout)
+            self._resilience = self._new_resilience()
+
+    def _new_resilience(self) -> Resilience | None:
+        """What keeps the state of a fit, if that is wanted."""
+        config, trainer = self.options.keeps, self.lightning_module.trainer
+        if config is None or trainer.state.fn != TrainerFn.FITTING or trainer.fast_dev_run:
+            return None
+        job = config.job or name_of_job()
+        if job is None:
+            rank_zero_warn(
+                "resilience='memory' keeps nothing in this run: no launcher would start its processes again, and "
+                "nothing names the job. Start it by torchrun --max-restarts=3 or by SLURM, or write "
+                "resilience=ResilienceConfig(job=...)."
+            )
+            return None
+        return Resilience(config, self, job)
+
+    def _keep(self, *, is_end: bool = False) -> None:
+        assert self._resilience is not None
+        self._resilience.keep(self._resilience.has_failed(), is_end=is_end)
 
     @property
     def _communicator(self) -> Communicator | None:
@@ -145,8 +176,10 @@ class TrainerStrategy(TrainerCheckpoints):
         elif not self._is_single:
             _sync_module_states(self.lightning_module)
         if not self._is_single and meets_between_batches(trainer):
-            self._signals = Signals(trainer, self._communicator)
+            self._signals = Signals(trainer, self._communicator, self._resilience)
             meet_between_batches(trainer, partial(self._signals.agree, "the next training batch"))
+        elif self._resilience is not None:
+            act_between_batches(trainer, self._keep)
         self._masters = {}
         if not self.restore_checkpoint_after_setup:
             self._loaded = self._loaded or {}
@@ -217,6 +250,9 @@ class TrainerStrategy(TrainerCheckpoints):
         self._backward.close()
 
     def on_exception(self, exception: BaseException) -> None:
+        is_asked_to_end = isinstance(exception, self.lightning.utilities.exceptions.SIGTERMException)
+        if self._resilience is not None and is_asked_to_end and self._ended_by is None:
+            self._resilience.save_before_end()
         self._backward.__exit__(type(exception), exception, exception.__traceback__)
         say_who_holds_memory(exception, self.engine)
         super().on_exception(exception)
@@ -250,9 +286,15 @@ class TrainerStrategy(TrainerCheckpoints):
     def on_train_end(self) -> None:
         super().on_train_end()
         if self._signals is not None:
-            self._signals.agree("the end of training")
+            self._signals.agree("the end of training", is_end=True)
+        elif self._resilience is not None:
+            self._keep(is_end=True)
 
     def _teardown(self) -> None:
+        note_end()
+        resilience, self._resilience = self._resilience, None
+        if resilience is not None:
+            resilience.close(has_ended=self._ended_by is None)
         signals, self._signals = self._signals, None
         if signals is not None:
             signals.close()
@@ -339,8 +381,8 @@ class TrainerStrategy(TrainerCheckpoints):
 
     def __getstate__(self) -> dict[str, Any]:
         # Users copy trainers and strategies; these attributes belong to the original alone.
-        of_one = dict.fromkeys(("engine", "_data_loading", "_masters_after_fit", "_early_updates", "_signals", "_mesh"))
-        return {**super().__getstate__(), **of_one, "_backward": ExitStack()}
+        own = "engine", "_data_loading", "_masters_after_fit", "_early_updates", "_signals", "_mesh", "_resilience"
+        return {**super().__getstate__(), **dict.fromkeys(own), "_backward": ExitStack()}
 
 
 def _real(optimizers: list[Optimizer]) -> list[Optimizer]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,7 +18,7 @@ from lightning_zero.checkpoint.commit import remove
 from lightning_zero.checkpoint.fitting import check_module, check_optimizers
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, FORMAT, NAMES, configs_of_models
 from lightning_zero.checkpoint.newest import is_last, others_by_age
-from lightning_zero.checkpoint.saving import by_name, names_in
+from lightning_zero.checkpoint.saving import Content, by_name, content_of, names_in
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.comm.renewal import have_all_come, renew
 from lightning_zero.engine.comm.tensor_parallel import in_full, is_dtensor
@@ -27,6 +27,7 @@ from lightning_zero.engine.init.sources import listed
 from lightning_zero.engine.tensor.sharded_tree import Leaf, walk
 from lightning_zero.strategies.options import TrainerOptions
 from lightning_zero.strategies.processes import ZeroProcesses
+from lightning_zero.strategies.resilience import Resilience
 from lightning_zero.strategies.resuming import DataLoadingState
 
 log = logging.getLogger("lightning_zero.strategies.trainer")  # the name that projects may filter by
@@ -50,6 +51,8 @@ class TrainerCheckpoints(ZeroProcesses):
         self._loaded: dict[str, Any] | None = None
         # Rank 0's masters of the module that was fitted last, which may be saved after it has become ordinary again.
         self._masters_after_fit: WeakKeyDictionary[Any, dict[str, Tensor]] | None = None
+        self._resilience: Resilience | None = None
+        self._copies_parts = False  # the checkpoint that is made is for the slots
 
     def _can_save(self) -> bool:
         """Whether the ranks can assemble a checkpoint, also after a failure.
@@ -90,7 +93,12 @@ class TrainerCheckpoints(ZeroProcesses):
 
         For a full checkpoint, values that the project's hooks read must be gathered at once.
         """
-        return self._saves_in_parts or (self._assembles_in_background and not self._has_hooks)
+        return self._takes_parts or (self._assembles_in_background and not self._has_hooks)
+
+    @property
+    def _takes_parts(self) -> bool:
+        """Whether each rank takes its own shards of what is saved."""
+        return self._saves_in_parts or self._copies_parts
 
     @property
     def _leaf_for_hooks(self) -> Leaf:
@@ -144,26 +152,54 @@ class TrainerCheckpoints(ZeroProcesses):
             return
         about = self._about_checkpoint(to_resume="optimizer_states" in checkpoint)
         checkpoint = {**checkpoint, CHECKPOINT_KEY: about}
-        if self._saves_in_parts:
-            tree, names = {}, self._names_in_optimizers()
-            if checkpoint.get("state_dict"):  # DCP does not store empty containers
-                tree["state_dict"] = checkpoint.pop("state_dict")
-            if any(checkpoint.get("optimizer_states", ())):  # not Lightning's placeholder
-                for number, state in enumerate(checkpoint.pop("optimizer_states")):
-                    tree[f"optimizer_{number}"] = by_name(state, names[number] if number < len(names) else [])
-            self._save_in_parts(tree, checkpoint, filepath, storage_options)
+        if self._takes_parts:
+            self._save_in_parts(self._tree_in(checkpoint), checkpoint, filepath, storage_options)
         elif not self._has_default_io or storage_options is not None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
             communicator = self.engine.communicator if self.engine is not None and self._state_is_in_parts else None
             self._save_whole(checkpoint, filepath, communicator)
+        if self._resilience is not None and self.is_global_zero:
+            self._resilience.note(filepath)
 
-    def _about_checkpoint(self, *, to_resume: bool) -> dict[str, Any]:
+    def _tree_in(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Take out of a checkpoint what is stored in DCP's format: weights, and optimizer states by name."""
+        tree, names = {}, self._names_in_optimizers()
+        if checkpoint.get("state_dict"):  # DCP does not store empty containers
+            tree["state_dict"] = checkpoint.pop("state_dict")
+        if any(checkpoint.get("optimizer_states", ())):  # not Lightning's placeholder
+            for number, state in enumerate(checkpoint.pop("optimizer_states")):
+                tree[f"optimizer_{number}"] = by_name(state, names[number] if number < len(names) else [])
+        return tree
+
+    @contextmanager
+    def _taking_parts(self) -> Iterator[None]:
+        before, self._copies_parts = self._copies_parts, True
+        try:
+            yield
+        finally:
+            self._copies_parts = before
+
+    def state_in_parts(self) -> tuple[Content, dict[str, Any]]:
+        """What this rank has of a checkpoint of the run, and its own place in the data. No rank communicates for it,
+        unless hooks of the project read whole parameters."""
+        with self._taking_parts():
+            checkpoint = self.lightning_module.trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+            checkpoint[CHECKPOINT_KEY] = self._about_checkpoint(to_resume=True, with_data_loading=False)
+            content = content_of(self._tree_in(checkpoint), checkpoint, self.global_rank, serialise=lambda value: value)
+        return content, self._data_loading.state() if self._data_loading is not None else {}
+
+    def save_in_parts(self, path: Any) -> None:
+        """Save a checkpoint of the run whose shards all ranks write, where they share a folder. Collective."""
+        with self._taking_parts() if self.num_nodes == 1 else nullcontext():
+            self.lightning_module.trainer.save_checkpoint(path)
+
+    def _about_checkpoint(self, *, to_resume: bool, with_data_loading: bool = True) -> dict[str, Any]:
         """Our own entry of a checkpoint: versions, and state for which Lightning has no entry."""
         about: dict[str, Any] = {"format": FORMAT, "written_by": self._written_by}
-        if to_resume and not self._saves_in_parts:  # sharded checkpoints use names anyway
+        if to_resume and not self._takes_parts:  # sharded checkpoints use names anyway
             about[NAMES] = {f"optimizer_{number}": names for number, names in enumerate(self._names_in_optimizers())}
-        if to_resume and self._data_loading is not None:
+        if to_resume and with_data_loading and self._data_loading is not None:
             ranks = self._gather(self._data_loading.state())
             about |= {name: [state[name] for state in ranks] for name in ("rng", "data")}
         masters = (self._masters_after_fit or {}).get(self.lightning_module, {})
@@ -200,6 +236,8 @@ class TrainerCheckpoints(ZeroProcesses):
             ValueError: if a newer version wrote it, or it names classes that are not allowed.
         """
         self._alike(self._saver.finish)
+        if self._resilience is not None and (kept := self._resilience.opened(checkpoint_path)) is not None:
+            return kept
         if not self._has_default_io or str(checkpoint_path).startswith("http"):
             return super().load_checkpoint(checkpoint_path, weights_only, **options)
         try:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_zero.commands import launch, train
+from lightning_zero.commands import train
 from tests.app.commands import TINY, finish, start
 
 # arguments, and what the line must say
@@ -86,7 +86,7 @@ def test_wrong_value_ends_with_one_line_that_names_the_key(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "")
     monkeypatch.setattr(sys, "argv", ["lightning-zero"])
-    monkeypatch.setattr(launch, "start_processes", lambda *_, **__: pytest.fail("a process was started"))
+    monkeypatch.setattr(ranks, "start_processes", lambda *_, **__: pytest.fail("a process was started"))
     try:
         code = train.main(argument.split())
     except SystemExit as end:

@@ -80,6 +80,7 @@ def leave_soon(reason: str) -> None:
 
     def leave() -> None:
         print(f"This process leaves, so that the agent can start all again: {reason}.", file=sys.stderr, flush=True)
+        sys.stdout.flush()
         os._exit(1)
 
     timer = threading.Timer(_GRACE, leave)

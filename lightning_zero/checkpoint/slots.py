@@ -1,0 +1,288 @@
+"""Slots: files in shared memory (tmpfs), to which each rank copies its part of a run's state; they outlive processes.
+
+    header    where the trailer is, and its checksum; zeros while the slot is being written
+    values    of this rank's tensors, each aligned to 64 bytes
+    trailer   what the values are, sums by which damage shows, and the rest of the state, pickled
+
+Each rank has two slots and writes to them in turn, so one is whole at any moment (in-memory checkpoints as in Gemini,
+SOSP 2023, section 4, but within the machine, since tmpfs outlives a killed process).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+
+from lightning_zero.checkpoint.checksums import DamagedCheckpointError
+from lightning_zero.checkpoint.files import Files
+from lightning_zero.checkpoint.folder import Folder
+from lightning_zero.checkpoint.reading import OpenedCheckpoint, opened_folder
+from lightning_zero.checkpoint.saving import Content, CopyBuffer, Entry, Written, device_of, metadata_of
+from lightning_zero.engine.comm.background_work import BackgroundWork
+from lightning_zero.engine.compat import foreach_copy
+from lightning_zero.engine.plan.chunks import Box
+from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
+
+_HEADER = struct.Struct("<8sQQI")  # magic, position and length of the trailer, its CRC-32
+_MAGIC = b"lzslot01"
+_VALUES = 4096  # position of the first value: values are mapped by pages
+_WINDOW = 2**19
+"""Bytes that are copied and then summed up while they are still in the cache."""
+
+
+class About(NamedTuple):
+    """Which state a slot holds.
+
+    Attributes:
+        attempt: of the job; processes that are started again make the next one.
+        number: of the copy, counted within the attempt.
+        step: optimizer steps so far.
+        world_size: ranks that have a slot each.
+    """
+
+    attempt: int
+    number: int
+    step: int
+    world_size: int
+    rank: int
+
+
+class SlotWriter:
+    """Writes a slot again and again.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._size = os.fstat(self._file).st_size
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._staging = CopyBuffer()
+        self._layout: Any = None
+        self._tensors = b""
+
+    def begin(self, content: Content, about: About, own: Any) -> Callable[[], None]:
+        """Begin to replace the slot's contents: copy what may change at any time, and pickle what is no tensor.
+
+        Args:
+            content: values that are guarded are copied later.
+            own: this rank's state that is no tensor.
+
+        Returns:
+            A function that copies the guarded values and makes the slot whole. It must be called, in another thread:
+            training waits for it before it changes those values.
+
+        Raises:
+            OSError: if there is not enough room.
+        """
+        os.pwrite(self._file, bytes(_HEADER.size), 0)
+        entries = sorted(content.entries, key=lambda entry: entry.is_guarded)
+        positions = _positions(entries)
+        state = pickle.dumps((content.paths, content.rest, content.objects, own), pickle.HIGHEST_PROTOCOL)
+        self._reserve(positions[-1])
+        free = sum(not entry.is_guarded for entry in entries)
+        sums = list(self._copied(_on_cpu(entries[:free], CopyBuffer()), positions))
+        guarded = entries[free:]
+        device = device_of(guarded)
+        ready = torch.accelerator.current_stream(device).record_event() if device is not None else None
+        work = BackgroundWork()
+
+        def complete() -> None:
+            with work:
+                sums.extend(self._copied(_on_cpu(guarded, self._staging, ready), positions[free:]))
+            trailer = pickle.dumps((about, self._described(entries, positions), sums, state), pickle.HIGHEST_PROTOCOL)
+            self._reserve(positions[-1] + len(trailer))
+            os.pwrite(self._file, trailer, positions[-1])
+            header = _HEADER.pack(_MAGIC, positions[-1], len(trailer), zlib.crc32(trailer))
+            os.pwrite(self._file, header, 0)
+
+        return complete
+
+    def _reserve(self, size: int) -> None:
+        """Give the file room, since a write to memory that tmpfs lacks would kill the process."""
+        if size > self._size:
+            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+            os.posix_fallocate(self._file, 0, size)
+            self._size = size
+
+    def _mapped(self) -> Tensor:
+        if not len(self._memory):
+            self._memory = torch.frombuffer(mmap.mmap(self._file, self._size), dtype=torch.uint8)
+        return self._memory
+
+    def _copied(self, entries: list[Entry], positions: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """Copy values to their positions; yields begin, end and sum of each window."""
+        if not entries:
+            return
+        memory = self._mapped()
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        begin = positions[0]
+        for entry, position, end in zip(entries, positions, positions[1:]):
+            numel, size = entry.stop - entry.start, entry.dtype.itemsize
+            target = memory[position : position + entry.nbytes].view(entry.dtype)
+            for first in range(0, numel, _WINDOW // size):
+                stop = min(first + _WINDOW // size, numel)
+                targets.append(target[first:stop])
+                sources.append(_range_of(entry.values, first, stop))
+                here = position + stop * size if stop < numel else end
+                if here - begin >= _WINDOW:
+                    foreach_copy(targets, sources)
+                    yield begin, here, _sum(memory[begin:here])
+                    targets, sources, begin = [], [], here
+        if targets:
+            foreach_copy(targets, sources)
+            yield begin, end, _sum(memory[begin:end])
+
+    def _described(self, entries: list[Entry], positions: list[int]) -> bytes:
+        """What the values are, as ``Written.tensors``, pickled; the same from step to step."""
+        layout = [(entry.names, entry.share, entry.dtype, entry.start, entry.stop) for entry in entries]
+        if layout != self._layout:
+            tensors = [
+                (
+                    entry.names,
+                    entry.shape,
+                    entry.dtype,
+                    [(box, _place(entry, box, position)) for box in entry.boxes],
+                )
+                for entry, position in zip(entries, positions)
+            ]
+            self._layout, self._tensors = layout, pickle.dumps(tensors, pickle.HIGHEST_PROTOCOL)
+        return self._tensors
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+        self._file, self._memory = -1, torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+def _positions(entries: list[Entry]) -> list[int]:
+    """Where each entry begins, and where the last one ends."""
+    positions = [_VALUES]
+    for entry in entries:
+        positions.append(-(-(positions[-1] + entry.nbytes) // 64) * 64)
+    return positions
+
+
+def _place(entry: Entry, box: Box, position: int) -> list[int]:
+    size = entry.dtype.itemsize
+    return [position + (box.start - entry.start) * size, (box.stop - box.start) * size, 0]
+
+
+def _on_cpu(entries: list[Entry], staging: CopyBuffer, after: torch.Event | None = None) -> list[Entry]:
+    """The entries themselves, or copies of a device's values."""
+    return entries if device_of(entries) is None else staging.copied(entries, after)
+
+
+def _range_of(values: Tensor, first: int, stop: int) -> Tensor:
+    return values.shown(first, stop) if isinstance(values, LazyTensor) else values.detach().reshape(-1)[first:stop]
+
+
+def _sum(memory: Tensor) -> int:
+    """A sum that any single change to the memory changes; its length is a multiple of eight."""
+    return int(memory.view(torch.int64).sum())
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Slot:
+    """A slot that was whole when it was read; ``verify`` shows damage since."""
+
+    path: str
+    about: About
+    _trailer: Any
+
+    @classmethod
+    def at(cls, path: str) -> Slot | None:
+        """The slot in a file; None if it is not whole."""
+        with open(path, "rb") as file:
+            head = file.read(_HEADER.size)
+            if len(head) < _HEADER.size:
+                return None
+            magic, position, length, crc32 = _HEADER.unpack(head)
+            if magic != _MAGIC:
+                return None
+            file.seek(position)
+            trailer = file.read(length)
+        if len(trailer) != length or zlib.crc32(trailer) != crc32:
+            return None
+        about, *rest = pickle.loads(trailer)
+        return cls(path, about, rest)
+
+    def verify(self) -> bool:
+        """Whether all values are as they were written."""
+        _, sums, _ = self._trailer
+        with open(self.path, "rb") as file:
+            memory = torch.frombuffer(mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE), dtype=torch.uint8)
+        return all(end <= len(memory) and _sum(memory[begin:end]) == expected for begin, end, expected in sums)
+
+    @property
+    def written(self) -> Written:
+        tensors, _, _ = self._trailer
+        return Written(os.path.basename(self.path), os.path.getsize(self.path), pickle.loads(tensors), {}, None)
+
+    @property
+    def state(self) -> tuple[dict[str, tuple[Any, ...]], Any, dict[str, Any], Any]:
+        """Paths, the rest and other objects, as in ``Content``, and the rank's own state."""
+        _, _, state = self._trailer
+        return pickle.loads(state)
+
+
+class _SlotFolder(Folder):
+    """Slots of all ranks of one copy, read as a sharded checkpoint."""
+
+    def __init__(self, folder: str, slots: Sequence[Slot]) -> None:
+        self.files, self.written_by = Files(folder), {}
+        states = [slot.state for slot in slots]
+        paths, self._whole_rest, self._objects, _ = states[0]
+        self.own = [own for *_, own in states]
+        written = [slot.written for slot in slots]
+        metadata = metadata_of({name: path for name, path in paths.items() if name not in self._objects}, written)
+        metadata.planner_data = paths
+        sizes = {each.file: each.nbytes for each in written}
+        self._take(metadata, None, sizes, tuple(slots[0].about))
+
+    def _rest(self) -> Any:
+        return self._whole_rest
+
+    def _values(self, metadata: Metadata) -> Iterator[tuple[str, Any]]:
+        yield from super()._values(metadata)
+        yield from self._objects.items()
+
+    def _decoded(self, data: memoryview, chunk: Any, dtype: torch.dtype) -> Tensor:
+        flat = torch.frombuffer(data, dtype=dtype) if len(data) else torch.empty(0, dtype=dtype, device="cpu")
+        return flat.view(chunk.sizes)
+
+
+def open_slots(folder: str, slots: Sequence[Slot]) -> tuple[OpenedCheckpoint, list[Any]]:
+    """Open slots as a sharded checkpoint, whose tensors are read when they are needed.
+
+    Args:
+        folder: that all of them are in.
+        slots: of one copy, in the order of ranks.
+
+    Returns:
+        The checkpoint, and each rank's own state.
+
+    Raises:
+        DamagedCheckpointError: if they lack something.
+    """
+    try:
+        read = _SlotFolder(folder, slots)
+    except ValueError as error:
+        raise DamagedCheckpointError(f"The slots in {folder} cannot be read: {error}") from error
+    return opened_folder(read), read.own

@@ -1,0 +1,96 @@
+"""Launch the ranks of one job on this machine.
+
+Every job has its own processes, also within a sweep, and passes its config to them. Lightning's own launcher would
+instead run the command line again, which for a sweep is the whole sweep, and would leave MASTER_PORT, WORLD_SIZE and a
+process group behind in the process that starts the next job.
+"""
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from omegaconf import DictConfig
+from torch.cuda import device_count
+from torch.multiprocessing import ProcessExitedException, start_processes
+
+from lightning_zero.commands.check import ConfigError, JobFailed
+from lightning_zero.engine.comm import process_group
+
+Job = Callable[[DictConfig], None]
+GRACE = 5.0  # seconds for ranks to end by themselves before they are terminated, and again before they are killed
+
+
+def ranks_exist() -> bool:
+    """Whether this process was started as one of several ranks, by torchrun, SLURM or another launcher."""
+    return "LOCAL_RANK" in os.environ or TorchElasticEnvironment.detect() or SLURMEnvironment.detect()
+
+
+def launch(job: Job, config: DictConfig) -> None:
+    """Run ``job(config)`` on ``trainer.devices`` processes of this machine, and return when all have ended.
+
+    When one fails, or on Ctrl-C or SIGTERM, the others are terminated within seconds.
+    """
+    if config.trainer.num_nodes != 1:
+        raise ConfigError(f"trainer.num_nodes={config.trainer.num_nodes}: start one process a rank by torchrun or srun")
+    world_size = _world_size(config)
+    # As with torchrun, this process hosts the store: its port is open before the ranks learn its number, so no other
+    # program can take the port in between.
+    store = process_group.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def interrupt(*_: object) -> NoReturn:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    ranks = start_processes(_run_rank, (job, config, world_size, store.port), world_size, join=False)
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        while not ranks.join(grace_period=GRACE):
+            pass
+    except ProcessExitedException as error:
+        how = f"by {error.signal_name}" if error.signal_name else f"with exit code {error.exit_code}"
+        raise JobFailed(f"rank {error.error_index} of {world_size} ended {how}") from None
+    finally:
+        for process in ranks.processes:
+            process.terminate()
+        deadline = time.monotonic() + GRACE
+        for process in ranks.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            process.kill()
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run_rank(rank: int, job: Job, config: DictConfig, world_size: int, port: int) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RUN_ID="lightning-zero",  # Lightning then does not launch processes of its own
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        GROUP_RANK="0",
+    )
+    _set_num_threads_if_needed(world_size)
+    try:
+        job(config)
+    except Exception:
+        traceback.print_exc()  # here, because the launching process shows one rank's error only
+        sys.exit(1)
+    if process_group.is_initialized():
+        process_group.destroy()
+
+
+def _world_size(config: DictConfig) -> int:
+    if config.trainer.devices != "auto":
+        return config.trainer.devices
+    if config.trainer.accelerator == "cpu":
+        raise ConfigError("trainer.devices=auto: on a CPU, give the number of processes")
+    if device_count() == 0:
+        raise ConfigError(f"trainer.accelerator={config.trainer.accelerator}: torch finds no such device here")
+    return device_count()

@@ -1,0 +1,86 @@
+"""Signs of life: each process of a job notes its progress in a file, by which the launcher finds one that hangs."""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from typing import NamedTuple
+
+FOLDER = "LIGHTNING_ZERO_BEATS"
+"""Environment variable with the folder of the files; without it nothing is noted."""
+
+_STEPS, _WAITING = struct.Struct("<q"), struct.Struct("<dq")
+_FRESH = 10.0  # seconds for which a note that a process waits is believed
+
+
+class Beats(NamedTuple):
+    """What a process has noted.
+
+    Attributes:
+        rank: of the process.
+        process: its id.
+        steps: that it has begun, or -1 after the last one.
+        is_waiting: whether it waits for other ranks at this moment.
+    """
+
+    rank: int
+    process: int
+    steps: int
+    is_waiting: bool
+
+
+class _Writer:
+    def __init__(self, folder: str) -> None:
+        path = os.path.join(folder, f"{os.environ.get('RANK', '0')}-{os.getpid()}")
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._steps = 0
+
+    def step(self) -> None:
+        self._steps += 1
+        os.pwrite(self._file, _STEPS.pack(self._steps), 0)
+
+    def waits(self, is_waiting: bool) -> None:
+        os.pwrite(self._file, _WAITING.pack(time.time(), is_waiting), _STEPS.size)
+
+    def end(self) -> None:
+        os.pwrite(self._file, _STEPS.pack(-1), 0)
+
+
+@cache
+def _writer(process: int) -> _Writer | None:
+    folder = os.environ.get(FOLDER)
+    return _Writer(folder) if folder else None
+
+
+def note_step() -> None:
+    """Note that this process begins a step."""
+    if (writer := _writer(os.getpid())) is not None:
+        writer.step()
+
+
+def note_waiting(is_waiting: bool) -> None:
+    """Note whether this process waits for other ranks; to be called several times in ten seconds."""
+    if (writer := _writer(os.getpid())) is not None:
+        writer.waits(is_waiting)
+
+
+def note_end() -> None:
+    """Note that this process begins no further steps for now, so that it cannot be found hanging."""
+    if (writer := _writer(os.getpid())) is not None:
+        writer.end()
+
+
+def read_all(folder: str) -> Iterator[Beats]:
+    """What the processes that are alive have noted."""
+    for name in os.listdir(folder):
+        rank, process = map(int, name.split("-"))
+        with suppress(OSError, struct.error), open(os.path.join(folder, name), "rb") as file:
+            os.kill(process, 0)
+            data = file.read()
+            (steps,) = _STEPS.unpack_from(data)
+            when, waiting = _WAITING.unpack_from(data, _STEPS.size) if len(data) > _STEPS.size else (0.0, 0)
+            yield Beats(rank, process, steps, bool(waiting) and time.time() - when < _FRESH)

@@ -1,0 +1,324 @@
+"""Keep the state of a fit in shared memory, and continue from it when the job's processes are started again.
+
+Between two batches, where all ranks meet anyway, each rank begins to copy its shards to one of its two slots; the copy
+runs beside the next forward and backward. A rank enters the next meeting only when its copy is whole. So when ranks
+leave a meeting, the last copy is whole on all of them, and the slot before it may be overwritten.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckpointError
+from lightning_zero.checkpoint.form import CHECKPOINT_KEY
+from lightning_zero.checkpoint.reading import open_checkpoint
+from lightning_zero.checkpoint.saving import Content
+from lightning_zero.checkpoint.slots import About, Slot, SlotWriter, open_slots
+from lightning_zero.io.labels import this_machine
+from lightning_zero.strategies.jobs import JobFolder
+from lightning_zero.strategies.loops import Around
+from lightning_zero.strategies.options import ResilienceConfig
+
+if TYPE_CHECKING:
+    from lightning_zero.strategies.trainer import TrainerStrategy
+
+_MEMORY = "/dev/shm"
+_DEATHS = "deaths"  # file with the steps that the job has continued from
+_jobs: dict[str, JobFolder] = {}
+_fits = itertools.count()
+
+
+class _Source(NamedTuple):
+    """A state that a fit can continue from; the greatest is the newest."""
+
+    step: int
+    is_slots: bool
+    attempt: int
+    number: int
+    path: Any
+
+
+class Resilience:
+    """Slots of one fit.
+
+    Args:
+        config: what is kept, and where.
+        strategy: of the fit, whose processes have started.
+        job: the job's name, the same when it is started again.
+    """
+
+    def __init__(self, config: ResilienceConfig, strategy: TrainerStrategy, job: str) -> None:
+        self._config, self._strategy = config, strategy
+        trainer = strategy.lightning_module.trainer
+        self._trainer, self._rank, self._size = trainer, strategy.global_rank, strategy.world_size
+        self._fit = f"fit-{next(_fits)}"
+        self._job = self._job_folder_at(job)
+        self._folder = self._folder_in(self._job.path)
+        on_disk = os.path.join(str(trainer.default_root_dir), ".lightning_zero", job)
+        self._record, self._at_end = (
+            os.path.join(on_disk, f"{self._fit}.json"),
+            os.path.join(on_disk, f"{self._fit}.ckpt"),
+        )
+        self._attempt = self._number = 0
+        self._step = -config.every_n_steps  # that the last copy, or the state that the fit continued from, is of
+        self._index = 0  # of the slot that is overwritten next
+        self._writers: dict[int, SlotWriter] = {}
+        self._executor: ThreadPoolExecutor | None = None
+        self._copy: Future[None] | None = None
+        self._has_warned = False
+        self._found: dict[str, list[Slot]] = {}
+        Around.put(trainer._checkpoint_connector, "resume_start", self._resume)
+
+    def _folder_in(self, job: str) -> str:
+        return os.path.join(job, self._fit)
+
+    def _job_folder_at(self, job: str) -> JobFolder:
+        """The job's folder, which the fits of this process share. Collective."""
+        parent = self._config.path or os.path.join(_MEMORY, f"lightning_zero-{os.getuid()}")
+        path, error = os.path.join(parent, job), None
+        try:
+            if path not in _jobs:
+                _jobs[path] = JobFolder(parent, job, self._rank)
+            _jobs[path].begin()
+            os.makedirs(self._folder_in(path), 0o700, exist_ok=True)
+        except OSError as raised:
+            error = f"on rank {self._rank}: {raised}"
+        if errors := [each for each in self._strategy._gather(error) if each is not None]:
+            raise ValueError(
+                f"resilience: {parent} cannot be used ({errors[0]}). Write resilience=ResilienceConfig(path=...) with "
+                "another folder in memory (tmpfs), or job=... with another name; or leave resilience out."
+            )
+        return _jobs[path]
+
+    # -- continuing -------------------------------------------------------------------------------------------------
+
+    def _resume(self, resume: Callable[..., None], path: Any = None, weights_only: bool | None = None) -> None:
+        """In place of Lightning's ``resume_start``: continue from the newest state that is whole. Collective."""
+        sources = self._sources(path)
+        for position, source in enumerate(sources):
+            try:
+                resume(source.path, weights_only=weights_only)
+            except (DamagedCheckpointError, NoCheckpointError, FileNotFoundError) as error:
+                if position + 1 == len(sources):
+                    raise
+                rank_zero_warn(f"{error} The job continues from an older state instead.")
+                continue
+            self._continue_from(source)
+            return
+        resume(path, weights_only=weights_only)
+
+    def _sources(self, given: Any) -> list[_Source]:
+        """All states to continue from, newest first, the same on every rank. Collective."""
+        local = [slot for entry in sorted(os.listdir(self._folder)) if (slot := _slot_at(self._folder, entry))]
+        held = self._strategy._gather([(this_machine(), slot.about, os.path.basename(slot.path)) for slot in local])
+        self._attempt = 1 + max((about.attempt for of_rank in held for _, about, _ in of_rank), default=-1)
+        copies: dict[tuple[int, int, int, int], set[int]] = {}
+        own = {slot.about: slot for slot in local}
+        for _, about, _ in itertools.chain(*held):
+            copies.setdefault((about.step, about.attempt, about.number, about.world_size), set()).add(about.rank)
+        sources = []
+        for (step, attempt, number, size), ranks in copies.items():
+            if len(ranks) == size:
+                path = os.path.join(self._folder, f"{attempt}.{number}")
+                sources.append(_Source(step, True, attempt, number, path))
+                wanted = (About(attempt, number, step, size, rank) for rank in range(size))
+                self._found[path] = [own[about] for about in wanted if about in own]
+        on_disk = self._on_disk(given) if self._rank == 0 else []
+        sources += self._strategy._gather(on_disk)[0]
+        return sorted(sources, reverse=True)
+
+    def _on_disk(self, given: Any) -> list[_Source]:
+        """Checkpoints that this fit has saved, and the one that it began with."""
+        paths = [self._at_end]
+        with suppress(OSError, ValueError), open(self._record) as file:
+            paths += json.load(file)
+        sources = [] if given is None else [_Source(-1, False, -1, -1, given)]  # where the job began
+        for path in dict.fromkeys(paths):
+            with suppress(Exception):  # which loading it will raise
+                step = open_checkpoint(path).checkpoint["global_step"]
+                sources.append(_Source(step, False, -1, -1, path))
+        return sources
+
+    def opened(self, path: Any) -> dict[str, Any] | None:
+        """The checkpoint in slots, if the path is one of theirs. Collective.
+
+        Raises:
+            DamagedCheckpointError: on every rank, if a value in a slot has changed.
+        """
+        slots = self._found.get(str(path))
+        if slots is None:
+            return None
+        local = self._strategy.local_rank
+        mine = [slot for slot in slots if slot.about.rank % max(self._strategy.num_processes, 1) == local]
+        bad = [f"rank {slot.about.rank}" for slot in mine if not slot.verify()]
+        if bad := list(itertools.chain(*self._strategy._gather(bad))):
+            raise DamagedCheckpointError(f"The state in memory after step {slots[0].about.step} is damaged ({bad[0]}).")
+        opened, own = self._strategy._alike(lambda: open_slots(self._folder, slots))
+        opened.trust()
+        about = opened.checkpoint.setdefault(CHECKPOINT_KEY, {})
+        about |= {name: [state[name] for state in own] for name in ("rng", "data") if all(own)}
+        return opened.checkpoint
+
+    def _continue_from(self, source: _Source) -> None:
+        """Count how often the job has continued from this step, and spare the slot that it continues from."""
+        if source.step < 0:  # where the job began
+            return
+        rank_zero_info(f"Continuing after step {source.step} (attempt {self._attempt + 1} of this job).")
+        slots = self._found.get(source.path, [])
+        own = next((slot for slot in slots if slot.about.rank == self._rank), None)
+        self._step = source.step
+        if own is not None:
+            self._index = 1 - int(own.path[-1])
+        self._found.clear()
+        died = os.path.join(self._folder, _DEATHS)
+        deaths = 0
+        if self._rank == 0:
+            with suppress(FileNotFoundError), open(died) as file:
+                deaths = sum(line.strip() == str(source.step) for line in file)
+            with open(died, "a") as file:
+                file.write(f"{source.step}\n")
+        deaths = 1 + self._strategy._gather(deaths)[0]
+        if deaths >= self._config.deaths_at_one_step:
+            raise RuntimeError(
+                f"This job has ended {deaths} times in the step after step {source.step}, so it is not tried again. "
+                f"The state before that step is kept in {self._folder}. Look for the reason in what the processes "
+                "wrote before they ended; then remove that folder or give another job name to start anew, or raise "
+                "ResilienceConfig(deaths_at_one_step=...) to try again."
+            )
+
+    # -- keeping ----------------------------------------------------------------------------------------------------
+
+    def has_failed(self) -> bool:
+        """Before a meeting of the ranks: wait until this rank's copy is whole. True if it could not be made."""
+        copy, self._copy = self._copy, None
+        error = copy.exception() if copy is not None else None
+        if error is not None and not isinstance(error, OSError):
+            raise error
+        return error is not None and self._warn(error)
+
+    def keep(self, has_failed: bool, *, is_end: bool = False) -> None:
+        """After a meeting of the ranks: begin to copy the state, if it has changed.
+
+        Args:
+            has_failed: whether some rank's last copy could not be made; its slot is overwritten then.
+            is_end: of training.
+        """
+        step = self._trainer.global_step
+        if has_failed:
+            self._index = 1 - self._index
+        if not self._is_training or 0 <= step - self._step < (1 if is_end else self._config.every_n_steps):
+            return
+        self._step, self._number = step, self._number + 1
+        about = About(self._attempt, self._number, step, self._size, self._rank)
+        content, own = self._strategy.state_in_parts()
+        index, self._index = self._index, 1 - self._index
+        try:
+            complete = self._begin(index, content, about, own)
+        except OSError as error:
+            self._copy = Future()
+            self._copy.set_exception(error)
+            return
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="lightning_zero-slots")
+        self._copy = self._executor.submit(complete)
+
+    def _begin(self, index: int, content: Content, about: About, own: Any) -> Callable[[], None]:
+        if index not in self._writers:
+            self._writers[index] = SlotWriter(os.path.join(self._folder, f"{self._rank}.{index}"))
+        while True:
+            try:
+                return self._writers[index].begin(content, about, own)
+            except OSError:
+                if not self._forget_a_fit():
+                    raise
+
+    def _forget_a_fit(self) -> bool:
+        """Make room: remove this rank's slots of the oldest fit that has ended."""
+        for fit in sorted(os.listdir(self._job.path)):
+            folder = os.path.join(self._job.path, fit)
+            if fit.startswith("fit-") and folder != self._folder and (slots := _slots_of(folder, self._rank)):
+                for slot in slots:
+                    os.remove(slot)
+                return True
+        return False
+
+    @property
+    def _is_training(self) -> bool:
+        """Whether this is the fit itself: Lightning's tuners train as well, with a logger that logs nothing."""
+        return not any(type(logger).__name__ == "DummyLogger" for logger in self._trainer.loggers)
+
+    def _warn(self, error: OSError) -> bool:
+        if not self._has_warned:
+            self._has_warned = True
+            free = shutil.disk_usage(self._folder).free / 2**20
+            print(
+                f"Rank {self._rank} could not keep the state after step {self._step} in {self._folder}: {error}; "
+                f"{free:.0f} MiB are free there. Training goes on, and each interval tries again; until then the "
+                "job would continue from an earlier step. Give the folder more room (of a container: --shm-size), "
+                "or choose another one: ResilienceConfig(path=...).",
+                file=sys.stderr,
+                flush=True,
+            )
+        return True
+
+    # -- checkpoints on a disk, and the end -------------------------------------------------------------------------
+
+    def note(self, path: Any) -> None:
+        """Record a checkpoint that this fit has saved, so the job finds it if its slots are gone. On rank 0."""
+        paths: list[str] = []
+        with suppress(OSError, ValueError), open(self._record) as file:
+            paths = json.load(file)
+        os.makedirs(os.path.dirname(self._record), exist_ok=True)
+        with open(f"{self._record}.new", "w") as file:
+            json.dump([*[each for each in paths if each != str(path)][-7:], os.path.abspath(str(path))], file)
+        os.replace(f"{self._record}.new", self._record)
+
+    def save_before_end(self) -> None:
+        """Save a checkpoint to the disk, since a signal ends the job, and this machine may be lost. Collective."""
+        self.has_failed()
+        began = time.monotonic()
+        self._strategy.save_in_parts(self._at_end)
+        rank_zero_info(
+            f"A signal ends this job. Its state after step {self._trainer.global_step} was saved to {self._at_end} in "
+            f"{time.monotonic() - began:.1f} s; the same job continues from it when it is started again."
+        )
+
+    def close(self, *, has_ended: bool) -> None:
+        """Stop keeping. What is kept stays until the job ends: a later part of its program may fail.
+
+        Args:
+            has_ended: the fit has ended as it should.
+        """
+        Around.take_off(self._trainer._checkpoint_connector, "resume_start")
+        try:
+            if has_ended:
+                self.has_failed()
+        finally:
+            if self._executor is not None:
+                self._executor.shutdown()
+            for writer in self._writers.values():
+                writer.close()
+        if has_ended:
+            self._job.end([self._record, self._at_end])
+
+
+# -- slots -------------------------------------------------------------------------------------------------------------
+
+
+def _slot_at(folder: str, name: str) -> Slot | None:
+    return Slot.at(os.path.join(folder, name)) if name.endswith((".0", ".1")) else None
+
+
+def _slots_of(folder: str, rank: int) -> list[str]:
+    return [path for index in (0, 1) if os.path.exists(path := os.path.join(folder, f"{rank}.{index}"))]
