@@ -72,9 +72,7 @@ def main(arguments: list[str]) -> int:
         made.error(f"--nnodes {given.nnodes} requires --rdzv-endpoint HOST:PORT and --rdzv-id NAME on all machines")
     if not given.module and not os.path.isfile(given.script):
         made.error(f"there is no file {given.script}")
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-    from torch.distributed.run import config_from_args, get_args_parser
+    from lightning_zero.engine.comm.agent import run_processes  # imported here because it imports torch
 
     options = {
         "nproc-per-node": given.nproc_per_node,
@@ -86,24 +84,20 @@ def main(arguments: list[str]) -> int:
         "start-method": "forkserver",
         **({"log-dir": given.log_dir, "redirects": "3"} if given.log_dir else {}),
     }
-    words = [f"--{name}={value}" for name, value in options.items()]
-    try:
-        config, *_ = config_from_args(get_args_parser().parse_args([*words, given.script]))
-    except (AssertionError, ValueError) as error:
-        made.error(str(error))
     multiprocessing.set_forkserver_preload(_PRELOADED)
     folder = tempfile.mkdtemp(prefix="lightning_zero-beats-")
     os.environ[beats.FOLDER] = folder
     if given.hang_timeout:
         threading.Thread(target=_end_hangs, args=(folder, given.hang_timeout), daemon=True).start()
     try:
-        elastic_launch(config, run_script)(given.script, given.module, *given.arguments)
-    except ChildFailedError as error:
-        print(error, file=sys.stderr)
-        return 1
+        failure = run_processes(options, run_script, given.script, given.module, *given.arguments)
+    except ValueError as error:
+        made.error(str(error))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return 0
+    if failure is not None:
+        print(failure, file=sys.stderr)
+    return int(failure is not None)
 
 
 def run_script(script: str, is_module: bool, *arguments: str) -> None:

@@ -276,7 +276,7 @@ class ZeroProcesses(ParallelStrategy):
         with self._blocked_in("Strategy.reduce", everyone=process_group.is_default(group)):
             return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
-    def _gather(self, value: Any) -> list[Any]:
+    def all_gather_values(self, value: Any) -> list[Any]:
         """All-gather a picklable value; returns the values in the order of ranks."""
         if self._is_alone:
             return [value]
@@ -325,7 +325,7 @@ class ZeroProcesses(ParallelStrategy):
                 "checkpoint='full' with a CheckpointIO that accepts them."
             )
         self._alike(self._saver.finish)
-        self._saver.save_in_parts(tree, rest, path, self._written_by, self.global_rank, self._gather)
+        self._saver.save_in_parts(tree, rest, path, self._written_by, self.global_rank, self.all_gather_values)
 
     def _save_whole(self, checkpoint: dict[str, Any], path: Any, communicator: Communicator | None = None) -> None:
         """Write one file on rank 0. Collective: every rank raises if this save, or an earlier background save, failed.
@@ -359,7 +359,7 @@ class ZeroProcesses(ParallelStrategy):
         kinds: list[type[Exception]] = [DamagedCheckpointError, NoCheckpointError, CheckpointNotSavedError]
         kinds += [FileNotFoundError, OSError]
         kind = next((kind for kind in kinds if isinstance(error, kind)), ValueError)
-        said = self._gather(None if error is None else (kind, str(error)))
+        said = self.all_gather_values(None if error is None else (kind, str(error)))
         if error is not None:
             raise error
         for rank, failed in enumerate(said):

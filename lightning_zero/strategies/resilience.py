@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
@@ -29,9 +29,6 @@ from lightning_zero.io.labels import this_machine
 from lightning_zero.strategies.jobs import JobFolder
 from lightning_zero.strategies.loops import Around
 from lightning_zero.strategies.options import ResilienceConfig
-
-if TYPE_CHECKING:
-    from lightning_zero.strategies.trainer import TrainerStrategy
 
 _MEMORY = "/dev/shm"
 _DEATHS = "deaths"  # file with the steps that the job has continued from
@@ -46,7 +43,20 @@ class _Source(NamedTuple):
     is_slots: bool
     attempt: int
     number: int
-    path: Any
+    path: str
+
+
+class _Strategy(Protocol):
+    """What is used of the strategy."""
+
+    global_rank: int
+    local_rank: int
+    world_size: int
+    num_processes: Any
+
+    def all_gather_values(self, value: Any) -> list[Any]: ...
+    def state_in_parts(self) -> tuple[Content, dict[str, Any]]: ...
+    def save_in_parts(self, path: Any) -> None: ...
 
 
 class Resilience:
@@ -55,21 +65,19 @@ class Resilience:
     Args:
         config: what is kept, and where.
         strategy: of the fit, whose processes have started.
+        trainer: of the fit.
         job: the job's name, the same when it is started again.
     """
 
-    def __init__(self, config: ResilienceConfig, strategy: TrainerStrategy, job: str) -> None:
+    def __init__(self, config: ResilienceConfig, strategy: _Strategy, trainer: Any, job: str) -> None:
         self._config, self._strategy = config, strategy
-        trainer = strategy.lightning_module.trainer
         self._trainer, self._rank, self._size = trainer, strategy.global_rank, strategy.world_size
         self._fit = f"fit-{next(_fits)}"
         self._job = self._job_folder_at(job)
         self._folder = self._folder_in(self._job.path)
         on_disk = os.path.join(str(trainer.default_root_dir), ".lightning_zero", job)
-        self._record, self._at_end = (
-            os.path.join(on_disk, f"{self._fit}.json"),
-            os.path.join(on_disk, f"{self._fit}.ckpt"),
-        )
+        self._record = os.path.join(on_disk, f"{self._fit}.json")  # of checkpoints that the fit has saved
+        self._at_end = os.path.join(on_disk, f"{self._fit}.ckpt")  # where it is saved when a signal ends it
         self._attempt = self._number = 0
         self._step = -config.every_n_steps  # that the last copy, or the state that the fit continued from, is of
         self._index = 0  # of the slot that is overwritten next
@@ -94,7 +102,7 @@ class Resilience:
             os.makedirs(self._folder_in(path), 0o700, exist_ok=True)
         except OSError as raised:
             error = f"on rank {self._rank}: {raised}"
-        if errors := [each for each in self._strategy._gather(error) if each is not None]:
+        if errors := [each for each in self._strategy.all_gather_values(error) if each is not None]:
             raise ValueError(
                 f"resilience: {parent} cannot be used ({errors[0]}). Write resilience=ResilienceConfig(path=...) with "
                 "another folder in memory (tmpfs), or job=... with another name; or leave resilience out."
@@ -105,23 +113,24 @@ class Resilience:
 
     def _resume(self, resume: Callable[..., None], path: Any = None, weights_only: bool | None = None) -> None:
         """In place of Lightning's ``resume_start``: continue from the newest state that is whole. Collective."""
-        sources = self._sources(path)
-        for position, source in enumerate(sources):
+        for source in self._sources():
             try:
                 resume(source.path, weights_only=weights_only)
             except (DamagedCheckpointError, NoCheckpointError, FileNotFoundError) as error:
-                if position + 1 == len(sources):
-                    raise
                 rank_zero_warn(f"{error} The job continues from an older state instead.")
                 continue
             self._continue_from(source)
             return
+        if self._attempt:
+            rank_zero_warn("No state that this job has kept or saved is whole, so it begins anew.")
         resume(path, weights_only=weights_only)
 
-    def _sources(self, given: Any) -> list[_Source]:
+    def _sources(self) -> list[_Source]:
         """All states to continue from, newest first, the same on every rank. Collective."""
         local = [slot for entry in sorted(os.listdir(self._folder)) if (slot := _slot_at(self._folder, entry))]
-        held = self._strategy._gather([(this_machine(), slot.about, os.path.basename(slot.path)) for slot in local])
+        held = self._strategy.all_gather_values(
+            [(this_machine(), slot.about, os.path.basename(slot.path)) for slot in local]
+        )
         self._attempt = 1 + max((about.attempt for of_rank in held for _, about, _ in of_rank), default=-1)
         copies: dict[tuple[int, int, int, int], set[int]] = {}
         own = {slot.about: slot for slot in local}
@@ -134,16 +143,16 @@ class Resilience:
                 sources.append(_Source(step, True, attempt, number, path))
                 wanted = (About(attempt, number, step, size, rank) for rank in range(size))
                 self._found[path] = [own[about] for about in wanted if about in own]
-        on_disk = self._on_disk(given) if self._rank == 0 else []
-        sources += self._strategy._gather(on_disk)[0]
+        on_disk = self._on_disk() if self._rank == 0 else []
+        sources += self._strategy.all_gather_values(on_disk)[0]
         return sorted(sources, reverse=True)
 
-    def _on_disk(self, given: Any) -> list[_Source]:
-        """Checkpoints that this fit has saved, and the one that it began with."""
+    def _on_disk(self) -> list[_Source]:
+        """Checkpoints that this fit has saved."""
         paths = [self._at_end]
         with suppress(OSError, ValueError), open(self._record) as file:
             paths += json.load(file)
-        sources = [] if given is None else [_Source(-1, False, -1, -1, given)]  # where the job began
+        sources = []
         for path in dict.fromkeys(paths):
             with suppress(Exception):  # which loading it will raise
                 step = open_checkpoint(path).checkpoint["global_step"]
@@ -162,9 +171,9 @@ class Resilience:
         local = self._strategy.local_rank
         mine = [slot for slot in slots if slot.about.rank % max(self._strategy.num_processes, 1) == local]
         bad = [f"rank {slot.about.rank}" for slot in mine if not slot.verify()]
-        if bad := list(itertools.chain(*self._strategy._gather(bad))):
+        if bad := list(itertools.chain(*self._strategy.all_gather_values(bad))):
             raise DamagedCheckpointError(f"The state in memory after step {slots[0].about.step} is damaged ({bad[0]}).")
-        opened, own = self._strategy._alike(lambda: open_slots(self._folder, slots))
+        opened, own = open_slots(self._folder, slots)
         opened.trust()
         about = opened.checkpoint.setdefault(CHECKPOINT_KEY, {})
         about |= {name: [state[name] for state in own] for name in ("rng", "data") if all(own)}
@@ -172,8 +181,6 @@ class Resilience:
 
     def _continue_from(self, source: _Source) -> None:
         """Count how often the job has continued from this step, and spare the slot that it continues from."""
-        if source.step < 0:  # where the job began
-            return
         rank_zero_info(f"Continuing after step {source.step} (attempt {self._attempt + 1} of this job).")
         slots = self._found.get(source.path, [])
         own = next((slot for slot in slots if slot.about.rank == self._rank), None)
@@ -188,7 +195,7 @@ class Resilience:
                 deaths = sum(line.strip() == str(source.step) for line in file)
             with open(died, "a") as file:
                 file.write(f"{source.step}\n")
-        deaths = 1 + self._strategy._gather(deaths)[0]
+        deaths = 1 + self._strategy.all_gather_values(deaths)[0]
         if deaths >= self._config.deaths_at_one_step:
             raise RuntimeError(
                 f"This job has ended {deaths} times in the step after step {source.step}, so it is not tried again. "

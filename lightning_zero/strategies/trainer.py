@@ -117,7 +117,7 @@ class TrainerStrategy(TrainerCheckpoints):
                 "resilience=ResilienceConfig(job=...)."
             )
             return None
-        return Resilience(config, self, job)
+        return Resilience(config, self, trainer, job)
 
     def _keep(self, *, is_end: bool = False) -> None:
         assert self._resilience is not None

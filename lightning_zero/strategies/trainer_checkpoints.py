@@ -200,7 +200,7 @@ class TrainerCheckpoints(ZeroProcesses):
         if to_resume and not self._takes_parts:  # sharded checkpoints use names anyway
             about[NAMES] = {f"optimizer_{number}": names for number, names in enumerate(self._names_in_optimizers())}
         if to_resume and with_data_loading and self._data_loading is not None:
-            ranks = self._gather(self._data_loading.state())
+            ranks = self.all_gather_values(self._data_loading.state())
             about |= {name: [state[name] for state in ranks] for name in ("rng", "data")}
         masters = (self._masters_after_fit or {}).get(self.lightning_module, {})
         if self.engine is not None and to_resume:
@@ -249,7 +249,7 @@ class TrainerCheckpoints(ZeroProcesses):
             # FileNotFoundError means an empty folder here.
             is_spoilt = isinstance(error, (DamagedCheckpointError, NoCheckpointError, FileNotFoundError))
             others = others_by_age(trainer, checkpoint_path) if self.is_global_zero else []
-            of_ranks = self._gather((is_spoilt, others))
+            of_ranks = self.all_gather_values((is_spoilt, others))
             if not all(spoilt for spoilt, _ in of_ranks):
                 raise
             _, others = of_ranks[0]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_zero.commands import train
+from lightning_zero.commands import ranks, train
 from tests.app.commands import TINY, finish, start
 
 # arguments, and what the line must say

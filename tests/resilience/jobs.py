@@ -1,0 +1,89 @@
+"""Run jobs under torchrun, and see which steps each attempt did."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.examples.running import REPOSITORY
+from tests.support.training import same_tensors
+from tests.support.warm import warm_python
+
+SCRIPT = Path(__file__).with_name("job.py")
+
+
+def fault(attempt: int, step: int, ranks: Sequence[int], where: str, what: str = "kill") -> dict[str, Any]:
+    return {"attempt": attempt, "step": step, "ranks": list(ranks), "where": where, "what": what}
+
+
+@dataclass
+class Ended:
+    """What a job has left."""
+
+    code: int
+    output: str
+    weights: dict[str, torch.Tensor] | None
+    folder: Path
+
+    def same_as(self, other: Ended) -> None:
+        assert self.code == other.code == 0, self.output
+        assert self.weights is not None and other.weights is not None
+        same_tensors(other.weights, self.weights, bound=0)
+
+    @property
+    def begun(self) -> list[list[int]]:
+        """The steps that rank 0 has begun, by attempt."""
+        found: dict[int, list[int]] = {}
+        for attempt, step in re.findall(r"attempt (\d+) rank 0 begins step (\d+)", self.output):
+            found.setdefault(int(attempt), []).append(int(step))
+        return [found[number] for number in sorted(found)]
+
+    def repeats_at_most(self, steps: int) -> None:
+        """Of the steps that an attempt ended, so many are done again; the one in which it died was not ended."""
+        for before, after in zip(self.begun, self.begun[1:]):
+            assert before[-1] - steps <= after[0] <= before[-1] + 1, self.begun
+
+
+def command(
+    folder: Path, options: dict[str, Any], ranks: int = 2, restarts: int = 20, *more: str, python: str = ""
+) -> list[str]:
+    """The command line of a job; its slots are in the folder."""
+    options = {"out": str(folder / "weights.pt"), **options}
+    options["resilience"] = {"path": str(folder / "memory"), "job": "job", **options.get("resilience", {})}
+    run = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
+    where = list(more) or ["--standalone"]
+    return [python or warm_python(), *run, *where, str(SCRIPT), json.dumps(options)]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+
+
+def run(
+    folder: Path, options: dict[str, Any], ranks: int = 2, restarts: int = 20, timeout: float = 240, python: str = ""
+) -> Ended:
+    """Run a job to its end."""
+    folder.mkdir(exist_ok=True)
+    with open(folder / "output", "w") as output:
+        done = subprocess.run(
+            command(folder, options, ranks, restarts, python=python),
+            cwd=folder,
+            env=environment(),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=timeout,
+        )
+    return ended(folder, done.returncode)
+
+
+def ended(folder: Path, code: int) -> Ended:
+    weights = folder / "weights.pt"
+    return Ended(code, (folder / "output").read_text(), torch.load(weights) if weights.exists() else None, folder)
