@@ -36,8 +36,6 @@ from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 _HEADER = struct.Struct("<8sQQI")  # magic, position and length of the trailer, its CRC-32
 _MAGIC = b"lzslot01"
 _VALUES = 4096  # position of the first value: values are mapped by pages
-_WINDOW = 2**19
-"""Bytes that are copied and then summed up while they are still in the cache."""
 
 
 class About(NamedTuple):
@@ -93,7 +91,7 @@ class SlotWriter:
         state = pickle.dumps((content.paths, content.rest, content.objects, own), pickle.HIGHEST_PROTOCOL)
         self._reserve(positions[-1])
         free = sum(not entry.is_guarded for entry in entries)
-        sums = list(self._copied(_on_cpu(entries[:free], CopyBuffer()), positions))
+        sums = [self._copied(_on_cpu(entries[:free], CopyBuffer()), positions)]
         guarded = entries[free:]
         device = device_of(guarded)
         ready = torch.accelerator.current_stream(device).record_event() if device is not None else None
@@ -101,7 +99,7 @@ class SlotWriter:
 
         def complete() -> None:
             with work:
-                sums.extend(self._copied(_on_cpu(guarded, self._staging, ready), positions[free:]))
+                sums.append(self._copied(_on_cpu(guarded, self._staging, ready), positions[free:]))
             trailer = pickle.dumps((about, self._described(entries, positions), sums, state), pickle.HIGHEST_PROTOCOL)
             self._reserve(positions[-1] + len(trailer))
             os.pwrite(self._file, trailer, positions[-1])
@@ -122,29 +120,20 @@ class SlotWriter:
             self._memory = torch.frombuffer(mmap.mmap(self._file, self._size), dtype=torch.uint8)
         return self._memory
 
-    def _copied(self, entries: list[Entry], positions: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """Copy values to their positions; yields begin, end and sum of each window."""
-        if not entries:
-            return
-        memory = self._mapped()
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        begin = positions[0]
-        for entry, position, end in zip(entries, positions, positions[1:]):
-            numel, size = entry.stop - entry.start, entry.dtype.itemsize
+    def _copied(self, entries: list[Entry], positions: Sequence[int]) -> tuple[int, int, int]:
+        """Copy values to their positions; returns begin, end and sum of the bytes that they take."""
+        memory, begin, end = self._mapped(), positions[0], positions[len(entries)]
+        targets, sources = [], []
+        for entry, position in zip(entries, positions):
             target = memory[position : position + entry.nbytes].view(entry.dtype)
-            for first in range(0, numel, _WINDOW // size):
-                stop = min(first + _WINDOW // size, numel)
-                targets.append(target[first:stop])
-                sources.append(_range_of(entry.values, first, stop))
-                here = position + stop * size if stop < numel else end
-                if here - begin >= _WINDOW:
-                    foreach_copy(targets, sources)
-                    yield begin, here, _sum(memory[begin:here])
-                    targets, sources, begin = [], [], here
+            if isinstance(entry.values, LazyTensor):
+                target.copy_(entry.values.shown(0, target.numel()))  # one by one: together they may exceed memory
+            else:
+                targets.append(target)
+                sources.append(entry.values.detach().reshape(-1)[: target.numel()])
         if targets:
             foreach_copy(targets, sources)
-            yield begin, end, _sum(memory[begin:end])
+        return begin, end, _sum(memory[begin:end])
 
     def _described(self, entries: list[Entry], positions: list[int]) -> bytes:
         """What the values are, as ``Written.tensors``, pickled; the same from step to step."""
@@ -184,10 +173,6 @@ def _place(entry: Entry, box: Box, position: int) -> list[int]:
 def _on_cpu(entries: list[Entry], staging: CopyBuffer, after: torch.Event | None = None) -> list[Entry]:
     """The entries themselves, or copies of a device's values."""
     return entries if device_of(entries) is None else staging.copied(entries, after)
-
-
-def _range_of(values: Tensor, first: int, stop: int) -> Tensor:
-    return values.shown(first, stop) if isinstance(values, LazyTensor) else values.detach().reshape(-1)[first:stop]
 
 
 def _sum(memory: Tensor) -> int:

@@ -11,7 +11,8 @@ from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_h
 
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 
-from lightning_zero.engine.config import EngineConfig, check_fields, check_names, names_of_options
+from lightning_zero.engine.config import EngineConfig, check_names, names_of_options
+from lightning_zero.strategies.resilience_config import ResilienceConfig, resilience_config
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -64,59 +65,6 @@ class StrategyOptions:
     def group_timeout(self) -> timedelta | None:
         """``timeout`` as the ``timedelta`` that torch expects."""
         return timedelta(seconds=self.timeout) if isinstance(self.timeout, (int, float)) else self.timeout
-
-
-@dataclass(frozen=True)
-class ResilienceConfig:
-    """What a job keeps in shared memory, to continue when its processes are started again.
-
-    Args:
-        every_n_steps: keep the state after every so many optimizer steps.
-        path: a folder in memory (tmpfs) on each machine; None for a folder of this user's own in ``/dev/shm``. It needs
-            twice the room of the model's states of all ranks of the machine.
-        job: a name that is the same when the job is started again; None for one made of torchrun's ``--rdzv-id`` or
-            SLURM's job id, and the command line.
-        deaths_at_one_step: so many ends of the job within one kept step stop it, with an error that names the step.
-
-    Raises:
-        ValueError: if an argument is not one of the allowed values.
-
-    Example:
-        >>> resilience = lightning_zero.ResilienceConfig(every_n_steps=5)
-        >>> strategy = lightning_zero.ZeroStrategy(stage=3, resilience=resilience)
-    """
-
-    every_n_steps: int = 1
-    path: str | None = None
-    job: str | None = None
-    deaths_at_one_step: int = 3
-
-    def __post_init__(self) -> None:
-        for name, least in (("every_n_steps", 1), ("deaths_at_one_step", 2)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"resilience: {name}={value!r} must be an integer of at least {least}.")
-        if self.job is not None and not re.fullmatch(r"[\w.-]+", str(self.job)):
-            raise ValueError(f"resilience: job={self.job!r} must be a name of letters, digits, '.', '_' and '-'.")
-
-
-def resilience_config(resilience: Any) -> ResilienceConfig | None:
-    """Convert the option ``resilience`` to a ``ResilienceConfig``.
-
-    Args:
-        resilience: None, ``"memory"``, a ``ResilienceConfig``, or a mapping of its fields, as from Hydra.
-
-    Raises:
-        ValueError: for any other value.
-    """
-    if resilience is None or isinstance(resilience, ResilienceConfig):
-        return resilience
-    if resilience == "memory":
-        return ResilienceConfig()
-    if isinstance(resilience, Mapping):
-        check_fields("resilience", resilience, ResilienceConfig)
-        return ResilienceConfig(**resilience) if resilience else None
-    raise ValueError(f"resilience={resilience!r} must be None, 'memory' or a ResilienceConfig.")
 
 
 @dataclass(frozen=True, kw_only=True)

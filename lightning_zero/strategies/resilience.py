@@ -28,7 +28,7 @@ from lightning_zero.checkpoint.slots import About, Slot, SlotWriter, open_slots
 from lightning_zero.io.labels import this_machine
 from lightning_zero.strategies.jobs import JobFolder
 from lightning_zero.strategies.loops import Around
-from lightning_zero.strategies.options import ResilienceConfig
+from lightning_zero.strategies.resilience_config import ResilienceConfig
 
 _MEMORY = "/dev/shm"
 _DEATHS = "deaths"  # file with the steps that the job has continued from

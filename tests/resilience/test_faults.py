@@ -132,4 +132,4 @@ def test_training_goes_on_where_memory_has_no_room_and_says_so(tmp_path):
         assert found.code == 0 and found.output.count("could not keep the state after step 0") == 2, found.output
         assert "ended after step 6" in found.output
 
-    assert on_a_small_disk(memory, 2**16, act) == 0
+    assert on_a_small_disk(memory, 2**14, act) == 0

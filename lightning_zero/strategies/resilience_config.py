@@ -1,0 +1,63 @@
+"""The option ``resilience``; importable before Lightning."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_zero.engine.config import check_fields
+
+
+@dataclass(frozen=True)
+class ResilienceConfig:
+    """What a job keeps in shared memory, to continue when its processes are started again.
+
+    Args:
+        every_n_steps: keep the state after every so many optimizer steps.
+        path: a folder in memory (tmpfs) on each machine; None for a folder of this user's own in ``/dev/shm``. It needs
+            twice the room of the model's states of all ranks of the machine.
+        job: a name that is the same when the job is started again; None for one made of torchrun's ``--rdzv-id`` or
+            SLURM's job id, and the command line.
+        deaths_at_one_step: so many ends of the job within one kept step stop it, with an error that names the step.
+
+    Raises:
+        ValueError: if an argument is not one of the allowed values.
+
+    Example:
+        >>> resilience = lightning_zero.ResilienceConfig(every_n_steps=5)
+        >>> strategy = lightning_zero.ZeroStrategy(stage=3, resilience=resilience)
+    """
+
+    every_n_steps: int = 1
+    path: str | None = None
+    job: str | None = None
+    deaths_at_one_step: int = 3
+
+    def __post_init__(self) -> None:
+        for name, least in (("every_n_steps", 1), ("deaths_at_one_step", 2)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"resilience: {name}={value!r} must be an integer of at least {least}.")
+        if self.job is not None and not re.fullmatch(r"[\w.-]+", str(self.job)):
+            raise ValueError(f"resilience: job={self.job!r} must be a name of letters, digits, '.', '_' and '-'.")
+
+
+def resilience_config(resilience: Any) -> ResilienceConfig | None:
+    """Convert the option ``resilience`` to a ``ResilienceConfig``.
+
+    Args:
+        resilience: None, ``"memory"``, a ``ResilienceConfig``, or a mapping of its fields, as from Hydra.
+
+    Raises:
+        ValueError: for any other value.
+    """
+    if resilience is None or isinstance(resilience, ResilienceConfig):
+        return resilience
+    if resilience == "memory":
+        return ResilienceConfig()
+    if isinstance(resilience, Mapping):
+        check_fields("resilience", resilience, ResilienceConfig)
+        return ResilienceConfig(**resilience) if resilience else None
+    raise ValueError(f"resilience={resilience!r} must be None, 'memory' or a ResilienceConfig.")
