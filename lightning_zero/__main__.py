@@ -11,7 +11,7 @@ from lightning_zero.version import __version__
 
 COMMANDS = {
     "train": "train a model, or a sweep of models, by Hydra's groups",
-    "launch": "start a script's processes, and start them again when one has died",
+    "launch": "start a script's processes, and again after one has died",
     "plan": "predict memory, traffic and time without training",
     "parity": "train a few steps under DDP and ZeRO, and compare every bit",
     "doctor": "measure this machine, and say what works on it",

@@ -10,7 +10,9 @@ import signal
 import sys
 import time
 import traceback
+import zlib
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import NoReturn
 
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
@@ -21,8 +23,10 @@ from torch.multiprocessing import ProcessExitedException, start_processes
 
 from lightning_zero.commands.check import ConfigError, JobFailed
 from lightning_zero.engine.comm import process_group
+from lightning_zero.strategies.resilience_config import resilience_config
 
 Job = Callable[[DictConfig], None]
+RESTARTS = 3  # how often the ranks of a job are started again that keeps its state in memory
 GRACE = 5.0  # seconds for ranks to end by themselves before they are terminated, and again before they are killed
 
 
@@ -34,10 +38,27 @@ def ranks_exist() -> bool:
 def launch(job: Job, config: DictConfig) -> None:
     """Run ``job(config)`` on ``trainer.devices`` processes of this machine, and return when all have ended.
 
-    When one fails, or on Ctrl-C or SIGTERM, the others are terminated within seconds.
+    When one fails, or on Ctrl-C or SIGTERM, the others are terminated within seconds. With ``resilience`` all are then
+    started again, and continue from what the ones before have kept.
     """
     if config.trainer.num_nodes != 1:
         raise ConfigError(f"trainer.num_nodes={config.trainer.num_nodes}: start one process a rank by torchrun or srun")
+    strategy = config.trainer.strategy
+    kept = resilience_config(strategy.get("resilience"))
+    if kept is not None and kept.job is None:
+        kept = replace(kept, job=f"train-{zlib.crc32(os.path.abspath(config.folder).encode()):08x}")
+    if kept is not None:
+        strategy.resilience = asdict(kept)
+    restarts = RESTARTS if kept is not None else 0
+    for attempt in range(restarts):
+        try:
+            return _run(job, config, attempt, restarts)
+        except JobFailed as error:
+            print(f"lightning-zero train: {error}; all ranks are started again", file=sys.stderr, flush=True)
+    _run(job, config, restarts, restarts)
+
+
+def _run(job: Job, config: DictConfig, attempt: int, restarts: int) -> None:
     world_size = _world_size(config)
     # As with torchrun, this process hosts the store: its port is open before the ranks learn its number, so no other
     # program can take the port in between.
@@ -46,7 +67,7 @@ def launch(job: Job, config: DictConfig) -> None:
     def interrupt(*_: object) -> NoReturn:
         raise SystemExit(128 + signal.SIGTERM)
 
-    ranks = start_processes(_run_rank, (job, config, world_size, store.port), world_size, join=False)
+    ranks = start_processes(_run_rank, (job, config, world_size, store.port, attempt, restarts), world_size, join=False)
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
         while not ranks.join(grace_period=GRACE):
@@ -64,12 +85,14 @@ def launch(job: Job, config: DictConfig) -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-def _run_rank(rank: int, job: Job, config: DictConfig, world_size: int, port: int) -> None:
+def _run_rank(rank: int, job: Job, config: DictConfig, world_size: int, port: int, attempt: int, restarts: int) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",
         TORCHELASTIC_RUN_ID="lightning-zero",  # Lightning then does not launch processes of its own
+        TORCHELASTIC_RESTART_COUNT=str(attempt),
+        TORCHELASTIC_MAX_RESTARTS=str(restarts),
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world_size),
@@ -79,8 +102,9 @@ def _run_rank(rank: int, job: Job, config: DictConfig, world_size: int, port: in
     _set_num_threads_if_needed(world_size)
     try:
         job(config)
-    except Exception:
+    except Exception as error:
         traceback.print_exc()  # here, because the launching process shows one rank's error only
+        sys.last_value = error  # as the interpreter does, for functions that run at exit
         sys.exit(1)
     if process_group.is_initialized():
         process_group.destroy()

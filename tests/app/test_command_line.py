@@ -91,7 +91,7 @@ def test_without_arguments_it_prints_its_help() -> None:
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 MISTAKES = {
-    "trian": "lightning-zero: argument COMMAND: invalid choice: 'trian'; did you mean train? There are train, plan,",
+    "trian": "lightning-zero: argument COMMAND: invalid choice: 'trian'; did you mean train? There are train, launch,",
     "--vesion": "lightning-zero: no option --vesion; did you mean --version?",
     "checkpoint inspct": "lightning-zero checkpoint: argument COMMAND: invalid choice: 'inspct'; did you mean inspect?",
     "checkpoint verify x --jsn": "lightning-zero checkpoint verify: no option --jsn; did you mean --json?",

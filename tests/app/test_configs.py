@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_zero import CompressionConfig, OffloadConfig
+from lightning_zero import CompressionConfig, OffloadConfig, ResilienceConfig
 from lightning_zero.commands.check import ConfigError, _choose_devices, check
 from lightning_zero.planning.paper import CONFIGURATIONS
 from tests.app.commands import REPOSITORY
@@ -118,6 +118,18 @@ def test_compression_reaches_the_strategy(tmp_path: Path) -> None:
         assert instantiate(config.trainer.strategy).config.compression == meant
     with pytest.raises(ConfigError, match="at stage 3 they do not. Write shard_within='node'"):
         check(composed('stage="3"', "compression=exact", "data.max_bytes=500_000", folder=tmp_path))
+
+
+def test_resilience_reaches_the_strategy(tmp_path: Path) -> None:
+    for arguments, meant in (
+        ([], None),
+        (["resilience=memory"], ResilienceConfig()),
+        (["stage.resilience=memory"], ResilienceConfig()),
+        (["resilience=memory", "stage.resilience.every_n_steps=5"], ResilienceConfig(every_n_steps=5)),
+        (["resilience=memory", "stage.resilience.job=mine"], ResilienceConfig(job="mine")),
+    ):
+        config = composed(*arguments, folder=tmp_path)
+        assert instantiate(config.trainer.strategy).options.keeps == meant
 
 
 def test_tensorboard_is_the_default_and_a_csv_file_where_it_is_not_installed(

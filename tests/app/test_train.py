@@ -146,6 +146,20 @@ def test_resumed_run_goes_on_where_the_other_stopped(tmp_path: Path, alone: tupl
     assert [step for step, _ in results(tmp_path / "job")["loss_curve"]] == [7, 8, 9]
 
 
+def test_a_job_that_keeps_its_state_in_memory_goes_on_after_a_rank_was_killed(
+    alone: tuple[Path, str], tmp_path: Path
+) -> None:
+    fault = ("_target_=tests.resilience.callbacks.Killed", "rank=1", "step=4")
+    killed = [f"+callbacks.killed.{value}" for value in fault]
+    kept = ["resilience=memory", f"stage.resilience.path={tmp_path / 'memory'}"]
+    process = start("train", *TINY, *kept, *killed, "hydra.run.dir=job", folder=tmp_path)
+    code, _, errors = finish(process)
+    assert code == 0 and "rank 1 of 2 ended by SIGKILL; all ranks are started again" in errors, errors
+    assert "Continuing after step 4 (attempt 2 of this job)" in errors
+    assert results(tmp_path / "job")["validation"] == results(alone[0])["validation"]
+    assert not os.listdir(tmp_path / "memory")
+
+
 def test_digits_are_learned(tmp_path: Path) -> None:
     arguments = ["experiment=digits", "stage=2", "trainer.max_steps=100", "trainer.enable_progress_bar=false"]
     output = succeed("train", *arguments, "hydra.run.dir=job", folder=tmp_path)

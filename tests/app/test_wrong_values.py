@@ -71,6 +71,7 @@ WRONG = [
     ("stage.activation_checkpointing=all", "stage.activation_checkpointing='all' must be 'units', a module class"),
     ("offload=gpu", "offload=gpu: no such option; there are cpu, cpu_params, none, nvme, nvme_params"),
     ("compression=zip", "compression=zip: no such option; there are exact, int4, int8, none"),
+    ("stage.resilience=disk", "stage.resilience='disk' must be None, 'memory' or a ResilienceConfig"),
     ("stage.compression=zip", "stage.compression='zip' must be None, 'exact', 'int8', 'int4' or a CompressionConfig"),
     ("stage.offload=gpu", "stage.offload='gpu' must be None, 'cpu', 'nvme' or an OffloadConfig"),
     ("+stage.offload.optimizer=gpu", "stage.offload: optimizer='gpu' must be None, 'cpu' or 'nvme'"),
@@ -101,6 +102,7 @@ def test_wrong_value_ends_with_one_line_that_names_the_key(
     [
         ("offload=cpu", "offload: DDP cannot offload: write offload=none, or stage=1, 2 or 3"),
         ("compression=exact", "compression: DDP cannot compress: write compression=none, or stage=1, 2 or 3"),
+        ("resilience=memory", "resilience: DDP cannot keep its state: write resilience=none, or stage=1, 2 or 3"),
     ],
 )
 def test_options_of_the_strategy_with_ddp_end_with_one_line(capfd, choice, said):

@@ -66,7 +66,7 @@ def test_hydra_has_every_option_with_its_default():
     options = options_of(ZeroStrategy, ParallelStrategy)
     assert options.pop("timeout") == timedelta(seconds=given.pop("timeout"))
     assert options.pop("stage") == 3  # set by the group's files
-    for name in ("offload", "compression"):
+    for name in ("offload", "compression", "resilience"):
         assert given.pop(name) == {} and options.pop(name) is None  # merged with a dict in any order, unlike null
     assert given == options
     without_comment = [line for line in text.splitlines()[2:] if " # " not in line]

@@ -63,7 +63,8 @@ for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, sig
 (status,) = struct.unpack("=i", connection.recv(4, socket.MSG_WAITALL))
 code = os.waitstatus_to_exitcode(status)
 if code < 0:
-    signal.signal(-code, signal.SIG_DFL)
+    if -code != signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
 os._exit(code)
 """
