@@ -21,6 +21,8 @@ import threading
 import time
 import uuid
 from contextlib import suppress
+from multiprocessing.forkserver import _forkserver
+from typing import Any
 
 from lightning_zero.commands.parsing import Parser
 from lightning_zero.io import beats
@@ -46,7 +48,9 @@ def parser() -> Parser:
         ),
         epilog="Example: lightning-zero launch --nproc-per-node 2 train.py --lr 1e-3",
     )
-    made.add_argument("--nproc-per-node", default="gpu", metavar="N", help="processes of this machine; gpu: one a GPU")
+    made.add_argument(
+        "--nproc-per-node", default="gpu", metavar="N", help="processes of this machine; gpu: one per GPU"
+    )
     made.add_argument("--max-restarts", type=int, default=3, metavar="N", help="how often they are started again")
     made.add_argument(
         "--hang-timeout",
@@ -72,10 +76,17 @@ def main(arguments: list[str]) -> int:
         made.error(f"--nnodes {given.nnodes} requires --rdzv-endpoint HOST:PORT and --rdzv-id NAME on all machines")
     if not given.module and not os.path.isfile(given.script):
         made.error(f"there is no file {given.script}")
-    from lightning_zero.engine.comm.agent import run_processes  # imported here because it imports torch
+    from lightning_zero.engine.comm.agent import number_of_gpus, run_processes  # imported here: they import torch
 
+    ranks = number_of_gpus() if given.nproc_per_node == "gpu" else given.nproc_per_node
+    if not (str(ranks).isdecimal() and int(ranks)):
+        made.error(
+            f"--nproc-per-node {given.nproc_per_node}: torch finds no GPU here; write a number"
+            if given.nproc_per_node == "gpu"
+            else f"--nproc-per-node {given.nproc_per_node} must be a number of at least 1, or gpu"
+        )
     options = {
-        "nproc-per-node": given.nproc_per_node,
+        "nproc-per-node": ranks,
         "nnodes": given.nnodes,
         "max-restarts": given.max_restarts,
         "rdzv-backend": "c10d",
@@ -102,7 +113,7 @@ def main(arguments: list[str]) -> int:
 
 def run_script(script: str, is_module: bool, *arguments: str) -> None:
     """Run a script as ``python script`` does, in a process that has been forked for it."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # or it would outlive a launcher that was killed
+    _end_with_the_launcher()
     faulthandler.enable()
     sys.argv = [script, *arguments]
     try:
@@ -120,6 +131,14 @@ def run_script(script: str, is_module: bool, *arguments: str) -> None:
         raise
     finally:
         atexit._run_exitfuncs()  # which processes of multiprocessing do not call
+
+
+def _end_with_the_launcher() -> None:
+    """Let this process be killed when the launcher is: it ends with the server, and the server with the launcher."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    server: Any = _forkserver
+    os.close(server._forkserver_alive_fd)  # multiprocessing lets a server live until its last process has ended
+    server._forkserver_alive_fd = None
 
 
 def _end_hangs(folder: str, timeout: float) -> None:

@@ -52,15 +52,23 @@ class Ended:
             assert before[-1] - steps <= after[0] <= before[-1] + 1, self.begun
 
 
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
+LAUNCH = ("-m", "lightning_zero", "launch")
+
+
 def command(
-    folder: Path, options: dict[str, Any], ranks: int = 2, restarts: int = 20, *more: str, python: str = ""
+    folder: Path,
+    options: dict[str, Any],
+    ranks: int = 2,
+    restarts: int = 20,
+    launcher: Sequence[str] = TORCHRUN,
+    python: str = "",
 ) -> list[str]:
     """The command line of a job; its slots are in the folder."""
     options = {"out": str(folder / "weights.pt"), **options}
     options["resilience"] = {"path": str(folder / "memory"), "job": "job", **options.get("resilience", {})}
-    run = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
-    where = list(more) or ["--standalone"]
-    return [python or warm_python(), *run, *where, str(SCRIPT), json.dumps(options)]
+    how = [*launcher, "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
+    return [python or warm_python(), *how, str(SCRIPT), json.dumps(options)]
 
 
 def environment() -> dict[str, str]:
@@ -68,13 +76,19 @@ def environment() -> dict[str, str]:
 
 
 def run(
-    folder: Path, options: dict[str, Any], ranks: int = 2, restarts: int = 20, timeout: float = 240, python: str = ""
+    folder: Path,
+    options: dict[str, Any],
+    ranks: int = 2,
+    restarts: int = 20,
+    launcher: Sequence[str] = TORCHRUN,
+    python: str = "",
+    timeout: float = 240,
 ) -> Ended:
     """Run a job to its end."""
     folder.mkdir(exist_ok=True)
     with open(folder / "output", "w") as output:
         done = subprocess.run(
-            command(folder, options, ranks, restarts, python=python),
+            command(folder, options, ranks, restarts, launcher, python),
             cwd=folder,
             env=environment(),
             stdout=output,

@@ -14,7 +14,7 @@ import pytest
 from tests.checkpoint.faults import on_a_small_disk
 from tests.resilience.jobs import command, ended, environment, fault, run
 
-NAMED = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=the-job"]
+NAMED = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=the-job"]
 
 
 def started(folder, options, restarts=3):
@@ -22,7 +22,7 @@ def started(folder, options, restarts=3):
     folder.mkdir(exist_ok=True)
     with open(folder / "output", "a") as output:
         return subprocess.Popen(
-            command(folder, options, 2, restarts, *NAMED),
+            command(folder, options, 2, restarts, NAMED),
             cwd=folder,
             env=environment(),
             stdout=output,

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, get_args_parser
+
+
+def number_of_gpus() -> int:
+    """GPUs of this machine, of any make."""
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
 def run_processes(options: Mapping[str, Any], function: Callable[..., None], *arguments: Any) -> str | None:
