@@ -35,7 +35,6 @@ from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 
 _HEADER = struct.Struct("<8sQQI")  # magic, position and length of the trailer, its CRC-32
 _MAGIC = b"lzslot01"
-_VALUES = 4096  # position of the first value: values are mapped by pages
 
 
 class About(NamedTuple):
@@ -62,12 +61,16 @@ class SlotWriter:
         path: of the file.
     """
 
+    VALUES = 4096
+    """Position of the first value: values are mapped by pages. What makes the slot whole is before it."""
+
     def __init__(self, path: str) -> None:
         self._path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._size = os.fstat(self._file).st_size
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._staging = CopyBuffer()
+        self._length = 0  # of the contents
         self._layout: Any = None
         self._tensors = b""
 
@@ -105,8 +108,24 @@ class SlotWriter:
             os.pwrite(self._file, trailer, positions[-1])
             header = _HEADER.pack(_MAGIC, positions[-1], len(trailer), zlib.crc32(trailer))
             os.pwrite(self._file, header, 0)
+            self._length = positions[-1] + len(trailer)
 
         return complete
+
+    @property
+    def contents(self) -> Tensor:
+        """All bytes of a slot that is whole."""
+        return self._mapped()[: self._length]
+
+    def overwritten(self, length: int) -> Tensor:
+        """Memory for other contents, of which those before ``VALUES`` are to be written last.
+
+        Raises:
+            OSError: if there is not enough room.
+        """
+        os.pwrite(self._file, bytes(_HEADER.size), 0)
+        self._reserve(length)
+        return self._mapped()[:length]
 
     def _reserve(self, size: int) -> None:
         """Give the file room, since a write to memory that tmpfs lacks would kill the process."""
@@ -159,7 +178,7 @@ class SlotWriter:
 
 def _positions(entries: list[Entry]) -> list[int]:
     """Where each entry begins, and where the last one ends."""
-    positions = [_VALUES]
+    positions = [SlotWriter.VALUES]
     for entry in entries:
         positions.append(-(-(positions[-1] + entry.nbytes) // 64) * 64)
     return positions

@@ -36,6 +36,8 @@ _PRELOADED = [
     "lightning_zero.strategies.trainer",
 ]
 _PR_SET_PDEATHSIG = 1  # of prctl
+_PATIENCE = "keep_alive_interval=2,keep_alive_max_attempt=3,last_call_timeout=5"
+"""In seconds: torchrun's own take 15 to see that a machine is lost, and 30 more to wait for others in its place."""
 _GRACE = 2.0  # seconds for a process that hangs to write its stack
 
 
@@ -92,9 +94,12 @@ def main(arguments: list[str]) -> int:
         "rdzv-backend": "c10d",
         "rdzv-endpoint": given.rdzv_endpoint or "localhost:0",
         "rdzv-id": given.rdzv_id or uuid.uuid4().hex,
+        "rdzv-conf": _PATIENCE,
         "start-method": "forkserver",
         **({"log-dir": given.log_dir, "redirects": "3"} if given.log_dir else {}),
     }
+    if given.nnodes != "1":  # a machine that joins later would wait for an address for ever (torch 2.13)
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     multiprocessing.set_forkserver_preload(_PRELOADED)
     folder = tempfile.mkdtemp(prefix="lightning_zero-beats-")
     os.environ[beats.FOLDER] = folder

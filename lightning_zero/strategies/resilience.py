@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -26,8 +27,10 @@ from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.checkpoint.saving import Content
 from lightning_zero.checkpoint.slots import About, Slot, SlotWriter, open_slots
 from lightning_zero.io.labels import this_machine
+from lightning_zero.strategies.global_batch import GLOBAL_BATCH, keep_global_batch
 from lightning_zero.strategies.jobs import JobFolder
 from lightning_zero.strategies.loops import Around
+from lightning_zero.strategies.mirror import Mirror, send_file
 from lightning_zero.strategies.resilience_config import ResilienceConfig
 
 _MEMORY = "/dev/shm"
@@ -46,6 +49,10 @@ class _Source(NamedTuple):
     path: str
 
 
+_Place = tuple[str, str]
+"""A machine, and a folder there."""
+
+
 class _Strategy(Protocol):
     """What is used of the strategy."""
 
@@ -53,8 +60,10 @@ class _Strategy(Protocol):
     local_rank: int
     world_size: int
     num_processes: Any
+    options: Any
 
     def all_gather_values(self, value: Any) -> list[Any]: ...
+    def broadcast(self, obj: Any, src: int = 0) -> Any: ...
     def state_in_parts(self) -> tuple[Content, dict[str, Any]]: ...
     def save_in_parts(self, path: Any) -> None: ...
 
@@ -85,7 +94,13 @@ class Resilience:
         self._executor: ThreadPoolExecutor | None = None
         self._copy: Future[None] | None = None
         self._has_warned = False
-        self._found: dict[str, list[Slot]] = {}
+        self._place = this_machine(), self._folder
+        self._places: dict[_Place, list[int]] = {}  # ranks that share a folder
+        self._found: dict[str, dict[About, dict[_Place, str]]] = {}  # by a path that stands for the slots of all ranks
+        of_machine = max(strategy.num_processes, 1)
+        self._mirror = (
+            Mirror(self._folder, of_machine, strategy.options.group_timeout) if self._size > of_machine else None
+        )
         Around.put(trainer._checkpoint_connector, "resume_start", self._resume)
 
     def _folder_in(self, job: str) -> str:
@@ -120,6 +135,9 @@ class Resilience:
                 rank_zero_warn(f"{error} The job continues from an older state instead.")
                 continue
             self._continue_from(source)
+            before = self._trainer._checkpoint_connector._loaded_checkpoint.get(CHECKPOINT_KEY, {}).get(GLOBAL_BATCH)
+            if before is not None:
+                keep_global_batch(self._trainer, before)
             return
         if self._attempt:
             rank_zero_warn("No state that this job has kept or saved is whole, so it begins anew.")
@@ -128,21 +146,21 @@ class Resilience:
     def _sources(self) -> list[_Source]:
         """All states to continue from, newest first, the same on every rank. Collective."""
         local = [slot for entry in sorted(os.listdir(self._folder)) if (slot := _slot_at(self._folder, entry))]
-        held = self._strategy.all_gather_values(
-            [(this_machine(), slot.about, os.path.basename(slot.path)) for slot in local]
-        )
-        self._attempt = 1 + max((about.attempt for of_rank in held for _, about, _ in of_rank), default=-1)
-        copies: dict[tuple[int, int, int, int], set[int]] = {}
-        own = {slot.about: slot for slot in local}
-        for _, about, _ in itertools.chain(*held):
-            copies.setdefault((about.step, about.attempt, about.number, about.world_size), set()).add(about.rank)
+        held = self._strategy.all_gather_values((self._place, [(slot.about, slot.path) for slot in local]))
+        copies: dict[About, dict[_Place, str]] = {}
+        self._places.clear()
+        for rank, (place, slots) in enumerate(held):
+            self._places.setdefault(place, []).append(rank)
+            for about, path in slots:
+                copies.setdefault(about, {})[place] = path
+        self._attempt = 1 + max((about.attempt for about in copies), default=-1)
         sources = []
-        for (step, attempt, number, size), ranks in copies.items():
-            if len(ranks) == size:
+        for attempt, number, step, size in {about[:4] for about in copies}:
+            abouts = [About(attempt, number, step, size, rank) for rank in range(size)]
+            if all(about in copies for about in abouts):
                 path = os.path.join(self._folder, f"{attempt}.{number}")
                 sources.append(_Source(step, True, attempt, number, path))
-                wanted = (About(attempt, number, step, size, rank) for rank in range(size))
-                self._found[path] = [own[about] for about in wanted if about in own]
+                self._found[path] = {about: copies[about] for about in abouts}
         on_disk = self._on_disk() if self._rank == 0 else []
         sources += self._strategy.all_gather_values(on_disk)[0]
         return sorted(sources, reverse=True)
@@ -165,37 +183,69 @@ class Resilience:
         Raises:
             DamagedCheckpointError: on every rank, if a value in a slot has changed.
         """
-        slots = self._found.get(str(path))
-        if slots is None:
+        copies = self._found.get(str(path))
+        if copies is None:
             return None
-        local = self._strategy.local_rank
-        mine = [slot for slot in slots if slot.about.rank % max(self._strategy.num_processes, 1) == local]
-        bad = [f"rank {slot.about.rank}" for slot in mine if not slot.verify()]
-        if bad := list(itertools.chain(*self._strategy.all_gather_values(bad))):
-            raise DamagedCheckpointError(f"The state in memory after step {slots[0].about.step} is damaged ({bad[0]}).")
+        slots = self._brought_here(copies)
         opened, own = open_slots(self._folder, slots)
         opened.trust()
         about = opened.checkpoint.setdefault(CHECKPOINT_KEY, {})
         about |= {name: [state[name] for state in own] for name in ("rng", "data") if all(own)}
         return opened.checkpoint
 
+    def _brought_here(self, copies: dict[About, dict[_Place, str]]) -> list[Slot]:
+        """Slots of all ranks in this machine's folder; those that it lacks are sent by others. Collective.
+
+        Raises:
+            DamagedCheckpointError: if one of them is whole nowhere, or there is no room for it.
+        """
+        neighbours = self._places[self._place]
+        mine = [path for about, held in copies.items() if (path := held.get(self._place)) and self._verifies(about)]
+        bad = {path for path in mine if (slot := Slot.at(path)) is None or not slot.verify()}
+        bad_at = dict(self._strategy.all_gather_values((self._rank, bad)))
+        error, slots = None, []
+        for about, held in copies.items():
+            whole = {
+                place: path
+                for place, path in held.items()
+                if not any(path in bad_at[rank] for rank in self._places[place])
+            }
+            if not whole:
+                raise DamagedCheckpointError(
+                    f"The state in memory after step {about.step} is damaged (rank {about.rank})."
+                )
+            path = whole.get(self._place, os.path.join(self._folder, f"{about.rank}.m{next(iter(whole.values()))[-1]}"))
+            if len(whole) < len(self._places):
+                sender = min(self._places[place][0] for place in whole)
+                receives = self._place not in whole and self._rank == neighbours[0]
+                error = send_file(path, sender, receives, self._rank, self._strategy.broadcast) or error
+            slots.append(path)
+        if errors := [each for each in self._strategy.all_gather_values(error) if each is not None]:
+            raise DamagedCheckpointError(f"The state in memory cannot be sent to all machines ({errors[0]}).")
+        found = [Slot.at(path) for path in slots]
+        return [slot for slot in found if slot is not None]
+
+    def _verifies(self, about: About) -> bool:
+        """Whether this rank reads this slot of its machine's folder to verify it."""
+        neighbours = self._places[self._place]
+        return neighbours[about.rank % len(neighbours)] == self._rank
+
     def _continue_from(self, source: _Source) -> None:
         """Count how often the job has continued from this step, and spare the slot that it continues from."""
         rank_zero_info(f"Continuing after step {source.step} (attempt {self._attempt + 1} of this job).")
-        slots = self._found.get(source.path, [])
-        own = next((slot for slot in slots if slot.about.rank == self._rank), None)
         self._step = source.step
-        if own is not None:
-            self._index = 1 - int(own.path[-1])
+        if source.is_slots:  # all ranks write to the slots of one index at a time
+            held = next(iter(self._found[source.path].values()))
+            self._index = 1 - int(next(iter(held.values()))[-1])
         self._found.clear()
         died = os.path.join(self._folder, _DEATHS)
         deaths = 0
-        if self._rank == 0:
+        if self._rank == self._places[self._place][0]:
             with suppress(FileNotFoundError), open(died) as file:
                 deaths = sum(line.strip() == str(source.step) for line in file)
             with open(died, "a") as file:
                 file.write(f"{source.step}\n")
-        deaths = 1 + self._strategy.all_gather_values(deaths)[0]
+        deaths = 1 + max(self._strategy.all_gather_values(deaths))
         if deaths >= self._config.deaths_at_one_step:
             raise RuntimeError(
                 f"This job has ended {deaths} times in the step after step {source.step}, so it is not tried again. "
@@ -206,13 +256,31 @@ class Resilience:
 
     # -- keeping ----------------------------------------------------------------------------------------------------
 
-    def has_failed(self) -> bool:
-        """Before a meeting of the ranks: wait until this rank's copy is whole. True if it could not be made."""
+    def has_failed(self, *, is_end: bool = False) -> bool:
+        """Before a meeting of the ranks: wait until this rank's copy is whole, if the meeting begins the next one.
+
+        Args:
+            is_end: of training.
+
+        Returns:
+            True if the copy could not be made.
+        """
+        if not self._is_due(is_end):
+            return False
+        return self._wait()
+
+    def _wait(self) -> bool:
+        """Wait for the copy that is being made. True if it could not be made."""
         copy, self._copy = self._copy, None
         error = copy.exception() if copy is not None else None
         if error is not None and not isinstance(error, OSError):
             raise error
         return error is not None and self._warn(error)
+
+    def _is_due(self, is_end: bool) -> bool:
+        """Whether the state is to be kept now: it has changed, and was not kept for a while."""
+        step = self._trainer.global_step - self._step
+        return step < 0 or step >= (1 if is_end else self._config.every_n_steps)
 
     def keep(self, has_failed: bool, *, is_end: bool = False) -> None:
         """After a meeting of the ranks: begin to copy the state, if it has changed.
@@ -221,24 +289,33 @@ class Resilience:
             has_failed: whether some rank's last copy could not be made; its slot is overwritten then.
             is_end: of training.
         """
-        step = self._trainer.global_step
         if has_failed:
             self._index = 1 - self._index
-        if not self._is_training or 0 <= step - self._step < (1 if is_end else self._config.every_n_steps):
+        if self._copy is not None or not self._is_due(is_end) or not self._is_training:
             return
-        self._step, self._number = step, self._number + 1
-        about = About(self._attempt, self._number, step, self._size, self._rank)
+        self._step, self._number = self._trainer.global_step, self._number + 1
+        about = About(self._attempt, self._number, self._step, self._size, self._rank)
         content, own = self._strategy.state_in_parts()
         index, self._index = self._index, 1 - self._index
         try:
             complete = self._begin(index, content, about, own)
         except OSError as error:
-            self._copy = Future()
-            self._copy.set_exception(error)
-            return
+            complete = partial(_raise, error)
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="lightning_zero-slots")
-        self._copy = self._executor.submit(complete)
+        self._copy = self._executor.submit(self._complete, complete, index)
+
+    def _complete(self, complete: Callable[[], None], index: int) -> None:
+        """Complete a copy, and its mirror on another machine: the other machine waits for it in any case."""
+        error = None
+        try:
+            complete()
+        except OSError as raised:
+            error = raised
+        if self._mirror is not None:
+            self._mirror.exchange(self._writers[index].contents if error is None else None, index)
+        if error is not None:
+            raise error
 
     def _begin(self, index: int, content: Content, about: About, own: Any) -> Callable[[], None]:
         if index not in self._writers:
@@ -252,12 +329,17 @@ class Resilience:
 
     def _forget_a_fit(self) -> bool:
         """Make room: remove this rank's slots of the oldest fit that has ended."""
+        own = [f"{self._rank}.{index}" for index in (0, 1)]
+        if self._mirror is not None:
+            own += [f"{self._mirror.of_rank}.m{index}" for index in (0, 1)]
         for fit in sorted(os.listdir(self._job.path)):
             folder = os.path.join(self._job.path, fit)
-            if fit.startswith("fit-") and folder != self._folder and (slots := _slots_of(folder, self._rank)):
+            if fit.startswith("fit-") and folder != self._folder:
+                slots = [path for name in own if os.path.exists(path := os.path.join(folder, name))]
                 for slot in slots:
                     os.remove(slot)
-                return True
+                if slots:
+                    return True
         return False
 
     @property
@@ -293,7 +375,7 @@ class Resilience:
 
     def save_before_end(self) -> None:
         """Save a checkpoint to the disk, since a signal ends the job, and this machine may be lost. Collective."""
-        self.has_failed()
+        self._wait()
         began = time.monotonic()
         self._strategy.save_in_parts(self._at_end)
         rank_zero_info(
@@ -310,12 +392,14 @@ class Resilience:
         Around.take_off(self._trainer._checkpoint_connector, "resume_start")
         try:
             if has_ended:
-                self.has_failed()
+                self._wait()
         finally:
             if self._executor is not None:
                 self._executor.shutdown()
             for writer in self._writers.values():
                 writer.close()
+            if self._mirror is not None:
+                self._mirror.close()
         if has_ended:
             self._job.end([self._record, self._at_end])
 
@@ -324,8 +408,8 @@ class Resilience:
 
 
 def _slot_at(folder: str, name: str) -> Slot | None:
-    return Slot.at(os.path.join(folder, name)) if name.endswith((".0", ".1")) else None
+    return Slot.at(os.path.join(folder, name)) if name.endswith((".0", ".1", ".m0", ".m1")) else None
 
 
-def _slots_of(folder: str, rank: int) -> list[str]:
-    return [path for index in (0, 1) if os.path.exists(path := os.path.join(folder, f"{rank}.{index}"))]
+def _raise(error: BaseException) -> None:
+    raise error

@@ -7,6 +7,7 @@ import random
 import sys
 import warnings
 from collections.abc import Iterator
+from fractions import Fraction
 from itertools import chain, islice
 from typing import Any
 
@@ -194,6 +195,26 @@ class DataLoadingState:
             self._epoch_loop.restarting = False  # or the loop would look for an interrupted validation to continue
         if data["batches"]:
             rank_zero_info(f"Resuming at batch {data['batches']} of the epoch; earlier batches are not read again.")
+
+
+def moved(data: dict[str, Any], factor: Fraction) -> dict[str, Any]:
+    """The place in the data of a rank that takes its batches in other portions than the one that ``data`` is of.
+
+    Args:
+        data: entry of a checkpoint.
+        factor: batches of this rank for each batch of that one.
+    """
+    batches = int(data["batches"] * factor)
+    combined = dict(data["combined"])
+    if combined.get("_idx") == data["batches"]:
+        combined["_idx"] = batches
+    return {
+        **data,
+        "loaders": [(rng, int(skipped * factor)) for rng, skipped in data["loaders"]],
+        "combined": combined,
+        "batches": batches,
+        "repeats": data["repeats"] or factor != 1,
+    }
 
 
 def _go_by_samplers(loaders: list[Any]) -> bool:

@@ -63,7 +63,11 @@ class Signals:
         """
         assert self._communicator is not None
         keeper = self._resilience
-        noted = [self._is_asked_to_end, self._is_asked_to_requeue, keeper is not None and keeper.has_failed()]
+        noted = [
+            self._is_asked_to_end,
+            self._is_asked_to_requeue,
+            keeper is not None and keeper.has_failed(is_end=is_end),
+        ]
         ends, requeues, has_failed = self._communicator.everyone.control.any_rank(noted, what)
         if keeper is not None:
             keeper.keep(has_failed, is_end=is_end or ends)

@@ -26,7 +26,6 @@ from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.tensor_parallel import has_dtensors
 from lightning_zero.engine.init.consolidate import consolidate
 from lightning_zero.engine.init.deferred_param import awaits_values, is_deferred, is_on_meta, values_may_wait
-from lightning_zero.engine.init.sources import leave_in_files
 from lightning_zero.engine.tensor.sharded_tree import on_cpu, on_meta, walk
 from lightning_zero.io.beats import note_end, note_step
 from lightning_zero.strategies.jobs import name_of_job
@@ -121,7 +120,7 @@ class TrainerStrategy(TrainerCheckpoints):
 
     def _keep(self, *, is_end: bool = False) -> None:
         assert self._resilience is not None
-        self._resilience.keep(self._resilience.has_failed(), is_end=is_end)
+        self._resilience.keep(self._resilience.has_failed(is_end=is_end), is_end=is_end)
 
     @property
     def _communicator(self) -> Communicator | None:
@@ -150,15 +149,13 @@ class TrainerStrategy(TrainerCheckpoints):
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.engine = self._kept_engine()
         self._was_sharded = self.engine is not None
-        offload, precisions = self.config.offloads, self.lightning.plugins.precision
+        offload = self.config.offloads
         overlaps = offload is not None and offload.optimizer is not None and offload.overlap and self.config.overlap
         self._early_updates = EarlyUpdates(self.lightning) if fitting and overlaps else None
         if self.engine is None:
             if fitting and self._layer_sync:
                 self.model = self._layer_sync.apply(self.model)
-            if isinstance(self.precision_plugin, (precisions.HalfPrecision, precisions.DoublePrecision)):
-                leave_in_files(self.model)
-            self.model = self.precision_plugin.convert_module(self.model)
+            self._convert_module()
             self.model_to_device()
         if fitting:
             self.setup_optimizers(trainer)

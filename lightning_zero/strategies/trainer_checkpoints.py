@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from fractions import Fraction
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,12 +24,13 @@ from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.comm.renewal import have_all_come, renew
 from lightning_zero.engine.comm.tensor_parallel import in_full, is_dtensor
 from lightning_zero.engine.init.deferred_param import give_values, is_deferred, taking_values
-from lightning_zero.engine.init.sources import listed
+from lightning_zero.engine.init.sources import leave_in_files, listed
 from lightning_zero.engine.tensor.sharded_tree import Leaf, walk
+from lightning_zero.strategies.global_batch import GLOBAL_BATCH, global_batch
 from lightning_zero.strategies.options import TrainerOptions
 from lightning_zero.strategies.processes import ZeroProcesses
 from lightning_zero.strategies.resilience import Resilience
-from lightning_zero.strategies.resuming import DataLoadingState
+from lightning_zero.strategies.resuming import DataLoadingState, moved
 
 log = logging.getLogger("lightning_zero.strategies.trainer")  # the name that projects may filter by
 
@@ -41,6 +43,7 @@ class TrainerCheckpoints(ZeroProcesses):
 
     _options_class = TrainerOptions
     options: TrainerOptions
+    model: Any
 
     def __init__(self, **options: Any) -> None:
         self.engine: Engine | None = None
@@ -53,6 +56,13 @@ class TrainerCheckpoints(ZeroProcesses):
         self._masters_after_fit: WeakKeyDictionary[Any, dict[str, Tensor]] | None = None
         self._resilience: Resilience | None = None
         self._copies_parts = False  # the checkpoint that is made is for the slots
+
+    def _convert_module(self) -> None:
+        """Give the module the Trainer's precision."""
+        precisions = self.lightning.plugins.precision
+        if isinstance(self.precision_plugin, (precisions.HalfPrecision, precisions.DoublePrecision)):
+            leave_in_files(self.model)
+        self.model = self.precision_plugin.convert_module(self.model)
 
     def _can_save(self) -> bool:
         """Whether the ranks can assemble a checkpoint, also after a failure.
@@ -202,6 +212,8 @@ class TrainerCheckpoints(ZeroProcesses):
         if to_resume and with_data_loading and self._data_loading is not None:
             ranks = self.all_gather_values(self._data_loading.state())
             about |= {name: [state[name] for state in ranks] for name in ("rng", "data")}
+        if self._resilience is not None:
+            about[GLOBAL_BATCH] = global_batch(self.lightning_module.trainer)
         masters = (self._masters_after_fit or {}).get(self.lightning_module, {})
         if self.engine is not None and to_resume:
             leaf = self._leaf(parts=self._state_is_in_parts, keeps=self.is_global_zero)
@@ -263,6 +275,8 @@ class TrainerCheckpoints(ZeroProcesses):
             raise
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._resilience is not None and self.engine is None:
+            self._convert_module()  # as late as in Lightning, 64-true would round values to fp32 when they are loaded
         with self._letting_frozen_be_missing():
             check_module(self.lightning_module, checkpoint["state_dict"], strict)
             with taking_values(self.lightning_module, is_deferred) as targets:
@@ -295,11 +309,13 @@ class TrainerCheckpoints(ZeroProcesses):
             optimizer.load_state_dict(state)
         loaded: dict[str, Any] = checkpoint.get(CHECKPOINT_KEY, {})
         if self._data_loading is not None and "rng" in loaded and loaded is self._loaded:
-            rng, data = loaded["rng"], loaded["data"]
-            self._data_loading.resume(
-                rng[self.global_rank] if self.global_rank < len(rng) else None,
-                data[self.global_rank] if len(data) == self.world_size else None,
-            )
+            rng, data, own = loaded["rng"], loaded["data"], None
+            if self._resilience is not None and GLOBAL_BATCH in loaded and all(data):
+                now = self.lightning_module.trainer.accumulate_grad_batches
+                own = moved(data[self.global_rank % len(data)], Fraction(now, loaded[GLOBAL_BATCH]["accumulate"]))
+            elif len(data) == self.world_size:
+                own = data[self.global_rank]
+            self._data_loading.resume(rng[self.global_rank] if self.global_rank < len(rng) else None, own)
 
     def on_train_start(self) -> None:
         super().on_train_start()

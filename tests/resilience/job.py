@@ -27,6 +27,8 @@ OPTIONS = {
     "pause": 0.0,  # seconds in each step, for faults from outside
     "precision": "32-true",
     "accumulate": 1,
+    "batch": None,  # samples of a rank's batch; null: 16 of all ranks
+    "is_plain": False,  # without dropout and batch statistics, so that the results do not depend on the ranks
 }
 
 
@@ -48,11 +50,12 @@ class Net(LightningModule):
             x = torch.tanh(layer(x)) + x
             if number == 2:
                 act("forward")
-        return self.norm(self.dropout(x))
+        return x if options["is_plain"] else self.norm(self.dropout(x))
 
     def training_step(self, batch, batch_idx):
         (x,) = batch
-        loss = self(x).float().square().mean()
+        out = self(x)
+        loss = out.to(torch.promote_types(out.dtype, torch.float32)).square().mean()
         if loss.requires_grad:
             loss.register_hook(lambda _: act("backward"))
         return loss
@@ -135,6 +138,7 @@ if __name__ == "__main__":
         ),
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
         precision=options["precision"],
         max_epochs=options["epochs"],
         accumulate_grad_batches=options["accumulate"],
@@ -145,7 +149,7 @@ if __name__ == "__main__":
         enable_model_summary=False,
     )
     net, data = Net(), TensorDataset(torch.randn(96, 48))
-    batch = 16 // trainer.world_size
+    batch = options["batch"] or 16 // trainer.world_size
     trainer.fit(net, DataLoader(data, batch, shuffle=True), DataLoader(data, batch))
     if trainer.global_rank == 0:
         torch.save(net.state_dict(), options["out"])

@@ -42,7 +42,9 @@ def slots_in(folder):
 
 
 @pytest.mark.parametrize("what_is_left", ["memory", "disk"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "stage", [pytest.param(1, marks=pytest.mark.exhaustive), pytest.param(2, marks=pytest.mark.exhaustive), 3]
+)
 def test_sigterm_to_one_rank_saves_on_all_and_the_same_job_continues(stage, what_is_left, tmp_path):
     expected = run(tmp_path / "whole", {"stage": stage})
     folder, options = tmp_path / "ended", {"stage": stage, "faults": [fault(0, 5, [1], "backward", "term")]}

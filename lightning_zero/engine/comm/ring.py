@@ -1,0 +1,50 @@
+"""Messages around a ring of ranks, in a group of their own, so that a background thread may exchange them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from lightning_zero.engine.comm.process_group import begin_send, destroy, new_group, rank, receive, world_size
+
+_MESSAGE = 2**26  # bytes
+
+
+class Ring:
+    """Each rank sends to the one that is so many ranks ahead, and receives from the one as far behind. Collective.
+
+    Args:
+        distance: in ranks.
+        timeout: of a message; None for the backend's own.
+    """
+
+    def __init__(self, distance: int, timeout: timedelta | None) -> None:
+        self._size = world_size()
+        self._ahead, self._behind = (rank() + distance) % self._size, (rank() - distance) % self._size
+        self._group = new_group(list(range(self._size)), "gloo", timeout)
+
+    @property
+    def behind(self) -> int:
+        """The rank that this one receives from."""
+        return self._behind
+
+    def exchange_number(self, number: int) -> int:
+        """Send a number, and return the one received."""
+        received = torch.empty(1, dtype=torch.int64, device="cpu")
+        self.exchange(torch.tensor([number], device="cpu"), received)
+        return int(received)
+
+    def exchange(self, sent: Tensor, received: Tensor) -> None:
+        """Send a tensor on the CPU, and fill another with what arrives. One of them may be empty on some ranks."""
+        works = [begin_send(part, self._group, self._ahead) for part in sent.split(_MESSAGE) if len(part)]
+        for part in received.split(_MESSAGE):
+            if len(part):
+                receive(part, self._group, self._behind)
+        for work in works:
+            work.wait()
+
+    def close(self) -> None:
+        """End the group."""
+        destroy(self._group)

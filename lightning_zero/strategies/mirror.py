@@ -1,0 +1,100 @@
+"""Mirrors of slots on other machines: what a lost machine kept is still there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.checkpoint.slots import SlotWriter
+from lightning_zero.engine.comm.ring import Ring
+
+_MESSAGE = 2**26  # bytes of a file that are sent at a time
+
+
+class Mirror:
+    """Copies this rank's slots to the next machine, and writes those of the machine before here. Collective.
+
+    As in Gemini (SOSP 2023, section 4), a rank's mirror is as many ranks ahead as a machine has.
+
+    Args:
+        folder: of the slots.
+        ranks_of_machine: how many.
+        timeout: of a message.
+    """
+
+    def __init__(self, folder: str, ranks_of_machine: int, timeout: timedelta | None) -> None:
+        self._folder, self._ring = folder, Ring(ranks_of_machine, timeout)
+        self._writers: dict[int, SlotWriter] = {}
+
+    @property
+    def of_rank(self) -> int:
+        """The rank whose slots are mirrored here."""
+        return self._ring.behind
+
+    def exchange(self, contents: Tensor | None, index: int) -> None:
+        """Send the contents of a slot, and write those that come from the machine before. Collective, in any thread.
+
+        Args:
+            contents: of this rank's slot; None if it has none.
+            index: of the slot.
+
+        Raises:
+            OSError: if there is no room for what comes.
+        """
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+        sent = nothing if contents is None else contents
+        length, error = self._ring.exchange_number(len(sent)), None
+        try:
+            received = self._writer(index).overwritten(length) if length else nothing
+        except OSError as raised:
+            received, error = torch.empty(length, dtype=torch.uint8, device="cpu"), raised
+        begin = SlotWriter.VALUES
+        self._ring.exchange(sent[begin:], received[begin:])
+        self._ring.exchange(sent[:begin], received[:begin])  # with the header, which makes the slot whole
+        if error is not None:
+            raise error
+
+    def _writer(self, index: int) -> SlotWriter:
+        if index not in self._writers:
+            self._writers[index] = SlotWriter(os.path.join(self._folder, f"{self.of_rank}.m{index}"))
+        return self._writers[index]
+
+    def close(self) -> None:
+        """End the ring and close the files."""
+        for writer in self._writers.values():
+            writer.close()
+        self._ring.close()
+
+
+def send_file(path: str, sender: int, receives: bool, rank: int, broadcast: Callable[[Any, int], Any]) -> str | None:
+    """Send a file of one rank to others, in parts. Collective.
+
+    Args:
+        path: of the file, on the rank that sends it and on those that receive it.
+        sender: its rank.
+        receives: whether this rank writes the file.
+        rank: of this process.
+        broadcast: a value of one rank to all.
+
+    Returns:
+        What prevented this rank from writing it.
+    """
+    with ExitStack() as files:
+        source = files.enter_context(open(path, "rb")) if rank == sender else None
+        target = files.enter_context(open(path, "wb")) if receives else None
+        size, error = broadcast(os.path.getsize(path) if source is not None else None, sender), None
+        for _ in range(0, size, _MESSAGE):
+            part = broadcast(source.read(_MESSAGE) if source is not None else None, sender)
+            try:
+                if target is not None and error is None:
+                    os.posix_fallocate(target.fileno(), 0, size)
+                    target.write(part)
+            except OSError as raised:
+                error = f"on rank {rank}: {raised}"
+    return error

@@ -1,0 +1,110 @@
+"""Two machines, each with a launcher and a memory of its own: one is lost with all that it has kept."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from contextlib import closing, contextmanager, suppress
+
+import pytest
+
+from tests.resilience.jobs import LAUNCH, command, ended, environment, run
+from tests.support.training import same_tensors
+
+OPTIONS = {"pause": 0.1, "epochs": 4, "batch": 4, "is_plain": True, "precision": "64-true"}
+
+
+def free_port():
+    with closing(socket.socket()) as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+class Machine:
+    """A launcher with two processes; `name` is that of its memory."""
+
+    def __init__(self, folder, name, nodes, port, options):
+        launcher = [*LAUNCH, "--nnodes", nodes, "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "the-job"]
+        self.memory = folder / name
+        options = options | {"resilience": {"path": str(self.memory)}}
+        with open(folder / "output", "a") as output:
+            self.process = subprocess.Popen(
+                command(folder, options, 2, 10, launcher, sys.executable),
+                cwd=folder,
+                env=environment(),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def is_lost(self):
+        """Its processes and its memory are gone."""
+        self.process.kill()  # and with it the processes that it has forked
+        self.process.wait()
+        shutil.rmtree(self.memory)
+
+
+@contextmanager
+def two_machines(folder, nodes, options):
+    port = free_port()
+    folder.mkdir()
+
+    def machine(name):
+        machines.append(Machine(folder, name, nodes, port, options))
+        while len(machines) == 1 and machines[0].process.poll() is None:  # the first is to host the rendezvous
+            with suppress(ConnectionRefusedError), closing(socket.create_connection(("localhost", port))):
+                break
+            time.sleep(0.02)
+        return machines[-1]
+
+    machines = []
+    try:
+        yield machine
+    finally:
+        for each in machines:
+            each.process.kill()
+
+
+def wait_for(folder, text, seconds=90):
+    deadline = time.monotonic() + seconds
+    while text not in (output := (folder / "output").read_text()):
+        assert time.monotonic() < deadline, f"no {text!r} in:\n{output}"
+        time.sleep(0.02)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_a_lost_machine_kept_comes_from_its_mirror(stage, tmp_path):
+    options = OPTIONS | {"stage": stage}
+    whole = run(tmp_path / "whole", options, 4)
+    folder = tmp_path / "lost"
+    with two_machines(folder, "2", options) as machine:
+        first, second = machine("first"), machine("second")
+        wait_for(folder, "begins step 6")
+        second.is_lost()
+        machine("third")  # in its place, with nothing in memory
+        assert first.process.wait(90) == 0, (folder / "output").read_text()
+    found = ended(folder, 0)
+    assert "Continuing after step" in found.output and "begins anew" not in found.output
+    found.same_as(whole)
+    found.repeats_at_most(1)
+
+
+@pytest.mark.exhaustive
+def test_one_machine_goes_on_alone_and_a_second_joins_later(tmp_path):
+    options = OPTIONS | {"stage": 3, "pause": 0.25, "epochs": 12}
+    whole = run(tmp_path / "whole", options | {"pause": 0}, 4)
+    folder = tmp_path / "lost"
+    with two_machines(folder, "1:2", options) as machine:
+        first, second = machine("first"), machine("second")
+        wait_for(folder, "rank 3 begins step 4")
+        second.is_lost()
+        wait_for(folder, "was kept by 4 ranks and continues on 2")
+        wait_for(folder, "attempt 1 rank 1 begins step 12")
+        machine("third")
+        wait_for(folder, "was kept by 2 ranks and continues on 4")
+        assert first.process.wait(120) == 0, (folder / "output").read_text()
+    found = ended(folder, 0)
+    same_tensors(whole.weights, found.weights, bound=1e-12)

@@ -1,0 +1,50 @@
+"""A job continues on another number of ranks: each step takes as many samples as before, and no sample is lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.resilience.jobs import TORCHRUN, fault, run
+from tests.support.training import same_tensors
+
+OPTIONS = {"is_plain": True, "precision": "64-true"}
+
+
+def continued(folder, options, *, ranks_and_ends):
+    """A job on so many ranks, killed in a step, then on so many others, and so on."""
+    for ranks, step in ranks_and_ends:
+        faults = [] if step is None else [fault(0, step, range(ranks), "backward")]
+        found = run(folder, {**OPTIONS, **options, "faults": faults}, ranks, restarts=0)
+        assert (found.code == 0) == (step is None), found.output
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"batch": 4}, id="a batch size for each rank"),
+        pytest.param({"batch": 2, "accumulate": 2}, id="accumulation"),
+        pytest.param({}, id="a script that keeps the global batch itself", marks=pytest.mark.exhaustive),
+        pytest.param(
+            {"batch": 4, "resilience": {"every_n_steps": 3}}, id="every third step", marks=pytest.mark.exhaustive
+        ),
+    ],
+)
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
+def test_four_ranks_then_two_then_four_do_the_steps_of_four(stage, options, tmp_path):
+    options = {"stage": stage, **options}
+    whole = run(tmp_path / "whole", {**OPTIONS, **options}, 4)
+    found = continued(tmp_path / "moved", options, ranks_and_ends=[(4, 4), (2, 10), (4, None)])
+    assert "was kept by 2 ranks and continues on 4" in found.output
+    assert found.begun[0][-1] == whole.begun[0][-1] == 17
+    same_tensors(whole.weights, found.weights, bound=1e-12)
+
+
+def test_a_number_of_ranks_that_cannot_take_the_same_samples_is_refused(tmp_path):
+    folder, options = tmp_path / "moved", {**OPTIONS, "batch": 4}
+    run(folder, {**options, "faults": [fault(0, 4, [0, 1], "forward")]}, 2, restarts=0)
+    found = run(folder, options, 3, restarts=0, launcher=TORCHRUN)
+    assert found.code != 0
+    assert "was kept by 2 ranks with 8 samples a step, and cannot take as many on 3 ranks" in found.output
+    assert "accumulate_grad_batches would become 2/3" in found.output
+    assert run(folder, options, 2).code == 0
