@@ -92,10 +92,10 @@ class DataLoadingState:
             Around.take_off(loader, "_get_iterator")
 
     def state(self) -> dict[str, Any]:
-        """Return this rank's ``rng`` and ``data`` entries for a checkpoint."""
+        """Return this rank's ``rng`` and ``data`` entries, for a checkpoint after ``in_tensors``."""
         if self._saved is not None:
-            return dict(in_tensors(self._saved))
-        return dict(in_tensors(self._step[1] if self._step is not None and self._is_within_step else self._now()))
+            return self._saved
+        return self._step[1] if self._step is not None and self._is_within_step else self._now()
 
     def _now(self, *, repeats: bool = False) -> dict[str, Any]:
         data, combined = None, self._loop._combined_loader

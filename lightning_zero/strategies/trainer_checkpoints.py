@@ -30,7 +30,7 @@ from lightning_zero.strategies.global_batch import GLOBAL_BATCH, global_batch
 from lightning_zero.strategies.options import TrainerOptions
 from lightning_zero.strategies.processes import ZeroProcesses
 from lightning_zero.strategies.resilience import Resilience
-from lightning_zero.strategies.resuming import DataLoadingState, moved
+from lightning_zero.strategies.resuming import DataLoadingState, in_tensors, moved
 
 log = logging.getLogger("lightning_zero.strategies.trainer")  # the name that projects may filter by
 
@@ -210,7 +210,7 @@ class TrainerCheckpoints(ZeroProcesses):
         if to_resume and not self._takes_parts:  # sharded checkpoints use names anyway
             about[NAMES] = {f"optimizer_{number}": names for number, names in enumerate(self._names_in_optimizers())}
         if to_resume and with_data_loading and self._data_loading is not None:
-            ranks = self.all_gather_values(self._data_loading.state())
+            ranks = self.all_gather_values(in_tensors(self._data_loading.state()))
             about |= {name: [state[name] for state in ranks] for name in ("rng", "data")}
         if self._resilience is not None:
             about[GLOBAL_BATCH] = global_batch(self.lightning_module.trainer)
