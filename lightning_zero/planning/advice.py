@@ -42,7 +42,8 @@ class Plan:
         activation_checkpointing: whether blocks are computed again in backward.
         parameters: elements of all parameters.
         peak_bytes: on the device by category, and their sum under ``"total"``.
-        host_bytes: offloaded to the host's memory, with the buffers for states on a disk.
+        host_bytes: offloaded to the host's memory, with the buffers for states on a disk, and kept there by
+            ``resilience``.
         disk_bytes: offloaded to a disk.
         traffic_bytes: of a step, by kind of collective.
         leaving_bytes: of a step, that leave a machine, of all its ranks; 0 on one machine.

@@ -85,6 +85,10 @@ class _Pretending:
         """Bytes of files, and of the buffers in the host's memory through which they are updated."""
         return 0, 0
 
+    def kept_bytes(self) -> int:
+        """Bytes in shared memory of what ``resilience`` keeps of a rank."""
+        return 0
+
     def most_loaded(self, rank: int) -> int:
         """The rank that has the most to keep."""
         return rank
@@ -108,7 +112,7 @@ class _PretendingZero(_Pretending):
     def __init__(
         self, ranks: int, recorder: Recorder, transport: str, rank: int, machines: int, **options: Any
     ) -> None:
-        self._ranks, self._recorder, self.leave_modes = ranks, recorder, ExitStack()
+        self._ranks, self._machines, self._recorder, self.leave_modes = ranks, machines, recorder, ExitStack()
         self._engine_class = pretending(ranks, recorder, transport, rank, machines)
         super().__init__(**options)
 
@@ -147,6 +151,16 @@ class _PretendingZero(_Pretending):
         assert self.engine is not None
         at_rest = (part for bucket in self.engine.buckets for part in bucket.residency.plan.at_rest())
         return sum(nbytes for _, medium, nbytes in at_rest if medium is Medium.HOST)
+
+    def _new_resilience(self) -> None:
+        """Nothing is kept: values are fake."""
+
+    def kept_bytes(self) -> int:
+        if self.options.keeps is None:  # type: ignore[attr-defined]
+            return 0
+        content, _ = self.state_in_parts()  # type: ignore[attr-defined]
+        copies = 2 if self._machines == 1 else 4  # slots, and mirrors of another machine's
+        return copies * sum(entry.nbytes for entry in content.entries)
 
     def most_loaded(self, rank: int) -> int:
         """The rank with the most elements, as shards of whole parameters are unequal; ``rank`` if none has more."""
@@ -254,7 +268,8 @@ class FakeRun:
             buffers, and all else that the project makes).
         report_peak: bytes by category when those of the engine alone are highest, as in the ``Report`` of a real run;
             of DDP after a step.
-        host_bytes: of what is offloaded to the host's memory, with the buffers for states on a disk.
+        host_bytes: of what is offloaded to the host's memory, with the buffers for states on a disk, and of what
+            ``resilience`` keeps in shared memory.
         disk_bytes: of states on a disk.
         traffic: bytes of a step by kind of collective.
         leaving: bytes of a step that leave a machine, of all its ranks; 0 on one machine.
@@ -429,6 +444,7 @@ def fake_run(
         whole = sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())
         offloaded = strategy.host_bytes()
         on_disk, buffers = strategy.disk_bytes()
+        kept = strategy.kept_bytes()
         most_loaded = strategy.most_loaded(rank)
     if most_loaded != rank:
         return fake_run(
@@ -447,7 +463,7 @@ def fake_run(
         )
     peak = {"parameters": 0, "optimizer": 0, **tracker.at_peak}  # which may be elsewhere entirely
     peak.pop("host", None)
-    host = tracker.host_peak + offloaded + buffers
+    host = tracker.host_peak + offloaded + buffers + kept
     peak["activations"] = tracker.peak - sum(each for category, each in peak.items() if category != "activations")
     peak["parameters"] -= offloaded
     if stage is not None and transport != "nccl":

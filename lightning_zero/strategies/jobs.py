@@ -46,17 +46,18 @@ class JobFolder:
         parent: a folder in memory, of this user alone.
         name: of the job.
         rank: of this process.
+        of_machine: ranks of the job on this machine.
 
     Raises:
         OSError: if the folder cannot be used, or another launcher's processes use it.
     """
 
-    def __init__(self, parent: str, name: str, rank: int) -> None:
+    def __init__(self, parent: str, name: str, rank: int, of_machine: int) -> None:
         make_private_folder(parent)
         _clear_leftovers(parent)
         self.path = os.path.join(parent, name)
         os.makedirs(self.path, 0o700, exist_ok=True)
-        self._rank, self._is_running = rank, True
+        self._rank, self._of_machine, self._is_running = rank, of_machine, True
         self._others: list[str] = []
         launcher = label_of(os.getppid())
         for entry in os.listdir(self.path):
@@ -89,7 +90,7 @@ class JobFolder:
         with suppress(OSError):
             open(os.path.join(self.path, f"{_ENDED}{self._rank}"), "w").close()
             ended = [name for name in os.listdir(self.path) if name.startswith(_ENDED)]
-            if len(ended) >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+            if len(ended) >= self._of_machine:
                 shutil.rmtree(self.path, ignore_errors=True)
         for path in self._others if self._rank == 0 else ():
             with suppress(OSError):

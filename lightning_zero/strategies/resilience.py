@@ -34,7 +34,8 @@ from lightning_zero.strategies.mirror import Mirror, send_file
 from lightning_zero.strategies.resilience_config import ResilienceConfig
 
 _MEMORY = "/dev/shm"
-_DEATHS = "deaths"  # file with the steps that the job has continued from
+_DEATHS = "deaths"
+_OF_TUNERS = ".lr_find_", ".scale_batch_size_"  # how checkpoints are named to which Lightning's tuners go back
 _jobs: dict[str, JobFolder] = {}
 _fits = itertools.count()
 
@@ -81,6 +82,7 @@ class Resilience:
     def __init__(self, config: ResilienceConfig, strategy: _Strategy, trainer: Any, job: str) -> None:
         self._config, self._strategy = config, strategy
         self._trainer, self._rank, self._size = trainer, strategy.global_rank, strategy.world_size
+        self._of_machine = max(strategy.num_processes, 1)
         self._fit = f"fit-{next(_fits)}"
         self._job = self._job_folder_at(job)
         self._folder = self._folder_in(self._job.path)
@@ -94,13 +96,12 @@ class Resilience:
         self._executor: ThreadPoolExecutor | None = None
         self._copy: Future[None] | None = None
         self._has_warned = False
+        self._trial: str | None = None  # checkpoint that a tuner will go back to; nothing is kept until then
         self._place = this_machine(), self._folder
         self._places: dict[_Place, list[int]] = {}  # ranks that share a folder
         self._found: dict[str, dict[About, dict[_Place, str]]] = {}  # by a path that stands for the slots of all ranks
-        of_machine = max(strategy.num_processes, 1)
-        self._mirror = (
-            Mirror(self._folder, of_machine, strategy.options.group_timeout) if self._size > of_machine else None
-        )
+        several = self._size > self._of_machine
+        self._mirror = Mirror(self._folder, self._of_machine, strategy.options.group_timeout) if several else None
         Around.put(trainer._checkpoint_connector, "resume_start", self._resume)
 
     def _folder_in(self, job: str) -> str:
@@ -112,7 +113,7 @@ class Resilience:
         path, error = os.path.join(parent, job), None
         try:
             if path not in _jobs:
-                _jobs[path] = JobFolder(parent, job, self._rank)
+                _jobs[path] = JobFolder(parent, job, self._rank, self._of_machine)
             _jobs[path].begin()
             os.makedirs(self._folder_in(path), 0o700, exist_ok=True)
         except OSError as raised:
@@ -183,6 +184,8 @@ class Resilience:
         Raises:
             DamagedCheckpointError: on every rank, if a value in a slot has changed.
         """
+        if self._trial == str(path):
+            self._trial = None
         copies = self._found.get(str(path))
         if copies is None:
             return None
@@ -238,7 +241,7 @@ class Resilience:
             held = next(iter(self._found[source.path].values()))
             self._index = 1 - int(next(iter(held.values()))[-1])
         self._found.clear()
-        died = os.path.join(self._folder, _DEATHS)
+        died = self._died
         deaths = 0
         if self._rank == self._places[self._place][0]:
             with suppress(FileNotFoundError), open(died) as file:
@@ -253,6 +256,11 @@ class Resilience:
                 "wrote before they ended; then remove that folder or give another job name to start anew, or raise "
                 "ResilienceConfig(deaths_at_one_step=...) to try again."
             )
+
+    @property
+    def _died(self) -> str:
+        """File with the steps that the job has continued from, until the fit has ended."""
+        return os.path.join(self._folder, _DEATHS)
 
     # -- keeping ----------------------------------------------------------------------------------------------------
 
@@ -291,7 +299,7 @@ class Resilience:
         """
         if has_failed:
             self._index = 1 - self._index
-        if self._copy is not None or not self._is_due(is_end) or not self._is_training:
+        if self._copy is not None or not self._is_due(is_end) or self._trial is not None:
             return
         self._step, self._number = self._trainer.global_step, self._number + 1
         about = About(self._attempt, self._number, self._step, self._size, self._rank)
@@ -342,11 +350,6 @@ class Resilience:
                     return True
         return False
 
-    @property
-    def _is_training(self) -> bool:
-        """Whether this is the fit itself: Lightning's tuners train as well, with a logger that logs nothing."""
-        return not any(type(logger).__name__ == "DummyLogger" for logger in self._trainer.loggers)
-
     def _warn(self, error: OSError) -> bool:
         if not self._has_warned:
             self._has_warned = True
@@ -364,7 +367,11 @@ class Resilience:
     # -- checkpoints on a disk, and the end -------------------------------------------------------------------------
 
     def note(self, path: Any) -> None:
-        """Record a checkpoint that this fit has saved, so the job finds it if its slots are gone. On rank 0."""
+        """Record a checkpoint that this fit has saved, so the job finds it if its slots are gone."""
+        if os.path.basename(path).startswith(_OF_TUNERS):
+            self._trial = str(path)
+        if self._trial is not None or self._rank != 0:
+            return
         paths: list[str] = []
         with suppress(OSError, ValueError), open(self._record) as file:
             paths = json.load(file)
@@ -401,6 +408,8 @@ class Resilience:
             if self._mirror is not None:
                 self._mirror.close()
         if has_ended:
+            with suppress(FileNotFoundError):
+                os.remove(self._died)  # the job may die in a later fit, and pass through this one again
             self._job.end([self._record, self._at_end])
 
 

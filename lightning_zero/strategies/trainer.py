@@ -292,6 +292,8 @@ class TrainerStrategy(TrainerCheckpoints):
         resilience, self._resilience = self._resilience, None
         if resilience is not None:
             resilience.close(has_ended=self._ended_by is None)
+            if self._data_loading is not None:
+                self._data_loading.restore_rng()  # if the fit had ended before, and this attempt went through it
         signals, self._signals = self._signals, None
         if signals is not None:
             signals.close()

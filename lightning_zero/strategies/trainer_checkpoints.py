@@ -169,7 +169,7 @@ class TrainerCheckpoints(ZeroProcesses):
         else:
             communicator = self.engine.communicator if self.engine is not None and self._state_is_in_parts else None
             self._save_whole(checkpoint, filepath, communicator)
-        if self._resilience is not None and self.is_global_zero:
+        if self._resilience is not None:
             self._resilience.note(filepath)
 
     def _tree_in(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -191,8 +191,7 @@ class TrainerCheckpoints(ZeroProcesses):
             self._copies_parts = before
 
     def state_in_parts(self) -> tuple[Content, dict[str, Any]]:
-        """What this rank has of a checkpoint of the run, and its own place in the data. No rank communicates for it,
-        unless hooks of the project read whole parameters."""
+        """What this rank has of a checkpoint of the run, its random states and its place in the data. Collective."""
         with self._taking_parts():
             checkpoint = self.lightning_module.trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
             checkpoint[CHECKPOINT_KEY] = self._about_checkpoint(to_resume=True, with_data_loading=False)

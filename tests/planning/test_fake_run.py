@@ -43,6 +43,29 @@ def test_fake_tensors_take_the_bytes_of_real_ones(stage, offload):
     assert runs[0].events == runs[1].events
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("precision", "bytes_of_state"), [("32-true", 12), ("bf16-true", 14)])
+def test_what_resilience_keeps_is_twice_a_rank_s_states_and_as_much_for_another_machine(
+    stage, precision, bytes_of_state
+):
+    for machines, copies in ((1, 2), (2, 4)):
+        plain, keeping = (
+            fake_run(
+                partial(Net, width=256),
+                torch.randn(4, 16, 256),
+                ranks=4,
+                stage=stage,
+                precision=precision,
+                machines=machines,
+                **options,
+            )
+            for options in ({}, {"resilience": "memory"})
+        )
+        kept = keeping.host_bytes - plain.host_bytes
+        assert kept == pytest.approx(copies * bytes_of_state * plain.numel / 4, rel=0.01)
+        assert keeping.peak_bytes == plain.peak_bytes
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_states_in_files_take_the_bytes_of_their_elements(precision):
     offload = {"optimizer": "nvme", "parameters": "nvme", "sub_group": 2**14, "path": "."}

@@ -8,21 +8,33 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
+import threading
 import time
+from contextlib import suppress
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zero import ResilienceConfig, ZeroStrategy
 from lightning_zero.checkpoint import slots
+from lightning_zero.monitoring import FindNonFinite
 
 OPTIONS = {
     "stage": 3,
     "strategy": {},
     "resilience": {},
-    "faults": [],  # of {"attempt", "step", "ranks", "where"}
+    "faults": [],  # as made by jobs.fault
+    "fits": 1,  # one after the other, each with a Trainer of its own
+    "tunes": False,  # lr_find before the first fit
+    "tunes_within": False,  # each fit begins with lr_find
+    "logs": False,  # with a logger
+    "finds": False,  # with FindNonFinite
     "epochs": 3,
     "pause": 0.0,  # seconds in each step, for faults from outside
     "precision": "32-true",
@@ -44,6 +56,7 @@ class Net(LightningModule):
         self.layers = torch.nn.ModuleList(torch.nn.Linear(48, 48) for _ in range(6))
         self.norm, self.dropout = torch.nn.BatchNorm1d(48), torch.nn.Dropout(0.1)
         self.layers[5].weight = self.layers[0].weight
+        self.lr = 1e-2
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for number, layer in enumerate(self.layers):
@@ -56,6 +69,7 @@ class Net(LightningModule):
         (x,) = batch
         out = self(x)
         loss = out.to(torch.promote_types(out.dtype, torch.float32)).square().mean()
+        loss = loss * torch.nan if act("loss") == "nan" else loss
         if loss.requires_grad:
             loss.register_hook(lambda _: act("backward"))
         return loss
@@ -65,32 +79,40 @@ class Net(LightningModule):
         self.log("loss", self(x).float().square().mean(), sync_dist=True)
 
     def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_before_optimizer_step(self, optimizer):
         act("update")
 
+    def on_load_checkpoint(self, checkpoint):
+        act("load")
+
     def on_train_batch_end(self, outputs, batch, batch_idx):
         act("end")
 
 
 class Note(Callback):
+    def on_train_start(self, trainer, module):
+        act("fit")
+
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         print(f"attempt {attempt()} rank {trainer.global_rank} begins step {trainer.global_step}", flush=True)
         time.sleep(options["pause"])
-        act("start")
+        act("start" if batch_idx % options["accumulate"] == 0 else "micro-batch")
 
 
-def act(where: str) -> None:
+def act(where: str) -> str | None:
     """Do to this process what a fault says, if one is due here."""
     step = trainer.global_step - (where == "end")
     for fault in options["faults"]:
-        if (fault["attempt"], fault["step"], fault["where"]) == (attempt(), step, where):
-            if trainer.global_rank in fault["ranks"] and trainer.training:
+        if (fault["attempt"], fault["fit"], fault["where"]) == (attempt(), fit, where):
+            is_due = fault["step"] <= step <= fault["until"]
+            if is_due and trainer.global_rank in fault["ranks"] and trainer.training:
                 print(f"rank {trainer.global_rank} meets {fault['what']} at {time.time()}", flush=True)
-                WHAT[fault["what"]]()
+                return WHAT[fault["what"]]()
+    return None
 
 
 def loop() -> None:
@@ -102,18 +124,28 @@ def fail() -> None:
     raise ValueError("a mistake of the project")
 
 
+def cut() -> None:
+    """Cut all connections of this process over TCP."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
 WHAT = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "term": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "loop": loop,
     "fail": fail,
+    "cut": cut,
+    "nan": lambda: "nan",
 }
 
 
 def in_copies() -> None:
-    """Let faults happen in the middle of a copy, and between its values and its header."""
-    copied, described = slots.SlotWriter._copied, slots.SlotWriter._described
+    """Let faults happen in the middle of a copy, between its values and its header, and before a slot is verified."""
+    copied, described, verify = slots.SlotWriter._copied, slots.SlotWriter._described, slots.Slot.verify
 
     def copying(self, entries, positions):
         half = len(entries) // 2
@@ -125,32 +157,54 @@ def in_copies() -> None:
         act("commit")
         return described(self, *arguments)
 
-    slots.SlotWriter._copied, slots.SlotWriter._described = copying, describing
+    def verifying(self):
+        act("read")
+        return verify(self)
+
+    slots.SlotWriter._copied, slots.SlotWriter._described, slots.Slot.verify = copying, describing, verifying
 
 
-if __name__ == "__main__":
-    options = OPTIONS | json.loads(sys.argv[1])
-    in_copies()
-    seed_everything(0)
-    trainer = Trainer(
-        strategy=ZeroStrategy(
-            stage=options["stage"], resilience=ResilienceConfig(**options["resilience"]), **options["strategy"]
-        ),
+def new_trainer() -> Trainer:
+    callbacks: list[Callback] = [Note()]
+    callbacks += [FindNonFinite()] if options["finds"] else []
+    callbacks += [LearningRateFinder(num_training_steps=4)] if options["tunes_within"] else []
+    return Trainer(
+        strategy=ZeroStrategy(stage=options["stage"], resilience=resilience, **options["strategy"]),
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
         precision=options["precision"],
         max_epochs=options["epochs"],
         accumulate_grad_batches=options["accumulate"],
-        callbacks=[Note()],
-        logger=False,
+        callbacks=callbacks,
+        logger=CSVLogger("logs") if options["logs"] else False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    net, data = Net(), TensorDataset(torch.randn(96, 48))
+
+
+def new_loaders() -> tuple[DataLoader, DataLoader]:
+    """Loaders of random data, other data at each call."""
+    data = TensorDataset(torch.randn(96, 48))
     batch = options["batch"] or 16 // trainer.world_size
-    trainer.fit(net, DataLoader(data, batch, shuffle=True), DataLoader(data, batch))
+    return DataLoader(data, batch, shuffle=True), DataLoader(data, batch)
+
+
+if __name__ == "__main__":
+    options = OPTIONS | json.loads(sys.argv[1])
+    resilience = None if options["resilience"] is None else ResilienceConfig(**options["resilience"])
+    in_copies()
+    seed_everything(0)
+    net, fit, trainer = Net(), -1, new_trainer()
+    if options["tunes"]:
+        Tuner(trainer).lr_find(net, *new_loaders(), num_training=8)
+        print("found the learning rate", net.lr, flush=True)
+    for fit in range(options["fits"]):
+        trainer = new_trainer() if fit else trainer
+        print(f"rank {trainer.global_rank} begins fit {fit}", flush=True)
+        trainer.fit(net, *new_loaders())
     if trainer.global_rank == 0:
         torch.save(net.state_dict(), options["out"])
     print("ended after step", trainer.global_step, flush=True)
+    print("threads at the end:", *sorted(thread.name for thread in threading.enumerate()), flush=True)

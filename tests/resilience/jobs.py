@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,18 @@ from tests.support.warm import warm_python
 SCRIPT = Path(__file__).with_name("job.py")
 
 
-def fault(attempt: int, step: int, ranks: Sequence[int], where: str, what: str = "kill") -> dict[str, Any]:
-    return {"attempt": attempt, "step": step, "ranks": list(ranks), "where": where, "what": what}
+def fault(
+    attempt: int,
+    step: int,
+    ranks: Sequence[int],
+    where: str,
+    what: str = "kill",
+    fit: int = 0,
+    until: int | None = None,  # the last step in which it is due; by default the first
+) -> dict[str, Any]:
+    until = step if until is None else until
+    about = {"attempt": attempt, "fit": fit, "step": step, "until": until}
+    return about | {"ranks": list(ranks), "where": where, "what": what}
 
 
 @dataclass
@@ -46,6 +58,11 @@ class Ended:
             found.setdefault(int(attempt), []).append(int(step))
         return [found[number] for number in sorted(found)]
 
+    @property
+    def continued(self) -> list[int]:
+        """The steps after which the job was continued."""
+        return [int(step) for step in re.findall(r"Continuing after step (\d+)", self.output)]
+
     def repeats_at_most(self, steps: int) -> None:
         """Of the steps that an attempt ended, so many are done again; the one in which it died was not ended."""
         for before, after in zip(self.begun, self.begun[1:]):
@@ -64,11 +81,23 @@ def command(
     launcher: Sequence[str] = TORCHRUN,
     python: str = "",
 ) -> list[str]:
-    """The command line of a job; its slots are in the folder."""
-    options = {"out": str(folder / "weights.pt"), **options}
-    options["resilience"] = {"path": str(folder / "memory"), "job": "job", **options.get("resilience", {})}
+    """The command line of a job."""
     how = [*launcher, "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
-    return [python or warm_python(), *how, str(SCRIPT), json.dumps(options)]
+    return [python or warm_python(), *how, str(SCRIPT), options_of(folder, options)]
+
+
+def options_of(folder: Path, options: dict[str, Any]) -> str:
+    """The script's argument; its slots are in the folder."""
+    options = {"out": str(folder / "weights.pt"), **options}
+    if (given := options.get("resilience", {})) is not None:
+        options["resilience"] = {"path": str(folder / "memory"), "job": "job", **given}
+    return json.dumps(options)
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
 
 
 def environment() -> dict[str, str]:

@@ -23,6 +23,10 @@ def killed_at_every_moment(stage, ranks):
     ]
 
 
+@pytest.mark.behaviour(
+    "The Trainer",
+    '`resilience="memory"`: a job of which processes are killed at any moment goes on in the step that was running',
+)
 @pytest.mark.parametrize(
     ("stage", "offload"),
     [

@@ -11,16 +11,10 @@ from contextlib import closing, contextmanager, suppress
 
 import pytest
 
-from tests.resilience.jobs import LAUNCH, command, ended, environment, run
+from tests.resilience.jobs import LAUNCH, command, ended, environment, free_port, run
 from tests.support.training import same_tensors
 
 OPTIONS = {"pause": 0.1, "epochs": 4, "batch": 4, "is_plain": True, "precision": "64-true"}
-
-
-def free_port():
-    with closing(socket.socket()) as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
 
 
 class Machine:

@@ -1,0 +1,180 @@
+"""Ends of a job other than kills: the ordinary end, Ctrl-C, exceptions, values that are not finite, cut connections."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from tests.resilience.jobs import LAUNCH, TORCHRUN, command, ended, environment, fault, run
+from tests.resilience.test_faults import wait_for
+
+STAGES = [pytest.param(1, marks=pytest.mark.exhaustive), pytest.param(2, marks=pytest.mark.exhaustive), 3]
+KEEPING = [pytest.param({}, id="memory"), pytest.param(None, id="without resilience", marks=pytest.mark.exhaustive)]
+
+# -- ordinary ----------------------------------------------------------------------------------------------------------
+
+LAST_WORDS = r"ended after step 6|threads at the end: MainThread lightning_zero-lifelines|"
+"""The thread of the lifelines belongs to the process group: it is a daemon, and notices the deaths of other ranks."""
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("runs", [3, pytest.param(50, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("resilience", KEEPING)
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_ordinary_end_is_silent_and_leaves_no_memory_and_no_thread(stage, resilience, runs, tmp_path):
+    for number in range(runs):
+        found = run(tmp_path / str(number), {"stage": stage, "epochs": 1, "resilience": resilience})
+        assert found.code == 0, found.output
+        _, begin, after = found.output.partition("ended after step 6\n")
+        assert begin and all(re.fullmatch(LAST_WORDS, line) for line in after.splitlines()), found.output
+        assert found.output.count("threads at the end: MainThread lightning_zero-lifelines\n") == 2, found.output
+        memory = found.folder / "memory"
+        assert not memory.exists() if resilience is None else not os.listdir(memory)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("offload", ["cpu", {"optimizer": "nvme", "path": "disk"}])
+def test_no_thread_of_offloading_is_left(offload, tmp_path):
+    found = run(tmp_path, {"epochs": 1, "strategy": {"offload": offload}})
+    assert found.output.count("threads at the end: MainThread lightning_zero-lifelines\n") == 2, found.output
+
+
+@pytest.mark.parametrize("launcher", [LAUNCH, pytest.param(TORCHRUN, marks=pytest.mark.exhaustive)])
+def test_ctrl_c_leaves_a_state_and_no_process(launcher, uninterrupted, tmp_path):
+    options = {"pause": 0.1}
+    with open(tmp_path / "output", "w") as output:
+        process = subprocess.Popen(
+            command(tmp_path, options, 2, 3, launcher, sys.executable),
+            cwd=tmp_path,
+            env=environment(),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a process group, as a shell makes it
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+    wait_for(tmp_path, "rank 1 begins step 4")
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) >= 2
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(40) != 0
+    _, left = psutil.wait_procs(family, timeout=20)
+    assert not left
+    before = ended(tmp_path, process.returncode)
+    assert len(before.begun) == 1 and before.weights is None, before.output
+    found = run(tmp_path, options)
+    found.same_as(uninterrupted({}))
+    assert len(found.continued) == 1 and found.continued[0] >= before.begun[0][-1] - 1
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("victims", "moment"),
+    [
+        ([1], "forward"),
+        *(
+            pytest.param(victims, moment, marks=pytest.mark.exhaustive)
+            for victims, moment in [
+                ([0], "forward"),
+                ([0, 1], "update"),
+                ([1], "backward"),
+                ([0], "end"),
+                ([1], "start"),
+            ]
+        ),
+    ],
+)
+@pytest.mark.parametrize("stage", STAGES)
+def test_after_one_exception_of_the_project_the_job_continues(stage, victims, moment, uninterrupted, tmp_path):
+    found = run(tmp_path, {"stage": stage, "faults": [fault(0, 5, victims, moment, "fail")]})
+    assert "ValueError: a mistake of the project" in found.output
+    found.same_as(uninterrupted({"stage": stage}))
+    assert len(found.begun) == 2
+    found.repeats_at_most(1)
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loss_that_is_once_not_finite_leaves_no_trace(stage, rank, uninterrupted, tmp_path):
+    found = run(tmp_path, {"stage": stage, "finds": True, "faults": [fault(0, 5, [rank], "loss", "nan")]})
+    assert "NonFiniteError: A loss or gradient is not finite at step 5" in found.output
+    assert found.continued == [5]
+    found.same_as(uninterrupted({"stage": stage}))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_loss_that_is_never_finite_stops_the_job_and_names_the_step(stage, tmp_path):
+    faults = [fault(number, 5, [1], "loss", "nan") for number in range(9)]
+    found = run(tmp_path, {"stage": stage, "finds": True, "faults": faults}, restarts=5)
+    assert found.code != 0 and found.weights is None
+    assert "has ended 3 times in the step after step 5, so it is not tried again" in found.output
+    assert found.begun == [[0, 1, 2, 3, 4, 5], [5], [5]]
+
+
+@pytest.mark.parametrize(
+    "moment", ["backward", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("start", "update"))]
+)
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
+@pytest.mark.parametrize("stage", STAGES)
+def test_cut_connections_end_the_attempt_and_the_job_continues(stage, rank, moment, uninterrupted, tmp_path):
+    found = run(tmp_path, {"stage": stage, "faults": [fault(0, 5, [rank], moment, "cut")]})
+    (cut_at,) = re.findall(r"meets cut at ([\d.]+)", found.output)
+    assert time.time() - float(cut_at) < 60
+    found.same_as(uninterrupted({"stage": stage}))
+    assert len(found.begun) == 2
+    found.repeats_at_most(1)
+
+
+# -- the tuner ---------------------------------------------------------------------------------------------------------
+
+TUNED = {"tunes": True, "epochs": 2}
+LOGS = [
+    pytest.param(False, id="without a logger"),
+    pytest.param(True, id="with a logger", marks=pytest.mark.exhaustive),
+]
+
+
+@pytest.mark.parametrize("logs", LOGS)
+def test_what_the_tuner_tries_is_not_kept(logs, uninterrupted):
+    found = uninterrupted({**TUNED, "logs": logs})
+    assert not found.continued and found.begun == [list(range(12))], found.output
+    found.same_as(uninterrupted({**TUNED, "logs": logs, "resilience": None}))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("logs", [False, True])
+def test_kills_after_the_tuner_leave_no_trace(logs, uninterrupted, tmp_path):
+    options = {**TUNED, "logs": logs}
+    steps = [3, 5, 7, 9]
+    faults = [fault(number, step, [1], "backward") for number, step in enumerate(steps)]
+    found = run(tmp_path, options | {"faults": faults})
+    assert found.continued == steps, found.output
+    found.same_as(uninterrupted(options))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("logs", [False, True])
+def test_a_kill_within_the_tuner_lets_it_begin_anew(logs, uninterrupted, tmp_path):
+    options = {**TUNED, "logs": logs}
+    found = run(tmp_path, options | {"faults": [fault(0, 3, [1], "backward", fit=-1)]})
+    assert not found.continued and found.begun == [list(range(12))], found.output
+    found.same_as(uninterrupted(options))
+
+
+@pytest.mark.exhaustive
+def test_a_fit_that_begins_with_a_tuner_continues_after_kills(tmp_path):
+    """It tunes again in each attempt, as Lightning does at ``ckpt_path``, so its numbers may differ."""
+    faults = [fault(number, step, [1], "start") for number, step in enumerate([3, 5, 7, 9])]
+    found = run(tmp_path, {"tunes_within": True, "epochs": 2, "faults": faults})
+    assert found.code == 0, found.output
+    assert len(found.begun) == 5 and found.begun[-1][-1] == 11
+    found.repeats_at_most(1)
