@@ -55,21 +55,22 @@ class About(NamedTuple):
 
 
 class SlotWriter:
-    """Writes a slot again and again.
+    """The writer of a slot's file, which each copy overwrites.
 
     Args:
-        path: of the file.
+        path: the file's path.
+        staging: CPU memory to which a device's values are copied first. Writers that never write at the same time may
+            share it.
     """
 
     VALUES = 4096
     """Position of the first value: values are mapped by pages. What makes the slot whole is before it."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, path: str, staging: CopyBuffer | None = None) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._size = os.fstat(self._file).st_size
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._staging = CopyBuffer()
+        self._staging = CopyBuffer() if staging is None else staging
         self._length = 0  # of the contents
         self._layout: Any = None
         self._tensors = b""
@@ -94,7 +95,7 @@ class SlotWriter:
         state = pickle.dumps((content.paths, content.rest, content.objects, own), pickle.HIGHEST_PROTOCOL)
         self._reserve(positions[-1])
         free = sum(not entry.is_guarded for entry in entries)
-        sums = [self._copied(_on_cpu(entries[:free], CopyBuffer()), positions)]
+        copied = [self._copied(_on_cpu(entries[:free], CopyBuffer()), positions)]
         guarded = entries[free:]
         device = device_of(guarded)
         ready = torch.accelerator.current_stream(device).record_event() if device is not None else None
@@ -102,7 +103,8 @@ class SlotWriter:
 
         def complete() -> None:
             with work:
-                sums.append(self._copied(_on_cpu(guarded, self._staging, ready), positions[free:]))
+                copied.append(self._copied(_on_cpu(guarded, self._staging, ready), positions[free:]))
+            sums = [(begin, end, _sum(self._mapped()[begin:end])) for begin, end in copied]
             trailer = pickle.dumps((about, self._described(entries, positions), sums, state), pickle.HIGHEST_PROTOCOL)
             self._reserve(positions[-1] + len(trailer))
             os.pwrite(self._file, trailer, positions[-1])
@@ -139,8 +141,8 @@ class SlotWriter:
             self._memory = torch.frombuffer(mmap.mmap(self._file, self._size), dtype=torch.uint8)
         return self._memory
 
-    def _copied(self, entries: list[Entry], positions: Sequence[int]) -> tuple[int, int, int]:
-        """Copy values to their positions; returns begin, end and sum of the bytes that they take."""
+    def _copied(self, entries: list[Entry], positions: Sequence[int]) -> tuple[int, int]:
+        """Copy values to their positions, and return where the bytes that were written begin and end."""
         memory, begin, end = self._mapped(), positions[0], positions[len(entries)]
         targets, sources = [], []
         for entry, position in zip(entries, positions):
@@ -152,7 +154,7 @@ class SlotWriter:
                 sources.append(entry.values.detach().reshape(-1)[: target.numel()])
         if targets:
             foreach_copy(targets, sources)
-        return begin, end, _sum(memory[begin:end])
+        return begin, end
 
     def _described(self, entries: list[Entry], positions: list[int]) -> bytes:
         """What the values are, as ``Written.tensors``, pickled; the same from step to step."""

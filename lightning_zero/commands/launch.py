@@ -104,7 +104,8 @@ def main(arguments: list[str]) -> int:
     folder = tempfile.mkdtemp(prefix="lightning_zero-beats-")
     os.environ[beats.FOLDER] = folder
     if given.hang_timeout:
-        threading.Thread(target=_end_hangs, args=(folder, given.hang_timeout), daemon=True).start()
+        is_alone = given.nnodes == "1"
+        threading.Thread(target=_end_hangs, args=(folder, given.hang_timeout, is_alone), daemon=True).start()
     try:
         failure = run_processes(options, run_script, given.script, given.module, *given.arguments)
     except ValueError as error:
@@ -146,8 +147,12 @@ def _end_with_the_launcher() -> None:
     server._forkserver_alive_fd = None
 
 
-def _end_hangs(folder: str, timeout: float) -> None:
-    """Kill processes that hang: those that do not wait for others, when nobody has begun a step for a while."""
+def _end_hangs(folder: str, timeout: float, is_alone: bool) -> None:
+    """Kill processes that hang: those that do not wait for others, when no process has begun a step for a while.
+
+    If all processes of this machine wait, the one that hangs is on another machine, whose launcher kills it. Only if
+    that does not happen in as much time again, or if there is no other machine, they wait for each other.
+    """
     before: dict[int, int] = {}
     since = time.monotonic()
     while True:
@@ -158,8 +163,10 @@ def _end_hangs(folder: str, timeout: float) -> None:
             if steps != before or not steps or min(steps.values()) < 1:
                 before, since = steps, time.monotonic()
             elif time.monotonic() - since > timeout:
-                _end_those_that_hang(list(noted.values()), timeout)
-                before = {}
+                all_wait = all(each.is_waiting for each in noted.values())
+                if is_alone or not all_wait or time.monotonic() - since > 2 * timeout:
+                    _end_those_that_hang(list(noted.values()), timeout)
+                    before = {}
 
 
 def _end_those_that_hang(noted: list[beats.Beats], timeout: float) -> None:

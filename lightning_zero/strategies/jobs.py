@@ -21,6 +21,7 @@ _FORGOTTEN = 3600.0
 
 _PROCESS, _ENDED = "process-", "ended-"
 _PATIENCE = 10.0  # seconds for a killed process to end
+_NOTE_BYTES = 256
 
 
 def name_of_job() -> str | None:
@@ -28,13 +29,13 @@ def name_of_job() -> str | None:
 
     It contains the command line, since several programs may run within one job of SLURM.
     """
-    run, address = os.environ.get("TORCHELASTIC_RUN_ID"), os.environ.get("MASTER_ADDR")
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
     if "SLURM_JOB_ID" in os.environ:
         name = f"slurm-{os.environ['SLURM_JOB_ID']}"
     elif run is None:
         return None
-    else:  # torchrun's default name
-        name = run if run != "none" else f"{address}-{os.environ.get('MASTER_PORT')}"
+    else:  # torchrun's default id is the same for all jobs, so its process tells them apart
+        name = run if run != "none" else f"torchrun-{label_of(os.getppid()).rpartition('-')[0]}"
     program = zlib.crc32("\0".join([os.getcwd(), *sys.argv]).encode())
     return "".join(each if each.isalnum() or each in "-." else "_" for each in name)[:80] + f"-{program:08x}"
 
@@ -54,7 +55,7 @@ class JobFolder:
 
     def __init__(self, parent: str, name: str, rank: int, of_machine: int) -> None:
         make_private_folder(parent)
-        _clear_leftovers(parent)
+        _clear_leftovers(parent, name)
         self.path = os.path.join(parent, name)
         os.makedirs(self.path, 0o700, exist_ok=True)
         self._rank, self._of_machine, self._is_running = rank, of_machine, True
@@ -68,13 +69,19 @@ class JobFolder:
             _end_orphan(own, launcher)
         self._file = os.open(own, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends; forked ones do not have it
-        os.truncate(self._file, 0)
-        os.pwrite(self._file, json.dumps([os.getpid(), launcher]).encode(), 0)
+        about = json.dumps([os.getpid(), launcher]).encode()
+        try:
+            os.pwrite(self._file, about.ljust(_NOTE_BYTES), 0)  # in place: a full tmpfs has no room for a new page
+        except OSError:
+            os.close(self._file)  # other ranks wait for what an open one contains
+            raise
         Finalize(None, self._end_process, exitpriority=10)  # called at exit in processes of multiprocessing as well
 
     def begin(self) -> None:
-        """A fit begins."""
+        """A fit begins, or some run of this process has failed: what the job keeps stays."""
         self._is_running = True
+        with suppress(OSError):
+            os.remove(os.path.join(self.path, f"{_ENDED}{self._rank}"))
 
     def end(self, others: list[str]) -> None:
         """A fit has ended without an error.
@@ -115,6 +122,8 @@ def _end_orphan(path: str, launcher: str) -> None:
                 process, its_launcher = json.loads(file.read())
                 if its_launcher.rpartition("-")[0] == launcher.rpartition("-")[0]:
                     return
+                if _process_in(launcher) == process or _process_in(its_launcher) == os.getpid():
+                    return  # Lightning's first process launches the others
                 if not is_of_the_dead(its_launcher):
                     break
                 with suppress(ProcessLookupError):
@@ -123,15 +132,23 @@ def _end_orphan(path: str, launcher: str) -> None:
         raise FileExistsError(f"process {process} of another run of this job uses {os.path.dirname(path)}")
 
 
-def _clear_leftovers(parent: str) -> None:
-    """Remove folders of jobs whose launchers are gone, and that have not been continued for a while."""
+def _process_in(label: str) -> int:
+    return int(label.split("-")[-2])
+
+
+def _clear_leftovers(parent: str, own: str) -> None:
+    """Remove folders of other jobs whose launchers are gone, and that have not been continued for a while."""
     for job in os.scandir(parent):
+        if job.name == own or not job.is_dir(follow_symlinks=False):
+            continue
         with suppress(OSError, ValueError):
             launchers = []
             for entry in os.scandir(job.path):
                 if entry.name.startswith(_PROCESS):
                     with open(entry.path) as file:
                         launchers.append(json.load(file)[1])
-            newest = max(os.stat(path).st_mtime for path, *_ in os.walk(job.path))
-            if all(map(is_of_the_dead, launchers)) and time.time() - newest > _FORGOTTEN:
+            # A folder's own time does not change when files in it are overwritten.
+            files = (os.path.join(folder, name) for folder, _, names in os.walk(job.path) for name in names)
+            newest = max(os.stat(path).st_mtime for path in files)
+            if launchers and all(map(is_of_the_dead, launchers)) and time.time() - newest > _FORGOTTEN:
                 shutil.rmtree(job.path, ignore_errors=True)

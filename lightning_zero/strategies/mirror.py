@@ -85,16 +85,18 @@ def send_file(path: str, sender: int, receives: bool, rank: int, broadcast: Call
     Returns:
         What prevented this rank from writing it.
     """
+    error: str | None = None
     with ExitStack() as files:
         source = files.enter_context(open(path, "rb")) if rank == sender else None
-        target = files.enter_context(open(path, "wb")) if receives else None
-        size, error = broadcast(os.path.getsize(path) if source is not None else None, sender), None
+        size, target = broadcast(os.path.getsize(path) if source is not None else None, sender), None
+        try:
+            if receives:
+                target = files.enter_context(open(path, "wb"))
+                os.posix_fallocate(target.fileno(), 0, size)
+        except OSError as raised:
+            error = f"on rank {rank}: {raised}"
         for _ in range(0, size, _MESSAGE):
             part = broadcast(source.read(_MESSAGE) if source is not None else None, sender)
-            try:
-                if target is not None and error is None:
-                    os.posix_fallocate(target.fileno(), 0, size)
-                    target.write(part)
-            except OSError as raised:
-                error = f"on rank {rank}: {raised}"
+            if target is not None and error is None:
+                target.write(part)
     return error

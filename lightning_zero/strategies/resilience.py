@@ -7,6 +7,7 @@ leave a meeting, the last copy is whole on all of them, and the slot before it m
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -24,7 +25,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckpointError
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.reading import open_checkpoint
-from lightning_zero.checkpoint.saving import Content
+from lightning_zero.checkpoint.saving import CheckpointNotSavedError, Content, CopyBuffer
 from lightning_zero.checkpoint.slots import About, Slot, SlotWriter, open_slots
 from lightning_zero.io.labels import this_machine
 from lightning_zero.strategies.global_batch import GLOBAL_BATCH, keep_global_batch
@@ -34,20 +35,31 @@ from lightning_zero.strategies.mirror import Mirror, send_file
 from lightning_zero.strategies.resilience_config import ResilienceConfig
 
 _MEMORY = "/dev/shm"
-_DEATHS = "deaths"
+_DEATHS, _FAILURES = "deaths", "failures-"
 _OF_TUNERS = ".lr_find_", ".scale_batch_size_"  # how checkpoints are named to which Lightning's tuners go back
+_REPEATED = 2  # errors after one step, after which an older state is taken
 _jobs: dict[str, JobFolder] = {}
 _fits = itertools.count()
 
 
 class _Source(NamedTuple):
-    """A state that a fit can continue from; the greatest is the newest."""
+    """A state that a fit can continue from."""
 
     step: int
     is_slots: bool
     attempt: int
     number: int
     path: str
+    is_within: bool = False  # saved by a callback in the middle of what follows a step, for example before a validation
+
+    @property
+    def rank(self) -> tuple[int, bool, int, int]:
+        """Greatest for the state that is taken first.
+
+        A state in memory that is one step older than a callback's checkpoint comes before it: all that follows the step
+        is repeated.
+        """
+        return self.step - self.is_within, self.is_slots, self.attempt, self.number
 
 
 _Place = tuple[str, str]
@@ -69,14 +81,22 @@ class _Strategy(Protocol):
     def save_in_parts(self, path: Any) -> None: ...
 
 
+class NoRoomError(OSError):
+    """The folder in memory has no room at all; raised on every rank."""
+
+
 class Resilience:
     """Slots of one fit.
 
     Args:
         config: what is kept, and where.
-        strategy: of the fit, whose processes have started.
-        trainer: of the fit.
+        strategy: the fit's strategy, whose processes have started.
+        trainer: the fit's trainer.
         job: the job's name, the same when it is started again.
+
+    Raises:
+        NoRoomError: if the folder in memory is full.
+        ValueError: if the folder cannot be used.
     """
 
     def __init__(self, config: ResilienceConfig, strategy: _Strategy, trainer: Any, job: str) -> None:
@@ -93,6 +113,7 @@ class Resilience:
         self._step = -config.every_n_steps  # that the last copy, or the state that the fit continued from, is of
         self._index = 0  # of the slot that is overwritten next
         self._writers: dict[int, SlotWriter] = {}
+        self._staging = CopyBuffer()
         self._executor: ThreadPoolExecutor | None = None
         self._copy: Future[None] | None = None
         self._has_warned = False
@@ -117,10 +138,16 @@ class Resilience:
             _jobs[path].begin()
             os.makedirs(self._folder_in(path), 0o700, exist_ok=True)
         except OSError as raised:
-            error = f"on rank {self._rank}: {raised}"
+            error = f"on rank {self._rank}: {raised}", raised.errno == errno.ENOSPC
         if errors := [each for each in self._strategy.all_gather_values(error) if each is not None]:
+            text, is_full = max(errors, key=lambda each: each[1])
+            if is_full:
+                raise NoRoomError(
+                    f"resilience: {parent} is full ({text}), so this run keeps nothing there. Give the folder more "
+                    "room (of a container: --shm-size), or choose another one: ResilienceConfig(path=...)."
+                )
             raise ValueError(
-                f"resilience: {parent} cannot be used ({errors[0]}). Write resilience=ResilienceConfig(path=...) with "
+                f"resilience: {parent} cannot be used ({text}). Write resilience=ResilienceConfig(path=...) with "
                 "another folder in memory (tmpfs), or job=... with another name; or leave resilience out."
             )
         return _jobs[path]
@@ -129,13 +156,22 @@ class Resilience:
 
     def _resume(self, resume: Callable[..., None], path: Any = None, weights_only: bool | None = None) -> None:
         """In place of Lightning's ``resume_start``: continue from the newest state that is whole. Collective."""
-        for source in self._sources():
+        sources = self._sources()
+        newest = sources[0].step if sources else 0
+        older = [source for source in sources if source.step < newest]
+        if older and self._failures_after(newest) >= _REPEATED:
+            rank_zero_warn(
+                f"The step after step {newest} has failed {_REPEATED} times with an error, so the job continues from "
+                "an older state."
+            )
+            sources = older
+        for source in sources:
             try:
                 resume(source.path, weights_only=weights_only)
             except (DamagedCheckpointError, NoCheckpointError, FileNotFoundError) as error:
                 rank_zero_warn(f"{error} The job continues from an older state instead.")
                 continue
-            self._continue_from(source)
+            self._continue_from(source, newest)
             before = self._trainer._checkpoint_connector._loaded_checkpoint.get(CHECKPOINT_KEY, {}).get(GLOBAL_BATCH)
             if before is not None:
                 keep_global_batch(self._trainer, before)
@@ -164,7 +200,7 @@ class Resilience:
                 self._found[path] = {about: copies[about] for about in abouts}
         on_disk = self._on_disk() if self._rank == 0 else []
         sources += self._strategy.all_gather_values(on_disk)[0]
-        return sorted(sources, reverse=True)
+        return sorted(sources, key=lambda source: source.rank, reverse=True)
 
     def _on_disk(self) -> list[_Source]:
         """Checkpoints that this fit has saved."""
@@ -175,7 +211,7 @@ class Resilience:
         for path in dict.fromkeys(paths):
             with suppress(Exception):  # which loading it will raise
                 step = open_checkpoint(path).checkpoint["global_step"]
-                sources.append(_Source(step, False, -1, -1, path))
+                sources.append(_Source(step, False, -1, -1, path, is_within=path != self._at_end))
         return sources
 
     def opened(self, path: Any) -> dict[str, Any] | None:
@@ -233,34 +269,70 @@ class Resilience:
         neighbours = self._places[self._place]
         return neighbours[about.rank % len(neighbours)] == self._rank
 
-    def _continue_from(self, source: _Source) -> None:
-        """Count how often the job has continued from this step, and spare the slot that it continues from."""
+    def _continue_from(self, source: _Source, newest: int) -> None:
+        """Count how often the job has died after its newest step, and spare the slots that it continues from."""
         rank_zero_info(f"Continuing after step {source.step} (attempt {self._attempt + 1} of this job).")
         self._step = source.step
+        spared: set[str] = set()
         if source.is_slots:  # all ranks write to the slots of one index at a time
-            held = next(iter(self._found[source.path].values()))
+            copies = self._found[source.path]
+            held = next(iter(copies.values()))
             self._index = 1 - int(next(iter(held.values()))[-1])
+            spared = {os.path.basename(path) for places in copies.values() for path in places.values()}
         self._found.clear()
-        died = self._died
+        self._remove_all_but(spared)
         deaths = 0
-        if self._rank == self._places[self._place][0]:
-            with suppress(FileNotFoundError), open(died) as file:
-                deaths = sum(line.strip() == str(source.step) for line in file)
-            with open(died, "a") as file:
-                file.write(f"{source.step}\n")
+        if self._leads:
+            deaths = _lines_in(self._died).count(str(newest))
+            _append(self._died, newest)
         deaths = 1 + max(self._strategy.all_gather_values(deaths))
         if deaths >= self._config.deaths_at_one_step:
             raise RuntimeError(
-                f"This job has ended {deaths} times in the step after step {source.step}, so it is not tried again. "
+                f"This job has ended {deaths} times in the step after step {newest}, so it is not tried again. "
                 f"The state before that step is kept in {self._folder}. Look for the reason in what the processes "
-                "wrote before they ended; then remove that folder or give another job name to start anew, or raise "
-                "ResilienceConfig(deaths_at_one_step=...) to try again."
+                "wrote before they ended. Raise ResilienceConfig(deaths_at_one_step=...) to try again. To start anew, "
+                f"give another job name, or remove that folder and {os.path.dirname(self._record)}."
             )
 
     @property
+    def _leads(self) -> bool:
+        """Whether this is the first of the ranks that share the folder."""
+        return self._rank == self._places[self._place][0]
+
+    def _remove_all_but(self, spared: set[str]) -> None:
+        """Remove slots in this machine's folder to which no rank writes in this attempt, as after one on other ranks.
+
+        Args:
+            spared: names of slots that are still needed.
+        """
+        if not self._leads:
+            return
+        written = {f"{rank}.{index}" for rank in self._places[self._place] for index in (0, 1)}
+        if self._mirror is not None:
+            behind = ((rank - self._of_machine) % self._size for rank in self._places[self._place])
+            written |= {f"{rank}.m{index}" for rank in behind for index in (0, 1)}
+        for name in os.listdir(self._folder):
+            if _is_slot(name) and name not in written | spared:
+                with suppress(FileNotFoundError):
+                    os.remove(os.path.join(self._folder, name))
+
+    @property
     def _died(self) -> str:
-        """File with the steps that the job has continued from, until the fit has ended."""
+        """File with the newest step at each start after a death, until the fit has ended."""
         return os.path.join(self._folder, _DEATHS)
+
+    @property
+    def _failed(self) -> str:
+        """File with the steps after which this rank has met an error, until the fit has ended."""
+        return os.path.join(self._folder, f"{_FAILURES}{self._rank}")
+
+    def _failures_after(self, step: int) -> int:
+        """How often a rank has met an error after a step. Collective."""
+        return max(self._strategy.all_gather_values(_lines_in(self._failed).count(str(step))))
+
+    def note_failure(self) -> None:
+        """An error ends this attempt: if it comes again after the same step, the state before may be to blame."""
+        _append(self._failed, self._step)
 
     # -- keeping ----------------------------------------------------------------------------------------------------
 
@@ -305,6 +377,8 @@ class Resilience:
         about = About(self._attempt, self._number, self._step, self._size, self._rank)
         content, own = self._strategy.state_in_parts()
         index, self._index = self._index, 1 - self._index
+        if self._number == 2:  # the first copy of this attempt is whole
+            self._remove_all_but(set())
         try:
             complete = self._begin(index, content, about, own)
         except OSError as error:
@@ -327,7 +401,8 @@ class Resilience:
 
     def _begin(self, index: int, content: Content, about: About, own: Any) -> Callable[[], None]:
         if index not in self._writers:
-            self._writers[index] = SlotWriter(os.path.join(self._folder, f"{self._rank}.{index}"))
+            path = os.path.join(self._folder, f"{self._rank}.{index}")
+            self._writers[index] = SlotWriter(path, self._staging)
         while True:
             try:
                 return self._writers[index].begin(content, about, own)
@@ -375,16 +450,25 @@ class Resilience:
         paths: list[str] = []
         with suppress(OSError, ValueError), open(self._record) as file:
             paths = json.load(file)
-        os.makedirs(os.path.dirname(self._record), exist_ok=True)
-        with open(f"{self._record}.new", "w") as file:
-            json.dump([*[each for each in paths if each != str(path)][-7:], os.path.abspath(str(path))], file)
-        os.replace(f"{self._record}.new", self._record)
+        try:
+            os.makedirs(os.path.dirname(self._record), exist_ok=True)
+            with open(f"{self._record}.new", "w") as file:
+                json.dump([*[each for each in paths if each != str(path)][-7:], os.path.abspath(str(path))], file)
+            os.replace(f"{self._record}.new", self._record)
+        except OSError as error:
+            rank_zero_warn(f"The job would not find {path} if what it keeps in memory were lost: {error}.")
 
     def save_before_end(self) -> None:
         """Save a checkpoint to the disk, since a signal ends the job, and this machine may be lost. Collective."""
         self._wait()
+        with suppress(FileNotFoundError):
+            os.remove(self._died)  # this end is no death
         began = time.monotonic()
-        self._strategy.save_in_parts(self._at_end)
+        try:
+            self._strategy.save_in_parts(self._at_end)
+        except CheckpointNotSavedError as error:
+            rank_zero_warn(f"{error} A signal ends this job; its state is in {self._folder} alone.")
+            return
         rank_zero_info(
             f"A signal ends this job. Its state after step {self._trainer.global_step} was saved to {self._at_end} in "
             f"{time.monotonic() - began:.1f} s; the same job continues from it when it is started again."
@@ -408,16 +492,43 @@ class Resilience:
             if self._mirror is not None:
                 self._mirror.close()
         if has_ended:
-            with suppress(FileNotFoundError):
-                os.remove(self._died)  # the job may die in a later fit, and pass through this one again
+            for path in (self._died, self._failed):  # the job may die in a later fit, and pass through this one again
+                with suppress(FileNotFoundError):
+                    os.remove(path)
             self._job.end([self._record, self._at_end])
+
+
+def keep_for_next_attempt() -> None:
+    """A run of this process has failed, perhaps after the fit: what its jobs keep stays in memory at its end."""
+    for job in _jobs.values():
+        job.begin()
 
 
 # -- slots -------------------------------------------------------------------------------------------------------------
 
 
+def _is_slot(name: str) -> bool:
+    return name.endswith((".0", ".1", ".m0", ".m1"))
+
+
 def _slot_at(folder: str, name: str) -> Slot | None:
-    return Slot.at(os.path.join(folder, name)) if name.endswith((".0", ".1", ".m0", ".m1")) else None
+    return Slot.at(os.path.join(folder, name)) if _is_slot(name) else None
+
+
+# -- counts of steps ---------------------------------------------------------------------------------------------------
+
+
+def _lines_in(path: str) -> list[str]:
+    try:
+        with open(path) as file:
+            return file.read().splitlines()
+    except OSError:
+        return []
+
+
+def _append(path: str, step: int) -> None:
+    with suppress(OSError), open(path, "a") as file:  # no room: it does not count
+        file.write(f"{step}\n")
 
 
 def _raise(error: BaseException) -> None:

@@ -41,7 +41,7 @@ from lightning_zero.strategies.optimizer_in_backward import EarlyUpdates
 from lightning_zero.strategies.options import TrainerOptions, takes_options
 from lightning_zero.strategies.out_of_memory import say_who_holds_memory
 from lightning_zero.strategies.processes import ZeroProcesses
-from lightning_zero.strategies.resilience import Resilience
+from lightning_zero.strategies.resilience import NoRoomError, Resilience, keep_for_next_attempt
 from lightning_zero.strategies.resuming import DataLoadingState
 from lightning_zero.strategies.signals import Signals
 from lightning_zero.strategies.trainer_checkpoints import TrainerCheckpoints, is_absent
@@ -108,7 +108,7 @@ class TrainerStrategy(TrainerCheckpoints):
         config, trainer = self.options.keeps, self.lightning_module.trainer
         if config is None or trainer.state.fn != TrainerFn.FITTING or trainer.fast_dev_run:
             return None
-        job = config.job or name_of_job()
+        job = config.job or self.broadcast(name_of_job())
         if job is None:
             rank_zero_warn(
                 "resilience='memory' keeps nothing in this run: no launcher would start its processes again, and "
@@ -116,7 +116,11 @@ class TrainerStrategy(TrainerCheckpoints):
                 "resilience=ResilienceConfig(job=...)."
             )
             return None
-        return Resilience(config, self, trainer, job)
+        try:
+            return Resilience(config, self, trainer, job)
+        except NoRoomError as error:
+            rank_zero_warn(str(error))
+            return None
 
     def _keep(self, *, is_end: bool = False) -> None:
         assert self._resilience is not None
@@ -248,8 +252,13 @@ class TrainerStrategy(TrainerCheckpoints):
 
     def on_exception(self, exception: BaseException) -> None:
         is_asked_to_end = isinstance(exception, self.lightning.utilities.exceptions.SIGTERMException)
-        if self._resilience is not None and is_asked_to_end and self._ended_by is None:
-            self._resilience.save_before_end()
+        if isinstance(exception, Exception):
+            keep_for_next_attempt()
+        if self._resilience is not None and self._ended_by is None:
+            if is_asked_to_end:
+                self._resilience.save_before_end()
+            elif isinstance(exception, Exception):
+                self._resilience.note_failure()
         self._backward.__exit__(type(exception), exception, exception.__traceback__)
         say_who_holds_memory(exception, self.engine)
         super().on_exception(exception)

@@ -16,12 +16,12 @@ from contextlib import suppress
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_zero import ResilienceConfig, ZeroStrategy
+from lightning_zero import ResilienceConfig, ZeroStrategy, shard_of
 from lightning_zero.checkpoint import slots
 from lightning_zero.monitoring import FindNonFinite
 
@@ -35,6 +35,9 @@ OPTIONS = {
     "tunes_within": False,  # each fit begins with lr_find
     "logs": False,  # with a logger
     "finds": False,  # with FindNonFinite
+    "saves": 0,  # a checkpoint after every so many steps, by ModelCheckpoint
+    "validates": None,  # every so many batches; by default at the end of an epoch
+    "tests": False,  # after the fit; an error there ends the process as Hydra ends it
     "epochs": 3,
     "pause": 0.0,  # seconds in each step, for faults from outside
     "precision": "32-true",
@@ -74,6 +77,14 @@ class Net(LightningModule):
             loss.register_hook(lambda _: act("backward"))
         return loss
 
+    def on_validation_epoch_start(self):
+        if trainer.global_rank == 0 and not trainer.sanity_checking:
+            print(f"attempt {attempt()} validates after step {trainer.global_step}", flush=True)
+        act("validation")
+
+    def test_step(self, batch, batch_idx):
+        act("test")
+
     def validation_step(self, batch, batch_idx):
         (x,) = batch
         self.log("loss", self(x).float().square().mean(), sync_dist=True)
@@ -103,13 +114,16 @@ class Note(Callback):
         act("start" if batch_idx % options["accumulate"] == 0 else "micro-batch")
 
 
+EVALUATION = "validation", "test"
+
+
 def act(where: str) -> str | None:
     """Do to this process what a fault says, if one is due here."""
     step = trainer.global_step - (where == "end")
     for fault in options["faults"]:
         if (fault["attempt"], fault["fit"], fault["where"]) == (attempt(), fit, where):
             is_due = fault["step"] <= step <= fault["until"]
-            if is_due and trainer.global_rank in fault["ranks"] and trainer.training:
+            if is_due and trainer.global_rank in fault["ranks"] and (trainer.training or where in EVALUATION):
                 print(f"rank {trainer.global_rank} meets {fault['what']} at {time.time()}", flush=True)
                 return WHAT[fault["what"]]()
     return None
@@ -132,7 +146,14 @@ def cut() -> None:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
+def spoil() -> None:
+    """Spoil one of this rank's master weights."""
+    shard = next(shard for parameter in net.parameters() if len(shard := shard_of(parameter)))
+    shard[0] = torch.nan
+
+
 WHAT = {
+    "spoil": spoil,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "term": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
@@ -167,6 +188,8 @@ def in_copies() -> None:
 def new_trainer() -> Trainer:
     callbacks: list[Callback] = [Note()]
     callbacks += [FindNonFinite()] if options["finds"] else []
+    if options["saves"]:
+        callbacks += [ModelCheckpoint("checkpoints", every_n_train_steps=options["saves"], save_top_k=-1)]
     callbacks += [LearningRateFinder(num_training_steps=4)] if options["tunes_within"] else []
     return Trainer(
         strategy=ZeroStrategy(stage=options["stage"], resilience=resilience, **options["strategy"]),
@@ -178,7 +201,8 @@ def new_trainer() -> Trainer:
         accumulate_grad_batches=options["accumulate"],
         callbacks=callbacks,
         logger=CSVLogger("logs") if options["logs"] else False,
-        enable_checkpointing=False,
+        enable_checkpointing=bool(options["saves"]),
+        val_check_interval=options["validates"],
         enable_progress_bar=False,
         enable_model_summary=False,
     )
@@ -204,6 +228,12 @@ if __name__ == "__main__":
         trainer = new_trainer() if fit else trainer
         print(f"rank {trainer.global_rank} begins fit {fit}", flush=True)
         trainer.fit(net, *new_loaders())
+    if options["tests"]:
+        try:
+            trainer.test(net, new_loaders()[1], verbose=False)
+        except ValueError as error:
+            print(error, flush=True)
+            sys.exit(1)
     if trainer.global_rank == 0:
         torch.save(net.state_dict(), options["out"])
     print("ended after step", trainer.global_step, flush=True)

@@ -117,7 +117,19 @@ def test_a_loss_that_is_never_finite_stops_the_job_and_names_the_step(stage, tmp
     found = run(tmp_path, {"stage": stage, "finds": True, "faults": faults}, restarts=5)
     assert found.code != 0 and found.weights is None
     assert "has ended 3 times in the step after step 5, so it is not tried again" in found.output
-    assert found.begun == [[0, 1, 2, 3, 4, 5], [5], [5]]
+    assert (
+        "step after step 5 has failed 2 times with an error, so the job continues from an older state" in found.output
+    )
+    assert found.begun == [[0, 1, 2, 3, 4, 5], [5], [4, 5]]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_state_that_was_spoilt_before_it_was_kept_gives_way_to_the_one_before(stage, uninterrupted, tmp_path):
+    """As a bit that flips in a rank's memory spoils it: the slot is whole, and each attempt from it fails."""
+    faults = [fault(0, 4, [1], "end", "spoil")]
+    found = run(tmp_path, {"stage": stage, "finds": True, "faults": faults}, restarts=5)
+    assert found.continued == [5, 4]
+    found.same_as(uninterrupted({"stage": stage}))
 
 
 @pytest.mark.parametrize(

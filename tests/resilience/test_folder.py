@@ -1,0 +1,142 @@
+"""The job's folder in memory and the checkpoints on a disk: which state is taken, what is removed, and what is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.faults import on_a_small_disk
+from tests.resilience.jobs import SCRIPT, ended, environment, fault, options_of, run
+from tests.resilience.test_faults import flip, slots_in, started, stopped_after_kills
+from tests.support.warm import warm_python
+
+HOURS_AGO = time.time() - 3 * 3600
+
+
+def age(folder: Path) -> None:
+    """Give a folder and all that is in it the times of a while ago."""
+    for path in [*folder.rglob("*"), folder]:
+        os.utime(path, (HOURS_AGO, HOURS_AGO))
+
+
+# -- what is removed ---------------------------------------------------------------------------------------------------
+
+
+def test_a_job_started_again_after_hours_continues_from_memory(uninterrupted, tmp_path):
+    options = stopped_after_kills(tmp_path, {}, 7)
+    age(tmp_path / "memory")
+    found = ended(tmp_path, started(tmp_path, options | {"faults": []}).wait(60))
+    assert found.continued == [7], found.output
+    found.same_as(uninterrupted({}))
+
+
+def test_only_forgotten_jobs_are_removed_from_the_folder(tmp_path):
+    memory = tmp_path / "memory"
+    dead = subprocess.run([sys.executable, "-c", DEAD], capture_output=True, text=True, env=environment()).stdout
+    for name in ("forgotten", "continued lately", "of the user"):
+        (memory / name / "fit-0").mkdir(parents=True)
+        (memory / name / "fit-0" / "0.0").write_text("values")
+        if name != "of the user":
+            (memory / name / "process-0").write_text(json.dumps([1, dead]))
+        age(memory / name)
+    os.utime(memory / "continued lately" / "fit-0" / "0.0")  # as a slot that is overwritten in place
+    (memory / "a file").touch()
+    assert run(tmp_path, {"epochs": 1}).code == 0
+    assert sorted(os.listdir(memory)) == ["a file", "continued lately", "of the user"]
+
+
+DEAD = "import os; from lightning_zero.io.labels import label_of; print(label_of(os.getpid()), end='')"
+
+
+def test_slots_of_other_numbers_of_ranks_make_room(tmp_path):
+    options = {"is_plain": True, "batch": 4, "precision": "64-true"}
+    run(tmp_path, options | {"faults": [fault(0, 4, range(4), "backward")]}, 4, restarts=0)
+    assert len(slots_in(tmp_path)) == 8
+    found = run(tmp_path, options | {"faults": [fault(0, 9, [0, 1], "backward")]}, 2, restarts=0)
+    assert "was kept by 4 ranks and continues on 2" in found.output
+    assert [path.name for path in slots_in(tmp_path)] == ["0.0", "0.1", "1.0", "1.1"]
+
+
+# -- what is left ------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_after_the_fit_does_not_lose_its_end(uninterrupted, tmp_path):
+    found = run(tmp_path, {"tests": True, "faults": [fault(0, 18, [0, 1], "test", "fail")]})
+    assert found.output.count("a mistake of the project") == 2
+    assert found.continued == [18] and len(found.begun) == 1, found.output
+    found.same_as(uninterrupted({}))
+    assert not os.listdir(tmp_path / "memory")
+
+
+def start_by_lightning(folder: Path, options: dict, attempt: int) -> int:
+    """Let Lightning's own launcher start the second process."""
+    of_script = {"TORCHELASTIC_RESTART_COUNT": str(attempt), "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}
+    with (folder / "output").open("a") as output:
+        return subprocess.run(
+            [warm_python(), str(SCRIPT), options_of(folder, options)],
+            cwd=folder,
+            env=environment() | of_script,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=90,
+        ).returncode
+
+
+def test_a_job_with_a_name_that_lightning_itself_starts_continues(uninterrupted, tmp_path):
+    options = {"faults": [fault(0, 5, [0, 1], "backward")]}
+    assert start_by_lightning(tmp_path, options, 0) != 0
+    found = ended(tmp_path, start_by_lightning(tmp_path, options, 1))
+    assert found.continued == [5], found.output
+    found.same_as(uninterrupted({}))
+
+
+def test_a_folder_that_is_full_from_the_start_is_said_and_training_goes_on(tmp_path):
+    memory = tmp_path / "memory"
+    memory.mkdir()
+
+    def act() -> None:
+        (memory / "filler").write_bytes(bytes(2**14 - 4096 * 1))
+        with pytest.raises(OSError):
+            (memory / "more").write_bytes(bytes(2**14))
+        found = run(tmp_path, {"epochs": 1}, python=sys.executable)  # tests' warm one is outside of this file system
+        assert found.code == 0 and "so this run keeps nothing there" in found.output, found.output
+        assert "ended after step 6" in found.output
+
+    assert on_a_small_disk(memory, 2**14, act) == 0
+
+
+# -- which state is taken ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_where_memory_is_damaged_the_last_checkpoint_is_taken(stage, uninterrupted, tmp_path):
+    options = stopped_after_kills(tmp_path, {"stage": stage, "saves": 3}, 8)
+    for path in slots_in(tmp_path):
+        flip(path)
+    found = ended(tmp_path, started(tmp_path, options | {"faults": []}).wait(60))
+    assert found.continued == [6], found.output
+    found.same_as(uninterrupted({"stage": stage}))
+
+
+def test_a_validation_after_the_last_checkpoint_is_not_lost(uninterrupted, tmp_path):
+    """The checkpoint of step 4 is newer than what is in memory, but to continue from it would leave the rest out."""
+    options = {"saves": 2, "validates": 2}
+    found = run(tmp_path, options | {"faults": [fault(0, 4, [1], "validation")]})
+    assert found.continued == [3], found.output
+    assert found.output.count("validates after step 4\n") == 2
+    found.same_as(uninterrupted({"validates": 2}))
+
+
+def test_without_memory_the_job_still_finds_its_checkpoints(uninterrupted, tmp_path):
+    options = stopped_after_kills(tmp_path, {"saves": 3}, 8)
+    shutil.rmtree(tmp_path / "memory")
+    found = ended(tmp_path, started(tmp_path, options | {"faults": []}).wait(60))
+    assert found.continued == [6], found.output
+    found.same_as(uninterrupted({}))
