@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import ctypes
 import faulthandler
 import multiprocessing
 import os
@@ -21,13 +20,13 @@ import threading
 import time
 import uuid
 from contextlib import suppress
-from multiprocessing.forkserver import _forkserver
-from typing import Any
 
+from lightning_zero.commands.fork_server import end_with_parent
 from lightning_zero.commands.parsing import Parser
 from lightning_zero.io import beats
 
 _PRELOADED = [
+    "lightning_zero.commands.fork_server",
     "numpy",
     "torch",
     "torch.distributed",
@@ -35,7 +34,6 @@ _PRELOADED = [
     "lightning.pytorch",
     "lightning_zero.strategies.trainer",
 ]
-_PR_SET_PDEATHSIG = 1  # of prctl
 _PATIENCE = "keep_alive_interval=2,keep_alive_max_attempt=3,last_call_timeout=5"
 """In seconds: torchrun's own take 15 to see that a machine is lost, and 30 more to wait for others in its place."""
 _GRACE = 2.0  # seconds for a process that hangs to write its stack
@@ -119,7 +117,7 @@ def main(arguments: list[str]) -> int:
 
 def run_script(script: str, is_module: bool, *arguments: str) -> None:
     """Run a script as ``python script`` does, in a process that has been forked for it."""
-    _end_with_the_launcher()
+    end_with_parent()  # the server, which ends with the launcher
     faulthandler.enable()
     sys.argv = [script, *arguments]
     try:
@@ -132,19 +130,16 @@ def run_script(script: str, is_module: bool, *arguments: str) -> None:
     except SystemExit as end:  # for torchelastic, a process that has ended without a result has not ended
         if end.code not in (None, 0):
             raise
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:
         sys.last_value = error  # as the interpreter does, for functions that run at exit
-        raise
+        sys.excepthook(type(error), error, error.__traceback__)
+        # Torch would write the error to a file for the launcher. A process that leaves because another one has died may
+        # be in the middle of that, and the launcher would fail in reading it (torch 2.13).
+        raise SystemExit(1) from None
     finally:
         atexit._run_exitfuncs()  # which processes of multiprocessing do not call
-
-
-def _end_with_the_launcher() -> None:
-    """Let this process be killed when the launcher is: it ends with the server, and the server with the launcher."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    server: Any = _forkserver
-    os.close(server._forkserver_alive_fd)  # multiprocessing lets a server live until its last process has ended
-    server._forkserver_alive_fd = None
 
 
 def _end_hangs(folder: str, timeout: float, is_alone: bool) -> None:

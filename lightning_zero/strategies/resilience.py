@@ -18,67 +18,26 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckpointError
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
-from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError, Content, CopyBuffer
-from lightning_zero.checkpoint.slots import About, Slot, SlotWriter, open_slots
-from lightning_zero.io.labels import this_machine
+from lightning_zero.checkpoint.slots import About, SlotWriter
 from lightning_zero.strategies.global_batch import GLOBAL_BATCH, keep_global_batch
 from lightning_zero.strategies.jobs import JobFolder
+from lightning_zero.strategies.kept_states import KeptStates, Strategy
 from lightning_zero.strategies.loops import Around
-from lightning_zero.strategies.mirror import Mirror, send_file
+from lightning_zero.strategies.mirror import Mirror
 from lightning_zero.strategies.resilience_config import ResilienceConfig
 
 _MEMORY = "/dev/shm"
-_DEATHS, _FAILURES = "deaths", "failures-"
 _OF_TUNERS = ".lr_find_", ".scale_batch_size_"  # how checkpoints are named to which Lightning's tuners go back
 _REPEATED = 2  # errors after one step, after which an older state is taken
 _jobs: dict[str, JobFolder] = {}
 _fits = itertools.count()
-
-
-class _Source(NamedTuple):
-    """A state that a fit can continue from."""
-
-    step: int
-    is_slots: bool
-    attempt: int
-    number: int
-    path: str
-    is_within: bool = False  # saved by a callback in the middle of what follows a step, for example before a validation
-
-    @property
-    def rank(self) -> tuple[int, bool, int, int]:
-        """Greatest for the state that is taken first.
-
-        A state in memory that is one step older than a callback's checkpoint comes before it: all that follows the step
-        is repeated.
-        """
-        return self.step - self.is_within, self.is_slots, self.attempt, self.number
-
-
-_Place = tuple[str, str]
-"""A machine, and a folder there."""
-
-
-class _Strategy(Protocol):
-    """What is used of the strategy."""
-
-    global_rank: int
-    local_rank: int
-    world_size: int
-    num_processes: Any
-    options: Any
-
-    def all_gather_values(self, value: Any) -> list[Any]: ...
-    def broadcast(self, obj: Any, src: int = 0) -> Any: ...
-    def state_in_parts(self) -> tuple[Content, dict[str, Any]]: ...
-    def save_in_parts(self, path: Any) -> None: ...
 
 
 class NoRoomError(OSError):
@@ -99,7 +58,7 @@ class Resilience:
         ValueError: if the folder cannot be used.
     """
 
-    def __init__(self, config: ResilienceConfig, strategy: _Strategy, trainer: Any, job: str) -> None:
+    def __init__(self, config: ResilienceConfig, strategy: Strategy, trainer: Any, job: str) -> None:
         self._config, self._strategy = config, strategy
         self._trainer, self._rank, self._size = trainer, strategy.global_rank, strategy.world_size
         self._of_machine = max(strategy.num_processes, 1)
@@ -109,7 +68,8 @@ class Resilience:
         on_disk = os.path.join(str(trainer.default_root_dir), ".lightning_zero", job)
         self._record = os.path.join(on_disk, f"{self._fit}.json")  # of checkpoints that the fit has saved
         self._at_end = os.path.join(on_disk, f"{self._fit}.ckpt")  # where it is saved when a signal ends it
-        self._attempt = self._number = 0
+        self._states = KeptStates(strategy, self._folder, self._record, self._at_end)
+        self._number = 0
         self._step = -config.every_n_steps  # that the last copy, or the state that the fit continued from, is of
         self._index = 0  # of the slot that is overwritten next
         self._writers: dict[int, SlotWriter] = {}
@@ -118,9 +78,6 @@ class Resilience:
         self._copy: Future[None] | None = None
         self._has_warned = False
         self._trial: str | None = None  # checkpoint that a tuner will go back to; nothing is kept until then
-        self._place = this_machine(), self._folder
-        self._places: dict[_Place, list[int]] = {}  # ranks that share a folder
-        self._found: dict[str, dict[About, dict[_Place, str]]] = {}  # by a path that stands for the slots of all ranks
         several = self._size > self._of_machine
         self._mirror = Mirror(self._folder, self._of_machine, strategy.options.group_timeout) if several else None
         Around.put(trainer._checkpoint_connector, "resume_start", self._resume)
@@ -156,10 +113,11 @@ class Resilience:
 
     def _resume(self, resume: Callable[..., None], path: Any = None, weights_only: bool | None = None) -> None:
         """In place of Lightning's ``resume_start``: continue from the newest state that is whole. Collective."""
-        sources = self._sources()
+        sources = self._states.sources()
         newest = sources[0].step if sources else 0
+        self._step, failures = newest, self._states.failures_after(newest)
         older = [source for source in sources if source.step < newest]
-        if older and self._failures_after(newest) >= _REPEATED:
+        if older and failures >= _REPEATED:
             rank_zero_warn(
                 f"The step after step {newest} has failed {_REPEATED} times with an error, so the job continues from "
                 "an older state."
@@ -171,48 +129,18 @@ class Resilience:
             except (DamagedCheckpointError, NoCheckpointError, FileNotFoundError) as error:
                 rank_zero_warn(f"{error} The job continues from an older state instead.")
                 continue
-            self._continue_from(source, newest)
+            self._step = source.step
+            index = self._states.continue_from(source, newest, self._config.deaths_at_one_step)
+            if index is not None:
+                self._index = 1 - index
             before = self._trainer._checkpoint_connector._loaded_checkpoint.get(CHECKPOINT_KEY, {}).get(GLOBAL_BATCH)
             if before is not None:
                 keep_global_batch(self._trainer, before)
             return
-        if self._attempt:
+        self._step = -self._config.every_n_steps
+        if self._states.attempt:
             rank_zero_warn("No state that this job has kept or saved is whole, so it begins anew.")
         resume(path, weights_only=weights_only)
-
-    def _sources(self) -> list[_Source]:
-        """All states to continue from, newest first, the same on every rank. Collective."""
-        local = [slot for entry in sorted(os.listdir(self._folder)) if (slot := _slot_at(self._folder, entry))]
-        held = self._strategy.all_gather_values((self._place, [(slot.about, slot.path) for slot in local]))
-        copies: dict[About, dict[_Place, str]] = {}
-        self._places.clear()
-        for rank, (place, slots) in enumerate(held):
-            self._places.setdefault(place, []).append(rank)
-            for about, path in slots:
-                copies.setdefault(about, {})[place] = path
-        self._attempt = 1 + max((about.attempt for about in copies), default=-1)
-        sources = []
-        for attempt, number, step, size in {about[:4] for about in copies}:
-            abouts = [About(attempt, number, step, size, rank) for rank in range(size)]
-            if all(about in copies for about in abouts):
-                path = os.path.join(self._folder, f"{attempt}.{number}")
-                sources.append(_Source(step, True, attempt, number, path))
-                self._found[path] = {about: copies[about] for about in abouts}
-        on_disk = self._on_disk() if self._rank == 0 else []
-        sources += self._strategy.all_gather_values(on_disk)[0]
-        return sorted(sources, key=lambda source: source.rank, reverse=True)
-
-    def _on_disk(self) -> list[_Source]:
-        """Checkpoints that this fit has saved."""
-        paths = [self._at_end]
-        with suppress(OSError, ValueError), open(self._record) as file:
-            paths += json.load(file)
-        sources = []
-        for path in dict.fromkeys(paths):
-            with suppress(Exception):  # which loading it will raise
-                step = open_checkpoint(path).checkpoint["global_step"]
-                sources.append(_Source(step, False, -1, -1, path, is_within=path != self._at_end))
-        return sources
 
     def opened(self, path: Any) -> dict[str, Any] | None:
         """The checkpoint in slots, if the path is one of theirs. Collective.
@@ -222,117 +150,11 @@ class Resilience:
         """
         if self._trial == str(path):
             self._trial = None
-        copies = self._found.get(str(path))
-        if copies is None:
-            return None
-        slots = self._brought_here(copies)
-        opened, own = open_slots(self._folder, slots)
-        opened.trust()
-        about = opened.checkpoint.setdefault(CHECKPOINT_KEY, {})
-        about |= {name: [state[name] for state in own] for name in ("rng", "data") if all(own)}
-        return opened.checkpoint
-
-    def _brought_here(self, copies: dict[About, dict[_Place, str]]) -> list[Slot]:
-        """Slots of all ranks in this machine's folder; those that it lacks are sent by others. Collective.
-
-        Raises:
-            DamagedCheckpointError: if one of them is whole nowhere, or there is no room for it.
-        """
-        neighbours = self._places[self._place]
-        mine = [path for about, held in copies.items() if (path := held.get(self._place)) and self._verifies(about)]
-        bad = {path for path in mine if (slot := Slot.at(path)) is None or not slot.verify()}
-        bad_at = dict(self._strategy.all_gather_values((self._rank, bad)))
-        error, slots = None, []
-        for about, held in copies.items():
-            whole = {
-                place: path
-                for place, path in held.items()
-                if not any(path in bad_at[rank] for rank in self._places[place])
-            }
-            if not whole:
-                raise DamagedCheckpointError(
-                    f"The state in memory after step {about.step} is damaged (rank {about.rank})."
-                )
-            path = whole.get(self._place, os.path.join(self._folder, f"{about.rank}.m{next(iter(whole.values()))[-1]}"))
-            if len(whole) < len(self._places):
-                sender = min(self._places[place][0] for place in whole)
-                receives = self._place not in whole and self._rank == neighbours[0]
-                error = send_file(path, sender, receives, self._rank, self._strategy.broadcast) or error
-            slots.append(path)
-        if errors := [each for each in self._strategy.all_gather_values(error) if each is not None]:
-            raise DamagedCheckpointError(f"The state in memory cannot be sent to all machines ({errors[0]}).")
-        found = [Slot.at(path) for path in slots]
-        return [slot for slot in found if slot is not None]
-
-    def _verifies(self, about: About) -> bool:
-        """Whether this rank reads this slot of its machine's folder to verify it."""
-        neighbours = self._places[self._place]
-        return neighbours[about.rank % len(neighbours)] == self._rank
-
-    def _continue_from(self, source: _Source, newest: int) -> None:
-        """Count how often the job has died after its newest step, and spare the slots that it continues from."""
-        rank_zero_info(f"Continuing after step {source.step} (attempt {self._attempt + 1} of this job).")
-        self._step = source.step
-        spared: set[str] = set()
-        if source.is_slots:  # all ranks write to the slots of one index at a time
-            copies = self._found[source.path]
-            held = next(iter(copies.values()))
-            self._index = 1 - int(next(iter(held.values()))[-1])
-            spared = {os.path.basename(path) for places in copies.values() for path in places.values()}
-        self._found.clear()
-        self._remove_all_but(spared)
-        deaths = 0
-        if self._leads:
-            deaths = _lines_in(self._died).count(str(newest))
-            _append(self._died, newest)
-        deaths = 1 + max(self._strategy.all_gather_values(deaths))
-        if deaths >= self._config.deaths_at_one_step:
-            raise RuntimeError(
-                f"This job has ended {deaths} times in the step after step {newest}, so it is not tried again. "
-                f"The state before that step is kept in {self._folder}. Look for the reason in what the processes "
-                "wrote before they ended. Raise ResilienceConfig(deaths_at_one_step=...) to try again. To start anew, "
-                f"give another job name, or remove that folder and {os.path.dirname(self._record)}."
-            )
-
-    @property
-    def _leads(self) -> bool:
-        """Whether this is the first of the ranks that share the folder."""
-        return self._rank == self._places[self._place][0]
-
-    def _remove_all_but(self, spared: set[str]) -> None:
-        """Remove slots in this machine's folder to which no rank writes in this attempt, as after one on other ranks.
-
-        Args:
-            spared: names of slots that are still needed.
-        """
-        if not self._leads:
-            return
-        written = {f"{rank}.{index}" for rank in self._places[self._place] for index in (0, 1)}
-        if self._mirror is not None:
-            behind = ((rank - self._of_machine) % self._size for rank in self._places[self._place])
-            written |= {f"{rank}.m{index}" for rank in behind for index in (0, 1)}
-        for name in os.listdir(self._folder):
-            if _is_slot(name) and name not in written | spared:
-                with suppress(FileNotFoundError):
-                    os.remove(os.path.join(self._folder, name))
-
-    @property
-    def _died(self) -> str:
-        """File with the newest step at each start after a death, until the fit has ended."""
-        return os.path.join(self._folder, _DEATHS)
-
-    @property
-    def _failed(self) -> str:
-        """File with the steps after which this rank has met an error, until the fit has ended."""
-        return os.path.join(self._folder, f"{_FAILURES}{self._rank}")
-
-    def _failures_after(self, step: int) -> int:
-        """How often a rank has met an error after a step. Collective."""
-        return max(self._strategy.all_gather_values(_lines_in(self._failed).count(str(step))))
+        return self._states.opened(path)
 
     def note_failure(self) -> None:
-        """An error ends this attempt: if it comes again after the same step, the state before may be to blame."""
-        _append(self._failed, self._step)
+        """An error ends this attempt."""
+        self._states.note_failure(self._step)
 
     # -- keeping ----------------------------------------------------------------------------------------------------
 
@@ -374,11 +196,11 @@ class Resilience:
         if self._copy is not None or not self._is_due(is_end) or self._trial is not None:
             return
         self._step, self._number = self._trainer.global_step, self._number + 1
-        about = About(self._attempt, self._number, self._step, self._size, self._rank)
+        about = About(self._states.attempt, self._number, self._step, self._size, self._rank)
         content, own = self._strategy.state_in_parts()
         index, self._index = self._index, 1 - self._index
         if self._number == 2:  # the first copy of this attempt is whole
-            self._remove_all_but(set())
+            self._states.remove_all_but(set())
         try:
             complete = self._begin(index, content, about, own)
         except OSError as error:
@@ -461,8 +283,7 @@ class Resilience:
     def save_before_end(self) -> None:
         """Save a checkpoint to the disk, since a signal ends the job, and this machine may be lost. Collective."""
         self._wait()
-        with suppress(FileNotFoundError):
-            os.remove(self._died)  # this end is no death
+        self._states.forget_deaths()
         began = time.monotonic()
         try:
             self._strategy.save_in_parts(self._at_end)
@@ -492,9 +313,7 @@ class Resilience:
             if self._mirror is not None:
                 self._mirror.close()
         if has_ended:
-            for path in (self._died, self._failed):  # the job may die in a later fit, and pass through this one again
-                with suppress(FileNotFoundError):
-                    os.remove(path)
+            self._states.forget_deaths()  # the job may die in a later fit, and pass through this one again
             self._job.end([self._record, self._at_end])
 
 
@@ -502,33 +321,6 @@ def keep_for_next_attempt() -> None:
     """A run of this process has failed, perhaps after the fit: what its jobs keep stays in memory at its end."""
     for job in _jobs.values():
         job.begin()
-
-
-# -- slots -------------------------------------------------------------------------------------------------------------
-
-
-def _is_slot(name: str) -> bool:
-    return name.endswith((".0", ".1", ".m0", ".m1"))
-
-
-def _slot_at(folder: str, name: str) -> Slot | None:
-    return Slot.at(os.path.join(folder, name)) if _is_slot(name) else None
-
-
-# -- counts of steps ---------------------------------------------------------------------------------------------------
-
-
-def _lines_in(path: str) -> list[str]:
-    try:
-        with open(path) as file:
-            return file.read().splitlines()
-    except OSError:
-        return []
-
-
-def _append(path: str, step: int) -> None:
-    with suppress(OSError), open(path, "a") as file:  # no room: it does not count
-        file.write(f"{step}\n")
 
 
 def _raise(error: BaseException) -> None:

@@ -3,35 +3,45 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
 from contextlib import closing, contextmanager, suppress
 
+import psutil
 import pytest
 
-from tests.resilience.jobs import LAUNCH, command, ended, environment, free_port, run
+from tests.resilience.jobs import LAUNCH, command, ended, environment, fault, free_port, run
 from tests.support.training import same_tensors
 
 OPTIONS = {"pause": 0.1, "epochs": 4, "batch": 4, "is_plain": True, "precision": "64-true"}
 
 
 class Machine:
-    """A launcher with two processes; `name` is that of its memory."""
+    """A launcher with some processes; `name` is that of its memory."""
 
-    def __init__(self, folder, name, nodes, port, options):
+    def __init__(self, folder, name, nodes, port, options, ranks):
         launcher = [*LAUNCH, "--nnodes", nodes, "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "the-job"]
         self.memory = folder / name
         options = options | {"resilience": {"path": str(self.memory)}}
         with open(folder / "output", "a") as output:
             self.process = subprocess.Popen(
-                command(folder, options, 2, 10, launcher, sys.executable),
+                command(folder, options, ranks, 10, launcher, sys.executable),
                 cwd=folder,
                 env=environment(),
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
+
+    def ends(self, folder, seconds=150):
+        """Waits for an end without an error."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+        if self.process.poll() is None:
+            show_stacks(self.process)
+        assert self.process.poll() == 0, (folder / "output").read_text()
 
     def is_lost(self):
         """Its processes and its memory are gone."""
@@ -40,13 +50,21 @@ class Machine:
         shutil.rmtree(self.memory)
 
 
+def show_stacks(process):
+    """Let the ranks of a launcher write their stacks to the job's output."""
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with suppress(psutil.Error):
+            child.send_signal(signal.SIGABRT)  # faulthandler is enabled there
+    time.sleep(2)
+
+
 @contextmanager
-def two_machines(folder, nodes, options):
+def machines_in(folder, nodes, options, ranks=2):
     port = free_port()
     folder.mkdir()
 
     def machine(name):
-        machines.append(Machine(folder, name, nodes, port, options))
+        machines.append(Machine(folder, name, nodes, port, options, ranks))
         while len(machines) == 1 and machines[0].process.poll() is None:  # the first is to host the rendezvous
             with suppress(ConnectionRefusedError), closing(socket.create_connection(("localhost", port))):
                 break
@@ -69,17 +87,18 @@ def wait_for(folder, text, seconds=90):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_what_a_lost_machine_kept_comes_from_its_mirror(stage, tmp_path):
     options = OPTIONS | {"stage": stage}
     whole = run(tmp_path / "whole", options, 4)
     folder = tmp_path / "lost"
-    with two_machines(folder, "2", options) as machine:
+    with machines_in(folder, "2", options) as machine:
         first, second = machine("first"), machine("second")
         wait_for(folder, "begins step 6")
         second.is_lost()
         machine("third")  # in its place, with nothing in memory
-        assert first.process.wait(90) == 0, (folder / "output").read_text()
+        first.ends(folder)
     found = ended(folder, 0)
     assert "Continuing after step" in found.output and "begins anew" not in found.output
     found.same_as(whole)
@@ -87,11 +106,36 @@ def test_what_a_lost_machine_kept_comes_from_its_mirror(stage, tmp_path):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("reads", [False, True], ids=["", "a hook reads whole parameters"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_of_three_machines_each_is_sent_only_what_its_ranks_need(stage, reads, tmp_path):
+    """At the end it has its own slots and those of the machine before. A hook that reads more fails once."""
+    options = OPTIONS | {"stage": stage, "reads": reads}
+    whole = run(tmp_path / "whole", options, 3)
+    folder = tmp_path / "killed"
+    options = options | {"faults": [fault(0, 6, [1], "backward"), fault(2 if reads else 1, 8, [1], "start")]}
+    with machines_in(folder, "3", options, ranks=1) as machine:
+        first, *_ = machine("first"), machine("second"), machine("third")
+        wait_for(folder, f"attempt {3 if reads else 2} rank 0 begins step 12")
+        for name in ("first", "second", "third"):
+            names = {path.name for path in (folder / name).glob("job/fit-0/*.*[01]")}
+            assert len(names) == 4 and len({name.split(".")[0] for name in names}) == 2, names
+        first.ends(folder)
+    found = ended(folder, 0)
+    assert ("is in the memory of another machine" in found.output) == reads
+    assert "begins anew" not in found.output and "from an older state" not in found.output
+    found.same_as(whole)
+    found.repeats_at_most(1)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(400)
 def test_one_machine_goes_on_alone_and_a_second_joins_later(tmp_path):
     options = OPTIONS | {"stage": 3, "pause": 0.25, "epochs": 12}
     whole = run(tmp_path / "whole", options | {"pause": 0}, 4)
     folder = tmp_path / "lost"
-    with two_machines(folder, "1:2", options) as machine:
+    with machines_in(folder, "1:2", options) as machine:
         first, second = machine("first"), machine("second")
         wait_for(folder, "rank 3 begins step 4")
         second.is_lost()
@@ -99,6 +143,6 @@ def test_one_machine_goes_on_alone_and_a_second_joins_later(tmp_path):
         wait_for(folder, "attempt 1 rank 1 begins step 12")
         machine("third")
         wait_for(folder, "was kept by 2 ranks and continues on 4")
-        assert first.process.wait(120) == 0, (folder / "output").read_text()
+        first.ends(folder)
     found = ended(folder, 0)
     same_tensors(whole.weights, found.weights, bound=1e-12)

@@ -1,0 +1,294 @@
+"""What a job has kept of a fit: which states are whole, which one it continues from, and how often it has died."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import replace
+from itertools import chain
+from typing import Any, NamedTuple, Protocol
+
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+
+from lightning_zero.checkpoint.checksums import DamagedCheckpointError
+from lightning_zero.checkpoint.form import CHECKPOINT_KEY
+from lightning_zero.checkpoint.reading import open_checkpoint
+from lightning_zero.checkpoint.saving import Content
+from lightning_zero.checkpoint.slots import About, Slot, open_slots
+from lightning_zero.io.labels import this_machine
+from lightning_zero.strategies.mirror import send_file
+
+_DEATHS, _FAILURES = "deaths", "failures-"
+
+
+class Strategy(Protocol):
+    """What is used of the strategy."""
+
+    global_rank: int
+    local_rank: int
+    world_size: int
+    num_processes: Any
+    options: Any
+
+    def all_gather_values(self, value: Any) -> list[Any]: ...
+    def broadcast(self, obj: Any, src: int = 0) -> Any: ...
+    def state_in_parts(self) -> tuple[Content, dict[str, Any]]: ...
+    def save_in_parts(self, path: Any) -> None: ...
+
+
+class Source(NamedTuple):
+    """A state that a fit can continue from."""
+
+    step: int
+    is_slots: bool
+    attempt: int
+    number: int
+    path: str
+    is_within: bool = False  # saved by a callback in the middle of what follows a step, for example before a validation
+
+    @property
+    def rank(self) -> tuple[int, bool, int, int]:
+        """Greatest for the state that is taken first.
+
+        A state in memory that is one step older than a callback's checkpoint comes before it: all that follows the step
+        is repeated.
+        """
+        return self.step - self.is_within, self.is_slots, self.attempt, self.number
+
+
+Place = tuple[str, str]
+"""A machine, and a folder there."""
+
+
+class KeptStates:
+    """The states of one fit that earlier attempts of the job have left, in memory and on a disk.
+
+    Args:
+        strategy: the fit's strategy.
+        folder: of the slots, on this machine.
+        record: a file with the paths of the checkpoints that the fit has saved.
+        at_end: the checkpoint that is saved when a signal ends the job.
+
+    Attributes:
+        attempt: the number of this attempt of the job, known from ``sources`` on.
+    """
+
+    def __init__(self, strategy: Strategy, folder: str, record: str, at_end: str) -> None:
+        self._strategy, self._rank, self._size = strategy, strategy.global_rank, strategy.world_size
+        self._of_machine = max(strategy.num_processes, 1)
+        self._folder, self._record, self._at_end = folder, record, at_end
+        self.attempt = 0
+        self._sends_all = False  # slots to all machines
+        self._place = this_machine(), folder
+        self._places: dict[Place, list[int]] = {}  # ranks that share a folder
+        self._found: dict[str, dict[About, dict[Place, str]]] = {}  # by a path that stands for the slots of all ranks
+
+    def sources(self) -> list[Source]:
+        """All states to continue from, newest first, the same on every rank. Collective."""
+        local = [slot for entry in sorted(os.listdir(self._folder)) if (slot := _slot_at(self._folder, entry))]
+        held = self._strategy.all_gather_values((self._place, [(slot.about, slot.path) for slot in local]))
+        copies: dict[About, dict[Place, str]] = {}
+        self._places.clear()
+        for rank, (place, slots) in enumerate(held):
+            self._places.setdefault(place, []).append(rank)
+            for about, path in slots:
+                copies.setdefault(about, {})[place] = path
+        self.attempt = 1 + max((about.attempt for about in copies), default=-1)
+        sources = []
+        for attempt, number, step, size in {about[:4] for about in copies}:
+            abouts = [About(attempt, number, step, size, rank) for rank in range(size)]
+            if all(about in copies for about in abouts):
+                path = os.path.join(self._folder, f"{attempt}.{number}")
+                sources.append(Source(step, True, attempt, number, path))
+                self._found[path] = {about: copies[about] for about in abouts}
+        on_disk = self._on_disk() if self._rank == 0 else []
+        sources += self._strategy.all_gather_values(on_disk)[0]
+        return sorted(sources, key=lambda source: source.rank, reverse=True)
+
+    def _on_disk(self) -> list[Source]:
+        """Checkpoints that this fit has saved."""
+        paths = [self._at_end]
+        with suppress(OSError, ValueError), open(self._record) as file:
+            paths += json.load(file)
+        sources = []
+        for path in dict.fromkeys(paths):
+            with suppress(Exception):  # which loading it will raise
+                step = open_checkpoint(path).checkpoint["global_step"]
+                sources.append(Source(step, False, -1, -1, path, is_within=path != self._at_end))
+        return sources
+
+    def opened(self, path: Any) -> dict[str, Any] | None:
+        """The checkpoint in slots, if the path is one of theirs. Collective.
+
+        Raises:
+            DamagedCheckpointError: on every rank, if a value in a slot has changed.
+        """
+        copies = self._found.get(str(path))
+        if copies is None:
+            return None
+        slots = self._brought_here(copies)
+        opened, own = open_slots(self._folder, slots)
+        opened.trust()
+        about = opened.checkpoint.setdefault(CHECKPOINT_KEY, {})
+        about |= {name: [state[name] for state in own] for name in ("rng", "data") if all(own)}
+        return opened.checkpoint
+
+    def _brought_here(self, copies: dict[About, dict[Place, str]]) -> list[Slot]:
+        """Slots of all ranks, those whose values are needed in this machine's folder; others send what it lacks.
+
+        On as many ranks as before a rank reads what it has written itself, and what the first rank has written for all.
+        Collective.
+
+        Raises:
+            DamagedCheckpointError: if one of them is whole nowhere, or there is no room for it.
+        """
+        mine = [path for about, held in copies.items() if (path := held.get(self._place)) and self._verifies(about)]
+        bad = {path for path in mine if (slot := Slot.at(path)) is None or not slot.verify()}
+        bad_at = dict(self._strategy.all_gather_values((self._rank, bad)))
+        place_of = {rank: place for place, ranks in self._places.items() for rank in ranks}
+        error, paths, outlined = None, {}, {}
+        for about, held in copies.items():
+            whole = {
+                place: path
+                for place, path in held.items()
+                if not any(path in bad_at[rank] for rank in self._places[place])
+            }
+            if not whole:
+                raise DamagedCheckpointError(
+                    f"The state in memory after step {about.step} is damaged (rank {about.rank})."
+                )
+            needed = set(self._places)
+            if about.world_size == self._size and about.rank and not self._sends_all:
+                needed = {place_of[about.rank]}
+            holder, path = next(iter(whole.items()))
+            sender = min(self._places[holder])
+            paths[about] = whole.get(self._place, os.path.join(self._folder, f"{about.rank}.m{path[-1]}"))
+            if lacking := needed - set(whole):
+                receives = self._place in lacking and self._leads
+                error = send_file(paths[about], sender, receives, self._rank, self._strategy.broadcast) or error
+            if set(self._places) - needed - set(whole):
+                outlined[about] = sender
+        if errors := [each for each in self._strategy.all_gather_values(error) if each is not None]:
+            raise DamagedCheckpointError(f"The state in memory cannot be sent to all machines ({errors[0]}).")
+        found = {about: Slot.at(path) for about, path in paths.items() if os.path.exists(path)}
+        if outlined:
+            sent = [(about, found[about]) for about, sender in outlined.items() if sender == self._rank]
+            for about, slot in chain.from_iterable(self._strategy.all_gather_values(sent)):
+                if about not in found:
+                    found[about] = replace(slot, is_here=False)
+        return [slot for about in copies if (slot := found[about]) is not None]
+
+    def _verifies(self, about: About) -> bool:
+        """Whether this rank reads this slot of its machine's folder to verify it."""
+        neighbours = self._places[self._place]
+        return neighbours[about.rank % len(neighbours)] == self._rank
+
+    def continue_from(self, source: Source, newest: int, limit: int) -> int | None:
+        """Count how often the job has died after its newest step, and remove needless slots. Collective.
+
+        Args:
+            source: the state that the fit has just been given.
+            newest: the newest step of which anything is kept.
+            limit: so many deaths after one step stop the job.
+
+        Returns:
+            The index of the slots that the state is in: all ranks write to the slots of one index at a time.
+
+        Raises:
+            RuntimeError: at the limit.
+        """
+        rank_zero_info(f"Continuing after step {source.step} (attempt {self.attempt + 1} of this job).")
+        copies, index = self._found.get(source.path, {}), None
+        if source.is_slots:
+            index = int(next(iter(next(iter(copies.values())).values()))[-1])
+        self._found.clear()
+        self.remove_all_but({os.path.basename(path) for held in copies.values() for path in held.values()})
+        deaths = 0
+        if self._leads:
+            deaths = _lines_in(self._died).count(str(newest))
+            _append(self._died, newest)
+        deaths = 1 + max(self._strategy.all_gather_values(deaths))
+        if deaths >= limit:
+            raise RuntimeError(
+                f"This job has ended {deaths} times in the step after step {newest}, so it is not tried again. "
+                f"The state before that step is kept in {self._folder}. Look for the reason in what the processes "
+                "wrote before they ended. Raise ResilienceConfig(deaths_at_one_step=...) to try again. To start anew, "
+                f"give another job name, or remove that folder and {os.path.dirname(self._record)}."
+            )
+        return index
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this is the first of the ranks that share the folder."""
+        return self._rank == self._places[self._place][0]
+
+    def remove_all_but(self, spared: set[str]) -> None:
+        """Remove slots in this machine's folder to which no rank writes in this attempt, as after one on other ranks.
+
+        Args:
+            spared: names of slots that are still needed.
+        """
+        if not self._leads:
+            return
+        written = {f"{rank}.{index}" for rank in self._places[self._place] for index in (0, 1)}
+        if self._size > self._of_machine:
+            behind = ((rank - self._of_machine) % self._size for rank in self._places[self._place])
+            written |= {f"{rank}.m{index}" for rank in behind for index in (0, 1)}
+        for name in os.listdir(self._folder):
+            if _is_slot(name) and name not in written | spared:
+                with suppress(FileNotFoundError):
+                    os.remove(os.path.join(self._folder, name))
+
+    @property
+    def _died(self) -> str:
+        """File with the newest step at each start after a death, until the fit has ended."""
+        return os.path.join(self._folder, _DEATHS)
+
+    @property
+    def _failed(self) -> str:
+        """File with the steps after which this rank has met an error, until the fit has ended."""
+        return os.path.join(self._folder, f"{_FAILURES}{self._rank}")
+
+    def failures_after(self, step: int) -> int:
+        """How often a rank has met an error after a step; after any, all slots are sent to all machines. Collective."""
+        failures = max(self._strategy.all_gather_values(_lines_in(self._failed).count(str(step))))
+        self._sends_all = failures > 0
+        return failures
+
+    def note_failure(self, step: int) -> None:
+        """An error ends this attempt. If it comes again after the same step, the state before may be to blame."""
+        _append(self._failed, step)
+
+    def forget_deaths(self) -> None:
+        """The fit has ended as it should, or a signal ends the job."""
+        for path in (self._died, self._failed):
+            with suppress(FileNotFoundError):
+                os.remove(path)
+
+
+# -- slots -------------------------------------------------------------------------------------------------------------
+
+
+def _is_slot(name: str) -> bool:
+    return name.endswith((".0", ".1", ".m0", ".m1"))
+
+
+def _slot_at(folder: str, name: str) -> Slot | None:
+    return Slot.at(os.path.join(folder, name)) if _is_slot(name) else None
+
+
+# -- counts of steps ---------------------------------------------------------------------------------------------------
+
+
+def _lines_in(path: str) -> list[str]:
+    try:
+        with open(path) as file:
+            return file.read().splitlines()
+    except OSError:
+        return []
+
+
+def _append(path: str, step: int) -> None:
+    with suppress(OSError), open(path, "a") as file:  # no room: it does not count
+        file.write(f"{step}\n")
