@@ -1,48 +1,71 @@
 """Import hook: import one module right after another one, whichever code imports that and whenever."""
 
 import importlib
-import importlib.util
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+_OWN = f"{__name__.partition('.')[0]}."
+
 
 def after_import(of: str, then: str) -> None:
-    """Import the module ``then`` as soon as the module ``of`` has been imported; now, if ``of`` is imported already."""
+    """Import the module ``then`` as soon as the module ``of`` has been imported; now, if ``of`` is imported already.
+
+    If a module of this package imports ``of``, ``then`` is imported only after that module is complete, since ``then``
+    may import that module, too.
+    """
     if of in sys.modules:
         importlib.import_module(then)
-    else:
-        sys.meta_path.insert(0, _Finder(of, then))
+        return
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
+    _FINDER.then[of] = then
+
+
+class _Thread(threading.local):
+    """Imports of one thread: how many modules of this package are being executed, and what is imported after them."""
+
+    def __init__(self) -> None:
+        self.own = 0
+        self.due: list[str] = []
 
 
 class _Finder(MetaPathFinder):
-    """Finder that wraps the loader of one module until that module is executed; a search alone does not trigger it."""
+    """Finder that wraps the loaders of modules, to act when a module is executed; a search alone has no effect."""
 
-    def __init__(self, of: str, then: str) -> None:
-        self._of, self._then = of, then
-        self._is_searching = False
+    def __init__(self) -> None:
+        self.then: dict[str, str] = {}
+        self._thread = _Thread()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self._of or self._is_searching:
+        if fullname not in self.then and not fullname.startswith(_OWN):
             return None
-        self._is_searching = True
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self._is_searching = False
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def execute_then_import(module: ModuleType) -> None:
-            execute(module)
-            if module.__name__ == self._of and self in sys.meta_path:
-                sys.meta_path.remove(self)
-                importlib.import_module(self._then)
-
-        spec.loader.exec_module = execute_then_import  # type: ignore[method-assign]
+        others = [finder for finder in sys.meta_path if finder is not self]
+        spec = next((found for finder in others if (found := finder.find_spec(fullname, path, target))), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+            if not isinstance(execute, partial):  # a loader of several modules is wrapped once
+                spec.loader.exec_module = partial(self._execute, execute)  # type: ignore[method-assign]
         return spec
+
+    def _execute(self, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+        name, thread = module.__name__, self._thread
+        is_own = name.startswith(_OWN)
+        thread.own += is_own
+        try:
+            execute(module)
+        finally:
+            thread.own -= is_own
+        if then := self.then.pop(name, None):
+            thread.due.append(then)
+        while thread.due and not thread.own:
+            importlib.import_module(thread.due.pop(0))
+
+
+_FINDER = _Finder()
