@@ -22,7 +22,7 @@ from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.folder import Folder
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA, check_format
 from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_torch, with_way_out
-from lightning_zero.engine.compat import FakeTensorMode, tree_map_only
+from lightning_zero.engine.compat import FakeTensorMode, offset_in_file, tree_map_only
 
 
 @dataclass
@@ -200,7 +200,7 @@ def _load_mapped(files: Files, weights_only: bool | None) -> Any:
         storage = tensor.untyped_storage()
         if not storage.nbytes():
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        part = files.part("", storage._checkpoint_offset, storage.nbytes())  # type: ignore[arg-type]
+        part = files.part("", offset_in_file(tensor), storage.nbytes())
         flat = torch.frombuffer(part, dtype=tensor.dtype)
         return flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
@@ -212,7 +212,7 @@ def _names_by_offset(files: Files) -> dict[int, list[str]]:
     names: dict[int, list[str]] = {}
     with files.open() as file, suppress(ForbiddenClassError), FakeTensorMode():
         for name, tensor in _tensors_in(_as_lightnings(load_torch(file))).items():
-            names.setdefault(tensor.untyped_storage()._checkpoint_offset, []).append(name)  # type: ignore[arg-type]
+            names.setdefault(offset_in_file(tensor), []).append(name)
     return names
 
 

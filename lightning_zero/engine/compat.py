@@ -1,8 +1,11 @@
 """Every private name of torch that this package uses, and every patch of torch, each with the reason.
 
-No other file spells ``torch._...`` or a private name of a torch module, so only this one has to be checked against a
-new version of torch; ``tests/engine/test_compat.py`` has a test for each name. Checked with torch 2.13.0. Private names
-of ``torch.distributed`` are in ``comm/process_group.py``, since only that room may import it.
+No other file spells ``torch._...``, a private name of a torch module or a private attribute of torch's objects, so only
+this one has to be checked against a new version of torch; ``tests/engine/test_compat.py`` has a test for each name.
+Checked with torch 2.13.0. Exceptions: private names of ``torch.distributed`` are in ``comm/process_group.py``, since
+only that room may import it; attributes of data loaders are in ``strategies/resuming.py``; and ``tensor._version``,
+``module._parameters`` and ``operator._schema`` are read anywhere, since torch has had them for years, and functions
+around them would cost time in each step.
 """
 # ruff: noqa: F401  (imported from here)
 
@@ -12,7 +15,10 @@ import copyreg
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,6 +37,7 @@ from torch._subclasses.fake_tensor import (
 from torch._weights_only_unpickler import Unpickler
 from torch.autograd import profiler
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
+from torch.optim import optimizer as optimizers
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_made_of_tensors
@@ -99,14 +106,34 @@ disabled_torch_function = torch._C._disabled_torch_function_impl
 foreach_copy, foreach_mul, foreach_zero = torch._foreach_copy_, torch._foreach_mul_, torch._foreach_zero_
 
 
+# Identifies a storage while it lives, also where it has no memory, as a released buffer. Called for each saved tensor.
+address_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+
+# An attribute that ``nn.Parameter`` sets on tensors of other classes.
+PARAMETER_MARK = "_is_param"
+
+
 def storage_use_count(tensor: torch.Tensor) -> int:
     """Number of tensors over a tensor's storage, to detect those that user code keeps."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return torch._C._storage_Use_Count(address_of(tensor.untyped_storage()))
 
 
 def shown_memory(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor whose memory a tensor shows: of a DTensor this rank's share."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+class SlotsOfDTensor(torch.Tensor):
+    """Declares DTensor's ``__slots__``, without which Python refuses to exchange the classes of two objects."""
+
+    __slots__ = ("_local_tensor", "_spec")
+
+
+def offset_in_file(tensor: torch.Tensor) -> int:
+    """The offset of a tensor's storage in the file that ``torch.load`` has read under fake tensors."""
+    offset = tensor.untyped_storage()._checkpoint_offset
+    assert offset is not None
+    return offset
 
 
 def unpickle_weights(pickled: Any, storage: Callable[[str], Any]) -> Any:
@@ -136,6 +163,73 @@ def dcp_internals() -> tuple[Any, Any, str]:
     return flatten_state_dict, _StorageInfo, CURRENT_DCP_VERSION
 
 
+# -- hooks and modules -------------------------------------------------------------------------------------------------
+
+Hooks = dict[int, Callable[[torch.Tensor], Any]]
+"""Hooks of a tensor by the ids of their handles."""
+
+# A tensor's gradient hooks: the engine calls them with gradients that autograd does not give to the tensor.
+gradient_hooks: Callable[[torch.Tensor], Hooks | None] = attrgetter("_backward_hooks")
+
+
+def set_gradient_hooks(tensor: torch.Tensor, hooks: Hooks) -> None:
+    """Give a tensor whose contents were exchanged the dictionary of hooks again that its users' handles refer to."""
+    tensor._backward_hooks = hooks
+
+
+def take_accumulation_hooks(tensor: torch.Tensor) -> Hooks | None:
+    """Remove a tensor's post-accumulate-grad hooks, which the engine calls after its reduction; returns them."""
+    hooks: Any = tensor._post_accumulate_grad_hooks
+    if hooks:
+        tensor._post_accumulate_grad_hooks = OrderedDict()
+    return hooks or None
+
+
+def set_accumulation_hooks(tensor: torch.Tensor, hooks: Hooks) -> None:
+    """Give a tensor the dictionary of post-accumulate-grad hooks, as users' handles refer to that dictionary."""
+    tensor._post_accumulate_grad_hooks = hooks
+
+
+def call_first(handle: torch.utils.hooks.RemovableHandle) -> None:
+    """Move a hook before those registered earlier: not every method of torch that registers hooks has ``prepend``."""
+    hooks: Any = handle.hooks_dict_ref()
+    hooks.move_to_end(handle.id, last=False)
+
+
+# Dictionaries of an optimizer's hooks by id, of which the engine calls the users' where a class has its own method.
+LOAD_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+
+
+def step_pre_hooks(optimizer: torch.optim.Optimizer) -> Iterator[Callable[..., Any]]:
+    """Hooks before an optimizer's step, its own and those of all optimizers, which may read or change gradients."""
+    own: dict[int, Callable[..., Any]] = optimizer._optimizer_step_pre_hooks
+    return chain(own.values(), optimizers._global_optimizer_pre_hooks.values())
+
+
+def is_step_of_scheduler(step: Any) -> bool:
+    """Whether a learning-rate scheduler has put this ``step`` on an optimizer, to count calls."""
+    return hasattr(step, "_wrapped_by_lr_sched")
+
+
+def has_backward_hooks(module: torch.nn.Module) -> bool:
+    """Whether a module itself has hooks on its backward, which may read or change gradients."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+# The list of their own parameters that ``nn.LSTM`` and similar modules compute with.
+FLAT_WEIGHTS = "_flat_weights"
+
+
+def refresh_flat_weights(module: torch.nn.RNNBase) -> None:
+    """Fill a recurrent module's list of its parameters from its attributes, which have been replaced."""
+    module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]
+
+
+def flatten_weights(module: torch.nn.RNNBase) -> None:
+    """As ``refresh_flat_weights``, for good: cuDNN needs the parameters in one piece of memory."""
+    module._init_flat_weights()
+
+
 # -- torch.compile -----------------------------------------------------------------------------------------------------
 
 
@@ -154,6 +248,17 @@ def optimized_module_class() -> type | None:
     """The class of modules that ``torch.compile`` returns; None as long as nothing has been compiled."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     return compiler.OptimizedModule if compiler is not None else None
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether a module's forward is the start of compiled code; torch has no public way to ask for that."""
+    forward = vars(module).get("forward")  # as ``model.forward = torch.compile(model.forward)`` and Lightning set it
+    optimized = optimized_module_class()
+    return (
+        (optimized is not None and isinstance(module, optimized))
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or hasattr(forward, "_torchdynamo_orig_callable")
+    )
 
 
 # -- patches -----------------------------------------------------------------------------------------------------------

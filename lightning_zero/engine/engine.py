@@ -20,6 +20,7 @@ from lightning_zero.engine.comm.process_group import ProcessGroup, world_size
 from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.streams import Streams
 from lightning_zero.engine.comm.tensor_parallel import TENSOR, check_mesh, is_dtensor, own_share
+from lightning_zero.engine.compat import flatten_weights
 from lightning_zero.engine.config import EngineConfig, OffloadConfig, check_names, names_of_options, wire_dtype_of
 from lightning_zero.engine.init.bucketing import assign_to_buckets, check_compression, reserve_disk
 from lightning_zero.engine.init.host_room import Shortage, check_room, check_room_of_owners, without_room_for_whole
@@ -546,7 +547,7 @@ class Engine(StateDicts):
             _engines.pop(module, None)
             for inner in module.modules():
                 if isinstance(inner, nn.RNNBase):
-                    inner._init_flat_weights()
+                    flatten_weights(inner)
 
     def _clear_disk(self) -> None:
         if self._swap is not None:

@@ -17,9 +17,8 @@ from lightning.fabric.utilities.throughput import Throughput, get_available_flop
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_zero.engine.compat import tree_leaves
+from lightning_zero.engine.compat import is_compiled, tree_leaves
 from lightning_zero.engine.plan.placement import replicated_bytes
-from lightning_zero.engine.runtime.compile_hooks import is_compiled
 from lightning_zero.monitoring.band import Band
 from lightning_zero.monitoring.flops import FlopCounter
 from lightning_zero.monitoring.measured import (

@@ -15,9 +15,9 @@ from typing import Any
 from lightning_utilities.core.overrides import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim import optimizer as optimizers
 
 from lightning_zero.engine import Engine, slot_of
+from lightning_zero.engine.compat import has_backward_hooks, is_step_of_scheduler, step_pre_hooks
 from lightning_zero.engine.optim.masters import Masters
 
 log = logging.getLogger(__name__)
@@ -73,14 +73,13 @@ def _why_to_wait(lightning: ModuleType, trainer: Any, optimizer: Optimizer | Non
         for name in names:
             if is_overridden(name, holder, base):
                 return f"{type(holder).__name__}.{name}"
-    if any(inner._backward_hooks or inner._backward_pre_hooks for inner in module.modules()):
+    if any(map(has_backward_hooks, module.modules())):
         return "hooks of modules on their backward"
-    hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizers._global_optimizer_pre_hooks.values())
-    if any(not isinstance(getattr(hook, "__self__", None), Masters) for hook in hooks):
+    if any(not isinstance(getattr(hook, "__self__", None), Masters) for hook in step_pre_hooks(optimizer)):
         return "hooks before the optimizer's step"
     step = vars(optimizer).get("step")
     is_torchs = (inspect.unwrap(type(optimizer).step).__module__ or "").startswith("torch.optim")
-    if not is_torchs or (step is not None and not hasattr(step, "_wrapped_by_lr_sched")):
+    if not is_torchs or (step is not None and not is_step_of_scheduler(step)):
         return f"{type(optimizer).__name__}.step is not torch's own"
     return None
 

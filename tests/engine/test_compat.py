@@ -9,10 +9,12 @@ import pickle
 import sys
 import weakref
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zero.engine import Engine, ShardedTensor, compat
@@ -115,6 +117,83 @@ def test_the_tensors_over_a_memory_are_counted():
     assert compat.storage_use_count(tensor) == before
 
 
+def test_a_storage_is_known_by_its_address_also_without_memory():
+    tensor = torch.ones(4)
+    before = compat.address_of(tensor.untyped_storage())
+    tensor.untyped_storage().resize_(0)
+    assert compat.address_of(tensor.untyped_storage()) == compat.address_of(tensor[:0].untyped_storage()) == before
+    assert compat.address_of(torch.ones(4).untyped_storage()) != before
+
+
+def test_a_parameter_of_another_class_has_a_mark():
+    class Other(Tensor):
+        pass
+
+    assert compat.PARAMETER_MARK in vars(nn.Parameter(torch.ones(2).as_subclass(Other)))
+
+
+def test_dtensors_have_the_slots_that_are_declared_for_them():
+    from torch.distributed.tensor import DTensor
+
+    assert set(compat.slot_names(DTensor)) == set(compat.SlotsOfDTensor.__slots__)
+    assert compat.shown_memory(plain := torch.ones(2)) is plain
+
+
+def test_hooks_of_a_tensor_are_seen_set_and_taken_away():
+    tensor, calls = torch.ones(2, requires_grad=True), []
+    assert not compat.gradient_hooks(tensor) and compat.take_accumulation_hooks(tensor) is None
+    handle = tensor.register_hook(lambda _: calls.append("gradient"))
+    hooks = compat.gradient_hooks(tensor)
+    assert list(hooks) == [handle.id]
+    compat.set_gradient_hooks(tensor, hooks)
+    tensor.register_post_accumulate_grad_hook(lambda _: calls.append("accumulated"))
+    taken = compat.take_accumulation_hooks(tensor)
+    tensor.sum().backward()
+    assert calls == ["gradient"] and len(taken) == 1
+    compat.set_accumulation_hooks(tensor, taken)
+    handle.remove()
+    tensor.sum().backward()
+    assert calls == ["gradient", "accumulated"]
+
+
+def test_hooks_of_an_optimizer_are_known_and_ordered():
+    calls, optimizer = [], torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1)
+    assert list(compat.step_pre_hooks(optimizer)) == []
+    own = optimizer.register_step_pre_hook(before := (lambda *_: calls.append("before")))
+    of_all = register_optimizer_step_pre_hook(for_all := (lambda *_: calls.append("for all")))
+    assert list(compat.step_pre_hooks(optimizer)) == [before, for_all]
+    own.remove()
+    of_all.remove()
+    optimizer.register_step_post_hook(lambda *_: calls.append("first"))
+    compat.call_first(optimizer.register_step_post_hook(lambda *_: calls.append("second")))
+    optimizer.step()
+    assert calls == ["second", "first"]
+    optimizer.register_load_state_dict_pre_hook(lambda *_: None)
+    optimizer.register_load_state_dict_post_hook(lambda *_: None)
+    assert [len(getattr(optimizer, name)) for name in compat.LOAD_HOOKS] == [1, 1]
+    assert not compat.is_step_of_scheduler(optimizer.step)
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    assert compat.is_step_of_scheduler(optimizer.step)
+
+
+@pytest.mark.parametrize("name", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_hooks_on_the_backward_of_a_module_are_seen(name):
+    module = nn.Linear(2, 2)
+    assert not compat.has_backward_hooks(module)
+    getattr(module, name)(lambda *_: None)
+    assert compat.has_backward_hooks(module)
+
+
+@pytest.mark.parametrize("refresh", [compat.refresh_flat_weights, compat.flatten_weights])
+def test_a_recurrent_module_lists_parameters_that_were_replaced(refresh):
+    module = nn.LSTM(2, 2)
+    for name in list(module._parameters):
+        module._parameters[name] = nn.Parameter(torch.zeros_like(module._parameters[name]))
+    assert all(weight.any() for weight in getattr(module, compat.FLAT_WEIGHTS))
+    refresh(module)
+    assert all(one is other for one, other in zip(getattr(module, compat.FLAT_WEIGHTS), module.parameters()))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint16], ids=str)
 def test_a_tensor_is_unpickled_over_given_memory(tmp_path, dtype):
     path = tmp_path / "file.pt"
@@ -135,6 +214,8 @@ def test_a_file_is_read_by_name_and_without_values(tmp_path):
     with compat.FakeTensorMode():
         found = torch.load(path, weights_only=True)
     assert found["w"].shape == (3,) and type(found["w"]) is not Tensor
+    stored = Path(path).read_bytes()[compat.offset_in_file(found["w"]) :][:12]
+    assert stored == torch.ones(3).numpy().tobytes()
 
 
 def test_what_torch_func_transforms_is_known_and_can_be_set_aside():
@@ -167,6 +248,14 @@ def test_compiled_code_stops_before_a_function_that_is_never_traced():
     assert torch.compile(module, backend="eager")(torch.ones(1, 2)).shape == (1, 2)
     assert len(compiled_by) == 1 and compiled_by[0] is not None, "called once, as ordinary Python, from compiled code"
     assert isinstance(torch.compile(module), compat.optimized_module_class())
+
+
+def test_modules_that_begin_compiled_code_are_recognised():
+    assert not compat.is_compiled(nn.Linear(2, 2))
+    in_place, by_forward = nn.Linear(2, 2), nn.Linear(2, 2)
+    in_place.compile(backend="eager")
+    by_forward.forward = torch.compile(by_forward.forward, backend="eager")
+    assert all(map(compat.is_compiled, [torch.compile(nn.Linear(2, 2), backend="eager"), in_place, by_forward]))
 
 
 def test_nested_values_are_taken_apart_and_put_together():

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer, SparseAdam
 from torch.utils.hooks import RemovableHandle
 
+from lightning_zero.engine.compat import LOAD_HOOKS, call_first
 from lightning_zero.engine.offload.updates import Update
 from lightning_zero.engine.optim.kinds import is_by_element
 from lightning_zero.engine.optim.master import Master, SparseRows, is_alone
@@ -76,7 +77,7 @@ class Masters:
         if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
             optimizer.load_state_dict = self._load  # type: ignore[method-assign]
         # before the users' own, so that these see the module's parameters
-        optimizer._optimizer_step_post_hooks.move_to_end(self._handles[1].id, last=False)  # type: ignore[attr-defined]
+        call_first(self._handles[1])
         self._adopt(dict(optimizer.state))  # Adagrad's accumulators exist from the start
 
     def join(self, owner: Owner) -> None:
@@ -92,8 +93,7 @@ class Masters:
         """``load_state_dict`` of a class that has one of its own."""
         self._signature = None
         own = {handle.id for handle in self._handles}
-        names = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
-        hooks = {name: getattr(self.states.optimizer, name) for name in names}
+        hooks = {name: getattr(self.states.optimizer, name) for name in LOAD_HOOKS}
         self.states.load(
             state_dict,
             {

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_zero.engine.compat import checkpoint_generator, peek_interpreter_stack
+from lightning_zero.engine.compat import checkpoint_generator, is_compiled, peek_interpreter_stack
 from lightning_zero.engine.config import Modules
 from lightning_zero.engine.plan.units import UnitPlan, select_modules
 from lightning_zero.engine.runtime.activation_offload import ActivationStore
-from lightning_zero.engine.runtime.compile_hooks import OwnHook, is_compiled
+from lightning_zero.engine.runtime.compile_hooks import OwnHook
 from lightning_zero.engine.runtime.saved_tensors import is_watched_by_others
 
 # This function of torch can be driven by hooks, but takes all options by position; later versions have more of them.

@@ -31,6 +31,7 @@ from lightning_zero.engine.comm.streams import current_stream
 from lightning_zero.engine.comm.tensor_parallel import ActivationParts, mark_of
 from lightning_zero.engine.compat import (
     FakeTensor,
+    address_of,
     hooks_on_top,
     pop_hooks,
     push_hooks,
@@ -197,7 +198,7 @@ class ActivationStore:
 
     def _keep(self, tensor: Tensor, form: type[_Form], region: _Region) -> Kept:
         # The address is not reused as long as ``Kept`` lives, so an equal key means the same memory.
-        address = tensor.untyped_storage()._cdata
+        address = address_of(tensor.untyped_storage())
         shape = (tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
         key = (address, shape, tensor._version, self._forwards if form is _SharedForm else 0)
         kept = self._kept.get(key)

@@ -71,7 +71,7 @@ def _run_backward_by_name(
 
 def with_hooks_of(parameter: Tensor, gradient: Tensor) -> Tensor:
     """Run the hooks that users registered on a parameter on a gradient of its view; returns the gradient."""
-    for hook in (parameter._backward_hooks or {}).values():
+    for hook in (compat.gradient_hooks(parameter) or {}).values():
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
     return gradient

@@ -1,13 +1,11 @@
-"""Hooks that ``torch.compile`` does not trace, and detection of compiled modules."""
+"""Hooks that ``torch.compile`` does not trace."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-
-from lightning_zero.engine.compat import never_traced, optimized_module_class, set_eval_frame
+from lightning_zero.engine.compat import never_traced, set_eval_frame
 
 
 def untraced(function: Callable[[Any], Any]) -> Any:
@@ -55,14 +53,3 @@ class _NoHook:
 
     def __call__(self, *_: Any, **__: Any) -> None:
         pass
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether a module's forward is the start of compiled code."""
-    forward = vars(module).get("forward")  # as ``model.forward = torch.compile(model.forward)`` and Lightning set it
-    optimized = optimized_module_class()
-    return (
-        (optimized is not None and isinstance(module, optimized))
-        or getattr(module, "_compiled_call_impl", None) is not None
-        or hasattr(forward, "_torchdynamo_orig_callable")
-    )

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_zero.engine.comm.collectives import Communicator, Pending
 from lightning_zero.engine.comm.phases import Phases
 from lightning_zero.engine.comm.streams import Streams, at, current_stream, wait_for
-from lightning_zero.engine.compat import current_autograd_node, queue_callback
+from lightning_zero.engine.compat import current_autograd_node, gradient_hooks, queue_callback
 from lightning_zero.engine.runtime.autograd_patches import with_hooks_of
 from lightning_zero.engine.runtime.schedule import Schedule, Unit, weakly
 from lightning_zero.engine.state.bucket import Bucket
@@ -141,7 +141,7 @@ class GradientReducer:
         if not (is_parameter and added == (number, index)):  # else ``_add`` has taken it, and it stays in ``p.grad``
             leaf.grad = None
             if not gradients.shows_unsynchronised(index, gradient):  # else autograd added to the flat buffer itself
-                if not is_parameter and parameter._backward_hooks:
+                if not is_parameter and gradient_hooks(parameter):
                     gradient = with_hooks_of(parameter, gradients.bucket.whole_of(index, gradient))
                 gradients.accumulate(index, gradient)
         backward.counts[number][index] += 1

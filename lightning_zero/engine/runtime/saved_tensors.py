@@ -11,7 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.engine.compat import hooks_on_top, pop_hooks, push_hooks, shown_memory, tree_map_only
+from lightning_zero.engine.compat import (
+    FLAT_WEIGHTS,
+    address_of,
+    hooks_on_top,
+    pop_hooks,
+    push_hooks,
+    shown_memory,
+    tree_map_only,
+)
 from lightning_zero.engine.runtime.compile_hooks import untraced
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
@@ -30,7 +38,7 @@ class SavedTensors:
     def __init__(self, buckets: list[Bucket]) -> None:
         self._watching: list[Any] = []
         released = [bucket for bucket in buckets if not bucket.is_replicated]
-        self._bucket_of = {bucket.full.untyped_storage()._cdata: bucket for bucket in released}
+        self._bucket_of = {address_of(bucket.full.untyped_storage()): bucket for bucket in released}
 
     def watch(self) -> None:
         """Start to watch the tensors that autograd saves."""
@@ -43,7 +51,7 @@ class SavedTensors:
         @untraced
         def pack(tensor: Tensor) -> Any:
             if type(tensor) is Tensor and tensor.layout is torch.strided:
-                bucket = bucket_of.get(tensor.untyped_storage()._cdata)
+                bucket = bucket_of.get(address_of(tensor.untyped_storage()))
             else:
                 bucket = showing(tensor)
             if bucket is None and outer is not None:
@@ -97,7 +105,7 @@ class SavedTensors:
     def _bucket_showing(self, tensor: Tensor) -> Bucket | None:
         if tensor.layout is not torch.strided or isinstance(tensor, WrapperTensor) or not self._bucket_of:
             return None
-        return self._bucket_of.get(shown_memory(tensor).untyped_storage()._cdata)
+        return self._bucket_of.get(address_of(shown_memory(tensor).untyped_storage()))
 
     def unwatch(self) -> None:
         """Remove the hooks of the last ``watch``."""
@@ -106,7 +114,7 @@ class SavedTensors:
             self._watching.pop()
 
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_flat_weights"}
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {FLAT_WEIGHTS}
 
 
 class Attributes:

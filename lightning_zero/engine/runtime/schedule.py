@@ -12,9 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine.comm.phases import label
-from lightning_zero.engine.compat import current_autograd_node, current_graph_task, is_profiling, queue_callback
+from lightning_zero.engine.compat import (
+    current_autograd_node,
+    current_graph_task,
+    is_compiled,
+    is_profiling,
+    queue_callback,
+)
 from lightning_zero.engine.plan.units import UnitPlan
-from lightning_zero.engine.runtime.compile_hooks import OwnHook, is_compiled
+from lightning_zero.engine.runtime.compile_hooks import OwnHook
 from lightning_zero.engine.runtime.saved_tensors import SavedTensors, tensors_in
 from lightning_zero.engine.runtime.scope import Call, Scope, regions
 from lightning_zero.engine.state.bucket import Bucket

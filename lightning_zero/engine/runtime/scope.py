@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.engine.runtime.compile_hooks import is_compiled
+from lightning_zero.engine.compat import is_compiled, refresh_flat_weights
 from lightning_zero.engine.runtime.saved_tensors import Attributes
 
 
@@ -94,10 +94,9 @@ class Scope:
             self.swap_out()
 
     def refresh_recurrent(self) -> None:
-        # nn.LSTM and similar modules keep a list of their own parameters
         for reference in self.recurrent:
             if (module := reference()) is not None:
-                module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]
+                refresh_flat_weights(module)
 
 
 def regions(root: nn.Module, owners: set[int]) -> Iterator[nn.Module]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_zero.engine.comm.background_work import synchronize
 from lightning_zero.engine.comm.tensor_parallel import Placed, is_dtensor
+from lightning_zero.engine.compat import set_accumulation_hooks, take_accumulation_hooks
 from lightning_zero.engine.offload.updates import Updates
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.tensor.identity import become
@@ -210,9 +211,8 @@ def make_sharded(bucket: Bucket, parameters: list[nn.Parameter]) -> None:
         slot.placed = bucket.communicator.tensor.placed(slot.name, parameter)
         cls = ShardedDTensor if is_dtensor(parameter) else ShardedTensor
         become(parameter, nn.Parameter(cls(slot), parameter.requires_grad))
-        if parameter._post_accumulate_grad_hooks:
-            slot.hooks_after_reduction = parameter._post_accumulate_grad_hooks
-            parameter._post_accumulate_grad_hooks = OrderedDict()
+        if (hooks := take_accumulation_hooks(parameter)) is not None:
+            slot.hooks_after_reduction = hooks
 
 
 @torch.no_grad()
@@ -246,7 +246,7 @@ def make_ordinary(bucket: Bucket, device: torch.device) -> None:
         parameter.grad = None
         value = bucket.communicator.tensor.shown(value, slot.placed)
         become(parameter, nn.Parameter(value, parameter.requires_grad))
-        parameter._post_accumulate_grad_hooks = slot.hooks_after_reduction
+        set_accumulation_hooks(parameter, slot.hooks_after_reduction)
     bucket.parameters = []
     bucket.release()
 

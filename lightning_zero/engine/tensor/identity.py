@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_zero.engine.compat import slot_names, swap_tensor
+from lightning_zero.engine.compat import PARAMETER_MARK, gradient_hooks, set_gradient_hooks, slot_names, swap_tensor
 
 
 def become(tensor: Tensor, other: Tensor) -> None:
@@ -16,7 +16,7 @@ def become(tensor: Tensor, other: Tensor) -> None:
     as the object stays the same, these stay valid.
     """
     own = {name: value for name, value in tensor.__dict__.items() if name not in _TENSOR_ATTRIBUTES}
-    hooks = tensor._backward_hooks
+    hooks = gradient_hooks(tensor)
     tensor.__class__, other.__class__ = other.__class__, tensor.__class__
     tensor.__dict__, other.__dict__ = other.__dict__, tensor.__dict__
     for name in slot_names(type(tensor)):  # of a DTensor
@@ -27,7 +27,7 @@ def become(tensor: Tensor, other: Tensor) -> None:
     swap_tensor(tensor, other)
     tensor.__dict__.update(own)
     if hooks is not None:
-        tensor._backward_hooks = hooks  # autograd's hooks were swapped with the contents
+        set_gradient_hooks(tensor, hooks)  # autograd's hooks were swapped with the contents
 
 
 def _taken(tensor: Tensor, name: str) -> list[Any]:
@@ -38,4 +38,4 @@ def _taken(tensor: Tensor, name: str) -> list[Any]:
     return values
 
 
-_TENSOR_ATTRIBUTES = {"slot", "_local", "keep", "_is_param", "_source"}
+_TENSOR_ATTRIBUTES = {"slot", "_local", "keep", PARAMETER_MARK, "_source"}

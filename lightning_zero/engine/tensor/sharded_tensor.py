@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.comm.background_work import synchronize
+from lightning_zero.engine.compat import SlotsOfDTensor
 from lightning_zero.engine.plan.chunks import Box, boxes_of
 from lightning_zero.engine.tensor.slot import Deferred, Slot
 from lightning_zero.engine.tensor.wrapper import WrapperTensor, new_wrapper
@@ -178,13 +179,7 @@ class ShardedTensor(WrapperTensor):
         WrapperTensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
 
-class _SlotsOfDTensor(torch.Tensor):
-    """Declares DTensor's ``__slots__``, without which Python refuses to exchange the classes of two objects."""
-
-    __slots__ = ("_local_tensor", "_spec")
-
-
-class ShardedDTensor(ShardedTensor, _SlotsOfDTensor):
+class ShardedDTensor(ShardedTensor, SlotsOfDTensor):
     """A sharded tensor that was a DTensor, and will be one again: the objects are the same (see ``become``)."""
 
 
