@@ -93,6 +93,11 @@ def test_no_imports_go_in_a_circle():
         pytest.fail(" -> ".join(error.args[1]))
 
 
+def test_no_file_is_long():
+    lengths = {module: len(path.read_text(encoding="utf-8").splitlines()) for module, path in FILES.items()}
+    assert {module: length for module, length in lengths.items() if length > 510} == {}
+
+
 def test_only_the_room_of_communication_calls_torch_distributed():
     """Checkpoints, tensors and compat may import the checkpoint format's library, ``torch.distributed.checkpoint``."""
     may_know_the_format = ("checkpoint", "convert", "engine.tensor", "engine.compat")

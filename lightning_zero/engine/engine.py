@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero.engine.comm.background_work import synchronize
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.phases import Phases
 from lightning_zero.engine.comm.process_group import ProcessGroup, world_size
@@ -29,10 +28,8 @@ from lightning_zero.engine.init.restore import restore_parameters
 from lightning_zero.engine.init.sources import Source, agree_on_sources, check_ordinary, common_device
 from lightning_zero.engine.offload.states import Swap
 from lightning_zero.engine.offload.updates import Updates
-from lightning_zero.engine.optim.compatibility import check_not_divided, check_optimizers, kept_whole
-from lightning_zero.engine.optim.masters import Masters, give_owners, masters_of
-from lightning_zero.engine.optim.state import make_room
-from lightning_zero.engine.plan.ownership import warn_if_uneven
+from lightning_zero.engine.optim.compatibility import check_optimizers
+from lightning_zero.engine.optimizers import Optimizers
 from lightning_zero.engine.plan.placement import placements_of
 from lightning_zero.engine.plan.units import plan_units, share_of
 from lightning_zero.engine.report import Report, report_of
@@ -46,8 +43,6 @@ from lightning_zero.engine.runtime.schedule import Schedule, Unit, in_backward
 from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
 from lightning_zero.engine.state.buffer import let_freed_memory_stay
 from lightning_zero.engine.state.ledger import Ledger
-from lightning_zero.engine.state.slot import slots_of
-from lightning_zero.engine.state_dicts import StateDicts
 
 if TYPE_CHECKING:
     from lightning_zero.engine.comm.tensor_parallel import DeviceMesh
@@ -66,7 +61,7 @@ def engines() -> list[Engine]:
     return [engine for reference in list(_engines.values()) if (engine := reference()) is not None]
 
 
-class Engine(StateDicts):
+class Engine(Optimizers):
     """Shard a module in place; afterwards it trains as before.
 
     Args:
@@ -100,6 +95,7 @@ class Engine(StateDicts):
         mesh: DeviceMesh | None = None,
         **options: Any,
     ) -> None:
+        super().__init__()
         check_names(options, names_of_options(EngineConfig), "Engine")
         self.config = config = replace(config or EngineConfig(), **options)
         self._mesh = mesh
@@ -126,8 +122,6 @@ class Engine(StateDicts):
         self.placements = placements_of(config.stage, shards_within=self.communicator.shards_within)
         sources = agree_on_sources(module, self.communicator)
         check_can_be_initialised(module, sources)
-        self._steps = self._updates = 0
-        self._is_updating = False
         self._buffers_follow = True
         self._is_forward_a_step = True  # until ``window`` is used: then only windows are steps
         detach_kept_graphs(module)
@@ -172,7 +166,6 @@ class Engine(StateDicts):
             # ``p.grad`` cannot be an ordinary tensor that shows this rank's share
             reduces_every_backward=self.placements.gradients.is_sharded or self.communicator.tensor.size > 1,
         )
-        self.masters: list[Masters] = []
         self.set_optimizers(optimizers)
         # The module's and the optimizers' hooks keep the engine alive; the engine keeps neither of them alive.
         before = OwnHook(lambda *_: self._open_window(is_step=self._is_forward_a_step))
@@ -230,65 +223,6 @@ class Engine(StateDicts):
     def buckets(self) -> list[Bucket]:
         return [bucket for unit in self.units for bucket in unit.buckets]
 
-    def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Replace the optimizers, also during a run: those that stay keep their state, the others are released.
-
-        Raises:
-            TypeError: for an optimizer that cannot update a shard of a parameter; nothing has been changed.
-            OSError: if a disk lacks space for an optimizer's states; nothing has been changed.
-        """
-        check_optimizers(optimizers, self.config, ranks=self.communicator.everyone.size)
-        self._check_not_divided(optimizers)
-        for optimizer in optimizers:
-            make_room(optimizer)
-        before, known = self.masters, {masters.optimizer: masters for masters in self.masters}
-        self.masters = [known.get(optimizer) or masters_of(optimizer, self) for optimizer in optimizers]
-        gone = [masters for masters in before if masters not in self.masters]
-        if gone:
-            synchronize(self.background)  # an update of a removed optimizer may still be running
-        for masters in gone:
-            masters.close(None)
-        self._give_owners()
-
-    def _give_owners(self) -> None:
-        """Cut buckets anew whose parameters an optimizer needs as a whole, since it came or got them late. Collective.
-
-        Raises:
-            RuntimeError: if a parameter of such a bucket has a gradient; nothing has been changed.
-        """
-        self._check_not_divided(self.optimizers)
-        self._group_sizes = self._sizes_of_groups()
-        is_kept_whole = kept_whole(self.optimizers, self.config, ranks=self.communicator.size)
-        late = [
-            bucket
-            for bucket in self.buckets
-            if not bucket.layout.is_whole and any(is_kept_whole(slot.name, slot.parameter) for slot in slots_of(bucket))
-        ]
-        for slot in (slot for bucket in late for slot in slots_of(bucket)):
-            if slot.parameter.grad is not None:
-                raise RuntimeError(
-                    f"'{slot.name}' has a gradient, and its unit is now to be updated by an optimizer that needs whole "
-                    "parameters. Give parameters to such an optimizer when they have no gradients: after "
-                    "optimizer.zero_grad(), or before the first backward."
-                )
-        if late:
-            synchronize(self.background)
-            give_owners(late, self.buckets, self.masters)
-        if self.communicator.everyone.rank == 0:
-            warn_if_uneven([bucket.layout for bucket in self.buckets])
-
-    def _check_not_divided(self, optimizers: Iterable[Optimizer]) -> None:
-        slots = [slot for bucket in self.buckets for slot in slots_of(bucket)]
-        check_not_divided(optimizers, self.config, [(slot.name, slot.parameter, slot.share) for slot in slots])
-
-    def _sizes_of_groups(self) -> list[int]:
-        return [len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups]
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The optimizers that are still alive."""
-        return [optimizer for masters in self.masters if (optimizer := masters.optimizer) is not None]
-
     # -- a step -----------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -308,42 +242,6 @@ class Engine(StateDicts):
         finally:
             if self.schedule.windows > windows:
                 self._close_window()
-
-    @contextmanager
-    def last_backward(self, optimizer: Optimizer) -> Iterator[None]:
-        """Context for the backward before the optimizer's ``step``, if nothing in between reads or changes gradients.
-
-        Offloaded states are updated as soon as their gradient is reduced, while backward continues. Parameters must be
-        used by their own modules only: a use outside of them would make backward read updated values.
-
-        Raises:
-            RuntimeError: if a forward or another ``last_backward`` comes before ``optimizer.step``; nothing is changed.
-        """
-        self._check_no_step_is_due()
-        masters = self._masters_of(optimizer)
-        if masters is None:
-            yield
-            return
-        begins = self.background.overlap and any(bucket.updates is not None for bucket in self.buckets)
-        self.reducer.on_reduced = masters.begin if begins else None
-        try:
-            yield
-            masters.awaits_step = begins  # the same on every rank, whichever updates have begun there
-        except BaseException:
-            masters.recover()  # so that no update waits for gradients that will not come
-            raise
-        finally:
-            self.reducer.on_reduced = None
-
-    def _check_no_step_is_due(self) -> None:
-        for masters in self.masters:
-            if masters.awaits_step and masters.optimizer is not None:
-                raise RuntimeError(
-                    "optimizer.step() has not been called since 'with engine.last_backward(optimizer)' ended: "
-                    f"{type(masters.optimizer).__name__} may have updated some offloaded parameters, and a forward "
-                    "would compute with old values of the others. Call optimizer.step() before the next forward, or "
-                    "call loss.backward() without 'with engine.last_backward(optimizer)'."
-                )
 
     def take_turn(self, position: int | None) -> None:
         """Join of uneven evaluation loops: call before each batch and once at the end. Collective at stage 3.
@@ -407,37 +305,6 @@ class Engine(StateDicts):
         with torch.no_grad(), self.phases("wait for the other ranks", "buffers of rank 0"):
             self.communicator.copy_from_first(list(map(own_share, self.module.buffers())))
 
-    def begin_update(self) -> None:
-        """Mark the start of an update: until ``updated`` is called, some master weights are a step ahead of others."""
-        self._is_updating = True
-
-    def updated(self, buckets: list[Bucket]) -> None:
-        """Gather the parameters of updated buckets again; the updates may still be running in the background."""
-        self._steps += 1
-        self._updates += 1
-        self._is_updating = False
-        self.show(buckets)
-
-    def show(self, buckets: list[Bucket]) -> None:
-        """All-gather those of these buckets again that are gathered at present, in the order of the plan."""
-        changed, kept = set(buckets), []
-        by_changes = self._agree_on_changes()
-        for bucket in (bucket for bucket in self.buckets if bucket in changed):
-            if bucket.refresh(bucket in by_changes):
-                kept.append(bucket)
-            if not self.config.overlap:
-                bucket.wait()
-        for bucket in kept:
-            bucket.wait()
-
-    def _agree_on_changes(self) -> set[Bucket]:
-        """The buckets that no rank has written to since the last step: changes of these can be sent. Collective."""
-        sending = [bucket for bucket in self.buckets if bucket.sends_changes]
-        if not sending:
-            return set()
-        written = self.communicator.control.any_rank([bucket.was_written for bucket in sending], "showing an update")
-        return {bucket for bucket, is_written in zip(sending, written) if not is_written}
-
     # -- looking inside ---------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
@@ -455,15 +322,6 @@ class Engine(StateDicts):
         self.ledger.reset_peak()
 
     # -- the end ----------------------------------------------------------------------------------------------------
-
-    @property
-    def updates(self) -> int | None:
-        """Number of updates of the master weights; None during an update, and after one that failed."""
-        return None if self._is_updating or self._has_failed_update else self._updates
-
-    @property
-    def _has_failed_update(self) -> bool:
-        return any(bucket.update is not None and bucket.update.work.has_failed for bucket in self.buckets)
 
     def rejoin(self) -> None:
         """Use the new default process group after a failed run, so that the engine can be saved and closed."""
@@ -522,13 +380,6 @@ class Engine(StateDicts):
             self._clear_disk()
         if error is not None:
             raise error
-
-    def _finish_updates(self) -> None:
-        """Wait for updates in the background; raises the error of one that failed, each time."""
-        synchronize(self.background)
-        for bucket in self.buckets:
-            if bucket.update is not None:
-                bucket.update.work.wait()
 
     def _make_ordinary(self, device: torch.device, alone: bool) -> None:
         """Remove all hooks, and give the module and the optimizers ordinary tensors.

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.comm.collectives import Communicator, Pending
+from lightning_zero.engine.comm.bucket_collectives import Pending
+from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.phases import Phases
 from lightning_zero.engine.comm.streams import Streams, at, current_stream, wait_for
 from lightning_zero.engine.compat import current_autograd_node, gradient_hooks, queue_callback

@@ -32,8 +32,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine.comm.background_work import BackgroundWork, synchronize
+from lightning_zero.engine.comm.bucket_collectives import Pending, end_with
 from lightning_zero.engine.comm.codec import Codec
-from lightning_zero.engine.comm.collectives import Communicator, Pending, end_with
+from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.phases import Phases
 from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.streams import Streams

@@ -8,8 +8,8 @@ from collections import Counter
 import torch
 from torch import Tensor
 
+from lightning_zero.engine.comm.bucket_collectives import Pending
 from lightning_zero.engine.comm.codec import Cast
-from lightning_zero.engine.comm.collectives import Pending
 from lightning_zero.engine.comm.streams import at, current_stream, wait_for
 from lightning_zero.engine.comm.transport import Span, Started
 from lightning_zero.engine.compat import foreach_copy, foreach_mul, foreach_zero

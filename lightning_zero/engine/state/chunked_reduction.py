@@ -11,8 +11,8 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from lightning_zero.engine.comm.bucket_collectives import BucketCollectives, Pending
 from lightning_zero.engine.comm.codec import Codec
-from lightning_zero.engine.comm.collectives import BucketCollectives, Pending
 from lightning_zero.engine.plan.layout import ALIGNMENT, BucketLayout
 from lightning_zero.engine.state.ledger import Ledger
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.comm.collectives import Communicator, Pending, end_with
+from lightning_zero.engine.comm.bucket_collectives import Pending, end_with
+from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.streams import current_stream
 from lightning_zero.engine.plan.layout import BucketLayout, Segment
 from lightning_zero.engine.plan.mesh import NODE

@@ -1,0 +1,168 @@
+"""Collectives of flat buffers between some ranks, over one transport, and those that are in flight."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.engine.comm.codec import Cast, Codec
+from lightning_zero.engine.comm.counters import Counters, Link
+from lightning_zero.engine.comm.failures import Watch, explained
+from lightning_zero.engine.comm.transport import Ranges, Span, Started, Transport
+
+
+class Pending:
+    """A collective in flight.
+
+    Args:
+        what: what it is for, in words, for the error that a failure becomes.
+        started: by a transport; by default nothing is left to wait for.
+        watch: over the wait; needed where there are handles to wait for.
+    """
+
+    def __init__(self, what: str, started: Started | None = None, watch: Watch | None = None) -> None:
+        self._what, self._watch = what, watch
+        self._waits, self._buffers, self._finish, self._ends_by_itself = started or Started([], [])
+        self._ordinal = watch.begin(what) if watch is not None else 0
+
+    def wait(self) -> Any:
+        """Wait for it on the current stream (NCCL) or thread (Gloo), and return its result.
+
+        Raises:
+            RuntimeError: if another rank failed, or did not take part within the process group's timeout.
+        """
+        if self._waits:
+            assert self._watch is not None
+            with self._watch.waiting(self._what, self._ordinal):
+                for wait in self._waits:
+                    wait()
+        result = self._finish() if self._finish is not None else None
+        self._buffers = []
+        return result
+
+    def let_go(self) -> None:
+        """Give up the result. Peers still get what they need. (A garbage collection may call this in any thread.)"""
+        if self._waits and not self._ends_by_itself:
+            self.wait()
+
+
+def end_with(owner: Any, running: list[Pending]) -> None:
+    """When the owner is deleted, end its running collectives: other ranks need them to end."""
+    weakref.finalize(owner, _let_go, running).atexit = False
+
+
+def _let_go(running: list[Pending]) -> None:
+    for collective in running:
+        collective.let_go()
+
+
+class BucketCollectives:
+    """Collectives of flat buffers between the ranks along some dimensions of the mesh.
+
+    Args:
+        transport: between these ranks; None if there is one alone.
+        counters: of what is communicated.
+        across: those of the ranks, numbered along the dimensions, whose slices cross between machines on the way from
+            or to this one.
+        watch: over the waits; None if there is one rank alone.
+        link: by which the other slices travel; None for that of the counters.
+    """
+
+    def __init__(
+        self,
+        transport: Transport | None,
+        counters: Counters,
+        across: Sequence[int] = (),
+        watch: Watch | None = None,
+        link: Link | None = None,
+    ) -> None:
+        self._transport, self._counters, self._across, self._watch = transport, counters, across, watch
+        self._link = "within" if across else link
+
+    def all_gather(self, full: Tensor, ranges: Ranges, number: int, what: str, own: Tensor | None = None) -> Pending:
+        """``Transport.all_gather``; ``what`` it is, for the error message."""
+        if self._transport is None:
+            return Pending(what)
+        crossing = sum(self._crossing(ranges))
+        rest = full.numel() - crossing
+        self._count("all_gather", crossing, crossing * full.itemsize, rest, rest * full.itemsize)
+        with explained(what):
+            return Pending(what, self._transport.all_gather(full, ranges, number, own), self._watch)
+
+    def exchange_changes(
+        self, full: Tensor, ranges: Ranges, number: int, own: Tensor, new: Tensor, what: str
+    ) -> Pending:
+        """Bring a buffer up to date by changes; see ``Transport.exchange_changes``.
+
+        Messages of other machines' ranks count as if they were as long as this one's, those of this machine as values.
+
+        Args:
+            own: this rank's slice of the buffer, with the former values.
+            new: its values, in any dtype.
+        """
+        assert self._transport is not None
+        with explained(what):
+            message = self._transport.encode_changes(own, new)
+            started = self._transport.exchange_changes(full, ranges, number, message)
+        crossing = self._crossing(ranges)
+        rest = full.numel() - sum(crossing)
+        self._count("all_gather", sum(crossing), len(crossing) * len(message), rest, rest * full.itemsize)
+        return Pending(what, started, self._watch)
+
+    def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec, what: str) -> Pending:
+        """Sum a flat buffer over ranks; ``wait()`` gives this rank's slice of the sum (1-D), in the buffer's dtype.
+
+        Args:
+            flat: 1-D and contiguous. Its contents are used up.
+            codec: encodes what travels. Over Gloo and shared memory what comes is added up in the buffer's own dtype,
+                to this rank's own slice as it is; other backends add up in the codec's.
+            what: for the error message.
+        """
+        assert self._transport is not None, "a bucket keeps its gradients as they come over one rank"
+        self._count_reduction(flat.numel(), ranges, codec, flat.itemsize)
+        with explained(what):
+            return Pending(what, self._transport.reduce_scatter(flat, ranges, codec), self._watch)
+
+    @property
+    def takes_spans(self) -> bool:
+        """Whether ``reduce_spans`` is offered: what is reduced need not be in one buffer."""
+        return self._transport is not None and self._transport.takes_spans
+
+    def reduce_spans(self, spans: list[list[Span]], dtype: torch.dtype, factor: float, what: str) -> Pending:
+        """``reduce_scatter`` of spans, which are kept until the end; see ``Transport.reduce_spans``."""
+        assert self._transport is not None
+        lengths = [(0, sum(span.numel for span in part)) for part in spans]
+        self._count_reduction(sum(numel for _, numel in lengths), lengths, Cast(dtype), dtype.itemsize)
+        return Pending(what, self._transport.reduce_spans(spans, dtype, factor), self._watch)
+
+    def reduction_bytes(self, flat: Tensor, ranges: Ranges, codec: Codec) -> int:
+        assert self._transport is not None
+        return self._transport.reduction_bytes(flat, ranges, codec)
+
+    def _crossing(self, ranges: Ranges) -> list[int]:
+        """The length of each slice that crosses between machines."""
+        return [stop - start for start, stop in (ranges[rank] for rank in self._across)]
+
+    def _count_reduction(self, numel: int, ranges: Ranges, codec: Codec, itemsize: int) -> None:
+        """Count a reduction of elements that have so many bytes where they are not encoded."""
+        assert self._transport is not None
+        crossing = self._crossing(ranges)
+        rest = numel - sum(crossing)
+        rest_bytes = codec.size(rest) * codec.dtype.itemsize if self._transport.encodes_within else rest * itemsize
+        self._count(
+            "reduce_scatter", sum(crossing), sum(map(codec.size, crossing)) * codec.dtype.itemsize, rest, rest_bytes
+        )
+
+    def _count(self, kind: str, crossing: int, crossing_bytes: int, rest: int, rest_bytes: int) -> None:
+        """Count a collective: elements that cross between machines by that link, and the rest by the other."""
+        if crossing:
+            self._counters.add(kind, crossing, crossing_bytes, "across")
+        self._counters.add(kind, rest, rest_bytes, self._link)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
