@@ -30,12 +30,12 @@ from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.reading import OpenedCheckpoint
 from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_torch
+from lightning_zero.engine.config import LOW_PRECISION
 from lightning_zero.engine.init.sources import listed
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 # DeepSpeed's own entries of a model file. All others were passed as `client_state`: by Lightning, its whole checkpoint.
 _OWN_ENTRIES = set(
@@ -102,7 +102,7 @@ def open_deepspeed(path: str | os.PathLike[str]) -> OpenedCheckpoint:
     optimizer = _optimizer_state(folder, [each.get(entry) for each in saved], masters, layouts, is_dealt)
     if optimizer is not None:
         names, checkpoint["optimizer_states"] = [[name.removeprefix(prefix) for name in optimizer[0]]], [optimizer[1]]
-    if any(isinstance(value, Tensor) and value.dtype in _LOW_PRECISION for value in model["module"].values()):
+    if any(isinstance(value, Tensor) and value.dtype in LOW_PRECISION for value in model["module"].values()):
         own_masters = {name.removeprefix(prefix): value for name, value in trained.items()}
         checkpoint[CHECKPOINT_KEY] = {"masters": own_masters}
 
@@ -337,7 +337,7 @@ def _stored(name: str, shape: tuple[int, ...], parts: list[Tensor]) -> Tensor:
     """A tensor read from consecutive parts in mapped memory, converted to fp32 if the parts are less precise."""
     parts = [part.detach() for part in parts]  # masters are saved with requires_grad=True
     numel, dtype = prod(shape), parts[0].dtype if parts else torch.float32
-    dtype = torch.float32 if dtype in _LOW_PRECISION else dtype
+    dtype = torch.float32 if dtype in LOW_PRECISION else dtype
 
     def read(start: int, stop: int) -> Tensor:
         out, first = torch.empty(stop - start, dtype=dtype, device="cpu"), 0

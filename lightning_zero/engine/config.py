@@ -24,6 +24,9 @@ OffloadTarget = Literal["cpu", "nvme"]
 # addition: ZeRO-O(ptimizer), ZeRO-D (gra*d*ients), ZeRO-P(arameters).
 _STAGE_NAMES = {"os": 1, "o": 1, "os+g": 2, "d": 2, "os+g+p": 3, "p": 3}
 
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+"""Dtypes of parameters whose master weights and gradients are in fp32."""
+
 _WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -149,6 +152,12 @@ class EngineConfig:
         """``offload`` after its conversion in ``__post_init__``."""
         assert self.offload is None or isinstance(self.offload, OffloadConfig)
         return self.offload
+
+    @property
+    def wire_dtype(self) -> torch.dtype | None:
+        """``reduce_dtype`` after its conversion in ``__post_init__``."""
+        assert not isinstance(self.reduce_dtype, str)
+        return self.reduce_dtype
 
     @property
     def compresses(self) -> CompressionConfig | None:

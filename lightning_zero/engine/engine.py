@@ -20,7 +20,7 @@ from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.streams import Streams
 from lightning_zero.engine.comm.tensor_parallel import TENSOR, check_mesh, is_dtensor, own_share
 from lightning_zero.engine.compat import flatten_weights
-from lightning_zero.engine.config import EngineConfig, OffloadConfig, check_names, names_of_options, wire_dtype_of
+from lightning_zero.engine.config import EngineConfig, OffloadConfig, check_names, names_of_options
 from lightning_zero.engine.init.bucketing import assign_to_buckets, check_compression, reserve_disk
 from lightning_zero.engine.init.host_room import Shortage, check_room, check_room_of_owners, without_room_for_whole
 from lightning_zero.engine.init.materialise import Materialiser, check_can_be_initialised, detach_kept_graphs
@@ -159,7 +159,7 @@ class Engine(Optimizers):
             self.communicator,
             self.streams,
             self.phases,
-            reduce_dtype=wire_dtype_of(config.reduce_dtype),
+            reduce_dtype=config.wire_dtype,
             chunk_numel=config.bucket_numel,
             in_flight=config.reduction_buffers,
             overlap=config.overlap,

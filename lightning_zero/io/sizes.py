@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 
+def in_gb(nbytes: float) -> str:
+    """Format a number of bytes in GB, for sizes that are compared."""
+    return f"{nbytes / 1e9:.3g} GB"
+
+
 def in_bytes(number: float) -> str:
     """Format a number of bytes in decimal units."""
     for unit in ("B", "kB", "MB", "GB"):

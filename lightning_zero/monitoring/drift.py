@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import CatMetric
+
+from lightning_zero.monitoring.evaluation import EvaluationCallback
 
 _BINS = 10
 _LEAST = 1e-4  # the fraction of values that an empty bin counts as
@@ -69,7 +71,7 @@ def _psi(reference: np.ndarray, recent: np.ndarray) -> float:
     return float(((now - before) * np.log(now / before)).sum())
 
 
-class DriftMonitor(Callback):
+class DriftMonitor(EvaluationCallback):
     """Records values of an evaluation or prediction over all ranks, and compares them with a reference.
 
     Args:
@@ -107,24 +109,16 @@ class DriftMonitor(Callback):
         self.found: dict[str, Drift] = {}
         self.drifted: dict[str, Drift] = {}
 
-    def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def start(self, pl_module: LightningModule) -> None:
         self._seen = {}
 
-    def _update(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def update(self, pl_module: LightningModule, outputs: Any, batch: Any) -> None:
         for name, values in self._values(outputs, batch).items():
             if name not in self._seen:
                 self._seen[name] = CatMetric(nan_strategy="ignore").to(pl_module.device)
             self._seen[name].update(values.detach().float().flatten())
 
-    def _end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking:
             return
         recent = {name: np.atleast_1d(seen.compute().cpu().numpy()) for name, seen in self._seen.items()}
@@ -142,9 +136,9 @@ class DriftMonitor(Callback):
         if self.drifted and self._on_drift is not None:
             self._on_drift(self.drifted)
 
-    on_validation_epoch_start = on_test_epoch_start = on_predict_epoch_start = _start
-    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _update
-    on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _end
+    on_predict_epoch_start = EvaluationCallback._start
+    on_predict_batch_end = EvaluationCallback._update
+    on_predict_epoch_end = EvaluationCallback._end
 
 
 def read_values(path: str | Path) -> dict[str, Any]:

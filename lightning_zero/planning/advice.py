@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_zero.engine.compat import tree_leaves, tree_map
+from lightning_zero.io.sizes import in_gb
 from lightning_zero.planning.fake_run import fake_run
 from lightning_zero.planning.timeline import Resources, replay
 
@@ -238,17 +239,17 @@ def advise(plans: list[Plan], memory: float | None) -> list[str]:
         assert memory is not None
         largest = _largest(best)
         return [
-            f"Nothing fits: the least is {best.name} with {_gb(best.peak_bytes['total'])} of {_gb(ROOM * memory)} "
-            f"usable. Its largest part is {largest} ({_gb(best.peak_bytes[largest])}). {_way_out(best)}"
+            f"Nothing fits: the least is {best.name} with {in_gb(best.peak_bytes['total'])} of {in_gb(ROOM * memory)} "
+            f"usable. Its largest part is {largest} ({in_gb(best.peak_bytes[largest])}). {_way_out(best)}"
         ]
     timed = [plan for plan in fitting if plan.samples_per_second is not None]
     ddp = next((plan for plan in plans if plan.stage == 0), None)
     if not timed:
         best = min(fitting, key=lambda plan: (plan.stage, plan.offload != "none"))
-        said = [f"{best.name} is the lowest stage that fits, with {_gb(best.peak_bytes['total'])} a rank."]
+        said = [f"{best.name} is the lowest stage that fits, with {in_gb(best.peak_bytes['total'])} a rank."]
         if memory is None:
             best = min(fitting, key=lambda plan: plan.peak_bytes["total"])
-            said = [f"{best.name} takes the least memory, {_gb(best.peak_bytes['total'])} a rank."]
+            said = [f"{best.name} takes the least memory, {in_gb(best.peak_bytes['total'])} a rank."]
         return [*said, "Times are unknown without the machine's speed: run lightning-zero doctor, or give --flops."]
     best = max(timed, key=lambda plan: plan.samples_per_second or 0.0)
     assert best.seconds_per_step is not None and best.samples_per_second is not None
@@ -256,7 +257,7 @@ def advise(plans: list[Plan], memory: float | None) -> list[str]:
     said = [
         f"Take {best.name} with {best.micro_batch} samples a rank{micro_batches}: "
         f"{best.samples_per_second:.4g} samples/s, {best.seconds_per_step:.3g} s a step, "
-        f"{_gb(best.peak_bytes['total'])} a rank."
+        f"{in_gb(best.peak_bytes['total'])} a rank."
     ]
     if ddp is not None and ddp.samples_per_second is not None:
         ratio = best.samples_per_second / ddp.samples_per_second
@@ -268,10 +269,10 @@ def advise(plans: list[Plan], memory: float | None) -> list[str]:
                 saved = ddp.peak_bytes["total"] - rival.peak_bytes["total"]
                 said.append(
                     f"ZeRO does not help here: the fastest, {rival.name}, is {slower:.0f} % slower and saves "
-                    f"{_gb(saved)} that this device has to spare."
+                    f"{in_gb(saved)} that this device has to spare."
                 )
         elif ddp.fits is False:
-            said.append(f"DDP does not fit: it takes {_gb(ddp.peak_bytes['total'])}.")
+            said.append(f"DDP does not fit: it takes {in_gb(ddp.peak_bytes['total'])}.")
         else:
             said.append(f"That is {ratio:.2f} times DDP's rate at {ddp.micro_batch} samples a rank.")
     if best.waiting_seconds and best.waiting_seconds > 0.2 * best.seconds_per_step:
@@ -294,7 +295,3 @@ def _way_out(plan: Plan) -> str:
     if plan.stage == 3 and plan.offload != "none":
         return "Use more ranks, or wrap smaller units."
     return "Use stage 3 (--stage 3), more ranks, or offload (--offload cpu)."
-
-
-def _gb(nbytes: float) -> str:
-    return f"{nbytes / 1e9:.3g} GB"

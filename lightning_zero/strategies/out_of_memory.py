@@ -10,6 +10,7 @@ import torch
 from lightning_zero.engine import Engine
 from lightning_zero.engine.plan.placement import placements_of
 from lightning_zero.engine.report import formula_bytes
+from lightning_zero.io.sizes import in_gb
 
 
 def say_who_holds_memory(error: BaseException, engine: Engine | None) -> None:
@@ -28,14 +29,14 @@ def _is_of_memory(error: BaseException) -> bool:
 
 def _holders(engine: Engine) -> str:
     held = {category: nbytes for category, nbytes in engine.report().at_rest.items() if nbytes}
-    states = ", ".join(f"{category} {_gb(held[category])}" for category in sorted(held, key=held.__getitem__)[::-1])
-    rank, total = engine.communicator.everyone.rank, _gb(sum(held.values()))
+    states = ", ".join(f"{category} {in_gb(held[category])}" for category in sorted(held, key=held.__getitem__)[::-1])
+    rank, total = engine.communicator.everyone.rank, in_gb(sum(held.values()))
     text = f"When it failed rank {rank} held {total} of model states and buffers"
-    text += f" ({states}), and {_gb(_rest(engine))} of activations and all else."
+    text += f" ({states}), and {in_gb(_rest(engine))} of activations and all else."
     unused = _unused(engine.communicator.device)
     if unused > 0.1 * sum(held.values()):
         text += (
-            f" {_gb(unused)} more are reserved in fragments: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the "
+            f" {in_gb(unused)} more are reserved in fragments: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the "
             "environment makes them usable."
         )
     return text
@@ -46,14 +47,14 @@ def _remedies(engine: Engine) -> str:
     remedies = []
     if (leanest := placements_of(3)) != engine.placements:
         less = formula_bytes(engine.placements, engine.buckets) - formula_bytes(leanest, engine.buckets)
-        remedies.append((less, f"stage=3 {'without shard_within ' if stage == 3 else ''}frees {_gb(less)}"))
+        remedies.append((less, f"stage=3 {'without shard_within ' if stage == 3 else ''}frees {in_gb(less)}"))
     optimizer = engine.report().at_rest.get("optimizer", 0)
     place = "nvme" if on_cpu else "cpu"
     if optimizer:
-        remedies.append((optimizer, f'offload="{place}" frees {_gb(optimizer)}'))
+        remedies.append((optimizer, f'offload="{place}" frees {in_gb(optimizer)}'))
     if engine.config.activation_checkpointing is None:
-        remedies.append((rest, f'activation_checkpointing="units" frees most of the {_gb(rest)} of activations'))
-    remedies.append((rest // 2, f"half the batch with accumulate_grad_batches=2 frees up to {_gb(rest // 2)}"))
+        remedies.append((rest, f'activation_checkpointing="units" frees most of the {in_gb(rest)} of activations'))
+    remedies.append((rest // 2, f"half the batch with accumulate_grad_batches=2 frees up to {in_gb(rest // 2)}"))
     said = "; ".join(text for _, text in sorted(remedies, key=lambda remedy: -remedy[0]))
     return f"What helps: {said}. lightning-zero plan says beforehand what fits."
 
@@ -74,7 +75,3 @@ def _unused(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-def _gb(nbytes: float) -> str:
-    return f"{nbytes / 1e9:.3g} GB"

@@ -80,7 +80,7 @@ class ZeroProcesses(ParallelStrategy):
     def __init__(self, **options: Any) -> None:
         of_base = {name: options.pop(name) for name in self._arguments_of_base if name in options}
         self.config, self.options = split_options(options, self._options_class, type(self).__name__)
-        self.stage = placements_of(self.config.stage).stage
+        self.stage = self.config.stage
         self._saves_in_parts = self.options.checkpoint == "sharded"
         self._saves_in_background = self.options.async_save
         self._saver = Saver(self.options.async_save)

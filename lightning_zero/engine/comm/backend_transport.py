@@ -25,15 +25,14 @@ class BackendTransport(Transport):
     def __init__(self, gathers: ProcessGroup, reductions: ProcessGroup) -> None:
         self._gathers, self._reductions, self._rank = gathers, reductions, rank(gathers)
 
-    def all_gather(self, full: Tensor, ranges: Ranges, number: int, own: Tensor | None = None) -> Started:
-        if own is None:
-            start, stop = ranges[self._rank]
-            own = full[start:stop]
+    def all_gather(self, full: Tensor, ranges: Ranges, number: int) -> Started:
+        start, stop = ranges[self._rank]
+        own = full[start:stop]
         if _are_equal(ranges):
             work = dist.all_gather_single(full, own, group=self._gathers, async_op=True)
         else:
             work = dist.all_gather(slices_of(full, ranges), own, group=self._gathers, async_op=True)
-        return Started([work.wait], [full, own])
+        return Started([work.wait], [full])
 
     def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
         (start, stop), dtype, sent = ranges[self._rank], flat.dtype, codec.encode(flat)

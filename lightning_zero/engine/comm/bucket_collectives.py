@@ -83,7 +83,7 @@ class BucketCollectives:
         self._transport, self._counters, self._across, self._watch = transport, counters, across, watch
         self._link = "within" if across else link
 
-    def all_gather(self, full: Tensor, ranges: Ranges, number: int, what: str, own: Tensor | None = None) -> Pending:
+    def all_gather(self, full: Tensor, ranges: Ranges, number: int, what: str) -> Pending:
         """``Transport.all_gather``; ``what`` it is, for the error message."""
         if self._transport is None:
             return Pending(what)
@@ -91,7 +91,7 @@ class BucketCollectives:
         rest = full.numel() - crossing
         self._count("all_gather", crossing, crossing * full.itemsize, rest, rest * full.itemsize)
         with explained(what):
-            return Pending(what, self._transport.all_gather(full, ranges, number, own), self._watch)
+            return Pending(what, self._transport.all_gather(full, ranges, number), self._watch)
 
     def exchange_changes(
         self, full: Tensor, ranges: Ranges, number: int, own: Tensor, new: Tensor, what: str

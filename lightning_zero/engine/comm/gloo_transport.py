@@ -42,10 +42,8 @@ class GlooTransport(Transport):
         self._peers = [((self._rank + k) % size, (self._rank - k) % size) for k in range(1, size)]
         self._chain = Chain()
 
-    def all_gather(self, full: Tensor, ranges: Ranges, number: int, own: Tensor | None = None) -> Started:
+    def all_gather(self, full: Tensor, ranges: Ranges, number: int) -> Started:
         slices, tag = slices_of(full, ranges), self._gather_tag + number
-        if own is not None:
-            slices[self._rank].copy_(own)
         works: list[Any] = []
         for peer, source in self._peers:
             works.append(dist.irecv(slices[source], self._ranks[source], self._group, tag=tag))

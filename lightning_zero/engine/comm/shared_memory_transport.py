@@ -28,10 +28,8 @@ class SharedMemoryTransport(Transport):
         self._exchanges, self._small, self._rank = exchanges, exchanges.small, rank
         self._gather_tag, self._reduce_tag = gather_tag, reduce_tag
 
-    def all_gather(self, full: Tensor, ranges: Ranges, number: int, own: Tensor | None = None) -> Started:
+    def all_gather(self, full: Tensor, ranges: Ranges, number: int) -> Started:
         tag, slices = self._gather_tag + number, slices_of(full, ranges)
-        if own is not None:
-            slices[self._rank].copy_(own)
         if max(map(len, slices)) * full.itemsize > SMALL:
             return Started([self._exchanges.gather(tag, slices).wait], [full], ends_by_itself=True)
         key = self._small.send(tag, [bytes_of(slices[self._rank])] * len(self._small.ranks))

@@ -58,15 +58,14 @@ class Transport(ABC):
     encodes_within: bool = True
 
     @abstractmethod
-    def all_gather(self, full: Tensor, ranges: Ranges, number: int, own: Tensor | None = None) -> Started:
+    def all_gather(self, full: Tensor, ranges: Ranges, number: int) -> Started:
         """Fill a flat buffer.
 
         Args:
-            full: the buffer.
-            number: of the bucket, the same on every rank. Transports whose ranks may begin gathers in different
-                orders tell them apart by it.
-            own: this rank's values, of the size and dtype of its slice, which must not change until the end; None where
-                they are in their slice of the buffer already.
+            full: the buffer, which has this rank's values in its slice.
+            ranges: each rank's slice of the buffer.
+            number: the bucket's number, the same on every rank. Transports whose ranks may begin gathers in different
+                orders tell gathers apart by it.
         """
 
     def encode_changes(self, own: Tensor, new: Tensor) -> Tensor:

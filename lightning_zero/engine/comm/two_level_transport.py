@@ -44,8 +44,8 @@ class TwoLevelTransport(Transport):
         self._chain = Chain()
         self._last_reduction: threading.Event | None = None
 
-    def all_gather(self, full: Tensor, ranges: Ranges, number: int, own: Tensor | None = None) -> Started:
-        first = self._across.all_gather(full, [ranges[rank] for rank in self._column], number, own)
+    def all_gather(self, full: Tensor, ranges: Ranges, number: int) -> Started:
+        first = self._across.all_gather(full, [ranges[rank] for rank in self._column], number)
         return self._gather_within(first, full, ranges, number)
 
     def exchange_changes(self, full: Tensor, ranges: Ranges, number: int, message: Tensor) -> Started:

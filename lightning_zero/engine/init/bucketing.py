@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine.comm.codec import Codec, Quantised
 from lightning_zero.engine.comm.collectives import Communicator
-from lightning_zero.engine.config import CompressionConfig, EngineConfig, name_of_compression
+from lightning_zero.engine.config import LOW_PRECISION, CompressionConfig, EngineConfig, name_of_compression
 from lightning_zero.engine.init.sources import Source
 from lightning_zero.engine.offload.states import DiskStates, Swap
 from lightning_zero.engine.offload.updates import fields_by_parameter
@@ -26,7 +26,7 @@ from lightning_zero.engine.plan.units import Owner, UnitPlan
 from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
 from lightning_zero.engine.state.buffer import without_memory
 from lightning_zero.engine.state.node_part import NodePart
-from lightning_zero.engine.state.residency import LOW_PRECISION, Medium, Residency, ResidencyPlan
+from lightning_zero.engine.state.residency import Medium, Residency, ResidencyPlan
 from lightning_zero.engine.state.slot import make_sharded
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import flat_range

@@ -10,8 +10,8 @@ import weakref
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.engine.config import LOW_PRECISION
 from lightning_zero.engine.state.bucket import Bucket
-from lightning_zero.engine.state.residency import LOW_PRECISION
 from lightning_zero.engine.state.slot import BucketSlot, slots_of
 from lightning_zero.engine.tensor.sharded_tensor import local_range_of
 

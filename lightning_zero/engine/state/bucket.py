@@ -40,13 +40,14 @@ from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.streams import Streams
 from lightning_zero.engine.comm.transport import Started
 from lightning_zero.engine.compat import keep_version, temporarily_clear_interpreter_stack
+from lightning_zero.engine.config import LOW_PRECISION
 from lightning_zero.engine.offload.states import DiskStates
 from lightning_zero.engine.offload.updates import Updates
 from lightning_zero.engine.plan.mesh import ALL, LOCAL
 from lightning_zero.engine.state.buffer import GatheredBuffer
 from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.node_part import NodePart
-from lightning_zero.engine.state.residency import LOW_PRECISION, Medium, Residency
+from lightning_zero.engine.state.residency import Medium, Residency
 from lightning_zero.engine.tensor.unsharded_param import View, mark_seen, may_be_written, show
 
 

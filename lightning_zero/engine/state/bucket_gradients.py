@@ -13,12 +13,12 @@ from lightning_zero.engine.comm.codec import Cast
 from lightning_zero.engine.comm.streams import at, current_stream, wait_for
 from lightning_zero.engine.comm.transport import Span, Started
 from lightning_zero.engine.compat import foreach_copy, foreach_mul, foreach_zero
+from lightning_zero.engine.config import LOW_PRECISION
 from lightning_zero.engine.plan.layout import Spans
 from lightning_zero.engine.plan.mesh import NODE
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.chunked_reduction import ChunkedReduction
 from lightning_zero.engine.state.gradient_shard import GradientShard, shard_of_all, shown_by
-from lightning_zero.engine.state.residency import LOW_PRECISION
 from lightning_zero.engine.state.slot import BucketSlot, slots_of
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.wrapper import WrapperTensor

@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 from lightning_zero.engine.comm.background_work import BackgroundWork
-from lightning_zero.engine.config import OffloadConfig
+from lightning_zero.engine.config import LOW_PRECISION, OffloadConfig
 from lightning_zero.engine.offload.states import MASTERS, PARAMETERS, DiskStates, Swap
 from lightning_zero.engine.plan.layout import BucketLayout
 from lightning_zero.engine.plan.placement import Placements
 from lightning_zero.engine.state.ledger import Ledger
-
-LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class Medium(Enum):

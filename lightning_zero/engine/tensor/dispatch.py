@@ -24,6 +24,7 @@ from lightning_zero.engine.compat import (
     tree_map,
     tree_unflatten,
 )
+from lightning_zero.engine.config import LOW_PRECISION
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.tensor.slot import Slot
@@ -249,7 +250,7 @@ def _counted(part: Tensor, tensor: ShardedTensor) -> Tensor:
 def _partial_norm(tensor: ShardedTensor, order: float) -> Tensor:
     """This rank's part of a vector norm, to be summed over ranks (compared for infinite orders)."""
     local = tensor.local
-    if local.dtype in (torch.float16, torch.bfloat16):
+    if local.dtype in LOW_PRECISION:
         local = local.float()  # powers in a norm would overflow in fp16
     if order == 0:
         return _counted((local != 0).sum().to(local.dtype.to_real()), tensor)
