@@ -29,6 +29,7 @@ from tests.support.training import CLOSE, Recipe, batch, prepare, same_runs, sam
 from tests.support.workers import rank
 
 MACHINES = pytest.mark.parametrize("machines", ["aabb", "abab"])
+SIX = ["abcabc", "aaabbb"]
 
 
 @contextmanager
@@ -160,6 +161,24 @@ def train_wholes(machines: str) -> None:
 
 def test_owners_of_whole_parameters_on_several_machines_train_alike(run_on):
     run_on(4, train_wholes, machines="aabb")
+
+
+def train_on_six(machines: str) -> None:
+    """Rings of more than two machines, and sums of more than two ranks of each."""
+    recipe = Recipe(OddModel, adam, steps=3)
+    train_alike(machines, recipe)
+    flat = train_on(machines, 3, recipe)
+    same_runs(train_on(machines, 3, recipe, shard_within="node"), flat)
+    low = Recipe(OddModel, adam, steps=3, dtype=torch.bfloat16)
+    compressed = train_on(machines, 3, low, shard_within="node", compression="exact")
+    same_runs(compressed, train_on(machines, 3, low))
+    accumulating = Recipe(OddModel, adam, steps=3, micro_batches=2)
+    same_runs(train_on(machines, 3, accumulating, shard_within="node"), train_ddp(accumulating), bound=CLOSE)
+
+
+@pytest.mark.parametrize("machines", ["aabbcc", *(pytest.param(m, marks=pytest.mark.exhaustive) for m in SIX)])
+def test_three_machines_and_machines_of_three_ranks_train_alike(run_on, machines):
+    run_on(6, train_on_six, machines=machines)
 
 
 def refuse_two_levels(machines: str) -> None:
