@@ -109,8 +109,9 @@ def full_optimizer_state(parameter: Tensor) -> dict[str, Any]:
 def shard_of(tensor: Tensor) -> Tensor:
     """This rank's shard of a parameter or gradient, 1-D; of an ordinary tensor all elements, flattened.
 
-    A parameter's shard is a view of its (fp32) master weight: modules see writes once the unit is gathered again. With
-    ``shard_within`` other machines see them after the next update only: write to the parameter itself (``p.mul_(2)``).
+    The shard is for reading; a parameter's is a view of its (fp32) master weight. Modules of this and other ranks see a
+    write to the shard only when the values are next gathered or exchanged, of frozen parameters possibly never. To
+    change a parameter, write to the parameter itself (``p.mul_(2)``): that reaches every rank.
 
     Args:
         tensor: a parameter, a gradient, or an ordinary tensor.
