@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from lightning_zero.engine.comm.collectives import Communicator
-from lightning_zero.engine.comm.counters import by_kind
+from lightning_zero.engine.comm.counters import by_kind, by_link
 from lightning_zero.engine.plan.placement import Placements, replicated_bytes
 from lightning_zero.engine.runtime.schedule import Unit
 from lightning_zero.engine.state.bucket import Bucket
@@ -53,6 +53,7 @@ class Report:
         peak: the same when their total was highest since the last ``reset_peak``.
         calls, elements, bytes: by kind of collective ("all_gather", "reduce_scatter", "control") since the last
             ``reset_counters``. Elements are logical: an all-gather of a bucket counts the full padded bucket.
+        bytes_by_link: the same bytes, by whether they travel "within" a machine or "across" machines; see ``Counters``.
         steps, backwards: optimizer steps and synchronised backwards since the last ``reset_counters``.
         formula: bytes of model states per rank by the paper's formula for this stage, with Adam's two moments.
         replicated: the same under DDP, which keeps all model states on every rank.
@@ -70,6 +71,7 @@ class Report:
     calls: dict[str, int]
     elements: dict[str, int]
     bytes: dict[str, int]
+    bytes_by_link: dict[str, int]
     steps: int
     backwards: int
     formula: int
@@ -111,6 +113,7 @@ def report_of(
         calls=by_kind(counters.calls),
         elements=by_kind(counters.elements),
         bytes=by_kind(counters.bytes),
+        bytes_by_link=by_link(counters.bytes),
         steps=steps,
         backwards=backwards,
         formula=formula_bytes(placements, buckets),

@@ -208,8 +208,14 @@ def count(machines: str, stage: int, crosses: float) -> None:
         across, within = elements[kind, "across"], elements[kind, "within"]
         assert across == pytest.approx(crosses * (across + within)), (kind, across, within)
         assert across + within == engine.report().elements[kind]
-    psi = engine.report().numel
-    assert engine.report().elements["reduce_scatter"] == 2 * psi
+    report = engine.report()
+    assert report.elements["reduce_scatter"] == 2 * report.numel
+    counted = engine.communicator.counters.bytes
+    assert report.bytes_by_link == {
+        link: sum(counted[kind, link] for kind in report.bytes) for link in ("within", "across")
+    }
+    assert sum(report.bytes_by_link.values()) == sum(report.bytes.values())
+    assert (report.bytes_by_link["across"] == 0) is (crosses == 0)
     engine.close()
 
 

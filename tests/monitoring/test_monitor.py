@@ -22,6 +22,7 @@ from lightning_zero.monitoring import ZeroMonitor
 from lightning_zero.monitoring.band import Band
 from lightning_zero.monitoring.flops import FlopCounter
 from tests.engine.test_growth import count as instructions_of
+from tests.engine.test_several_machines import on_machines
 from tests.support.trainer import make_trainer
 from tests.support.workers import rank
 from tests.trainer.cases import Net, behaviours, data, fit, same_as_under_ddp, shared_folder, trained
@@ -119,6 +120,23 @@ def figures(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_figures_are_those_of_closed_forms(run_on, stage):
     run_on(2, figures, stage=stage)
+
+
+def measure_on_two_machines() -> None:
+    with on_machines("aabb"):
+        rows, monitor = monitored(ZeroStrategy(2), limit_val_batches=0)
+    if rank():
+        return
+    found = rows[-1][1]
+    for kind in ("all_gather", "reduce_scatter"):
+        # of each buffer, the other machine has half of this rank's column, which is half of the buffer
+        across, within = (found[f"communication/{kind}/{link}_MB"] for link in ("across", "within"))
+        assert across == pytest.approx((across + within) / 4) and across > 0
+        assert found[f"communication/{kind}/across_calls"] == len(monitor.units)
+
+
+def test_traffic_within_and_across_machines_is_logged(run_on):
+    run_on(4, measure_on_two_machines)
 
 
 def with_monitor(strategy: str) -> Any:

@@ -54,3 +54,11 @@ def by_kind(counter: Counter[tuple[str, Link]]) -> dict[str, int]:
     for (kind, _), count in counter.items():
         found[kind] += count
     return dict(found)
+
+
+def by_link(counter: Counter[tuple[str, Link]]) -> dict[str, int]:
+    """The counts of one link over all kinds, 0 included."""
+    found: Counter[str] = Counter(within=0, across=0)
+    for (_, link), count in counter.items():
+        found[link] += count
+    return dict(found)
