@@ -50,15 +50,18 @@ def main(arguments: list[str]) -> int:
             compression=[None if each == "none" else each for each in parsed.compression],
             tensor_parallel=[None if each == "none" else int(each) for each in parsed.tensor_parallel],
             transport=parsed.transport or measured.get("machine", {}).get("transport") or "nccl",
-            **{"ranks": 1, **project.settings, **settings, **strategy_options(parsed.option)},
+            **{"ranks": 1, **project.settings, **settings, **_fixed_options(parsed.option)},
         )
         checkpointing = [{"off": False, "on": True}.get(each, each) for each in parsed.checkpointing]
         own_choices = {"stages": parsed.stage, "offloads": parsed.offload, "checkpointing": checkpointing}
         choices = [CONFIGURATIONS[each] for each in parsed.configuration] or [own_choices]
-        plans = [made for each in choices for made in plan(**each)]
+        left_out: list[str] = []
+        plans = [made for each in choices for made in plan(left_out=left_out, **each)]
     except (ValueError, ImportError, OSError) as error:
         print(f"lightning-zero plan: {error}", file=sys.stderr)
         return 2
+    for reason in left_out:
+        print(f"Left out: {reason}", file=sys.stderr)
     if parsed.json:
         print_json([plan.as_json() for plan in plans])
         return 0
@@ -166,6 +169,16 @@ def _size_or_none(text: str) -> str:
 
 def _group(text: str) -> str | int | None:
     return {"none": None, "node": "node"}.get(text, int(text) if text.isdigit() else text)
+
+
+def _fixed_options(given: list[str]) -> dict[str, Any]:
+    """Options of ZeroStrategy that are the same in all plans."""
+    options = strategy_options(given)
+    for name in ("stage", "shard_within", "compression"):
+        if name in options:
+            value, choice = options[name], name.replace("_", "-")
+            raise ValueError(f"{name}={value} is not for --option: write --{choice} {value}.")
+    return options
 
 
 def _memory(text: str) -> int:

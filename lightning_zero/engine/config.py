@@ -286,6 +286,10 @@ def offload_config(offload: Any) -> OffloadConfig | None:
     raise ValueError(f"offload={offload!r} must be None, 'cpu', 'nvme' or an OffloadConfig.")
 
 
+class NothingToCompressError(ValueError):
+    """``compression`` can have no effect between the machines of a run."""
+
+
 @dataclass(frozen=True)
 class CompressionConfig:
     """How parameters and gradients are encoded that are sent between machines, over Gloo.

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_zero.engine.compat import tree_leaves, tree_map
+from lightning_zero.engine.config import NothingToCompressError
 from lightning_zero.io.sizes import in_gb
 from lightning_zero.planning.fake_run import fake_run
 from lightning_zero.planning.timeline import Resources, replay
@@ -114,6 +115,7 @@ def make_plans(
     shard_within: Iterable[str | int | None] = (None,),
     compression: Iterable[str | None] = (None,),
     tensor_parallel: Iterable[int | None] = (None,),
+    left_out: list[str] | None = None,
     **options: Any,
 ) -> list[Plan]:
     """Plan every combination of the choices; DDP, as stage 0, is never offloaded or checkpointed.
@@ -129,13 +131,15 @@ def make_plans(
         shard_within: choices at stage 3.
         compression: choices, by name; at stage 3 with ``shard_within`` only.
         tensor_parallel: choices of ``tensor_parallel_size``, without ``shard_within``.
+        left_out: a list to which a sentence is added for each choice of ``compression`` that can compress nothing.
 
     Raises:
-        ValueError: if there are no ranks, or micro-batches cannot be varied.
+        ValueError: if there are no ranks, micro-batches cannot be varied, or no choice is possible.
     """
     if ranks < 1:
         raise ValueError(f"ranks={ranks} must be a whole number, 1 or more.")
     plans = []
+    left_out = [] if left_out is None else left_out
     accumulates = [accumulate] if isinstance(accumulate, int) else accumulate
     choices = product(
         *(micro_batches, accumulates, stages, offloads, checkpointing, shard_within, compression, tensor_parallel)
@@ -163,7 +167,13 @@ def make_plans(
         if compress is not None:
             chosen["compression"] = compress
         chosen |= options
-        run = fake_run(make_module, sized, ranks=ranks, stage=stage or None, accumulate=of_step, **chosen)
+        try:
+            run = fake_run(make_module, sized, ranks=ranks, stage=stage or None, accumulate=of_step, **chosen)
+        except NothingToCompressError as error:
+            within_groups = f" with shard_within={within!r}," if within is not None else " with"
+            reason = f"zero{stage}{_SUFFIXES[offload]}{within_groups} {error}"
+            left_out += [reason] if reason not in left_out else []
+            continue
         times = replay(run.events, resources) if resources is not None else {}
         seconds = times.get("total")
         samples = samples_of(sized)
@@ -195,6 +205,8 @@ def make_plans(
                 partition_activations=is_partitioned,
             )
         )
+    if not plans and left_out:
+        raise ValueError(left_out[0])
     if not plans:
         raise ValueError(
             "Nothing is left to plan: DDP takes no options, shard_within is for stage 3 without tensor parallelism, at "

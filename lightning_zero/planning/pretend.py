@@ -85,6 +85,10 @@ _CHANGES = Quantised(4, 128)
 2.5 to 9 bits an element, for learning rates from 1e-5 to 1e-3, and about as long to encode."""
 
 
+_LENGTH = 8
+"""Bytes of the length of a message of changes, which is sent before it."""
+
+
 class _PretendTransport(Transport):
     """Base class of transports that allocate the same buffers as the real ones, and send nothing.
 
@@ -111,7 +115,8 @@ class _PretendTransport(Transport):
     def exchange_changes(self, full: Tensor, ranges: Ranges, number: int, message: Tensor) -> Started:
         for part in self._parts(full, ranges)[1]:
             _CHANGES.decode(message.new_zeros(_CHANGES.size(len(part))), len(part), torch.float32).add_(part)
-        return Started([self._sent_of(self._size * len(message))], [full])
+        lengths, messages = (self._sent_of(self._size * nbytes) for nbytes in (_LENGTH, len(message)))
+        return Started([lengths, messages], [full])
 
     def _sent_of(self, nbytes: int) -> Callable[[], None]:
         """Record a collective over a full buffer, of which a rank sends all but its own part; returns its wait."""

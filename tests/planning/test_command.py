@@ -247,14 +247,40 @@ def test_compression_is_planned_and_loses_on_a_fast_link(capsys):
     assert "zero3 with shard_within='node', compression='exact'" in capsys.readouterr().out
 
 
+SMALL = ["--ranks", "4", "--machines", "2", "--transport", "gloo", "--precision", "bf16-mixed", "--stage", "2"]
+
+
+def test_compression_of_a_small_model_loses_by_the_latency_of_its_messages(capsys):
+    speeds = ["--flops", "1e12", "--machine-bandwidth", "1.25e8"]  # 1 Gbit/s
+    choices = [*SMALL, *speeds, "--compression", "none", "exact"]
+    (_, exact), (values, changes) = (planned(capsys, *choices, "--link-seconds", seconds) for seconds in ("0", "1e-4"))
+    assert changes["leaving_bytes"] < values["leaving_bytes"]
+    assert changes["samples_per_second"] < values["samples_per_second"]
+    # both collectives of each of four units, and for changes one message more
+    waits = changes["seconds_per_step"] - exact["seconds_per_step"]
+    assert waits == pytest.approx(1e-4 * 4 * 3, rel=0.3)
+
+
+def test_a_choice_that_compresses_nothing_is_left_out_with_its_reason(capsys):
+    choices = [*SMALL, "--precision", "32-true", "--compression", "none", "int8"]
+    assert main([*PROJECT, *choices, "--json"]) == 0
+    printed = capsys.readouterr()
+    assert [plan["compression"] for plan in json.loads(printed.out)] == [None]
+    reason = "zero2 with compression='int8' has no effect between these machines. It compresses no parameters: "
+    assert f"Left out: {reason}" in printed.err
+    assert main([*PROJECT, *choices[:-2], "int8"]) == 2
+    assert reason in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         (["--machines", "3"], "machines=3 must be a whole number that divides 8 ranks"),
-        (["--machines", "2", "--shard-within", "3"], "shard_within=3 does not divide 8 ranks: write 2, 4 or 8"),
+        (["--machines", "2", "--shard-within", "3"], "shard_within=3 does not divide 8 ranks: write 2, 4 or 'node'"),
         (["--machines", "2", "--compression", "exact"], "is for ranks on CPUs that communicate over Gloo"),
         (["--machines", "2", "--stage", "3", "--compression", "exact"], "Nothing is left to plan"),
         (["--compression", "zip"], "compression='zip' must be None, 'exact', 'int8', 'int4' or a CompressionConfig"),
+        (["--option", "shard_within=2"], "shard_within=2 is not for --option: write --shard-within 2"),
         (["--shard-within", "nodes"], "shard_within='nodes' must be 'node', a number of ranks of at least 2, or None"),
     ],
 )

@@ -14,7 +14,13 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine.comm.codec import Codec, Quantised
 from lightning_zero.engine.comm.collectives import Communicator
-from lightning_zero.engine.config import LOW_PRECISION, CompressionConfig, EngineConfig, name_of_compression
+from lightning_zero.engine.config import (
+    LOW_PRECISION,
+    CompressionConfig,
+    EngineConfig,
+    NothingToCompressError,
+    name_of_compression,
+)
 from lightning_zero.engine.init.sources import Source
 from lightning_zero.engine.offload.states import DiskStates, Swap
 from lightning_zero.engine.offload.updates import fields_by_parameter
@@ -233,7 +239,7 @@ def check_compression(config: EngineConfig, units: Sequence[Sequence[UncutBucket
     """Warn on rank 0 if less is compressed than was asked for.
 
     Raises:
-        ValueError: if nothing can be compressed although there are several machines.
+        NothingToCompressError: if nothing can be compressed although there are several machines.
     """
     compression = config.compresses
     if compression is None:
@@ -254,12 +260,12 @@ def check_compression(config: EngineConfig, units: Sequence[Sequence[UncutBucket
     if communicator.is_on_one_machine:
         said = f"{given} has no effect: all {communicator.size} ranks are on one machine."
     elif not communicator.may_compress:
-        raise ValueError(
+        raise NothingToCompressError(
             f"{given} is for ranks on CPUs that communicate over Gloo: leave it out, or write reduce_dtype='bf16' to "
             "send gradients in 16 bits."
         )
     elif len(idle) == sum(each is not None for each in (compression.parameters, compression.gradients)):
-        raise ValueError(f"{given} has no effect between these machines. It compresses {'; '.join(idle)}.")
+        raise NothingToCompressError(f"{given} has no effect between these machines. It compresses {'; '.join(idle)}.")
     elif idle:
         said = f"{given} compresses {idle[0]}."
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -44,14 +44,19 @@ class Topology:
         """
         ranks, sizes = len(self.machines), [len(node) for node in self.nodes]
         if size == "node" and len(set(sizes)) > 1:
+            # groups within machines if possible
+            numbers = _proper_divisors(ranks) if gcd(*sizes) == 1 else _divisors(gcd(*sizes))
+            mend = f"write the number of ranks of a group, {_listed(numbers, 'or')}" if numbers else "leave it out"
             raise ValueError(
                 "shard_within='node' needs the same number of ranks on each machine, and the machines run "
-                f"{_listed(sizes, 'and')} ranks: write the number of ranks of a group, {_divisors_of(*sizes)}."
+                f"{_listed(sizes, 'and')} ranks: {mend}."
             )
         size = sizes[0] if size == "node" else size
         assert isinstance(size, int)
         if ranks % size:
-            raise ValueError(f"shard_within={size} does not divide {ranks} ranks: write {_divisors_of(ranks)}.")
+            choices = [*_proper_divisors(ranks), *(["'node'"] if len(set(sizes)) == 1 else [])]
+            mend = f"write {_listed(choices, 'or')}" if choices else "leave it out"
+            raise ValueError(f"shard_within={size} does not divide {ranks} ranks: {mend}.")
         number_of = {rank: place // size for place, rank in enumerate(chain.from_iterable(self.nodes))}
         return Topology(tuple(number_of[rank] for rank in range(ranks)))
 
@@ -65,12 +70,16 @@ class Topology:
         return [ranks[local] for ranks in self.nodes]
 
 
-def _divisors_of(*numbers: int) -> str:
-    """What divides all numbers, or else their sum."""
-    whole = gcd(*numbers) if gcd(*numbers) > 1 else sum(numbers)
-    return _listed([each for each in range(2, whole + 1) if whole % each == 0], "or")
+def _divisors(number: int) -> list[int]:
+    """All divisors except 1."""
+    return [each for each in range(2, number + 1) if number % each == 0]
 
 
-def _listed(items: list[int], word: str) -> str:
+def _proper_divisors(ranks: int) -> list[int]:
+    """Sizes of groups that are smaller than all ranks together, which would be stage 3."""
+    return _divisors(ranks)[:-1]
+
+
+def _listed(items: Sequence[object], word: str) -> str:
     *first, last = map(str, items)
     return f"{', '.join(first)} {word} {last}" if first else last
