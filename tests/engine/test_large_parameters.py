@@ -18,8 +18,9 @@ WIDTH, CHUNK = 32, 2**13
 
 
 class Embeds(nn.Module):
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, uses_twice: bool = False) -> None:
         super().__init__()
+        self.uses_twice = uses_twice
         self.embed = nn.Embedding(rows, WIDTH)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(4))
 
@@ -27,14 +28,23 @@ class Embeds(nn.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
+        if self.uses_twice:
+            x = nn.functional.linear(x, self.embed.weight)
         return x.square().mean()
 
 
 def train(
-    rows: int, bucket_numel: int, machines: str, unused: bool = False, micro_batches: int = 1, **options: Any
+    rows: int,
+    bucket_numel: int,
+    machines: str,
+    unused: bool = False,
+    micro_batches: int = 1,
+    dtype: torch.dtype = torch.float32,
+    uses_twice: bool = False,
+    **options: Any,
 ) -> tuple[Any, dict[str, int]]:
     torch.manual_seed(0)
-    model = Embeds(rows)
+    model = Embeds(rows, uses_twice).to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with on_machines(machines):
         engine = Engine(model, [optimizer], bucket_numel=bucket_numel, **options)
@@ -45,7 +55,7 @@ def train(
             generator = torch.Generator().manual_seed(100 * step + 10 * micro_batch + rank())
             loss = model(torch.randint(rows, (8, 16), generator=generator))
             if unused and rank() == micro_batch % 2:
-                loss = model.blocks[0](torch.ones(1, WIDTH)).sum()
+                loss = model.blocks[0](torch.ones(1, WIDTH, dtype=dtype)).sum()
             last = micro_batch + 1 == micro_batches
             with contextlib.nullcontext() if last or options["stage"] != 1 else engine.no_sync():
                 loss.backward()
@@ -74,6 +84,31 @@ def compare(machines: str, **options: Any) -> None:
 )
 def test_buffers_of_reduction_do_not_grow_with_the_largest_parameter(run_on, stage, machines, options):
     run_on(2, compare, stage=stage, machines=machines, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"reduce_dtype": "bf16"}, {"micro_batches": 2}], ids=str)
+def test_nor_do_those_of_sums_over_machines_where_each_has_all_parameters(run_on, options):
+    run_on(4, compare, stage=3, machines="aabb", shard_within="node", **options)
+
+
+def reduce_in_16_bits(machines: str, stage: int, twice: bool) -> None:
+    """A gradient in 16 bits is not copied to fp32 as a whole: beside it there is this rank's shard of the sum alone."""
+    options: Any = {"stage": stage, "machines": machines, "dtype": torch.bfloat16, "uses_twice": twice}
+    rows = 2**13
+    found, peak = train(rows, CHUNK, **options)
+    expected, _ = train(rows, 2**25, **options)
+    same_tensors(found, expected, bound=0)
+    elements = rows * WIDTH
+    own = 4 * elements // 2  # the shard of the sum, in fp32
+    assert peak["gradients"] <= (4 if twice else 2) * elements + own + 4 * 4 * CHUNK, "and those of small buckets"
+    assert peak["reduction"] <= 2 * 4 * (2 * CHUNK) + 4 * CHUNK
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["used once", "used twice"])
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("machines", ["aa", "ab"])
+def test_a_gradient_in_16_bits_is_cast_in_chunks(run_on, machines, stage, twice):
+    run_on(2, reduce_in_16_bits, machines=machines, stage=stage, twice=twice)
 
 
 @pytest.mark.parametrize(("stage", "micro_batches"), [(2, 1), (1, 2), (2, 2)])

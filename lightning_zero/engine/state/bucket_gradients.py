@@ -56,13 +56,16 @@ class BucketGradients:
         # Within a machine nothing is encoded if sums over machines follow.
         self._first_codec = Cast(self._dtype) if bucket.part is not None else self._codec
         are_small = layout.numel <= _SMALL * len(layout.segments)
-        # Reduce without a copy into one buffer; not with many small gradients, where the calls cost more than the copy.
-        takes_spans = communicator.along(bucket.over).takes_spans
-        self._reduces_in_spans = takes_spans and self._first_codec == Cast(self._dtype) and not are_small
-        copied_together = are_small and layout.numel <= _SMALL_BUCKET
         # The gradient itself is as large as the parameter; its reduction need not take as much once more.
         is_alone_and_large = len(layout.segments) == 1 and layout.numel > chunk_numel and communicator.size > 1
+        # Reduce without a copy into one buffer; not with many small gradients, where the calls cost more than the copy,
+        # and not where a large gradient would be cast as a whole.
+        takes_spans = communicator.along(bucket.over).takes_spans and self._first_codec == Cast(self._dtype)
+        is_cast_in_chunks = is_alone_and_large and bucket.full.dtype != self._dtype
+        self._reduces_in_spans = takes_spans and not are_small and not is_cast_in_chunks
+        copied_together = are_small and layout.numel <= _SMALL_BUCKET
         self._chunk_numel = chunk_numel if is_alone_and_large and not self._reduces_in_spans else None
+        self._crossing_chunk_numel = chunk_numel if is_alone_and_large and bucket.part is not None else None
         self._may_all_stay_apart = (
             self._reduces_in_spans or communicator.size == 1 or copied_together or self._chunk_numel is not None
         )
@@ -97,8 +100,9 @@ class BucketGradients:
             gradient = share.own(gradient)
         stays_apart = gradient.numel() <= _SMALL or (self._may_all_stay_apart and self.flat is None)
         if stays_apart and self.reduces and not self._filled[index]:
-            if gradient.dtype != self._dtype or not gradient.is_contiguous() or gradient.requires_grad:
-                gradient = gradient.detach().to(self._dtype).contiguous()
+            dtype = self._dtype if self._chunk_numel is None else gradient.dtype  # chunks are cast one by one
+            if gradient.dtype != dtype or not gradient.is_contiguous() or gradient.requires_grad:
+                gradient = gradient.detach().to(dtype).contiguous()
             self._apart[index] = gradient
             self._filled[index] = True
             if self._is_counted_apart:
@@ -106,7 +110,7 @@ class BucketGradients:
             return
         with torch.no_grad():
             if index in self._apart:
-                self._apart[index].add_(gradient)
+                self._in_dtype_of_accumulation(index).add_(gradient)
                 return
             if self.flat is None:
                 self.flat = self._make_flat()
@@ -122,6 +126,14 @@ class BucketGradients:
                 if mean_first:
                     target.mul_(factor)
             self._filled[index] = True
+
+    def _in_dtype_of_accumulation(self, index: int) -> Tensor:
+        """A gradient that is kept separately, cast so that another one can be added."""
+        before, gradient = self._apart[index], self._apart[index].to(self._dtype)
+        self._apart[index] = gradient
+        if self._is_counted_apart:
+            self.bucket.ledger.add(self._category, gradient.nbytes - before.nbytes)
+        return gradient
 
     def _turn_to_current_stream(self) -> None:
         """Make the current stream wait for the one that earlier gradients came on.
@@ -262,6 +274,8 @@ class BucketGradients:
             shard = self._accumulating_shard(slots_of(self.bucket))
             if shard is not None and (accumulated := shard.take()) is not None:
                 total.add_(accumulated)
+            if self._crossing_chunk_numel is not None:
+                self._hold(self._category, total.nbytes)
             return self._reduce_across(total)
 
     def _hold(self, category: str, nbytes: int) -> None:
@@ -287,8 +301,25 @@ class BucketGradients:
 
     def _reduce_across(self, part: Tensor) -> Pending:
         collectives, ranges = self.bucket.communicator.along((NODE,)), self.bucket.layout.ranges_in_part
-        self._hold("reduction", collectives.reduction_bytes(part, ranges, self._codec))
-        return collectives.reduce_scatter(part, ranges, self._codec, f"{self._what} over machines")
+        what = f"{self._what} over machines"
+        if self._crossing_chunk_numel is None:
+            self._hold("reduction", collectives.reduction_bytes(part, ranges, self._codec))
+            return collectives.reduce_scatter(part, ranges, self._codec, what)
+        start, stop = self.bucket.layout.own_range
+        self._hold(self._category, (stop - start) * part.itemsize)
+        reduction = ChunkedReduction(
+            part,
+            ranges,
+            stop - start,
+            collectives,
+            self._codec,
+            factor=1.0,
+            chunk_numel=self._crossing_chunk_numel,
+            like=part[:0],
+            ledger=self.bucket.ledger,
+            what=what,
+        )
+        return Pending(what, Started([], [], reduction.finish))
 
     def _sum_over_machines(self, part: Tensor) -> Tensor:
         """Complete a sum that was left within a machine. Collective."""
@@ -324,7 +355,8 @@ class BucketGradients:
         with torch.no_grad():
             reduction = ChunkedReduction(
                 gradient,
-                self.bucket.layout,
+                self.bucket.layout.part_ranges,
+                stop - start,
                 self.bucket.communicator.along(self.bucket.over),
                 self._first_codec,
                 factor=factor if self._can_take_mean_first else 1.0,

@@ -7,13 +7,14 @@ rank's range, so that what comes back is a piece of this rank's shard.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_zero.engine.comm.bucket_collectives import BucketCollectives, Pending
 from lightning_zero.engine.comm.codec import Codec
-from lightning_zero.engine.plan.layout import ALIGNMENT, BucketLayout
+from lightning_zero.engine.plan.layout import ALIGNMENT
 from lightning_zero.engine.state.ledger import Ledger
 
 _IN_FLIGHT = 2
@@ -24,9 +25,10 @@ class ChunkedReduction:
     """Sums a gradient over ranks.
 
     Args:
-        gradient: 1-D, in the dtype of accumulation; None for zeros.
-        layout: of its bucket, which has no other parameter.
-        collectives: between the ranks of ``layout.part_ranges``.
+        gradient: 1-D, without padding at its end, in any dtype; None for zeros.
+        ranges: ``[start, stop)`` of each rank, equally long, or all but one of them empty.
+        own_numel: elements of this rank's range.
+        collectives: between these ranks.
         codec: of what travels.
         factor: to multiply by first.
         chunk_numel: elements of a chunk, about.
@@ -37,7 +39,8 @@ class ChunkedReduction:
     def __init__(
         self,
         gradient: Tensor | None,
-        layout: BucketLayout,
+        ranges: Sequence[tuple[int, int]],
+        own_numel: int,
         collectives: BucketCollectives,
         codec: Codec,
         *,
@@ -47,15 +50,13 @@ class ChunkedReduction:
         ledger: Ledger,
         what: str,
     ) -> None:
-        self._gradient, self._ranges, self._collectives, self._codec = gradient, layout.part_ranges, collectives, codec
+        self._gradient, self._ranges, self._collectives, self._codec = gradient, ranges, collectives, codec
         self._factor, self._like, self._ledger, self._what = factor, like, ledger, what
-        self._numel = layout.segments[0].numel
-        self._length = max(stop - start for start, stop in self._ranges)  # others are empty
-        chunks = -(-layout.padded_numel // chunk_numel)
+        self._length = max(stop - start for start, stop in ranges)  # others are empty
+        chunks = max(-(-max(stop for _, stop in ranges) // chunk_numel), 1)
         self._step = max(-(-self._length // chunks // ALIGNMENT) * ALIGNMENT, ALIGNMENT)
         self._starts = deque(range(0, self._length, self._step))
-        begin, end = layout.own_part
-        self._total = like.new_empty(end - begin)
+        self._total = like.new_empty(own_numel)
         self._running: deque[tuple[int, Pending, int]] = deque()
         while self._starts and len(self._running) < _IN_FLIGHT:
             self._start()
@@ -83,13 +84,20 @@ class ChunkedReduction:
         self._running.append((start, self._collectives.reduce_scatter(flat, ranges, self._codec, self._what), nbytes))
 
     def _copy_into(self, chunk: Tensor, start: int) -> None:
-        """The elements from ``start`` of each range, multiplied, in a row each; padding is zero."""
+        """The elements from ``start`` of each range, cast and then multiplied, in a row each; padding is zero."""
         filled, width, length = 0, chunk.shape[1], self._length
         if self._gradient is not None:
-            whole = self._numel // length
+            whole = len(self._gradient) // length
             rows, rest = self._gradient[: whole * length].view(whole, length), self._gradient[whole * length :]
             rest = rest[start : start + width]
             filled = whole * width + len(rest)
-            torch.mul(rows[:, start : start + width], self._factor, out=chunk[:whole])
-            torch.mul(rest, self._factor, out=chunk.view(-1)[whole * width : filled])
+            for values, into in (
+                (rows[:, start : start + width], chunk[:whole]),
+                (rest, chunk.view(-1)[whole * width : filled]),
+            ):
+                if values.dtype == into.dtype:
+                    torch.mul(values, self._factor, out=into)
+                else:
+                    into.copy_(values)
+                    into.mul_(self._factor)
         chunk.view(-1)[filled:].zero_()
