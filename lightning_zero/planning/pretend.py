@@ -191,6 +191,7 @@ class PretendActivationParts(ActivationParts):
         return frozenset(values)
 
     def gather(self, flat: Tensor, mark: Tensor) -> Callable[[], Any]:
+        self.count(flat)
         return partial(self._recorder.wait, self._recorder.launch_tensor_parallel(flat.nbytes))
 
 

@@ -100,7 +100,9 @@ class Recorder(TorchDispatchMode):
             if not func.__name__.startswith("wait_tensor"):
                 sizes = [value.nbytes for value in tree_leaves((args, result)) if isinstance(value, Tensor)]
                 reduces_all = func.__name__.startswith(("all_reduce", "allreduce"))
-                self.wait(self.launch_tensor_parallel(max(sizes, default=0), times=2 if reduces_all else 1))
+                nbytes = max(sizes, default=0)
+                self.tensor_parallel_bytes += nbytes
+                self.wait(self.launch_tensor_parallel(nbytes, times=2 if reduces_all else 1))
         elif not func.is_view and func.namespace != "prim" and func not in _FREE:
             flops = flops_of(func, args, kwargs, result)
             nbytes = sum(value.nbytes for value in tree_leaves((args, kwargs, result)) if isinstance(value, Tensor))
@@ -119,7 +121,6 @@ class Recorder(TorchDispatchMode):
         Args:
             times: that a rank sends all but its own part.
         """
-        self.tensor_parallel_bytes += nbytes
         sent = times * nbytes * (self._together - 1) / self._together
         return self.launch(sent, sent * self._leaving)
 

@@ -266,11 +266,11 @@ class Deep(nn.Module):
         return x.square().mean()
 
 
-def train_deep(**options: Any) -> tuple[Any, int]:
-    """Losses and weights; the bytes of activations that the engine kept in memory at the end of forward."""
+def train_deep(tensor_parallel_size: int = 2, **options: Any) -> tuple[Any, int, dict[str, int]]:
+    """Losses and weights; bytes of activations that the engine kept in memory after forward, and gathered in all."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    mesh = mesh_of(2)
+    mesh = mesh_of(tensor_parallel_size)
     torch.manual_seed(0)
     model = Deep()
     plan = {f"blocks.{n}.up": ColwiseParallel() for n in range(4)}
@@ -288,18 +288,24 @@ def train_deep(**options: Any) -> tuple[Any, int]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-    weights = engine.full_state_dict()
+    weights, report = engine.full_state_dict(), engine.report()
     engine.close()
-    return (losses, weights), kept
+    return (
+        (losses, weights),
+        kept,
+        {"calls": report.calls.get("activations", 0), "bytes": report.bytes.get("activations", 0)},
+    )
 
 
 def partition(stage: int, **options: Any) -> None:
-    expected, _ = train_deep(stage=stage)
-    found, kept = train_deep(stage=stage, partition_activations=True, **options)
+    expected, _, gathered = train_deep(stage=stage)
+    assert gathered == {"calls": 0, "bytes": 0}
+    found, kept, gathered = train_deep(stage=stage, partition_activations=True, **options)
     assert all(torch.equal(a, b) for a, b in zip(found[0], expected[0], strict=True))
     same_tensors(found[1], expected[1], bound=0)
     in_memory = options.get("offload", {}).get("activations") != "nvme"
     assert kept == (4 * ACTIVATION // 2 if in_memory else 0), "each rank keeps half of each of four inputs"
+    assert gathered == {"calls": 3 * 3, "bytes": 3 * 3 * ACTIVATION}, "in three steps each input but the last block's"
 
 
 @pytest.mark.parametrize("offload", [None, {"activations": "cpu"}, {"activations": "nvme"}], ids=str)

@@ -10,7 +10,13 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy
@@ -113,6 +119,86 @@ def test_sums_over_tensor_parallel_ranks_are_planned(together):
     assert sum(event.flops for event in run.events) == pytest.approx(
         sum(event.flops for event in whole.events) / together, rel=0.01
     )
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each(x).unflatten(-1, (-1, 16)).transpose(-2, -3) for each in (self.q, self.k, self.v))
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(-2, -3).flatten(-2))
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(WIDTH, 3 * WIDTH, bias=False) for _ in range(2))
+        self.down = nn.Linear(3 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class LlamaLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before_attention, self.before_mlp = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.attention, self.mlp = Attention(), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.before_attention(x))
+        return x + self.mlp(self.before_mlp(x))
+
+
+class Llama(Divided):
+    """Layers of attention and a gated MLP, each with one sum over tensor-parallel ranks in forward, one in backward."""
+
+    def configure_model(self) -> None:
+        if hasattr(self, "layers"):
+            return
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.layers = nn.ModuleList(LlamaLayer() for _ in range(self.depth))
+        columns, rows = ColwiseParallel(), RowwiseParallel()
+        whole = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
+        plan = {f"attention.{name}": columns for name in "qkv"} | {"attention.out": rows, "attention": whole}
+        plan |= {"mlp.gate": columns, "mlp.up": columns, "mlp.down": rows, "mlp": whole}
+        for layer in self.layers:
+            parallelize_module(layer, self.device_mesh["tensor_parallel"], plan)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(self.first(batch), batch_idx)
+
+
+@pytest.mark.parametrize("together", [2, 4])
+def test_partitioned_activations_add_a_tenth_to_the_traffic_of_tensor_parallelism(together):
+    """Section 8.1: at most 10 %. With s tokens of width h a layer has six all-reduces, two in forward, two as it is
+    computed again (the last is left out: nothing needs its result) and two in backward, each of 2 (T - 1) / T s h; and
+    one all-gather of (T - 1) / T s h."""
+    sent, gathered, reduced = [], [], []
+    for depth in (3, 6):
+        for is_partitioned in (False, True):
+            run = fake_run(
+                partial(Llama, depth=depth),
+                torch.randn(2, 64, WIDTH),
+                ranks=8,
+                stage=1,
+                tensor_parallel_size=together,
+                activation_checkpointing=LlamaLayer,
+                partition_activations=is_partitioned,
+            )
+            sent.append(sum(event.nbytes for event in run.events if event.kind == "launch"))
+            gathered.append(run.traffic.get("activations", 0))
+            reduced.append(run.traffic["tensor_parallel"])
+    tokens, part = 2 * 64 * WIDTH * 4, (together - 1) / together
+    assert gathered == [0, 2 * tokens, 0, 5 * tokens], "the last layer's input is still there"
+    assert reduced[0] == reduced[1] and reduced[2] == reduced[3]
+    a_layer = (reduced[2] - reduced[0]) / 3
+    assert a_layer in (5 * tokens, 6 * tokens)
+    added = (sent[3] - sent[2]) / 5
+    assert added == pytest.approx(part * tokens)
+    assert added <= 0.10 * 2 * part * a_layer
 
 
 @pytest.mark.parametrize(("together", "crossing"), [(2, False), (4, True)])

@@ -10,7 +10,7 @@ Link = Literal["within", "across"]
 
 
 class Counters:
-    """Calls, logical elements and bytes by kind of collective ("all_gather", "reduce_scatter", "control") and link.
+    """Calls, logical elements and bytes by kind of collective ("all_gather", "reduce_scatter", "control" ...) and link.
 
     One all-gather of a bucket counts the whole padded bucket once, as the paper counts its communication volume
     (SC20, section 7): the wire carries (N - 1) / N of it each way.

@@ -80,10 +80,11 @@ class TensorParallel:
         groups: those of all tensor-parallel groups; likewise.
         group: of these ranks; likewise.
         control: for Python values.
+        counters: of all that is communicated here.
     """
 
     def __init__(self, mesh: DeviceMesh | None, counters: Counters) -> None:
-        self.rank, self.size, self._counters = 0, 1, counters
+        self.rank, self.size, self.counters = 0, 1, counters
         self.control = ControlPlane(None, [0], 0, None, counters, 0)
         along = self._mesh = mesh[TENSOR] if mesh is not None else None
         if along is not None and along.size() > 1:
@@ -101,7 +102,7 @@ class TensorParallel:
             tag: of messages.
         """
         self._watch, self._control_group = watch, control_group
-        self.control = ControlPlane(control_group, self.ranks, self.rank, watch, self._counters, tag)
+        self.control = ControlPlane(control_group, self.ranks, self.rank, watch, self.counters, tag)
 
     # -- what the module's parameters are ---------------------------------------------------------------------------
 
@@ -154,7 +155,7 @@ class TensorParallel:
         padded = own.new_zeros(most)
         padded.narrow(share.dimension, 0, own.shape[share.dimension]).copy_(own)
         gathered = own.new_empty((self.size, *most))
-        self._counters.add("control", gathered.numel(), gathered.nbytes)
+        self.counters.add("control", gathered.numel(), gathered.nbytes)
         with self.waiting("a gather over tensor-parallel ranks"):
             dist.all_gather(list(gathered.unbind()), padded, self.group)
         parts = (part.narrow(share.dimension, 0, share.length(index)) for index, part in enumerate(gathered.unbind()))
@@ -163,7 +164,7 @@ class TensorParallel:
     def all_reduce(self, tensor: Tensor, op: Any = None) -> Tensor:
         """Reduce a small tensor in place."""
         if self.size > 1:
-            self._counters.add("control", tensor.numel(), tensor.nbytes)
+            self.counters.add("control", tensor.numel(), tensor.nbytes)
             with self.waiting("a sum, norm or extreme over tensor-parallel ranks"):
                 dist.all_reduce(tensor, op or dist.ReduceOp.SUM, self.group)
         return tensor
@@ -171,7 +172,7 @@ class TensorParallel:
     def broadcast(self, tensor: Tensor) -> Tensor:
         """The first rank's values, in place."""
         if self.size > 1:
-            self._counters.add("control", tensor.numel(), tensor.nbytes)
+            self.counters.add("control", tensor.numel(), tensor.nbytes)
             group = self._control_group if tensor.device.type == "cpu" else self.group
             with self.waiting("a broadcast over tensor-parallel ranks"):
                 dist.broadcast(tensor, self.ranks[0], group)
@@ -228,6 +229,10 @@ class ActivationParts:
             return None
         return frozenset(alike)
 
+    def count(self, flat: Tensor) -> None:
+        """Count a gather of a whole tensor."""
+        self._tensor.counters.add("activations", flat.numel(), flat.nbytes)
+
     def gather(self, flat: Tensor, mark: Tensor) -> Callable[[], Any]:
         """Start to fill a tensor, of which each rank has an equal range; returns a function that waits for it.
 
@@ -238,6 +243,7 @@ class ActivationParts:
         Raises:
             RuntimeError: in the wait, if ranks had different tensors.
         """
+        self.count(flat)
         own, marks = flat.chunk(self.size)[self.rank].clone(), mark.new_empty(self.size)
         with explained(_GATHER):
             works = [
