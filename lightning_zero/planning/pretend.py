@@ -176,7 +176,7 @@ class PretendTensorParallel(TensorParallel):
     def broadcast(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def check_same(self, batch: Any) -> None:
+    def check_same(self, batch: Any, sampler: str) -> None:
         pass
 
 

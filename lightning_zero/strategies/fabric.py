@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
+import torch
 from lightning import fabric
 from lightning.fabric.strategies import STRATEGY_REGISTRY, ParallelStrategy
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from lightning_zero.engine.optim.compatibility import check_optimizers
 from lightning_zero.engine.tensor.sharded_tree import Leaf, on_cpu
 from lightning_zero.strategies.options import StrategyOptions, takes_options
 from lightning_zero.strategies.processes import ZeroProcesses
+from lightning_zero.strategies.same_batches import SameBatches
 
 
 @takes_options(StrategyOptions, ParallelStrategy)
@@ -232,13 +234,15 @@ class _Sharded(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self._has_checked_inputs = False
+        self._same_inputs = SameBatches(
+            "leave use_distributed_sampler=True in fabric.setup_dataloaders(...), or make the sampler with "
+            "DistributedSampler(dataset, **fabric.strategy.distributed_sampler_kwargs)"
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        engine = None if self._has_checked_inputs else engine_of(self.module)
-        if engine is not None:
-            self._has_checked_inputs = True
-            engine.communicator.tensor.check_same((*args, kwargs))
+        if (engine := engine_of(self.module)) is not None:
+            step = "training_step" if self.module.training and torch.is_grad_enabled() else "other"
+            self._same_inputs.compare(engine.communicator.tensor, self.module, (*args, kwargs), step)
         return self.module(*args, **kwargs)
 
 

@@ -43,6 +43,7 @@ from lightning_zero.strategies.out_of_memory import say_who_holds_memory
 from lightning_zero.strategies.processes import ZeroProcesses
 from lightning_zero.strategies.resilience import NoRoomError, Resilience, keep_for_next_attempt
 from lightning_zero.strategies.resuming import DataLoadingState
+from lightning_zero.strategies.same_batches import SameBatches
 from lightning_zero.strategies.signals import Signals
 from lightning_zero.strategies.trainer_checkpoints import TrainerCheckpoints, is_absent
 
@@ -50,9 +51,9 @@ from lightning_zero.strategies.trainer_checkpoints import TrainerCheckpoints, is
 def _in_window(step: str) -> Callable[..., Any]:
     def run(self: TrainerStrategy, *args: Any, **kwargs: Any) -> Any:
         note_step()
-        if step == "training_step" and not self._has_checked_batch and self.engine is not None:
-            self._has_checked_batch = True
-            self.engine.communicator.tensor.check_same(args[0] if args else kwargs)
+        if self.engine is not None:
+            tensor = self.engine.communicator.tensor
+            self._same_batches.compare(tensor, self.lightning_module, args[0] if args else kwargs, step)
         with self.engine.window() if self.engine is not None else nullcontext():
             return getattr(super(TrainerStrategy, self), step)(*args, **kwargs)
 
@@ -83,7 +84,10 @@ class TrainerStrategy(TrainerCheckpoints):
         self.last_report: Report | None = None
         self._early_updates: EarlyUpdates | None = None
         self._signals: Signals | None = None
-        self._has_checked_batch = False
+        self._same_batches = SameBatches(
+            "leave use_distributed_sampler=True, or make the sampler with DistributedSampler(dataset, "
+            "**trainer.strategy.distributed_sampler_kwargs)"
+        )
         self._was_sharded = False  # before this run, by an engine that it continues with
         self._backward = ExitStack()  # contexts to exit when backward ends
         super().__init__(stage=stage, **options)
@@ -184,7 +188,7 @@ class TrainerStrategy(TrainerCheckpoints):
         self._masters = {}
         if not self.restore_checkpoint_after_setup:
             self._loaded = self._loaded or {}
-        self._has_checked_batch = False
+        self._same_batches.restart()
         self.setup_precision_plugin()
         if fitting:
             self._data_loading = DataLoadingState(trainer, self.root_device)

@@ -178,11 +178,12 @@ class TensorParallel:
                 dist.broadcast(tensor, self.ranks[0], group)
         return tensor
 
-    def check_same(self, batch: Any) -> None:
+    def check_same(self, batch: Any, sampler: str) -> None:
         """Raise a ValueError on every rank if tensor-parallel ranks have different tensors in a batch. Collective.
 
         Args:
             batch: nested lists, tuples and dictionaries.
+            sampler: what to write for a sampler that gives them the same.
         """
         if self.size == 1:
             return
@@ -195,9 +196,8 @@ class TensorParallel:
         different = [name for name in names if len({theirs.get(name) for theirs in everywhere}) > 1]
         raise ValueError(
             f"Tensor-parallel ranks {self.ranks} compute one forward together, but their batches differ in "
-            f"{', '.join(f'batch{name}' for name in different[:5])}. Give them the same data: leave "
-            "use_distributed_sampler=True, or make the sampler with DistributedSampler(dataset, "
-            "**trainer.strategy.distributed_sampler_kwargs), and seed alike what draws random numbers in the dataset."
+            f"{', '.join(f'batch{name}' for name in different[:5])}. Give them the same data: "
+            f"{sampler}, and seed alike what draws random numbers in the dataset."
         )
 
 

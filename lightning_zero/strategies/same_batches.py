@@ -1,0 +1,70 @@
+"""Checks that tensor-parallel ranks compute with the same batches and the same random numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_zero.engine.comm.tensor_parallel import TensorParallel
+
+_FIRST, _EVERY = 4, 100
+"""Training batches that are compared: the first few, then one of so many. A comparison copies the batch to the CPU."""
+
+
+class SameBatches:
+    """Compares batches of tensor-parallel ranks. Collective, like the module's forward.
+
+    Args:
+        sampler: what to write for a sampler that gives them the same, for the error message.
+    """
+
+    def __init__(self, sampler: str) -> None:
+        self._sampler = sampler
+        self._seen: Counter[str] = Counter()
+
+    def restart(self) -> None:
+        """Begin with a first batch again."""
+        self._seen.clear()
+
+    def compare(self, tensor: TensorParallel, module: nn.Module, batch: Any, step: str) -> None:
+        """Compare a batch, if it is one of those to be compared.
+
+        Args:
+            batch: nested lists, tuples and dictionaries.
+            step: what it is for: of ``"training_step"`` the first batches and later ones, of others the first.
+
+        Raises:
+            ValueError: on every rank, if it differs.
+        """
+        if tensor.size == 1:
+            return
+        number, trains = self._seen[step], step == "training_step"
+        self._seen[step] += 1
+        if number == 0 or (trains and (number < _FIRST or number % _EVERY == 0)):
+            tensor.check_same(batch, self._sampler)
+        if number == 0 and trains:
+            _warn_of_random_numbers(tensor, module)
+
+
+def _warn_of_random_numbers(tensor: TensorParallel, module: nn.Module) -> None:
+    """Warn if a module drops out, and tensor-parallel ranks would drop other elements."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    if tensor.control.is_alike("".join(hashlib.sha256(state.numpy().tobytes()).hexdigest() for state in states)):
+        return
+    for name, each in module.named_modules():
+        if isinstance(each, nn.modules.dropout._DropoutNd) and each.training and each.p > 0 and tensor.rank == 0:
+            warnings.warn(
+                f"The states of random number generators differ between tensor-parallel ranks {tensor.ranks}, so that "
+                f"{name or 'the module'} ({type(each).__name__}) drops other elements on each, and losses and "
+                "gradients are wrong where these ranks have the same tensor. Seed all ranks alike: call "
+                "seed_everything(seed) before training, and draw no other random numbers on some ranks only.",
+                stacklevel=2,
+            )
+            return
