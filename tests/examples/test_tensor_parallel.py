@@ -1,4 +1,4 @@
-"""A Llama on 2 x 2 ranks learns as the same one on four ranks that nothing divides, from the same global batch."""
+"""A Llama on 2 x 2 ranks learns as the same one on two ranks that nothing divides, from the same global batch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ import pytest
 from tests.examples.running import SCRIPT, lines_with, run
 
 
+def loss_after_six_steps(folder: Path, *options: str) -> float:
+    output = run(SCRIPT, "examples/tensor_parallel.py", "--steps", "6", "--stage", "2", *options, folder=folder)
+    (line,) = lines_with(output, "loss after 6 steps")
+    return float(line.split()[-1])
+
+
 @pytest.mark.exhaustive
-def test_a_divided_llama_learns(tmp_path: Path) -> None:
-    options = ["--steps", "6", "--stage", "2"]
-    (line,) = lines_with(run(SCRIPT, "examples/tensor_parallel.py", *options, folder=tmp_path), "loss after 6 steps")
-    assert float(line.split()[-1]) < 5.3, "of ln 256 = 5.55, where it begins"
+def test_a_divided_llama_learns_what_a_whole_one_does(tmp_path: Path) -> None:
+    divided = loss_after_six_steps(tmp_path)
+    whole = loss_after_six_steps(tmp_path, "--ranks", "2", "--tensor-parallel-size", "1")
+    assert divided == pytest.approx(whole, abs=0.0011), "three decimals are printed"
+    assert divided < 5.3, "of ln 256 = 5.55, where it begins"
