@@ -387,6 +387,47 @@ def test_nor_does_it_on_four_ranks(run_on):
     run_on(4, compare_with_ddp, stage=3, model="1.2 M, 6 blocks", clip=True, micro_batches=3)
 
 
+def measure_buffers(stage: int, model: str, part: float) -> None:
+    """What is gathered and in reduction at once, at any moment, as a share of the bytes of all parameters.
+
+    Args:
+        part: the share of the largest unit or bucket.
+    """
+    from lightning_zero.engine import Engine
+    from lightning_zero.engine.plan import units
+
+    units.UNIT_NUMEL = 2**20
+    module, optimizer = prepare(Recipe(SMALL_MODELS[model], adam))
+    numel = sum(parameter.numel() for parameter in module.parameters())
+    engine = Engine(module, [optimizer], stage=stage)
+    most, add = 0, engine.ledger.add
+
+    def watched(category: str, nbytes: int) -> None:
+        nonlocal most
+        add(category, nbytes)
+        most = max(most, engine.ledger.now.get("gathered", 0) + engine.ledger.now.get("reduction", 0))
+
+    engine.ledger.add = watched  # type: ignore[method-assign]
+    for index in range(2):
+        module(*batch(index)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    # Three units are gathered in backward at stage 3. Two are in reduction, each with a half that is received from the
+    # other rank, while a third buffer fills: four times a unit.
+    parts = 4 if stage == 2 else 3 + 4
+    assert 0 < most <= 1.01 * parts * part * 4 * numel, f"{most / (4 * numel)} of the parameters"
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    ("model", "part"),
+    [("1.2 M, 6 blocks", 1 / 6), ("1.2 M, 24 blocks", 1 / 4), ("1.2 M, no blocks", 1 / 4), ("2.5 M, 3 blocks", 1 / 4)],
+)
+def test_what_a_small_model_has_in_buffers_is_a_few_of_its_parts(run_on, stage, model, part):
+    run_on(2, measure_buffers, stage=stage, model=model, part=part)
+
+
 def look_at_released_storages() -> None:
     module, optimizer, engine = make(3, prefetch=0)
     phases: list[int] = []
