@@ -179,7 +179,7 @@ class EngineConfig:
         """What optimizers of an unknown class need, by either option."""
         return False if self.whole_parameters is None and self.allow_any_optimizer else self.whole_parameters
 
-    def check_mesh(self, tensor_parallel_size: int | None) -> None:
+    def check_mesh(self, tensor_parallel_size: int | str | None) -> None:
         """Raise a ValueError if the options do not go with so many tensor-parallel ranks; None for no mesh."""
         if self.partition_activations and tensor_parallel_size in (None, 1):
             raise ValueError(

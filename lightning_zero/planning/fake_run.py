@@ -409,6 +409,8 @@ def fake_run(
     module = _made_on_meta(make_module)
     package = package_of(module)
     zero_strategy, ddp_strategy = _strategies(package)
+    if options.get("tensor_parallel_size") == "auto":
+        options["tensor_parallel_size"] = ranks // machines
     has_mesh = options.get("tensor_parallel_size") is not None
     together = options["tensor_parallel_size"] if has_mesh else 1
     crosses = together > ranks // machines  # tensor-parallel ranks are neighbours

@@ -29,7 +29,8 @@ class StrategyOptions:
         timeout: of the process group, as a ``timedelta`` or in seconds.
         tensor_parallel_size: so many neighbouring ranks compute each forward together, with parameters that the
             project's ``configure_model`` has divided over the dimension ``tensor_parallel`` of ``device_mesh``. ZeRO
-            shards each rank's share over the other dimension. None for no mesh.
+            shards each rank's share over the other dimension. ``"auto"`` for all ranks of a machine, as Lightning's
+            ``ModelParallelStrategy`` has it; None for no mesh.
         data_parallel_size: of the mesh's other dimension; ``"auto"`` for all ranks divided by ``tensor_parallel_size``.
         start_method: how the other processes are started: ``"popen"`` runs the script again; ``"spawn"``, ``"fork"``
             and ``"forkserver"`` are the start methods of ``torch.multiprocessing``.
@@ -39,15 +40,16 @@ class StrategyOptions:
     async_save: bool = False
     process_group_backend: str | None = None
     timeout: timedelta | float | None = default_pg_timeout
-    tensor_parallel_size: int | None = None
+    tensor_parallel_size: Literal["auto"] | int | None = None
     data_parallel_size: Literal["auto"] | int = "auto"
     start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
 
     def __post_init__(self) -> None:
-        for name, other in (("tensor_parallel_size", None), ("data_parallel_size", "auto")):
+        for name, known in (("tensor_parallel_size", "None, 'auto'"), ("data_parallel_size", "'auto'")):
             size = getattr(self, name)
-            if size != other and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-                raise ValueError(f"{name}={size!r} must be {other!r} or a number of ranks, 1 or more.")
+            is_default = size == "auto" or (size is None and name == "tensor_parallel_size")
+            if not is_default and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+                raise ValueError(f"{name}={size!r} must be {known} or a number of ranks, 1 or more.")
         if self.tensor_parallel_size is None and self.data_parallel_size != "auto":
             raise ValueError(
                 f"data_parallel_size={self.data_parallel_size!r} is of a mesh that tensor_parallel_size makes: set "
@@ -108,6 +110,12 @@ def split_options(
     """Split the keyword arguments of the strategy ``what`` into the engine's options and the strategy's own."""
     own = names_of_options(strategy_options)
     engine = [name for name in names_of_options(EngineConfig) if name not in SET_BY_STRATEGIES]
+    if "save_distributed_checkpoint" in options:
+        form = "sharded" if options["save_distributed_checkpoint"] else "full"
+        raise TypeError(
+            f"save_distributed_checkpoint={options['save_distributed_checkpoint']!r} is an argument of "
+            f"ModelParallelStrategy: write checkpoint={form!r} instead."
+        )
     check_names(options, [*engine, *own], what)
     config = EngineConfig(**{name: value for name, value in options.items() if name in engine})
     made = strategy_options(**{name: value for name, value in options.items() if name in own})

@@ -125,22 +125,33 @@ class ZeroProcesses(ParallelStrategy):
         along = self._mesh[DATA]
         return {"num_replicas": along.size(), "rank": along.get_local_rank()}
 
+    @property
+    def mesh_shape(self) -> tuple[int, int] | None:
+        """Ranks along ``data_parallel`` and ``tensor_parallel`` by the options; None without a mesh."""
+        tensor, data = self.options.tensor_parallel_size, self.options.data_parallel_size
+        if tensor is None:
+            return None
+        tensor = self.num_processes if tensor == "auto" else tensor
+        return self._mesh_ranks // tensor if data == "auto" else data, tensor
+
     def _make_mesh(self) -> None:
         """Make the mesh of the ranks, if one is wanted."""
-        tensor, data = self.options.tensor_parallel_size, self.options.data_parallel_size
-        if tensor is not None and self._mesh is None:
+        if self.mesh_shape is not None and self._mesh is None:
             self._check_mesh()
-            self._mesh = device_mesh(self.root_device, self._mesh_ranks // tensor if data == "auto" else data, tensor)
+            self._mesh = device_mesh(self.root_device, *self.mesh_shape)
 
     def _check_mesh(self) -> None:
         """Raise a ValueError if the ranks do not make the mesh that is wanted."""
-        tensor, data, size = self.options.tensor_parallel_size, self.options.data_parallel_size, self._mesh_ranks
-        if tensor is not None and size == 1:
+        size, data = self._mesh_ranks, self.options.data_parallel_size
+        if self.mesh_shape is None:
+            return
+        tensor = self.mesh_shape[1]
+        if size == 1:
             raise ValueError(
                 f"tensor_parallel_size={tensor} makes a mesh of several ranks, and there is one: leave it out, and "
                 "divide the module in configure_model only where trainer.world_size is above 1."
             )
-        if tensor is not None and size != (size // tensor if data == "auto" else data) * tensor:
+        if size != self.mesh_shape[0] * tensor:
             wanted = f"tensor_parallel_size={tensor}" + ("" if data == "auto" else f" and data_parallel_size={data}")
             raise ValueError(
                 f"{wanted} cannot be had with {size} rank(s) ({self.num_nodes} node(s) of {self.num_processes}): "

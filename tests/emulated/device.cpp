@@ -215,8 +215,9 @@ struct Gauge {
 // that suffices is taken, what is left of it is cut off, and neighbours are joined when they are free.
 class Segments {
  public:
-  Gauge allocated, reserved;
+  Gauge allocated, reserved, inactive_split;  // the last: free pieces of segments that are in use elsewhere
   bool expandable = false;  // each kind has one segment, which grows
+  size_t limit = SIZE_MAX, retries = 0;  // of what is reserved; how often all unused segments were given back for it
 
   char* take(size_t size, int pool, int stream) {
     bool small = size <= SMALL;
@@ -240,6 +241,7 @@ class Segments {
       if (mapped > grown[piece.segment]) reserved.add(mapped - std::exchange(grown[piece.segment], mapped));
     }
     allocated.add(piece.size);
+    count_inactive();
     return start;
   }
 
@@ -250,15 +252,23 @@ class Segments {
     if (it != pieces.begin()) it = joined(std::prev(it), it);
     if (std::next(it) != pieces.end()) joined(it, std::next(it));
     free.insert({it->second.kind, it->second.size, it->first});
+    count_inactive();
   }
 
   // Gives back segments that nothing uses, and forgets peaks.
   void empty() {
+    give_back();
+    count_inactive();
+    for (Gauge* gauge : {&allocated, &reserved, &inactive_split}) gauge->peak = gauge->now;
+    retries = 0;
+  }
+
+ private:
+  void give_back() {
     for (auto it = pieces.begin(); it != pieces.end();) {
       auto next = std::next(it);
       const Piece& piece = it->second;
-      bool is_whole = piece.is_free && it->first == piece.segment && (next == pieces.end() || next->second.segment != piece.segment);
-      if (is_whole) {
+      if (piece.is_free && is_whole(it)) {
         free.erase({piece.kind, piece.size, it->first});
         if (piece.grows) {
           reserved.add(-(int64_t)grown[piece.segment]);
@@ -272,11 +282,8 @@ class Segments {
       }
       it = next;
     }
-    allocated.peak = allocated.now;
-    reserved.peak = reserved.now;
   }
 
- private:
   static constexpr size_t SMALL = 1 << 20;
   static constexpr size_t RANGE = size_t(1) << 36;  // of addresses, of a segment that grows
   using Kind = std::tuple<int, int, bool>;  // pool, stream, whether pieces are small
@@ -291,6 +298,23 @@ class Segments {
 
   using Pieces = std::map<char*, Piece>;
 
+  bool is_whole(Pieces::iterator it) {
+    auto next = std::next(it);
+    return it->first == it->second.segment && (next == pieces.end() || next->second.segment != it->second.segment);
+  }
+
+  void count_inactive() {
+    size_t sum = 0;
+    for (auto& [kind, size, start] : free) {
+      auto it = pieces.find(start);
+      if (is_whole(it)) continue;
+      char *end = start + size, *segment = it->second.segment;
+      if (it->second.grows) end = std::min(end, segment + grown[segment]);
+      if (end > start) sum += end - start;
+    }
+    inactive_split.add((int64_t)sum - (int64_t)inactive_split.now);
+  }
+
   std::tuple<Kind, size_t, char*> segment(Kind kind, size_t least) {
     size_t size = std::get<2>(kind) ? 2 << 20 : least < 10 << 20 ? 20 << 20 : (least + (2 << 20) - 1) >> 21 << 21;
     char* start;
@@ -299,6 +323,11 @@ class Segments {
       start = (char*)mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
       TORCH_CHECK(start != MAP_FAILED, "no range of addresses");
     } else {
+      if (reserved.now + size > limit) {
+        ++retries;
+        give_back();
+        TORCH_CHECK(reserved.now + size <= limit, "out of memory: ", size, " bytes");
+      }
       start = (char*)std::aligned_alloc(512, size);
       TORCH_CHECK(start, "no memory for ", size, " bytes");
       std::memset(start, POISON, size);
@@ -806,8 +835,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   }, "Bytes that are in use, and their peak since the last call.");
   m.def("segments", [] {
     Lock lock;
-    return std::make_tuple(segments.allocated.now, segments.allocated.peak, segments.reserved.now, segments.reserved.peak);
-  }, "Bytes that are allocated, their peak, those of segments, and their peak.");
+    return std::make_tuple(
+        segments.allocated.now, segments.allocated.peak, segments.reserved.now, segments.reserved.peak,
+        segments.inactive_split.now, segments.inactive_split.peak, segments.retries);
+  }, "Bytes that are allocated, of segments, and of free pieces of segments in use, each with its peak; retries.");
+  m.def("limit", [](std::optional<size_t> bytes) {
+    Lock lock;
+    segments.limit = bytes.value_or(SIZE_MAX);
+  }, "The most bytes that segments may have together, other than those that grow; None for no limit.");
   m.def("empty", [] {
     Lock lock;
     segments.empty();

@@ -110,8 +110,9 @@ def _module() -> types.ModuleType:
 
 
 def _memory_stats(device: Any = None) -> dict[str, int]:
-    names = [f"{kind}_bytes.all.{when}" for kind in ("allocated", "reserved") for when in ("current", "peak")]
-    return dict(zip(names, native.segments()))
+    kinds = "allocated", "reserved", "inactive_split"
+    names = [f"{kind}_bytes.all.{when}" for kind in kinds for when in ("current", "peak")]
+    return dict(zip([*names, "num_alloc_retries"], native.segments(), strict=True))
 
 
 class MemPool:

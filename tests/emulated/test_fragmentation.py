@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +20,7 @@ from tests.emulated import device
 from tests.emulated.conftest import pools_of
 from tests.emulated.device import in_order
 from tests.gpu.one_device import twins
+from tests.numbers.test_memory import large_storages
 
 MB = 2**20
 WIDTH = 512
@@ -53,6 +55,64 @@ def follow_the_rules() -> None:
         pool = device.MemPool()
         with device.use_mem_pool(pool), device.use_mem_pool(pool):
             pass
+
+
+@in_order
+def run_short() -> None:
+    """Memory that nothing uses in segments that are in use, and what is given back where memory is short."""
+    gc.collect()
+    device.native.empty()
+    empty = partial(torch.empty, dtype=torch.uint8, device=device.NAME)
+    before = memory_now()
+    with device.use_mem_pool(device.MemPool()):
+        first = empty(32 * MB)
+        assert memory_now()["inactive_split"] == before["inactive_split"]
+        del first
+        assert memory_now()["inactive_split"] == before["inactive_split"], "a whole segment can be given back"
+        second = empty(12 * MB)
+        assert memory_now()["inactive_split"] == before["inactive_split"] + 20 * MB, "the rest of one in use cannot"
+        device.native.limit(before["reserved"] + 64 * MB)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            empty(48 * MB)
+        assert memory_now()["retries"] == 1
+        del second
+        assert empty(48 * MB).numel() == 48 * MB and memory_now()["retries"] == 2
+    device.native.limit(None)
+
+
+def memory_now() -> dict[str, int]:
+    stats = torch.get_device_module(device.NAME).memory_stats()
+    names = "allocated", "reserved", "inactive_split"
+    return {name: stats[f"{name}_bytes.all.current"] for name in names} | {"retries": stats["num_alloc_retries"]}
+
+
+def test_what_cannot_be_given_back_and_attempts_to_are_counted(run_on_unused_device):
+    run_on_unused_device(1, run_short)
+
+
+@in_order
+def look_at_addresses(stage: int) -> None:
+    """At rest, after the step that made the optimizer's states and after later ones."""
+    with twins(8):
+        module = nn.Sequential(*(Block() for _ in range(4)))
+        optimizer = torch.optim.Adam(module.parameters())
+        before = large_storages(MB // 4)
+        engine = Engine(module, [optimizer], stage=stage, units=[Block], device=device.NAME)
+        found = []
+        for step in range(4):
+            module(torch.randn(100 + 50 * step, WIDTH, device=device.NAME)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.accelerator.synchronize()
+            found.append({k: n for k, n in large_storages(MB // 4).items() if k not in before})
+        assert found[0] and sum(found[0].values()) == pytest.approx(sum(engine.report().at_rest.values()), rel=0.01)
+        assert found[1:] == found[:1] * 3
+        engine.close(communicate=False)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_shards_and_states_are_allocated_once(run_on_device, stage):
+    run_on_device(1, look_at_addresses, stage=stage)
 
 
 def test_memory_fragments_by_the_rules_of_cudas_allocator(run_on_device):

@@ -139,15 +139,29 @@ def test_it_is_as_one_process(run_on, stage, ranks):
         {"stage": 3, "units": Block, "prefetch": 2, "reduction_buffers": 1},
         {"stage": 3, "activation_checkpointing": Block},
         {"stage": 3, "overlap": False},
+        *(
+            pytest.param({"stage": 3, "offload": offload}, marks=pytest.mark.exhaustive)
+            for offload in (
+                {"optimizer": "cpu", "parameters": "cpu"},
+                {"optimizer": "nvme"},
+                {"optimizer": "nvme", "parameters": "cpu"},
+                {"optimizer": "nvme", "parameters": "nvme"},
+            )
+        ),
+        pytest.param({"stage": 2, "offload": {"optimizer": "nvme"}}, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
 def test_so_it_is_with_options(run_on, options, tmp_path):
+    if isinstance(options.get("offload"), dict):
+        options = options | {"offload": {"path": str(tmp_path), **options["offload"]}}
     run_on(4, train_in_two_dimensions, tensor_parallel_size=2, clip=0.5, **options)
 
 
 def read_and_write() -> None:
     """What user code reads, sums and writes is the whole parameter; tensor-parallel ranks stay equal."""
+    from torch.distributed.tensor import DTensor
+
     mesh = mesh_of(2)
     torch.manual_seed(0)
     plain = Net()
@@ -160,6 +174,7 @@ def read_and_write() -> None:
     engine = Engine(model, [optimizer], mesh=mesh, stage=3)
     for (name, own), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         expected = expected.detach()
+        assert not isinstance(own, DTensor) and not isinstance(own.data, DTensor)
         assert own.shape == expected.shape, name
         assert torch.equal(own.detach() * 1.0, expected) and torch.equal(
             own.t() if own.dim() == 2 else own, expected.t()
@@ -513,3 +528,104 @@ def observe() -> None:
 
 def test_what_user_code_is_given_is_whole(run_on):
     run_on(4, observe)
+
+
+# -- what one rank alone meets ----------------------------------------------------------------------------------------
+
+
+def overflow(stage: int) -> None:
+    """A gradient that overflows in the share of one tensor-parallel rank alone: no rank steps, all halve the scale."""
+    mesh = mesh_of(2)
+    torch.manual_seed(0)
+    model = parallelised(Net(), mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = Engine(model, [optimizer], mesh=mesh, stage=stage, unit_numel=0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scales, weights = [], [engine.full_state_dict()]
+    for step in range(3):
+        overflows = step == 1
+
+        def spoil(gradient: Tensor, overflows: bool = overflows) -> Tensor:
+            gradient = gradient.clone()
+            if overflows:
+                gradient[-1, 0] = float("inf")  # a row of the second of two tensor-parallel ranks
+            return gradient
+
+        hook = model.blocks[1].up.weight.register_hook(spoil)
+        loss = loss_of(model, tokens(step, mesh["data_parallel"].get_local_rank()))
+        scaler.scale(loss).backward()
+        hook.remove()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+        weights.append(engine.full_state_dict())
+    assert scales == [2.0**10, 2.0**9, 2.0**9]
+    same_tensors(weights[2], weights[1], bound=0)
+    for before, after in ((0, 1), (2, 3)):
+        assert not torch.equal(weights[before]["head.weight"], weights[after]["head.weight"])
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_overflow_in_one_ranks_share_is_one_of_all_ranks(run_on, stage):
+    run_on(4, overflow, stage=stage)
+
+
+class MaySkip(Block):
+    skips = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x) if self.skips else super().forward(x)
+
+
+class Skips(Net):
+    """A network whose middle block some ranks use its norm of alone, with a norm that counts batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = nn.BatchNorm1d(WIDTH)
+        self.blocks[1] = MaySkip()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        x = x + self.counts(x.transpose(1, 2)).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def skip_a_block(stage: int) -> None:
+    """As one process with the batches of two data-parallel ranks, of which the second skips two matrices.
+
+    Buffers are the first one's before each forward, as under DDP.
+    """
+    mesh, models = mesh_of(2), []
+    place = mesh["data_parallel"].get_local_rank()
+    for _ in range(3):
+        torch.manual_seed(0)
+        models.append(Skips())
+    model, first, second = models
+    parallelised(model, mesh)
+    model.blocks[1].skips, second.blocks[1].skips = place == 1, True
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, first)]
+    engine = Engine(model, optimizers[:1], mesh=mesh, stage=stage, unit_numel=0)
+    for step in range(STEPS):
+        loss_of(model, tokens(step, place)).backward()
+        second.load_state_dict(first.state_dict())
+        for part, each in enumerate((first, second)):
+            (loss_of(each, tokens(step, part)) / 2).backward()
+        for one, other in zip(first.parameters(), second.parameters(), strict=True):
+            one.grad = one.grad if other.grad is None else one.grad + other.grad
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        second.zero_grad()
+    second.load_state_dict({name: value.detach() for name, value in first.named_parameters()}, strict=False)
+    same_tensors(engine.full_state_dict(), (first, second)[place].state_dict(), bound=CLOSE)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_matrices_that_one_data_parallel_rank_does_not_use_and_buffers_of_the_first(run_on, stage):
+    run_on(4, skip_a_block, stage=stage)

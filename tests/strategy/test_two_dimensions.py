@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,34 @@ def train_as_model_parallel() -> None:
     expected = train(ModelParallelStrategy(**sizes, save_distributed_checkpoint=False), gradient_clip_val=None)
     for stage in (1, 2, 3):
         same_values(train({"stage": stage, **sizes}, gradient_clip_val=None), expected, "weights", bound=CLOSE)
+    defaults: dict[str, Any] = {
+        name: parameter.default
+        for name, parameter in inspect.signature(ModelParallelStrategy).parameters.items()
+        if name != "save_distributed_checkpoint"
+    }
+    assert defaults["data_parallel_size"] == defaults["tensor_parallel_size"] == "auto"
+    same_values(train(defaults, gradient_clip_val=None), expected, "weights", bound=CLOSE)
+
+
+def test_the_form_of_checkpoints_has_another_name():
+    for value, form in ((True, "sharded"), (False, "full")):
+        with pytest.raises(TypeError, match=f"ModelParallelStrategy: write checkpoint='{form}' instead"):
+            ZeroStrategy(save_distributed_checkpoint=value)
+
+
+@pytest.mark.parametrize(
+    ("machines", "options", "mesh"),
+    [
+        (1, {"tensor_parallel_size": "auto"}, (1, 4)),
+        (2, {"tensor_parallel_size": "auto", "data_parallel_size": "auto"}, (2, 4)),
+        (2, {"tensor_parallel_size": "auto", "data_parallel_size": 2}, (2, 4)),
+        (2, {"tensor_parallel_size": 2, "data_parallel_size": "auto"}, (4, 2)),
+    ],
+    ids=str,
+)
+def test_automatic_sizes_are_the_ranks_of_a_machine_and_the_machines(machines, options, mesh):
+    trainer = make_trainer(ZeroStrategy(**options), devices=4, num_nodes=machines)
+    assert trainer.strategy.mesh_shape == mesh
 
 
 def test_a_module_for_model_parallel_strategy_learns_the_same_when_the_strategy_is_exchanged(run_on):
@@ -115,12 +144,12 @@ def test_a_module_for_model_parallel_strategy_learns_the_same_when_the_strategy_
 
 @pytest.mark.parametrize("form", ["full", "sharded"])
 def test_checkpoints_are_those_of_any_mesh_and_of_ddp(run_on, form, tmp_path: Path):
-    """2 x 2 saves; 4 x 1, 1 x 4, 1 x 2, DDP on two and plain Lightning go on, all alike."""
+    """2 x 2 saves; 1 x 4, 1 x 2, 2 x 2, 4 x 1, ZeRO and DDP on two ranks, plain Lightning on one go on, all alike."""
     saved = str(tmp_path / "first.ckpt")
     two_by_two = {"stage": 3, "tensor_parallel_size": 2, "checkpoint": form}
     run_on(4, train, strategy=two_by_two, save=saved)
     (again, *_) = run_on(4, train, strategy=two_by_two, resume=saved, max_epochs=3)
-    meshes = [(4, 4, 2), (2, 2, 1), (4, 2, 3)]
+    meshes = [(4, 4, 2), (2, 2, 1), (4, 2, 3), (4, 1, 2)]
     for world, tensor_parallel_size, stage in meshes:
         options = {"stage": stage, "tensor_parallel_size": tensor_parallel_size, "checkpoint": form}
         data_parallel_size = world // tensor_parallel_size
@@ -135,6 +164,10 @@ def test_checkpoints_are_those_of_any_mesh_and_of_ddp(run_on, form, tmp_path: Pa
     same_values(found, again, "weights", bound=CLOSE)
     if form == "full":
         (found, *_) = run_on(2, train, strategy="ddp", resume=saved, max_epochs=3)
+        same_values(found, again, "weights", bound=CLOSE)
+        back = str(tmp_path / "one.ckpt")
+        run_on(1, train, strategy="auto", resume=saved, save=back, max_epochs=2)
+        (found, *_) = run_on(4, train, strategy=two_by_two, resume=back, max_epochs=3)
         same_values(found, again, "weights", bound=CLOSE)
 
 
@@ -299,7 +332,7 @@ def test_fabric_on_two_by_two_ranks_learns_what_ddp_learns_on_two(run_on, stage)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be None or a number of ranks"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be None, 'auto' or a number of ranks"),
         ({"data_parallel_size": 2}, "data_parallel_size=2 .* set that as well"),
         ({"tensor_parallel_size": 3}, r"tensor_parallel_size=3 cannot be had with 2 rank\(s\)"),
         ({"tensor_parallel_size": 2, "data_parallel_size": 2}, "their product must be that number"),
