@@ -37,7 +37,7 @@ class Destination:
         advance: called with the number of bytes of each write.
 
     Attributes:
-        path: as given.
+        path: the given path, as a string.
         partial: hidden path in the same folder, to which the checkpoint is written first.
     """
 

@@ -34,7 +34,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[s
 
     Args:
         optimizers: none of them has loaded its state yet.
-        states: in torch's ordinary form.
+        states: the optimizers' state dicts in torch's ordinary form.
     """
     if not states:
         return  # a checkpoint assembled by hand: optimizers start without state, as under DDP

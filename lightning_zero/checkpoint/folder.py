@@ -125,8 +125,8 @@ class Folder:
         NoCheckpointError, DamagedCheckpointError, ValueError: as ``open_checkpoint``.
 
     Attributes:
-        files: of the folder.
-        written_by: from the manifest.
+        files: the folder's files.
+        written_by: the manifest's entry.
         pieces: the file of each piece of a tensor, by the tensor's name in DCP's metadata.
     """
 

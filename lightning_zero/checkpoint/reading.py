@@ -30,7 +30,7 @@ class OpenedCheckpoint:
     """An opened checkpoint.
 
     Attributes:
-        path: as given.
+        path: the path that was opened.
         form: "full" for one file, "sharded" for a DCP folder.
         written_by: versions, stage and world size, as far as the checkpoint records them.
         checkpoint: Lightning's dictionary: ``state_dict``, ``optimizer_states`` with parameters by number, and all
@@ -252,7 +252,7 @@ def numbered(saved: Mapping[str, Any], what: str) -> tuple[dict[str, Any], list[
     """Return an optimizer state by number, see ``by_number``, and the parameters' names in the order of their numbers.
 
     Args:
-        what: for the error.
+        what: what the state is, for the error message.
     """
     try:
         state = by_number(saved)

@@ -92,7 +92,7 @@ def load_torch(
     Args:
         file: a path, or a stream.
         weights_only: ``False`` unpickles any object: only for trusted files.
-        mmap: as in ``torch.load``; requires a path.
+        mmap: see ``torch.load``; requires a path.
         may_have_configuration: False excludes OmegaConf, whose import takes 4 MB.
 
     Raises:
@@ -238,7 +238,7 @@ class Use:
     """A class or function that a pickle names.
 
     Attributes:
-        module, name: where it would be imported from.
+        module, name: the module that it would be imported from, and its name there.
         place: dotted path of its first occurrence in the file's dictionaries; empty if unknown.
         is_called: whether loading would call it as a function.
     """

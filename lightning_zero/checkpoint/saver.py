@@ -52,7 +52,7 @@ _PATIENCE = 10.0
 
 
 class Saver:
-    """Saves one checkpoint after another. Call ``finish`` on all ranks before each, to learn the last one's result.
+    """Saves one checkpoint after another. Call ``finish`` on all ranks before each: it raises the last one's error.
 
     Args:
         in_background: copy the values, and return before they are written.
@@ -83,8 +83,8 @@ class Saver:
 
         Args:
             tree, rest: see ``content_of``.
-            path: rank 0's is used.
-            written_by: for the manifest.
+            path: the folder's path; rank 0's is used.
+            written_by: versions, stage and world size, for the manifest.
             gather: all-gathers a value.
 
         Raises:
@@ -104,7 +104,7 @@ class Saver:
             return
         self.finish()
         copied = self._copying([entry for entry in content.entries if not _stays_on_disk(entry)])
-        # Values on a disk are read while they are written to the checkpoint; nothing may change them until then.
+        # Values on a disk are read when they are written to the checkpoint; they must not change until then.
         reading = BackgroundWork(is_awaited=any(map(_stays_on_disk, content.entries)))
         exchanging: AbstractContextManager[Gather] = nullcontext(lambda value: [value])
         if store is not None and len(everyone) > 1:
@@ -116,7 +116,7 @@ class Saver:
                 entries = [entry if _stays_on_disk(entry) else next(memory) for entry in content.entries]
 
                 def written(value: Any) -> list[Any]:
-                    reading.end()  # this rank's file is written
+                    reading.end()  # this rank's file has been written
                     return exchange(value)
 
                 save_in_parts(replace(content, entries=entries), destination, written_by, rank, written)
@@ -126,7 +126,7 @@ class Saver:
     def _copying(self, entries: list[Entry]) -> Callable[[], list[Entry]]:
         """Copy unguarded values, which may change at any time; returns a function that copies the guarded ones.
 
-        The returned function must be called, in another thread: training waits for it before it changes guarded values.
+        Another thread must call the returned function: training waits for that before it changes guarded values.
         """
         guarded = [entry for entry in entries if entry.is_guarded]
         now = self._memory.copied([entry for entry in entries if not entry.is_guarded])
@@ -147,7 +147,7 @@ class Saver:
             self._made[value] = None
 
     def save_whole(self, checkpoint: Mapping[str, Any], path: Any) -> None:
-        """Write a full checkpoint, by one rank."""
+        """Write a full checkpoint. Only one rank calls this."""
         if self._in_background:
             self.save_whole_later(checkpoint, path, 0, None)
         else:
@@ -164,7 +164,7 @@ class Saver:
         """Copy this rank's shards; in the background, rank 0 gathers all shards and writes a full checkpoint.
 
         Args:
-            checkpoint: with the same sharded tensors on every rank; of everything else rank 0's is written.
+            checkpoint: a dictionary with the same sharded tensors on every rank; other values are taken from rank 0.
             group: a process group for these background threads only; None with one rank.
         """
         self.finish()
@@ -213,7 +213,7 @@ class Saver:
         _unfinished.add(self)
 
     def then(self, act: Callable[[], None]) -> None:
-        """Call ``act`` after earlier checkpoints have been written; not at all if writing them fails."""
+        """Call ``act`` after earlier checkpoints have been written, unless writing one of them fails."""
         if self._jobs:
             self._submit(act)
         else:
@@ -231,7 +231,7 @@ class Saver:
         """Call ``finish`` at the end of a run, and end the thread.
 
         Args:
-            abandon: other ranks are gone: a save that waits for them for more than a few seconds is removed.
+            abandon: whether other ranks are gone: a save that waits for them for more than a few seconds is removed.
         """
         if abandon:
             self._abandoned.set()
@@ -249,7 +249,7 @@ class _Later(int):
 
 
 def _stays_on_disk(entry: Entry) -> bool:
-    """Whether it is optimizer state on a disk, which is too large to be copied to memory."""
+    """Whether an entry is optimizer state on a disk, which is too large to be copied to memory."""
     return entry.is_guarded and isinstance(entry.values, LazyTensor)
 
 
@@ -303,7 +303,7 @@ class StoreExchange:
 
     Args:
         store: see ``own_connection``.
-        name: the same on every rank, and different for each exchange.
+        name: a name that is the same on every rank, and different for each exchange.
         abandoned: once set, other ranks are awaited for only a few seconds more.
     """
 
@@ -314,7 +314,7 @@ class StoreExchange:
         self._round = 0
 
     def __call__(self, value: Any) -> list[Any]:
-        """All-gather a small picklable value; returns the values in the order of ranks."""
+        """All-gather a small picklable value, and return the values in the order of ranks."""
         number, self._round = self._round, self._round + 1
         with explained("The exchange about a checkpoint", DistError):  # fails if its host rank ends
             self._store.set(f"{number}/{self._rank}", pickle.dumps(value))  # type: ignore[arg-type]
@@ -333,17 +333,17 @@ class StoreExchange:
 
     def __exit__(self, *_: object) -> None:
         """Announce that this rank is done. Rank 0, whose process may host the store, waits for all others."""
-        with suppress(RuntimeError):  # the store is gone, so no other rank can wait for it
+        with suppress(RuntimeError):  # without a store no other rank can wait for the announcement
             self._store.set(f"left/{self._rank}", "")
             if self._rank == 0:
                 self._wait("left")
 
     def _wait(self, what: str) -> list[int]:
-        """Wait until all ranks have written their key; returns the ranks that never will."""
+        """Wait until all ranks have written their key, and return the ranks that never will."""
         missing = [rank for rank in range(self._size) if rank != self._rank]
         pause, lost_since = 1e-3, None
         while True:
-            ended = self._lifelines.ended  # read before the keys: a rank may write its key and then end
+            ended = self._lifelines.ended  # read before the keys, since a rank may write its key and then end
             missing = [rank for rank in missing if not self._store.check([f"{what}/{rank}"])]
             if not missing or ended.intersection(missing):
                 return missing

@@ -54,9 +54,9 @@ class Entry:
     """The part of a tensor that one rank writes.
 
     Attributes:
-        names: of the parameter and of those tied to it, which share its pieces.
+        names: the names of the parameter and of those tied to it, which share its pieces.
         share: how tensor parallelism divides the full tensor.
-        dtype: of the tensor.
+        dtype: the tensor's dtype.
         values: this rank's range, 1-D, in any dtype; a ``LazyTensor`` is read piece by piece.
         start, stop: the range in the flattened tensor; in this rank's share of it, where it is divided.
         is_guarded: whether writes to the values wait for reads in the background, see ``background_work``.
@@ -124,7 +124,7 @@ def content_of(
     Args:
         tree: nested dicts and lists of tensors and other values, to be stored in DCP's format.
         rest: Lightning's other entries; sharded tensors among them are stored in DCP's format, too.
-        serialise: what becomes of values that are no tensors.
+        serialise: converts values that are not tensors.
     """
     hollow, sharded = _split(dict(rest))
     tree, containers = _expressible(tree)
@@ -161,8 +161,8 @@ def by_name(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Replace parameter numbers in an optimizer's state dict by names, as in DCP checkpoints.
 
     Args:
-        state: in torch's ordinary form.
-        names: of the parameters, in the order of the groups; a parameter without a name keeps its number.
+        state: a state dict in torch's ordinary form.
+        names: the parameters' names, in the order of the groups; a parameter without a name keeps its number.
     """
 
     def name_of(number: int) -> str:
@@ -324,7 +324,7 @@ def save_in_parts(
     Args:
         content: this rank's part.
         destination: the same on every rank.
-        written_by: for the manifest.
+        written_by: versions, stage and world size, for the manifest.
 
     Raises:
         CheckpointNotSavedError: on every rank, if one could not write. All files are removed then.

@@ -22,9 +22,9 @@ def parser() -> Parser:
         prog="lightning-zero doctor",
         description="Measure this machine for lightning-zero plan --resources FILE, and say what works on it.",
     )
-    made.add_argument("--ranks", type=int, default=2, help="processes that are measured together (default: 2)")
+    made.add_argument("--ranks", type=int, default=2, help="number of processes to measure together (default: 2)")
     made.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
-    made.add_argument("--disk", help="a folder on the disk for offload='nvme' (default: that for temporary files)")
+    made.add_argument("--disk", help="folder on the disk for offload='nvme' (default: the folder for temporary files)")
     made.add_argument("--json", action="store_true", help="print JSON, which --resources of lightning-zero plan reads")
     return made
 
@@ -42,7 +42,8 @@ def main(arguments: list[str]) -> int:
     about["disk"] = parsed.disk or os.path.join(tempfile.gettempdir(), f"lightning_zero-offload-{os.getuid()}")
     findings = []
     try:
-        resources = replace(resources, disk_bandwidth=disk_bandwidth(about["disk"]) / parsed.ranks)  # who share it
+        # the ranks share the disk
+        resources = replace(resources, disk_bandwidth=disk_bandwidth(about["disk"]) / parsed.ranks)
     except OSError as error:
         findings.append(
             f"The disk for offload='nvme' could not be measured ({error}): give --disk FOLDER. Until then plans take "

@@ -64,7 +64,7 @@ def full_grad(parameter: Tensor) -> Tensor | None:
     """The reduced gradient of a parameter in its full shape; None if it has none. Collective.
 
     Args:
-        parameter: of a module that is sharded, or not.
+        parameter: a parameter of a module that is sharded, or not.
 
     Returns:
         An ordinary tensor that user code may keep and change; a gradient that is not sharded is returned itself.
@@ -87,7 +87,7 @@ def full_optimizer_state(parameter: Tensor) -> dict[str, Any]:
     """The optimizer state of a sharded parameter, each tensor in the full shape. Collective.
 
     Args:
-        parameter: of a sharded module.
+        parameter: a parameter of a sharded module.
 
     Returns:
         The state by name; empty before the first step, and for a parameter that no optimizer holds.

@@ -69,9 +69,9 @@ class Engine(Optimizers):
             on the meta device, where each submodule initialises its own; or mapped from files
             (``torch.load(mmap=True)``, safetensors), of which each rank reads only its shard. The module is sharded
             unit by unit, so values that are not in memory yet are never materialised all at once.
-        optimizers: over the module's parameters; the user keeps the same objects.
+        optimizers: the optimizers of the module's parameters; the user keeps the same objects.
         config: the options; ``EngineConfig()`` by default.
-        device: for parameters and buffers; None for the device that they are on, which must be the same for all.
+        device: the device of parameters and buffers; None for their present one, which must be the same for all.
         group: the data-parallel process group; None for the default one.
         mesh: a ``DeviceMesh`` of all ranks with the dimensions ``data_parallel`` and ``tensor_parallel``, in place of a
             group. The project has divided parameters over the second, as DTensors; the engine shards each rank's share
@@ -353,7 +353,7 @@ class Engine(Optimizers):
         Args:
             communicate: False avoids collectives, as after a failure: parameters that this rank does not hold in full
                 stay sharded, and the optimizers lose their state.
-            device: for the full parameters and states; by default the engine's device.
+            device: the device of the full parameters and states; by default the engine's.
 
         Raises:
             Exception: of a failed update, or else the first error. All is closed as with ``communicate=False``.

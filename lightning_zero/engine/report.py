@@ -43,7 +43,7 @@ class Report:
     """Memory of an engine and its communication.
 
     Attributes:
-        stage: as set up.
+        stage: the engine's stage.
         world_size: ranks that have a part of the model states.
         tensor_parallel_size: how many of them share each tensor.
         numel: Psi, elements of all parameters.
@@ -51,7 +51,7 @@ class Report:
         at_rest: bytes in memory now by category: parameters, gathered, gradients, reduction, optimizer, activations
             (of ``partition_activations``).
         peak: the same when their total was highest since the last ``reset_peak``.
-        calls, elements, bytes: by kind of collective ("all_gather", "reduce_scatter", "control", and "activations":
+        calls, elements, bytes: counts by kind of collective ("all_gather", "reduce_scatter", "control", and "activations":
             gathers of ``partition_activations``) since the last ``reset_counters``. Elements are logical: an all-gather
             of a bucket counts the full padded bucket.
         bytes_by_link: the same bytes, by whether they travel "within" a machine or "across" machines; see ``Counters``.
@@ -59,7 +59,7 @@ class Report:
         formula: bytes of model states per rank by the paper's formula for this stage, with Adam's two moments.
         replicated: the same under DDP, which keeps all model states on every rank.
         units: elements by name of unit, in the order of the plan; the root unit's name is "".
-        device_memory: of this rank's device, with what is not the engine's; None on a CPU.
+        device_memory: memory in use on this rank's device, by other code too; None on a CPU.
     """
 
     stage: int

@@ -65,7 +65,7 @@ class StateDicts:
         An optimizer that the engine does not know returns its own state dict, on each rank.
 
         Args:
-            leaf: as for ``full_state_dict``.
+            leaf: see ``full_state_dict``.
         """
         if (masters := self._masters_of(optimizer)) is not None:
             return masters.states.state_dict(leaf)
@@ -76,7 +76,7 @@ class StateDicts:
         """The fp32 master weights of low-precision parameters by name, by default full tensors on the CPU. Collective.
 
         Args:
-            leaf: as for ``full_state_dict``.
+            leaf: see ``full_state_dict``.
         """
         finer = [bucket for bucket in self.buckets if bucket.master_dtype != bucket.dtype]
         masters = {

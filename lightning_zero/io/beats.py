@@ -21,9 +21,9 @@ class Beats(NamedTuple):
     """What a process has noted.
 
     Attributes:
-        rank: of the process.
+        rank: the process's rank.
         process: its id.
-        steps: that it has begun, or -1 after the last one.
+        steps: the number of steps that it has begun, or -1 after the last one.
         is_waiting: whether it waits for other ranks at this moment.
     """
 

@@ -212,7 +212,7 @@ class Appender:
     """Write a new file sequentially with two buffers: one is filled while the other is written to the disk.
 
     Args:
-        path: as for ``DirectFile``.
+        path: see ``DirectFile``.
     """
 
     def __init__(self, path: str) -> None:

@@ -3,7 +3,7 @@
     file = SwapFile("/local/disk", 3 * 2**30)
     stream([Extent(file, start, 2**28) for start in range(0, 3 * 2**30, 2**28)], act, Ring(2**28))
 
-While ``act`` changes one extent in the calling thread, threads write the ones before and read those after:
+While ``act`` changes one extent in the calling thread, other threads write earlier extents and read later ones:
 
     buffer 0 | read 0 | act 0 | write 0       | read 3 | act 3 | ...
     buffer 1 | read 1         | act 1 | write 1        | read 4 | ...
@@ -26,22 +26,22 @@ from lightning_zero.io.disk import DirectFile, aligned, huge_memory, make_privat
 from lightning_zero.io.labels import new_label
 
 BUFFERS = 3
-"""Buffers of a ring: one is being read into, one changed, one written."""
+"""Number of buffers of a ring: one is being filled, one changed, one written."""
 
 SLICE = 2**20
 """Smallest part of an extent, in bytes, that is worth a thread of its own."""
 
 
 class SwapFile(DirectFile):
-    """A file without a name: it vanishes when this process, and processes that it forked, end in whatever way.
+    """A file without a name: it is removed when this process, and processes that it forked, end for any reason.
 
     It contains zeros, for which disk space is reserved, and grows where more is written.
 
     Args:
-        folder: on a local disk; if it does not exist, it is created for this user alone. Errors contain its path.
+        folder: the folder's path, on a local disk; a missing one is created for this user alone. Errors contain it.
 
     Raises:
-        OSError: if the disk lacks space or no file can be created in the folder; no space is taken then.
+        OSError: if the disk lacks space or no file can be created in the folder; then no space is taken.
     """
 
     def __init__(self, folder: str, nbytes: int = 0) -> None:
@@ -62,12 +62,12 @@ class SwapFile(DirectFile):
             self.reserve(nbytes)
         except OSError as error:
             super().close()
-            error.filename = folder  # which errors of calls on open files lack
+            error.filename = folder  # errors of calls on open files have no path
             raise
 
     def close(self) -> None:
         """Free the disk space, also where forked processes have the file open."""
-        with suppress(OSError):  # closed before
+        with suppress(OSError):  # it has been closed before
             self.reserve(0)
         super().close()
 
@@ -89,7 +89,7 @@ class SwapFile(DirectFile):
 
 
 class Extent(NamedTuple):
-    """A range of a file that is processed at once; its bytes ideally are a multiple of ``disk.ALIGNMENT``."""
+    """A range of a file that is processed at once; ideally ``nbytes`` is a multiple of ``disk.ALIGNMENT``."""
 
     file: SwapFile
     position: int
@@ -97,7 +97,7 @@ class Extent(NamedTuple):
 
 
 class Ring:
-    """Three buffers for the largest extent, which extents use in turn, and the threads that read and write them.
+    """Three buffers of the largest extent's size, used in turn, and the threads that read and write extents.
 
     Several threads read an extent, and several write it: disks are faster with several requests at once.
     """
@@ -111,7 +111,7 @@ class Ring:
         self._writers = ThreadPoolExecutor(threads, "lightning_zero-write")
 
     def buffer(self, index: int, nbytes: int) -> memoryview:
-        """The buffer of the extent with this number."""
+        """The buffer of an extent, by the extent's number."""
         return self._buffers[index % BUFFERS][:nbytes]
 
     def read(self, index: int, extent: Extent, after: Sequence[Future[None]] = ()) -> list[Future[None]]:
@@ -149,23 +149,22 @@ def stream(
     After an error of ``act`` or of the disk, running reads and writes finish and no new ones start.
 
     Args:
-        extents: must not overlap; none may be larger than a buffer of the ring.
-        act: called in this thread with an extent's number and its bytes, which it may use until it returns.
-        ring: not in use by another ``stream``.
-        on_written: called with an extent's number after it was written: in other threads, one call at a time, for the
-            last extent perhaps shortly after this function has returned.
+        extents: ranges that do not overlap; none may be larger than a buffer of the ring.
+        act: called in this thread with an extent's number and its bytes; it may use these bytes until it returns.
+        ring: a ring that no other ``stream`` uses at this time.
+        on_written: called with an extent's number after the extent was written: in other threads, one call at a time.
+            The last call may come shortly after ``stream`` has returned.
     """
     notifying = Lock()
-    reads: deque[list[Future[None]]] = deque()  # of the next extent, and of those after it
-    writes: deque[list[Future[None]]] = deque(maxlen=BUFFERS)  # of the last extents; all earlier ones have succeeded
+    reads: deque[list[Future[None]]] = deque()  # of the next extents
+    writes: deque[list[Future[None]]] = deque(maxlen=BUFFERS)  # of the last extents; earlier writes have succeeded
     try:
         for index, extent in enumerate(extents[:BUFFERS]):
             reads.append(ring.read(index, extent))
         for index, extent in enumerate(extents):
             _wait(reads[0])
             reads.popleft()
-            # Raise errors of finished writes. The last write from this buffer is finished, as the read has waited for
-            # it.
+            # Raise errors of finished writes. These include the last write from this buffer, for which the read waited.
             _wait(write for write in chain.from_iterable(writes) if write.done())
             act(index, ring.buffer(index, extent.nbytes))
             writes.append(ring.write(index, extent))

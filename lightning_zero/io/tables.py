@@ -9,7 +9,7 @@ def show(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> None:
     """Print rows of cells in columns as wide as their longest cell.
 
     Args:
-        rows: of equally many cells; a heading is a row, too.
+        rows: rows of equally many cells; a heading is a row, too.
         right: the columns to align to the right.
     """
     widths = [max(map(len, column)) for column in zip(*rows)]

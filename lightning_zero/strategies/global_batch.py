@@ -30,7 +30,7 @@ def keep_global_batch(trainer: Any, before: dict[str, Any]) -> None:
     """Accumulate so many micro-batches that a step takes as many samples as before. Collective.
 
     Args:
-        trainer: whose data is not set up yet.
+        trainer: a trainer whose data is not set up yet.
         before: what ``global_batch`` has returned on the former ranks.
 
     Raises:

@@ -25,13 +25,14 @@ class StrategyOptions:
         checkpoint: ``"full"`` saves one ordinary file, written by rank 0; ``"sharded"`` saves a folder in the format of
             ``torch.distributed.checkpoint``, to which each rank writes its shards. Loading accepts both in any case.
         async_save: write checkpoints in the background; training only waits while the values are copied.
-        process_group_backend: for example ``"nccl"`` or ``"gloo"``; by default the one that suits the device.
-        timeout: of the process group, as a ``timedelta`` or in seconds.
-        tensor_parallel_size: so many neighbouring ranks compute each forward together, with parameters that the
+        process_group_backend: a backend such as ``"nccl"`` or ``"gloo"``; by default the one that suits the device.
+        timeout: the process group's timeout, as a ``timedelta`` or in seconds.
+        tensor_parallel_size: number of neighbouring ranks that compute each forward together, with parameters that the
             project's ``configure_model`` has divided over the dimension ``tensor_parallel`` of ``device_mesh``. ZeRO
-            shards each rank's share over the other dimension. ``"auto"`` for all ranks of a machine, as Lightning's
-            ``ModelParallelStrategy`` has it; None for no mesh.
-        data_parallel_size: of the mesh's other dimension; ``"auto"`` for all ranks divided by ``tensor_parallel_size``.
+            shards each rank's share over the other dimension. ``"auto"`` takes all ranks of a machine, as Lightning's
+            ``ModelParallelStrategy`` does; None creates no mesh.
+        data_parallel_size: the size of the mesh's other dimension; ``"auto"`` for all ranks divided by
+            ``tensor_parallel_size``.
         start_method: how the other processes are started: ``"popen"`` runs the script again; ``"spawn"``, ``"fork"``
             and ``"forkserver"`` are the start methods of ``torch.multiprocessing``.
     """
@@ -52,8 +53,8 @@ class StrategyOptions:
                 raise ValueError(f"{name}={size!r} must be {known} or a number of ranks, 1 or more.")
         if self.tensor_parallel_size is None and self.data_parallel_size != "auto":
             raise ValueError(
-                f"data_parallel_size={self.data_parallel_size!r} is of a mesh that tensor_parallel_size makes: set "
-                "that as well, or leave both out."
+                f"data_parallel_size={self.data_parallel_size!r} is a size of the mesh that tensor_parallel_size "
+                "makes: set both, or leave both out."
             )
         for name, kind in get_type_hints(type(self)).items():
             if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
@@ -82,7 +83,7 @@ class TrainerOptions(StrategyOptions):
             checkpoints without them; for adapters of a large model that is stored separately.
         resilience: ``"memory"`` keeps the state of a fit in shared memory after every step, so that a job whose
             processes were killed and are started again (by torchrun, SLURM) loses no more than the step that was
-            running; a ``ResilienceConfig``, or a mapping of its fields, for more. ``None`` keeps nothing.
+            running. A ``ResilienceConfig``, or a mapping of its fields, sets more options. ``None`` keeps nothing.
     """
 
     after_fit: Literal["auto", "full", "sharded"] = "auto"

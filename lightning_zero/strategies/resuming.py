@@ -38,7 +38,7 @@ def rng_state(device: torch.device) -> Rng:
 
 
 def set_rng_state(state: Rng, device: torch.device) -> None:
-    """Inverse of ``rng_state``, before or after ``in_tensors``. Generators missing in ``state`` are left unchanged."""
+    """Set what ``rng_state`` has returned, also after ``in_tensors``. Generators missing in ``state`` do not change."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     numpy = sys.modules.get("numpy")
@@ -63,16 +63,17 @@ class DataLoadingState:
     Lightning alone would restart the epoch in another order and with batches that were already trained on. Here each
     dataloader's sampler starts again from the random state of its first start, and is advanced by the finished batches.
     No sample is read for this. An unfinished optimizer step (saved within the step, or between micro-batches, whose
-    gradients no checkpoint contains) is repeated from its first micro-batch. Loaders without samplers (a stream, a
-    queue, any other iterable) are left to Lightning, as are stateful loaders, whose state Lightning saves and loads.
+    gradients no checkpoint contains) is repeated from its first micro-batch. Lightning alone
+    handles loaders without samplers (a stream, a queue, any other iterable), and stateful loaders, whose state it saves
+    and loads.
     """
 
     def __init__(self, trainer: Trainer, device: torch.device) -> None:
         self._trainer, self._device = trainer, device
         self._loop: Any = trainer.fit_loop
         self._epoch_loop: Any = trainer.fit_loop.epoch_loop
-        self._saved: dict[str, Any] | None = None  # loaded, until the first epoch begins
-        self._has_order = False  # the loaders' samplers determine it
+        self._saved: dict[str, Any] | None = None  # the loaded state, until the first epoch begins
+        self._has_order = False  # whether samplers determine the order of all loaders
         self._epoch_of_iterators: int | None = None
         # The current optimizer step: its number, and the state before its first batch was fetched.
         self._step: tuple[int, dict[str, Any]] | None = None
@@ -92,7 +93,7 @@ class DataLoadingState:
             Around.take_off(loader, "_get_iterator")
 
     def state(self) -> dict[str, Any]:
-        """Return this rank's ``rng`` and ``data`` entries, for a checkpoint after ``in_tensors``."""
+        """Return this rank's entries ``rng`` and ``data``; a checkpoint needs them after ``in_tensors``."""
         if self._saved is not None:
             return self._saved
         return self._step[1] if self._step is not None and self._is_within_step else self._now()
@@ -173,7 +174,7 @@ class DataLoadingState:
         if data is not None:
             self._continue(fetcher, data)
         elif is_first and self._has_order and progress.current.ready == 0 and combined._iterator is iterator:
-            iter(fetcher)  # created here, after the hooks and with the epoch's number known, as in an uninterrupted run
+            iter(fetcher)  # after the hooks and with the epoch's number known, as in an uninterrupted run
         self._epoch_of_iterators = self._epoch
         start_profiler = fetcher._start_profiler
 
@@ -198,11 +199,11 @@ class DataLoadingState:
 
 
 def moved(data: dict[str, Any], factor: Fraction) -> dict[str, Any]:
-    """The place in the data of a rank that takes its batches in other portions than the one that ``data`` is of.
+    """Convert a saved position in the data for a rank whose batches have another size than those of the saving rank.
 
     Args:
-        data: entry of a checkpoint.
-        factor: batches of this rank for each batch of that one.
+        data: the saved position: an entry ``"data"`` of a checkpoint.
+        factor: how many batches of this rank correspond to one batch of the saving rank.
     """
     batches = int(data["batches"] * factor)
     combined = dict(data["combined"])
@@ -234,7 +235,7 @@ def _note_order(loader: Any, position: tuple[Rng | None, int] | None = None) -> 
     """Let a dataloader's iterators note their sampler's random state; the next one continues from ``position``."""
     name = "batch_sampler" if loader._auto_collation else "sampler"
     if position is not None:
-        loader._iterator = None  # of persistent workers
+        loader._iterator = None  # persistent workers would continue the old one
 
     def get_iterator(create: Any) -> Any:
         nonlocal position
@@ -249,7 +250,7 @@ def _note_order(loader: Any, position: tuple[Rng | None, int] | None = None) -> 
 
 
 class _Indices:
-    """Wrapper around a loader's sampler: notes the random state in which it started, or starts where another stopped.
+    """Wrapper around a loader's sampler: notes the random state in which it starts, or continues from a position.
 
     A position is the random state before the sampler started, and the number of batches to skip.
     """
@@ -259,7 +260,7 @@ class _Indices:
         self._rng, self._skipped = position or (None, 0)
 
     def position(self, yielded: int) -> tuple[Rng | None, int]:
-        """Position of an iterator that has yielded this many batches."""
+        """The position after an iterator has yielded this many batches."""
         return self._rng, self._skipped + yielded
 
     def __iter__(self) -> Iterator[Any]:  # runs when the first index is fetched, as samplers do

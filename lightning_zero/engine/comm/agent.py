@@ -20,7 +20,7 @@ def run_processes(options: Mapping[str, Any], function: Callable[..., None], *ar
     """Call a function in each process of a job until all have returned.
 
     Args:
-        options: of torchrun, by their long names without dashes.
+        options: torchrun's options, by their long names without dashes.
         function: at the top of a module; called in processes that are forked or spawned.
 
     Returns:

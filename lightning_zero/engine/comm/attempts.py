@@ -25,8 +25,8 @@ def store_of_attempt(address: str, port: int, rank: int, size: int, timeout: tim
     """The part of the agent's store for the processes of this attempt; None where no agent has one. Collective.
 
     Args:
-        address, port: of the store.
-        timeout: to wait for the other processes.
+        address, port: the store's.
+        timeout: how long to wait for the other processes.
 
     Raises:
         RuntimeError: if not all processes have come in time.

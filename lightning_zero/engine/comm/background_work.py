@@ -23,8 +23,8 @@ class BackgroundWork:
     As a context it ends when the context does.
 
     Args:
-        owner: whose failure the task's error is: ``wait`` raises it, and so does ``synchronize`` for this owner. None
-            if the error is reported in another way.
+        owner: the object that is responsible for the task's errors: ``wait`` raises them, and so does ``synchronize``
+            for this owner. None if errors are reported in another way.
         is_awaited: whether ``synchronize`` waits for it.
         cut_short: cancels what the task still waits for; called before ``synchronize`` waits for the task.
     """
@@ -88,7 +88,7 @@ def synchronize(*owners: object) -> None:
     """Wait for all background work on the engine's values.
 
     Args:
-        owners: whose failures are raised; failures of others are kept until their owners call this.
+        owners: the owners whose errors are raised; errors of other owners are kept until these call this function.
 
     Raises:
         Exception: of a failed task of these owners.

@@ -19,9 +19,9 @@ class Pending:
     """A collective in flight.
 
     Args:
-        what: what it is for, in words, for the error that a failure becomes.
-        started: by a transport; by default nothing is left to wait for.
-        watch: over the wait; needed where there are handles to wait for.
+        what: what the collective is for, in words, for the error message.
+        started: the transport's part; by default nothing is left to wait for.
+        watch: watches the wait; required if there are handles to wait for.
     """
 
     def __init__(self, what: str, started: Started | None = None, watch: Watch | None = None) -> None:
@@ -64,12 +64,12 @@ class BucketCollectives:
     """Collectives of flat buffers between the ranks along some dimensions of the mesh.
 
     Args:
-        transport: between these ranks; None if there is one alone.
-        counters: of what is communicated.
-        across: those of the ranks, numbered along the dimensions, whose slices cross between machines on the way from
-            or to this one.
-        watch: over the waits; None if there is one rank alone.
-        link: by which the other slices travel; None for that of the counters.
+        transport: the transport between these ranks; None if there is one alone.
+        counters: count what is communicated.
+        across: the ranks, numbered along the dimensions, whose slices cross between machines on the way from or to this
+            one.
+        watch: watches the waits; None if there is one rank alone.
+        link: the link by which the other slices travel; None for that of the counters.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class BucketCollectives:
             flat: 1-D and contiguous. Its contents are used up.
             codec: encodes what travels. Over Gloo and shared memory what comes is added up in the buffer's own dtype,
                 to this rank's own slice as it is; other backends add up in the codec's.
-            what: for the error message.
+            what: what the sum is, for the error message.
         """
         assert self._transport is not None, "a bucket keeps its gradients as they come over one rank"
         self._count_reduction(flat.numel(), ranges, codec, flat.itemsize)

@@ -28,7 +28,7 @@ class Chain:
         """Chain two exchanges into one: a thread awaits the first, and then begins the second with its result.
 
         Args:
-            after: of the exchange before this one: the second half begins once it is set, in one order on all ranks.
+            after: the former exchange's event: the second half begins once it is set, in one order on all ranks.
 
         Returns:
             The whole exchange, and an event that is set once its second half has begun or has failed to begin.

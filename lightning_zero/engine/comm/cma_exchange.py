@@ -42,7 +42,7 @@ class Exchange:
         kept: tensors that the others read, which are kept until the end.
         take: called with (position of the peer, its process, address) in the transport's thread, for one peer after
             another, once the memory at the address is ready.
-        timeout: of the wait.
+        timeout: the timeout of the wait.
     """
 
     def __init__(self, kept: Any, take: Callable[[int, int, int], None], timeout: timedelta) -> None:
@@ -75,7 +75,7 @@ class CrossMemoryExchanges:
         rank: this one's.
         peers: rank, process and sockets of each other one, in the order in which gradients are added up; the second
             socket is for small messages.
-        timeout: of each exchange.
+        timeout: the timeout of each exchange.
 
     Attributes:
         small: exchanges that need no reading of memory.
@@ -127,12 +127,12 @@ class CrossMemoryExchanges:
         """Add the other ranks' contributions to this rank's own; the sum is complete when the exchange has ended.
 
         Args:
-            tag: as of ``gather``.
-            own: what the sum is made of, one span after another, those of other ranks alike.
-            sent: by rank, what each is to add to its own.
+            tag: see ``gather``.
+            own: this rank's spans of the sum, one after another; other ranks have spans of the same lengths.
+            sent: for each rank, the spans that it is to add to its own.
             wire: the dtype of what travels.
-            factor: by which all is multiplied before it is added up; or after it, if it is a power of two, which gives
-                the same digits.
+            factor: the number to multiply all values by before they are added up; or the sum, if it is a power of two,
+                which gives the same digits.
         """
         dtype = next((span.values.dtype for span in own if span.values is not None), wire)
         total = torch.empty(sum(span.numel for span in own), dtype=dtype, device="cpu")
@@ -320,7 +320,7 @@ def connect(
     """Find which ranks share a machine, and connect those of each group, numbered by their places. Collective.
 
     Args:
-        timeout: of each exchange to come.
+        timeout: the timeout of each later exchange.
         exchange_objects: all-gathers a small object.
         groups_of: the groups of ranks to connect, by their machines; by default those of a machine.
 

@@ -57,8 +57,8 @@ class Quantised:
     not finite makes its whole block so, and an overflow is still found.
 
     Args:
-        bits: of an integer.
-        block: values that share a scale; even.
+        bits: the number of bits of an integer.
+        block: the number of values that share a scale; even.
     """
 
     bits: Literal[4, 8]

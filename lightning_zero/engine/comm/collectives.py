@@ -41,9 +41,9 @@ class Gathering(NamedTuple):
     """The ranks between which parameters are gathered.
 
     Attributes:
-        ranks: as numbered in the data-parallel group.
-        place: of this rank among them.
-        control: for Python values, between them alone.
+        ranks: their numbers in the data-parallel group.
+        place: this rank's index among them.
+        control: the control plane between them alone.
     """
 
     ranks: Sequence[int]
@@ -55,10 +55,10 @@ class Everyone(NamedTuple):
     """All ranks that have a module: those of the data-parallel group, times those of tensor parallelism.
 
     Attributes:
-        rank, size: of this rank, and of all.
-        control: for Python values.
-        watch: over the waits; None if there is one rank alone.
-        name: the same on every rank, and new each time; likewise.
+        rank, size: this rank's number, and the number of ranks.
+        control: the control plane.
+        watch: watches their waits; None if there is one rank alone.
+        name: a name that is the same on every rank, and new each time; empty if there is one rank alone.
     """
 
     rank: int
@@ -73,22 +73,22 @@ class Communicator:
 
     Args:
         group: the process group, ``None`` for the default one; ignored where none is initialised.
-        device: where the flat buffers live.
-        shard_within: as of ``EngineConfig``.
-        mesh: of the data-parallel and the tensor-parallel dimension, in place of a group.
+        device: the device of the flat buffers.
+        shard_within: see ``EngineConfig``.
+        mesh: a device mesh with the data-parallel and the tensor-parallel dimension, in place of a group.
 
     Attributes:
-        rank, size: in the group.
-        everyone: those of all tensor-parallel ranks as well.
+        rank, size: this rank's number in the group, and the group's size.
+        everyone: the ranks of all tensor-parallel groups together.
         tensor: the ranks that share this rank's tensors.
-        counters: of what has been communicated.
-        mesh: of the ranks: two-dimensional where collectives have two levels, or shards are within groups of ranks.
-        control: for Python values.
+        counters: count what has been communicated.
+        mesh: the mesh of ranks: two-dimensional if collectives have two levels, or shards are within groups of ranks.
+        control: the control plane.
         shards_within: whether parameters are sharded within groups of ranks.
         is_on_one_machine: whether all ranks are known to be.
         may_compress: whether they are not, and what crosses can be encoded: from a CPU, over Gloo.
         gathering: the ranks between which parameters are gathered; fewer than all where shards are within groups.
-        watch: over the waits; only with several ranks.
+        watch: watches the waits for other ranks; only with several ranks.
     """
 
     def __init__(

@@ -28,12 +28,12 @@ class ControlPlane:
         group: a process group that communicates over the CPU; None with one rank.
         ranks: the group's, as numbered in the default group.
         rank: this rank's number in the group.
-        watch: of the waits; None with one rank.
+        watch: watches the waits; None with one rank.
         counters: count calls of kind "control".
-        tag: of messages; ``tag + 1`` is used as well.
+        tag: the tag of messages; ``tag + 1`` is used as well.
 
     Attributes:
-        tag: as given.
+        tag: the given tag.
         small: exchanges messages up to ``SMALL`` bytes in the quickest way, where the ranks share a machine.
     """
 

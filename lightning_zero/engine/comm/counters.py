@@ -19,8 +19,8 @@ class Counters:
     where collectives have two levels, those that this rank exchanges with other machines do.
 
     Attributes:
-        link: what ``add`` counts for where nothing else is said.
-        calls, elements, bytes: by (kind, link).
+        link: the link that ``add`` counts for by default.
+        calls, elements, bytes: the counts by (kind, link).
     """
 
     def __init__(self) -> None:
@@ -33,10 +33,10 @@ class Counters:
         """Count one call.
 
         Args:
-            kind: of collective.
-            numel: elements that it moves.
+            kind: the kind of collective.
+            numel: the number of elements that it moves.
             nbytes: bytes of these elements as they travel.
-            link: by which they travel.
+            link: the link by which they travel.
         """
         key = kind, link or self.link
         self.calls[key] += 1

@@ -185,7 +185,7 @@ class Watch:
 
     Args:
         group: the process group.
-        name: of the engine, the same on every rank and new each time.
+        name: the engine's name, the same on every rank and new each time.
         members: the ranks of the group that wait for each other; by default all.
     """
 
@@ -251,7 +251,7 @@ def explained(what: str, kind: type[RuntimeError] = RuntimeError) -> Iterator[No
     """Context of a wait outside of engines: an error that another rank's failure has caused says so.
 
     Args:
-        what: what is waited for.
+        what: what the wait is for, in words.
         kind: class of the errors that the wait may raise.
     """
     try:

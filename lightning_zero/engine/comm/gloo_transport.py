@@ -23,10 +23,10 @@ class GlooTransport(Transport):
     """Sends and receives between each pair of ranks; sums in the dtype in which gradients are kept.
 
     Args:
-        group: of Gloo.
+        group: a process group of Gloo.
         gather_tag: the tag of bucket 0's gathers; those of the others follow. Ranks that gather in another order wait,
             and never mix buckets up.
-        reduce_tag: of reductions.
+        reduce_tag: the tag of reductions.
         members: the ranks of the group that exchange; slices are theirs, in this order. By default all.
     """
 

@@ -152,7 +152,7 @@ def barrier(device: torch.device | None = None) -> None:
     """Wait until every rank of the default group has called this.
 
     Args:
-        device: of this rank; NCCL waits on it.
+        device: this rank's device; NCCL waits on it.
     """
     is_nccl = device is not None and dist.get_backend() == "nccl"
     dist.barrier(device_ids=[device.index] if device is not None and is_nccl else None)

@@ -36,7 +36,7 @@ class Rendezvous:
     """Where the ranks of one engine meet before a collective that user code has caused.
 
     Args:
-        communicator: of the engine; all of its ranks meet.
+        communicator: the engine's communicator, all of whose ranks meet.
         timeout: seconds to wait for the other ranks.
 
     Attributes:

@@ -15,7 +15,7 @@ def have_all_come(state: Any, patience: float) -> bool:
     """Whether every rank of the default process group passes the same value within some seconds, after a failure.
 
     Args:
-        state: what this rank has come with, for JSON.
+        state: the value that this rank passes, as JSON accepts it.
         patience: seconds that rank 0, which decides, waits for the others, and they for it.
     """
     if ended_ranks():
@@ -44,7 +44,7 @@ def renew(**options: Any) -> None:
     It meets in the same store, where it has keys of its own, so that no message of the old one reaches it.
 
     Args:
-        options: of ``torch.distributed.init_process_group`` beside backend, store, rank and world size.
+        options: arguments of ``torch.distributed.init_process_group`` beside backend, store, rank and world size.
 
     Raises:
         RuntimeError: if the process of a rank has ended.

@@ -16,8 +16,8 @@ class Ring:
     """Each rank sends to the one that is so many ranks ahead, and receives from the one as far behind. Collective.
 
     Args:
-        distance: in ranks.
-        timeout: of a message; None for the backend's own.
+        distance: the number of ranks from one to the next.
+        timeout: the timeout of a message; None for the backend's own.
     """
 
     def __init__(self, distance: int, timeout: timedelta | None) -> None:

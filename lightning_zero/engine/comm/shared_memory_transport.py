@@ -17,9 +17,9 @@ class SharedMemoryTransport(Transport):
     Codecs must encode each element alone, as those that cast do: large ranges are added up in parts.
 
     Args:
-        exchanges: with the other ranks.
-        rank: this one's.
-        gather_tag, reduce_tag: as of ``GlooTransport``.
+        exchanges: the exchanges with the other ranks.
+        rank: this process's rank.
+        gather_tag, reduce_tag: see ``GlooTransport``.
     """
 
     takes_spans = True

@@ -40,11 +40,11 @@ class SmallMessages:
 
     Args:
         peers: rank and socket (SOCK_SEQPACKET) of each other rank; the messages of an exchange come in that order.
-        timeout: of each wait.
+        timeout: the timeout of each wait.
         wake: called when messages are left unsent; a thread then calls ``register`` and ``send_unsent``.
 
     Attributes:
-        received: by exchange and position of the peer.
+        received: received messages by exchange and position of the peer.
         lost: positions of peers that have closed their end.
     """
 
@@ -112,7 +112,7 @@ class SmallMessages:
         """Wait for the messages of an exchange.
 
         Args:
-            positions: of the peers that send one, by default all.
+            positions: the positions of the peers that send one, by default all.
 
         Raises:
             RuntimeError: if a peer closed its end, or a message did not come in time.

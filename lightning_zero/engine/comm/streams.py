@@ -17,7 +17,7 @@ class Streams:
     """The streams of one engine.
 
     Args:
-        device: where the module computes.
+        device: the device that the module computes on.
 
     Attributes:
         home: the stream of the module's forward, on which gradients are reduced: not those that parts of the module may

@@ -35,7 +35,7 @@ class Started(NamedTuple):
 
     Attributes:
         waits: functions that block the current stream (NCCL) or the thread.
-        buffers: what the transport reads and writes, kept until the end.
+        buffers: the tensors that the transport reads and writes, kept until the end.
         finish: called once after all waits; its result is the collective's.
         ends_by_itself: whether the peers get what they need from this rank even if it never waits.
     """
@@ -76,8 +76,8 @@ class Transport(ABC):
         """Bring a flat buffer up to date that is the same on every rank, except for changes of this rank's own slice.
 
         Args:
-            full, ranges, number: as for ``all_gather``.
-            message: of ``encode_changes``.
+            full, ranges, number: see ``all_gather``.
+            message: the result of ``encode_changes``.
         """
         raise NotImplementedError
 

@@ -28,10 +28,10 @@ class TwoLevelTransport(Transport):
     The slices of such ranks are adjacent (see ``mesh.ALL``), so a column is one range.
 
     Args:
-        within: between the ranks of this machine, numbered by local index.
-        across: between the ranks with this one's local index, numbered by machine.
-        topology: of all ranks.
-        rank: this one.
+        within: the transport between the ranks of this machine, numbered by local index.
+        across: the transport between the ranks with this one's local index, numbered by machine.
+        topology: the topology of all ranks.
+        rank: this process's rank.
     """
 
     takes_spans = True

@@ -22,7 +22,7 @@ def consolidate(module: nn.Module, timeout: float) -> None:
     on some ranks and full on others takes the value of the first rank that has it in full.
 
     Args:
-        module: of the same structure on every rank.
+        module: a module with the same structure on every rank.
         timeout: seconds to wait for the other ranks, as the engine's ``handshake_timeout``.
 
     Raises:

@@ -74,8 +74,8 @@ def check_room(
     """Raise a ValueError on every rank if a machine lacks host memory for the states of its ranks. Collective.
 
     Args:
-        sources: of the parameters' values; those in host memory free it when they move to another device.
-        units: the buckets of each.
+        sources: where the parameters' values are; those in host memory free it when they move to another device.
+        units: the buckets of each unit.
         has_optimizers: whether the optimizers are known; otherwise two states are assumed, as for Adam.
     """
     shards, buckets = [], list(chain.from_iterable(units))
@@ -139,8 +139,8 @@ def without_room_for_whole(
     The shards are not counted as freed, since each is freed only after its full tensors have been made.
 
     Args:
-        buckets: of all units.
-        optimizers: whose states become full as well.
+        buckets: the buckets of all units.
+        optimizers: the optimizers whose states become full as well.
         keeps_masters: whether this rank keeps full master weights of low-precision parameters, too.
     """
     need: Counter[str] = Counter()
@@ -191,10 +191,10 @@ def _without_room(
     """The places that lack memory for the needs of their ranks together, the same on every rank. Collective.
 
     Args:
-        need: of this rank, in bytes by purpose.
+        need: what this rank needs, in bytes by purpose.
         freed: bytes that this rank frees before it takes what it needs.
         may_take: the part of the available memory that may be taken.
-        device: whose memory this rank takes; by default the host's.
+        device: the device whose memory this rank takes; by default the host's memory.
     """
     host = this_machine()
     own = {(host, None): available_memory(), (host, communicator.everyone.rank): left_to_process()}

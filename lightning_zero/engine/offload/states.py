@@ -66,9 +66,9 @@ class DiskStates:
     """Tensors of one length, called fields, in a file of sub-groups; an OSError if the disk lacks space.
 
     Args:
-        name: of the bucket, for errors.
+        name: the bucket's name, for errors.
         numel: elements of each field.
-        dtype: of the master weights, which are the first field.
+        dtype: the dtype of the master weights, which are the first field.
         fields: dtypes of the other fields by name. The attribute has those of all fields.
     """
 

@@ -21,7 +21,7 @@ class Known(NamedTuple):
 
     Attributes:
         cls: the class of the table that an optimizer is of, or derived from.
-        need: of it, with the options that the optimizer has.
+        need: what an optimizer of the class with these options needs.
         why: the reason why it needs more than single elements.
     """
 

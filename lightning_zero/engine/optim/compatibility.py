@@ -24,7 +24,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], config: EngineConfig, *, r
     """Refuse optimizers that would train otherwise than without sharding.
 
     Args:
-        ranks: over which parameters are sharded. One rank alone has them whole, unless it offloads their states.
+        ranks: the number of ranks that shard parameters. One rank alone has whole ones, unless it offloads states.
 
     Raises:
         TypeError: if one needs other parameters than the one that it updates, or its class is not known and no option
@@ -104,7 +104,7 @@ def kept_whole(optimizers: Iterable[Optimizer], config: EngineConfig, *, ranks: 
     """Make a function that says, of a parameter and its name, whether one rank has to own it as a whole.
 
     Args:
-        ranks: as for ``check_optimizers``.
+        ranks: see ``check_optimizers``.
     """
     declared = config.keeps_whole
     rules: dict[int, Any] = {}

@@ -21,9 +21,9 @@ class Master:
 
     Attributes:
         first, last: the segments, inclusive.
-        range: within the shard.
+        range: the range of the shard that they have.
         tensor: what the optimizer updates, 1-D over several ranks; empty where the rank owns nothing of the segments.
-        device: where it is updated.
+        device: the device that updates it.
     """
 
     def __init__(self, run: list[BucketSlot]) -> None:
@@ -105,7 +105,7 @@ def restore_digits(slot: BucketSlot, saved: Tensor) -> None:
     A parameter that is in fp32 now, but was saved in low precision, regains the precision of the master weight.
 
     Args:
-        saved: in full.
+        saved: the full saved tensor.
     """
     bucket, is_low = slot.bucket, slot.dtype in LOW_PRECISION
     if not is_low and slot.dtype != torch.float32:

@@ -188,7 +188,7 @@ class Masters:
 
         Args:
             shards: the gradient of each parameter of the bucket, by its index, as it will be then.
-            order: of the buckets that come next, as far as it is known.
+            order: the buckets that come next, as far as this is known.
         """
         masters = [master for _, master in self._arranged_in.get(bucket, ())]
         held = {slot for master in masters for slot in master.slots}
@@ -305,7 +305,7 @@ class Masters:
         """Unhook the optimizer and give it its whole state by parameter, for the ordinary parameters. Collective.
 
         Args:
-            device: of the state; with None the optimizer loses its state, and no other rank is needed.
+            device: the state's device; with None the optimizer loses its state, and no other rank is needed.
         """
         self.states.release()
         self.recover()
@@ -356,7 +356,7 @@ def after_updates(optimizer: Optimizer, hook: Callable[[list[Tensor]], None]) ->
     So that elementwise writes to parameters in it (``p.mul_(mask)``) reach all ranks by the gather that follows anyway.
 
     Args:
-        optimizer: of an engine, or any other.
+        optimizer: an engine's optimizer, or any other.
         hook: called with the parameters that may have been updated. It must not read whole parameters.
     """
     if (masters := _masters_of.get(optimizer)) is None:

@@ -237,7 +237,7 @@ class MasterStates:
         Args:
             leaf: what becomes of each tensor; ``in_parts`` leaves entries by element as sharded tensors over what the
                 masters have.
-            parameters: by default all that the optimizer holds.
+            parameters: the parameters to return; by default all that the optimizer holds.
         """
         if parameters is None:
             parameters = [p for group in self.optimizer.param_groups for p in group["params"]]

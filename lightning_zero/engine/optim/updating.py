@@ -97,8 +97,8 @@ class OffloadedStep:
         """Let the masters of a bucket be updated in a thread, with the options that their groups have now.
 
         Args:
-            masters: those of the bucket, each with the number of its group.
-            gradients: of each, or a function that returns it.
+            masters: the bucket's masters, each with the number of its group.
+            gradients: each master's gradient, or a function that returns it.
             shown: see ``Bucket.update_in_background``.
         """
         device = bucket.full.device

@@ -20,9 +20,9 @@ class Mesh:
     """Ranks in a grid.
 
     Attributes:
-        dimensions: the size of each, by name.
-        rank: this one.
-        places: of each rank, its index along each dimension; None if all are ranks of one machine.
+        dimensions: the size of each dimension, by name.
+        rank: this process's rank.
+        places: each rank's index along each dimension; None if all are ranks of one machine.
     """
 
     dimensions: Mapping[str, int]

@@ -38,7 +38,7 @@ class Placements:
 
         Args:
             numel: Psi, the number of parameter elements.
-            mesh: of the ranks; N is their number along the dimensions that shard.
+            mesh: the mesh of ranks; N is their number along the dimensions that shard.
             parameter_bytes: width of a parameter in computation: 4 for fp32, 2 for bf16 and fp16, 8 for fp64.
             master_bytes: width of a master weight, of a gradient and of each of Adam's moments: 4, but 8 for fp64.
             trains: whether there are gradients and moments.

@@ -16,9 +16,9 @@ class Rows(NamedTuple):
 
     Attributes:
         start, stop: the rows of the flattened whole tensor that contain the range.
-        columns: of each such row that are this rank's.
-        first: of the range, among the elements of these columns.
-        width: of a row of the whole tensor.
+        columns: the columns of each such row that are this rank's.
+        first: the range's first element, counted among the elements of these columns.
+        width: the number of elements in a row of the whole tensor.
     """
 
     start: int
@@ -33,10 +33,10 @@ class Share:
     """This rank's share of a tensor that is divided along one dimension, as ``torch.chunk`` does.
 
     Attributes:
-        shape: of the whole tensor.
-        dimension: that is divided; None where each rank has the whole tensor.
-        index: of this rank among those that share the tensor.
-        count: of these ranks.
+        shape: the whole tensor's shape.
+        dimension: the divided dimension; None where each rank has the whole tensor.
+        index: this rank's index among those that share the tensor.
+        count: the number of these ranks.
     """
 
     shape: torch.Size

@@ -14,7 +14,7 @@ class Topology:
     """The machine of each rank.
 
     Args:
-        machines: what identifies each rank's machine, in the order of ranks.
+        machines: an identifier of each rank's machine, in the order of ranks.
     """
 
     machines: tuple[Hashable, ...]
@@ -37,7 +37,7 @@ class Topology:
         """Ranks in groups, machine by machine, which take the place of machines.
 
         Args:
-            size: of each group; ``"node"`` for that of a machine.
+            size: the size of each group; ``"node"`` for that of a machine.
 
         Raises:
             ValueError: if groups of this size are not possible.

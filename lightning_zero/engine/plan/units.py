@@ -44,7 +44,7 @@ class UnitPlan:
         name: qualified name of the block, or of the first and the last; the root's is ``""``.
         blocks: modules whose forward gathers the unit. The root unit is gathered by the step; it has blocks only where
             the whole module is small.
-        parameters, owners: by qualified name, each once, in the order of ``root.named_parameters()``.
+        parameters, owners: the unit's, by qualified name, each once, in the order of ``root.named_parameters()``.
     """
 
     name: str

@@ -1,14 +1,14 @@
 """Activation offload and partitioning: move the inputs of checkpointed modules away between forward and backward.
 
 (P_a and P_a+cpu in Rajbhandari et al., "ZeRO", SC20, section 6.1; "ZeRO-Infinity", SC21, section 5.1.2.) Checkpointing
-keeps one input per module; offload moves that input as well, while other modules compute. Where tensor-parallel ranks
+keeps one input per module; offload moves this input, too, while other modules compute. Where tensor-parallel ranks
 have the same input, each keeps a part of it, and the parts are gathered on the way back:
 
     forward     | unit 1     | unit 2     | unit 3         copies:  | out: input 1 | out: input 2 |
     backward    | unit 3     | unit 2     | unit 1         copies:  | in: input 2  | in: input 1  |
 
-The device's memory of an input is released when the next unit begins, so the last unit's input is still there when
-backward begins. In backward an input is copied back while the unit that ran after its own is recomputed.
+The device's memory of an input is released when the next unit begins, so the last unit's input is still on the device
+when backward begins. In backward each input is copied back while the following unit of forward is recomputed.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ LEAST = 2**16
 """Smallest size in bytes of a tensor that is moved: below it the copy costs more than the memory is worth."""
 
 
-_PLAIN = (Tensor, FakeTensor)  # no other subclasses, which may be more than their memory
+_PLAIN = (Tensor, FakeTensor)  # not other subclasses, which may have state besides their memory
 
 
 class ActivationStore:
-    """Moves inputs of checkpointed modules, or all but a part, out of the device's memory, and back before backward.
+    """Moves inputs of checkpointed modules, or all but a part, out of the device's memory, and back in backward.
 
     Dense floating-point tensors of at least ``LEAST`` bytes are moved, each once. Not moved are
 
@@ -65,10 +65,10 @@ class ActivationStore:
 
     Args:
         device: the device whose memory is relieved.
-        place: where tensors are moved to.
+        place: the place that tensors are moved to.
         moves_whole: whether tensors that ranks do not share are moved, too.
-        parts: of tensors that tensor-parallel ranks have alike; None to move these as a whole.
-        ledger: counts what is kept in memory.
+        parts: divides tensors that all tensor-parallel ranks have; None to move these as a whole.
+        ledger: counts the memory of kept tensors.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class ActivationStore:
         self._last: weakref.ref[_Region] | None = None
 
     def begin_forward(self) -> None:
-        """A forward of the root module begins.
+        """Note that a forward of the root module begins.
 
-        What graphs before it are kept, which may differ between ranks, decides nothing that ranks do together.
+        Earlier graphs may be kept on some ranks only, so collectives must not depend on their inputs.
         """
         self._last = None
         self._forwards += 1
@@ -104,7 +104,7 @@ class ActivationStore:
 
         Returns:
             A function that calls the module; its arguments, with the tensors to move among the positional ones; and a
-            context in which autograd's saving of these moves them.
+            context in which these tensors are moved when autograd saves them.
         """
         leaves, spec = tree_flatten((args, kwargs))
         positional = len(tree_leaves(args))
@@ -140,11 +140,11 @@ class ActivationStore:
         return forms | {id(leaf): _SharedForm for leaf in shared}
 
     def _alike_in(self, module: nn.Module, leaves: list[Any], call: str, worth: Mapping[int, Tensor]) -> frozenset[int]:
-        """The arguments that tensor-parallel ranks have alike, by their numbers: compared in the first call."""
+        """Numbers of the arguments that are the same on all tensor-parallel ranks; the first call compares them."""
         known = self._alike.setdefault(module, {})
         if call not in known:
             assert self._parts is not None
-            # of any size, so that every rank takes part
+            # tensors of any size are compared, so that every rank takes part
             values = {number: leaf for number, leaf in enumerate(leaves) if type(leaf) in _PLAIN}
             alike = self._parts.agree(values)
             if alike is None:
@@ -166,7 +166,7 @@ class ActivationStore:
             and tensor.layout is torch.strided
             and tensor.is_floating_point()
             and not (tensor.is_leaf and tensor.requires_grad)
-            and LEAST <= tensor.nbytes <= tensor.untyped_storage().nbytes()  # larger ones are expanded
+            and LEAST <= tensor.nbytes <= tensor.untyped_storage().nbytes()  # expanded ones have more
         )
 
     @contextmanager
@@ -217,11 +217,11 @@ class ActivationStore:
 
 
 class _Region:
-    """Tensors moved in one forward of a checkpointed module. Holds weak references, and is held by the tensors."""
+    """Tensors moved in one forward of a checkpointed module. It refers to them weakly, and they refer to it."""
 
     def __init__(self, previous: weakref.ref[_Region] | None) -> None:
         self._kept: list[weakref.ref[Kept]] = []  # in an order that is the same on every rank
-        self.previous = previous  # of the module that ran before, which is next in backward
+        self.previous = previous  # the region of the previous module, which is the next in backward
 
     def add(self, kept: Kept) -> None:
         self._kept.append(weakref.ref(kept))
@@ -243,7 +243,7 @@ class Kept:
 
     _where: Any = None
     _arriving: tuple[Tensor, Future[_Copied]] | None = None
-    _original: Saved | None = None  # until `let_go`
+    _original: Saved | None = None  # set until ``let_go``
     _copied: _Copied | None = None
 
     def __init__(self, tensor: Tensor, form: _Form, region: _Region, copies: _Copies, place: Memory | Disk) -> None:
@@ -260,13 +260,13 @@ class Kept:
     def let_go(self) -> None:
         """Release the original, so that later computation may reuse its memory."""
         if self._original is not None and not self._stays:
-            # In this order: the version counter has seen all writes before the wait; later writes come after the copy.
+            # First wait, then compare: writes before the wait have changed the version; later ones come after the copy.
             assert self._copied is not None
             self._copies.wait(self._copied)
             if self._copied.event is None or self._original.is_unchanged:
                 self._original = None
             else:
-                self._stays = True  # the copy may have the written values, so ``value`` is autograd's error
+                self._stays = True  # the copy may contain written values, so ``value`` raises autograd's error
 
     def stay(self, tensor: Tensor) -> None:
         """Keep the original on the device, because another module has the same input."""
@@ -275,13 +275,13 @@ class Kept:
             self._forget()
 
     def fetch(self) -> None:
-        """Start to copy the values back to the device, unless they are there or on their way."""
+        """Start to copy the values back to the device, unless they are there or being copied."""
         if self._original is not None or self._arriving is not None:
             return
         target = self._form.empty()
-        # The previous use of this memory has ended by then, and so has the copy out, for which `let_go` has waited.
+        # When this event occurs, the previous use of the memory has ended, and so has the copy out (see ``let_go``).
         ready = self._copies.now()
-        copies, form = self._copies, self._form  # without `self`, which a read in progress must not keep alive
+        copies, form = self._copies, self._form  # not ``self``, which a running read must not keep alive
 
         def deliver(room: Tensor) -> _Copied:
             return copies.into(form.kept_of(target), form.in_place(room), after=ready, then=form.completes(target))
@@ -290,7 +290,7 @@ class Kept:
 
     @torch.no_grad()
     def value(self) -> Tensor:
-        """The tensor as it was, on the device and ready for the current stream. Also prefetches the next."""
+        """Return the original values on the device, ready for the current stream. Also prefetches the next region."""
         if self._original is not None and not self._original.is_unchanged:
             self.let_go()
         if self._original is None and self._arriving is None:
@@ -298,14 +298,14 @@ class Kept:
         before = self.region.previous() if self.region.previous is not None else None
         if before is not None:
             before.fetch()
-        if self._original is not None:  # of the module that backward begins with, or of several modules
+        if self._original is not None:  # the first module in backward, or an input of several modules
             return self._original.unpack()
         assert self._arriving is not None
         (target, arrival), self._arriving = self._arriving, None
         try:
             self._copies.wait(arrival.result())
         finally:
-            del arrival  # holds an exception whose traceback holds this frame
+            del arrival  # it may have an exception whose traceback refers to this frame
         return target
 
     def _forget(self) -> None:
@@ -327,7 +327,7 @@ class _Form:
     """Memory layout of a tensor, with the alignment of its first element, which may affect kernels' order of sums.
 
     Attributes:
-        nbytes: that are kept.
+        nbytes: the number of bytes that are kept.
     """
 
     def __init__(self, tensor: Tensor, parts: ActivationParts | None = None) -> None:
@@ -341,7 +341,7 @@ class _Form:
         return self._stride == self._dense
 
     def kept_of(self, tensor: Tensor) -> Tensor:
-        """What is kept of the tensor, or of one that ``empty`` has made."""
+        """Return the part of the tensor, or of one made by ``empty``, that is kept."""
         return tensor
 
     def in_place(self, memory: Tensor) -> Tensor:
@@ -349,11 +349,11 @@ class _Form:
         return memory[: self.nbytes].view(self._dtype).as_strided(self._size, self._dense)
 
     def completes(self, target: Tensor) -> Callable[[], Any] | None:
-        """What starts to complete the tensor once the kept elements are there; None where they are all."""
+        """Return a function that starts to fetch the other elements; None if all elements are kept."""
         return None
 
     def empty(self) -> Tensor:
-        """New memory on the device with the same layout."""
+        """Allocate a tensor with the same layout on the device."""
         span = 1 + sum((count - 1) * step for count, step in zip(self._size, self._stride))
         return self._empty(span)
 
@@ -363,7 +363,7 @@ class _Form:
 
 
 class _SharedForm(_Form):
-    """A dense tensor that is identical on all tensor-parallel ranks: each keeps an equal range, or less at the end."""
+    """A dense tensor that is identical on all tensor-parallel ranks: each keeps an equal range, the last ones less."""
 
     def __init__(self, tensor: Tensor, parts: ActivationParts | None) -> None:
         super().__init__(tensor)
@@ -392,8 +392,8 @@ class _Copied(NamedTuple):
     """A copy that has begun, and what follows it.
 
     Attributes:
-        event: at their end, on a stream; None where there is no stream.
-        wait: for the rest, in any thread; None where nothing is left.
+        event: an event at their end, on a stream; None if there is no stream.
+        wait: waits for the rest, in any thread; None if nothing is left.
     """
 
     event: torch.Event | None
@@ -413,7 +413,7 @@ class _Copies:
         self._leaving, self._coming = (torch.Stream(device) if has_streams else None for _ in range(2))
 
     def now(self) -> torch.Event | None:
-        """An event after all work queued on the device so far."""
+        """Record an event after all work queued on the device so far."""
         stream = current_stream(self._device)
         return None if stream is None else stream.record_event()
 
@@ -425,7 +425,7 @@ class _Copies:
             copied.wait()
 
     def out(self, source: Tensor, target: Tensor) -> _Copied:
-        """Copy from the device to where the tensor is kept."""
+        """Copy from the device to the memory that the tensor is kept in."""
         return self._copy(self._leaving, target, source, self.now())
 
     def into(
@@ -450,7 +450,7 @@ class _Copies:
 
 
 def activation_store(config: EngineConfig, communicator: Communicator, ledger: Ledger) -> ActivationStore | None:
-    """The store for the inputs of checkpointed modules by the options; None if they stay as they are."""
+    """Make the store for inputs of checkpointed modules by the options; None if inputs are not moved."""
     offload, device = config.offloads, communicator.device
     target = offload.activations if offload is not None else None
     if target is None and not config.partition_activations:

@@ -32,7 +32,7 @@ class SavedTensors:
     leave the unit in another way (a loss kept as an attribute), and graphs that are used twice.
 
     Args:
-        buckets: those whose buffers are released between uses are watched.
+        buckets: all buckets; those whose buffers are released between uses are watched.
     """
 
     def __init__(self, buckets: list[Bucket]) -> None:

@@ -89,8 +89,8 @@ class Bucket:
         parameters: the module's own, in the order of the layout.
         full: the flat buffer, 1-D, in the compute dtype; with memory only where all values stay gathered.
         part: what gathers start from, where each machine has all parameters; else None, and it is ``residency``.
-        number: of the bucket among all buckets, the same on every rank.
-        gradient_codec: of gradients that cross between machines; None for that of all others.
+        number: the bucket's number among all buckets, the same on every rank.
+        gradient_codec: the codec of gradients that cross between machines; None for that of all others.
 
     Attributes:
         update: the last background update, if ``full`` does not show its result yet.
@@ -412,7 +412,7 @@ class Bucket:
         """Give each parameter one owner.
 
         Args:
-            values: of the master weights, in full.
+            values: the full master weights.
         """
         self.wait()
         self.layout = self.layout.with_owners(owners)

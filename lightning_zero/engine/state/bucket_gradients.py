@@ -37,7 +37,7 @@ class BucketGradients:
 
     Attributes:
         reduces: whether gradients of the present backward are reduced at its end.
-        crosses: where each machine has all parameters, whether they are summed over machines, too.
+        crosses: whether they are summed over machines, too, where each machine has all parameters.
         flat: the flat buffer, if there is one.
     """
 
@@ -87,7 +87,7 @@ class BucketGradients:
         """Add a local gradient of one parameter; the caller must not use the tensor afterwards.
 
         Args:
-            gradient: in the parameter's full shape, or in that of this rank's share of it.
+            gradient: a tensor in the parameter's full shape, or in that of this rank's share of it.
         """
         self._turn_to_current_stream()
         if isinstance(gradient, ShardedTensor):

@@ -85,8 +85,8 @@ class GatheredBuffer:
         """Count the engine's own tensors over the buffer, unless that is done; user code has none yet.
 
         Args:
-            others: that are over the buffer beside ``tensor`` and ``segments``. More may be counted for a moment: a
-                thread of Gloo lets go of what it has broadcast after the end of the wait for it.
+            others: the number of tensors over the buffer beside ``tensor`` and ``segments``. There may be more for a
+                moment: a thread of Gloo drops what it has broadcast after the end of the wait for the broadcast.
         """
         if self._own_holders is None:
             of_this_call = 1

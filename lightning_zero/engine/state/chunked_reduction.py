@@ -25,15 +25,15 @@ class ChunkedReduction:
     """Sums a gradient over ranks.
 
     Args:
-        gradient: 1-D, without padding at its end, in any dtype; None for zeros.
+        gradient: a 1-D tensor in any dtype, without padding at its end; None for zeros.
         ranges: ``[start, stop)`` of each rank, equally long, or all but one of them empty.
-        own_numel: elements of this rank's range.
-        collectives: between these ranks.
-        codec: of what travels.
-        factor: to multiply by first.
+        own_numel: number of elements in this rank's range.
+        collectives: the collectives between these ranks.
+        codec: encodes the chunks that are sent.
+        factor: the number to multiply the gradient by first.
         chunk_numel: elements of a chunk, about.
         like: an empty tensor of the result's dtype, on its device.
-        what: for the error message.
+        what: what the sum is, for the error message.
     """
 
     def __init__(

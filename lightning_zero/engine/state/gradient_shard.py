@@ -64,7 +64,7 @@ class GradientShard:
 
     Args:
         spans: layout of ``flat``, see ``BucketLayout.spans_of``.
-        start: of ``flat`` within this rank's shard of the bucket.
+        start: the position of ``flat`` within this rank's shard of the bucket.
         arrival: background copy of the values; None if they are there.
 
     Attributes:

@@ -21,9 +21,9 @@ class NodePart:
     change, and all ranks with the same place have the same values.
 
     Args:
-        values: 1-D, in the dtype of the gathered buffer.
-        number: of the bucket among all buckets, the same on every rank.
-        what: an exchange is for, in words.
+        values: a 1-D tensor in the dtype of the gathered buffer.
+        number: the bucket's number among all buckets, the same on every rank.
+        what: what the exchanges are for, in words, for error messages.
 
     Attributes:
         own: this rank's shard, a view of the values.
@@ -40,15 +40,15 @@ class NodePart:
         self.own = values[low - self._begin : high - self._begin]
         self._pending: list[Pending] = []
         end_with(self, self._pending)
-        self._arrived: torch.Event | None = None  # recorded when a stream had waited for the last exchange
+        self._arrived: torch.Event | None = None  # recorded after a stream has waited for the last exchange
         ledger.add("parameters", values.nbytes)
 
     def refresh(self, new: Tensor | None, by_changes: bool) -> None:
-        """Start to fetch the other shards, after a change of this one on every rank.
+        """Start to fetch the other shards, after every rank has changed its own.
 
         Args:
-            new: values of this rank's shard; None where they are in ``own`` already.
-            by_changes: send changes, which needs that all parts had the same values before.
+            new: the new values of this rank's shard; None if they are in ``own`` already.
+            by_changes: send only changes, which requires that all parts had the same values before.
         """
         values, collectives = self.values(), self._collectives
         if by_changes and new is not None:
@@ -60,7 +60,7 @@ class NodePart:
         self._pending.append(pending)
 
     def values(self) -> Tensor:
-        """All values, once the shards on their way have arrived."""
+        """All values. Waits for the shards that are being fetched."""
         stream = current_stream(self._values.device)
         if self._pending:
             self._pending.pop().wait()
@@ -70,7 +70,7 @@ class NodePart:
         return self._values
 
     def exchange(self, segment: Segment) -> None:
-        """Fetch a parameter from the ranks in whose shards it is, after a change of ``own`` everywhere. Collective."""
+        """Fetch a parameter from the ranks whose shards contain it, after all have changed ``own``. Collective."""
         start, stop = self._range_of(segment)
         ranges = [
             (min(max(low, start), stop) - start, min(max(high, start), stop) - start) for low, high in self._ranges
@@ -78,21 +78,21 @@ class NodePart:
         self._collectives.all_gather(self.values()[start:stop], ranges, self._number, self._what).wait()
 
     def write(self, segment: Segment, value: Tensor) -> None:
-        """Take over a parameter's value, in a shape that expands to its own, which is the same on every rank."""
+        """Copy a parameter's value, the same on every rank, to this part; its shape expands to the parameter's."""
         start, stop = self._range_of(segment)
         begin = self._begin - segment.start
         self.values()[start:stop].copy_(flat_range(value.expand(segment.shape), start + begin, stop + begin))
 
     def _range_of(self, segment: Segment) -> tuple[int, int]:
-        """A parameter's range of the part, which may be empty."""
+        """The range of this part that a parameter has; it may be empty."""
         start, stop = (min(max(each - self._begin, 0), len(self._values)) for each in (segment.start, segment.stop))
         return start, stop
 
     def cut_anew(self, flat: Tensor, layout: BucketLayout) -> NodePart:
-        """The part by another layout; this one is at its end.
+        """Return the part for another layout, which replaces this one.
 
         Args:
-            flat: the values of all parameters.
+            flat: a 1-D tensor with the values of all parameters.
         """
         self._count_out()
         return NodePart(
@@ -105,7 +105,7 @@ class NodePart:
         )
 
     def abandon(self) -> None:
-        """End after a failure. A running exchange is not awaited: other ranks may never take part."""
+        """Drop this part after a failure, without waiting for a running exchange: other ranks may never take part."""
         self._pending.clear()
         self._count_out()
 

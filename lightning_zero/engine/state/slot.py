@@ -186,8 +186,8 @@ class OwnedSlot(BucketSlot):
     """The slot of another tensor of a parameter that one rank has as a whole: that rank has all of it.
 
     Args:
-        slot: of the parameter, in a whole bucket.
-        name: of the tensor, for messages.
+        slot: the parameter's slot, in a whole bucket.
+        name: the tensor's name, for messages.
     """
 
     def __init__(self, slot: BucketSlot, name: str, shape: torch.Size, dtype: torch.dtype) -> None:

@@ -40,8 +40,8 @@ class LazyTensor(WrapperTensor):
     that needs the tensor's memory (``data_ptr()``, ``set_()``) makes it an ordinary one. A pickle contains the values.
 
     Args:
-        name: of the stored tensor, for errors.
-        shape, dtype: of the tensor.
+        name: the stored tensor's name, for errors.
+        shape, dtype: the tensor's.
         read: returns the elements ``[start, stop)`` of the flattened tensor, 1-D and in its dtype. The result may be
             shared memory and is never written to.
         origin: any picklable object by which ranks compare the stored values; None if other ranks cannot read them.

@@ -27,7 +27,7 @@ class ShardedTensor(WrapperTensor):
     """A tensor of which this rank holds the 1-D range ``local``, as its slot in a bucket determines.
 
     Args:
-        slot: shape, range and communication of the tensor.
+        slot: the tensor's slot, which provides shape, range and communication.
         local: this rank's range; None for the parameter itself, whose range the slot provides. Its dtype may be wider
             than the tensor's (an fp32 master weight of a bf16 parameter), and it may be in host memory although the
             tensor's device is another.
@@ -73,12 +73,12 @@ class ShardedTensor(WrapperTensor):
         self._local, self.keep = local, keep
 
     def at_rest(self) -> Tensor:
-        """As ``local``, but read-only; a range on a disk is a lazy tensor."""
+        """Like ``local``, but read-only; a range on a disk is a lazy tensor."""
         return self.slot.parameter_at_rest() if self._local is None else self.local
 
     @property
     def is_parameter(self) -> bool:
-        """Whether it is the engine's own parameter or a detached alias of it, not a value derived from a parameter."""
+        """Whether this is the engine's own parameter or its detached alias, not a value derived from a parameter."""
         return self._local is None
 
     def whole_at_hand(self, dtype: torch.dtype | None = None) -> Tensor | None:
@@ -105,7 +105,7 @@ class ShardedTensor(WrapperTensor):
             self.slot.written_locally(local)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], Any]) -> Any:
-        """As for any tensor; but the hook is called at the end of backward, when ``grad`` is the reduced gradient."""
+        """Like ``Tensor``'s; but the hook is called at the end of backward, when ``grad`` is the reduced gradient."""
         if not self.is_parameter:
             return super().register_post_accumulate_grad_hook(hook)
         handle = RemovableHandle(self.slot.hooks_after_reduction)
@@ -158,7 +158,7 @@ class ShardedTensor(WrapperTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            with torch.no_grad():  # a value with the same sharding, so that a copied module takes the memory of a shard
+            with torch.no_grad():  # the copy is sharded, too, so that a copied module only takes the memory of a shard
                 copy: Tensor = ShardedTensor(self.slot, self.local.clone(), self.dtype)
             is_parameter = isinstance(self, torch.nn.Parameter)
             memo[id(self)] = (torch.nn.Parameter if is_parameter else Tensor.requires_grad_)(copy, self.requires_grad)
@@ -180,11 +180,11 @@ class ShardedTensor(WrapperTensor):
 
 
 class ShardedDTensor(ShardedTensor, SlotsOfDTensor):
-    """A sharded tensor that was a DTensor, and will be one again: the objects are the same (see ``become``)."""
+    """A sharded tensor whose object was a DTensor before and becomes one again (see ``become``)."""
 
 
 def local_range_of(value: Tensor, slot: Slot) -> Tensor:
-    """This rank's range, 1-D, of a tensor that has the slot's shape or expands to it.
+    """Return this rank's range, 1-D, of a tensor that has the slot's shape or expands to it.
 
     A sharded tensor of another slot is gathered.
     """
@@ -203,5 +203,5 @@ def local_range_of(value: Tensor, slot: Slot) -> Tensor:
 
 
 def flat_range(value: Tensor, start: int, stop: int) -> Tensor:
-    """The elements ``[start, stop)`` of a flattened tensor, 1-D, for immediate reading only; others are not read."""
+    """Return the elements ``[start, stop)`` of a flattened tensor, 1-D, for immediate reading; reads no others."""
     return value.shown(start, stop) if isinstance(value, WrapperTensor) else value.reshape(-1)[start:stop]

@@ -24,7 +24,7 @@ class Slot(Protocol):
     """A parameter's range of a bucket. Tensors with the same sharding have the same slot object.
 
     Attributes:
-        name, shape, dtype, device: of the parameter.
+        name, shape, dtype, device: the parameter's.
         share: how tensor parallelism divides it.
         offset, local_numel: this rank's range of the flattened parameter; of its share, where it is divided.
         hooks_after_reduction: hooks that users registered with ``register_post_accumulate_grad_hook``, by id.
