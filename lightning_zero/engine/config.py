@@ -43,9 +43,9 @@ class EngineConfig:
         shard_within: at stage 3, between which ranks parameters and accumulating gradients are sharded: ``"node"`` for
             those of each machine, or how many adjacent ranks. Each parameter then crosses between machines once a step.
             Master weights and optimizer state are sharded over all ranks. ``None`` shards parameters over all ranks.
-        compression: of traffic between machines, on CPUs over Gloo: ``"exact"`` sends lossless changes of parameters
-            that are gathered in 16 bits; ``"int8"`` and ``"int4"`` also send gradients in 8 or 4 bits; a
-            ``CompressionConfig``, or a mapping of its fields, for more. ``None`` compresses nothing.
+        compression: how traffic between machines is compressed, on CPUs over Gloo: ``"exact"`` sends lossless changes
+            of parameters that are gathered in 16 bits; ``"int8"`` and ``"int4"`` also send gradients in 8 or 4 bits. A
+            ``CompressionConfig``, or a mapping of its fields, sets more options. ``None`` compresses nothing.
         units: which modules are gathered and released together: ``"auto"``, module classes, or a predicate of
             (qualified name, module).
         unit_numel: elements up to which neighbouring blocks are gathered together. ``None`` with automatic units:

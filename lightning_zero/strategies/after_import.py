@@ -60,12 +60,12 @@ class _Finder(MetaPathFinder):
         thread.own += is_own
         try:
             execute(module)
-        finally:
+            if then := self.then.pop(name, None):
+                thread.due.append(then)
+        finally:  # a module of this package that fails may have imported Lightning, which stays imported
             thread.own -= is_own
-        if then := self.then.pop(name, None):
-            thread.due.append(then)
-        while thread.due and not thread.own:
-            importlib.import_module(thread.due.pop(0))
+            while thread.due and not thread.own:
+                importlib.import_module(thread.due.pop(0))
 
 
 _FINDER = _Finder()

@@ -41,7 +41,7 @@ class FabricStrategy(ZeroProcesses):
 
     Arguments:
         {options}
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: as for any strategy.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: see Lightning's strategies.
 
     Raises:
         TypeError, ValueError: if an option does not exist, or its value is not allowed.
