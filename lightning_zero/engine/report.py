@@ -51,7 +51,7 @@ class Report:
         at_rest: bytes in memory now by category: parameters, gathered, gradients, reduction, optimizer, activations
             (of ``partition_activations``).
         peak: the same when their total was highest since the last ``reset_peak``.
-        calls, elements, bytes: counts by kind of collective ("all_gather", "reduce_scatter", "control", and "activations":
+        calls, elements, bytes: counts by kind of collective ("all_gather", "reduce_scatter", "control", "activations":
             gathers of ``partition_activations``) since the last ``reset_counters``. Elements are logical: an all-gather
             of a bucket counts the full padded bucket.
         bytes_by_link: the same bytes, by whether they travel "within" a machine or "across" machines; see ``Counters``.

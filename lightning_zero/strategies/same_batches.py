@@ -15,6 +15,8 @@ from lightning_zero.engine.comm.tensor_parallel import TensorParallel
 _FIRST, _EVERY = 4, 100
 """Training batches that are compared: the first few, then one of so many. A comparison copies the batch to the CPU."""
 
+_DROPOUT = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout
+
 
 class SameBatches:
     """Compares batches of tensor-parallel ranks. Collective, like the module's forward.
@@ -59,7 +61,7 @@ def _warn_of_random_numbers(tensor: TensorParallel, module: nn.Module) -> None:
     if tensor.control.is_alike("".join(hashlib.sha256(state.numpy().tobytes()).hexdigest() for state in states)):
         return
     for name, each in module.named_modules():
-        if isinstance(each, nn.modules.dropout._DropoutNd) and each.training and each.p > 0 and tensor.rank == 0:
+        if isinstance(each, _DROPOUT) and each.training and each.p > 0 and tensor.rank == 0:
             warnings.warn(
                 f"The states of random number generators differ between tensor-parallel ranks {tensor.ranks}, so that "
                 f"{name or 'the module'} ({type(each).__name__}) drops other elements on each, and losses and "
