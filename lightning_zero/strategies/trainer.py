@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine import Engine, Report, Unit, engine_of
 from lightning_zero.engine.comm.collectives import Communicator
+from lightning_zero.engine.comm.failures import ended_ranks
 from lightning_zero.engine.comm.tensor_parallel import has_dtensors
 from lightning_zero.engine.init.consolidate import consolidate
 from lightning_zero.engine.init.deferred_param import awaits_values, is_deferred, is_on_meta, values_may_wait
@@ -261,7 +262,7 @@ class TrainerStrategy(TrainerCheckpoints):
         if self._resilience is not None and self._ended_by is None:
             if is_asked_to_end:
                 self._resilience.save_before_end()
-            elif isinstance(exception, Exception):
+            elif isinstance(exception, Exception) and not ended_ranks():  # otherwise a kill has caused it
                 self._resilience.note_failure()
         self._backward.__exit__(type(exception), exception, exception.__traceback__)
         say_who_holds_memory(exception, self.engine)

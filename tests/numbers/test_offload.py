@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lightning_zero import full_parameters
 from lightning_zero.engine import Engine
-from lightning_zero.engine import engine as engine_module
+from lightning_zero.engine import optimizers
 from lightning_zero.engine.comm.background_work import is_synchronized, synchronize
 from lightning_zero.engine.config import OffloadConfig
 from lightning_zero.engine.offload.states import DiskStates
@@ -292,7 +292,7 @@ def replaced(offload: str | None) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
             if step == 1:
-                for room in (engine_module, state):
+                for room in (optimizers, state):
                     patch.setattr(room, "synchronize", wait)
                 former, optimizer = optimizer, models.sgd_nesterov(module)
                 engine.set_optimizers([optimizer])

@@ -118,6 +118,14 @@ class Note(Callback):
 
 
 EVALUATION = "validation", "test"
+LATER = "forward", "loss", "backward", "update"
+"""Moments at which a copy is usually whole. Faults wait for it, so that it is certain from which step a job continues."""
+
+
+def wait_for_the_copy() -> None:
+    resilience = trainer.strategy._resilience
+    if resilience is not None and resilience._copy is not None:
+        resilience._copy.exception()
 
 
 def act(where: str) -> str | None:
@@ -127,6 +135,8 @@ def act(where: str) -> str | None:
         if (fault["attempt"], fault["fit"], fault["where"]) == (attempt(), fit, where):
             is_due = fault["step"] <= step <= fault["until"]
             if is_due and trainer.global_rank in fault["ranks"] and (trainer.training or where in EVALUATION):
+                if where in LATER:
+                    wait_for_the_copy()
                 print(f"rank {trainer.global_rank} meets {fault['what']} at {time.time()}", flush=True)
                 return WHAT[fault["what"]]()
     return None
