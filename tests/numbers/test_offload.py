@@ -22,8 +22,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_zero import full_parameters
-from lightning_zero.engine import Engine
-from lightning_zero.engine import optimizers
+from lightning_zero.engine import Engine, optimizers
 from lightning_zero.engine.comm.background_work import is_synchronized, synchronize
 from lightning_zero.engine.config import OffloadConfig
 from lightning_zero.engine.offload.states import DiskStates
