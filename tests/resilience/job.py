@@ -119,7 +119,7 @@ class Note(Callback):
 
 EVALUATION = "validation", "test"
 LATER = "forward", "loss", "backward", "update"
-"""Moments at which a copy is usually whole. Faults wait for it, so that it is certain from which step a job continues."""
+"""Moments at which a copy is usually whole: faults wait for it, so that the step from which a job continues is certain."""
 
 
 def wait_for_the_copy() -> None:
