@@ -119,7 +119,7 @@ class Note(Callback):
 
 EVALUATION = "validation", "test"
 LATER = "forward", "loss", "backward", "update"
-"""Moments at which a copy is usually whole: faults wait for it, so that the step from which a job continues is certain."""
+"""Moments at which a copy is usually whole: faults wait for it, so that the step to continue from is certain."""
 
 
 def wait_for_the_copy() -> None:
