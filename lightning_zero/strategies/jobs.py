@@ -68,7 +68,7 @@ class JobFolder:
         if os.path.exists(own):
             _end_orphan(own, launcher)
         self._file = os.open(own, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends; forked ones do not have it
+        _lock(self._file)  # until this process ends; forked ones do not have it
         about = json.dumps([os.getpid(), launcher]).encode()
         try:
             os.pwrite(self._file, about.ljust(_NOTE_BYTES), 0)  # in place: a full tmpfs has no room for a new page
@@ -102,6 +102,22 @@ class JobFolder:
         for path in self._others if self._rank == 0 else ():
             with suppress(OSError):
                 os.remove(path) if os.path.isfile(path) else shutil.rmtree(path)
+
+
+def _lock(file: int) -> None:
+    """Lock a file, which other ranks lock for a moment when they look whether somebody has it.
+
+    Raises:
+        BlockingIOError: if it stays locked.
+    """
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            return fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.001)
 
 
 def _end_orphan(path: str, launcher: str) -> None:

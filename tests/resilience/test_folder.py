@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_zero.io.labels import label_of
 from tests.checkpoint.faults import on_a_small_disk
 from tests.resilience.jobs import SCRIPT, ended, environment, fault, options_of, run
 from tests.resilience.test_faults import flip, slots_in, started, stopped_after_kills
@@ -50,6 +52,19 @@ def test_only_forgotten_jobs_are_removed_from_the_folder(tmp_path):
     (memory / "a file").touch()
     assert run(tmp_path, {"epochs": 1}).code == 0
     assert sorted(os.listdir(memory)) == ["a file", "continued lately", "of the user"]
+
+
+def test_a_rank_takes_its_place_though_another_looks_at_it_in_that_moment(tmp_path):
+    (tmp_path / "job").mkdir()
+    with open(tmp_path / "job" / "process-0", "w+") as place:
+        json.dump([1, label_of(os.getpid())], place)
+        place.flush()
+        fcntl.lockf(place, fcntl.LOCK_EX)  # as a rank that looks whether the place is taken
+        script = f"from lightning_zero.strategies.jobs import JobFolder; JobFolder({str(tmp_path)!r}, 'job', 0, 2)"
+        process = subprocess.Popen([sys.executable, "-c", script], env=environment())
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(6)
+    assert process.wait(10) == 0
 
 
 DEAD = "import os; from lightning_zero.io.labels import label_of; print(label_of(os.getpid()), end='')"
