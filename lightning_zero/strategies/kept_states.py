@@ -184,13 +184,13 @@ class KeptStates:
         neighbours = self._places[self._place]
         return neighbours[about.rank % len(neighbours)] == self._rank
 
-    def continue_from(self, source: Source, newest: int, limit: int) -> int | None:
+    def continue_from(self, source: Source, newest: int, limit: int | None) -> int | None:
         """Count how often the job has died after its newest step, and remove needless slots. Collective.
 
         Args:
             source: the state that the fit has just been given.
             newest: the newest step of which anything is kept.
-            limit: so many deaths after one step stop the job.
+            limit: so many deaths after one step stop the job; None if this attempt has been counted.
 
         Returns:
             The index of the slots that the state is in: all ranks write to the slots of one index at a time.
@@ -198,12 +198,15 @@ class KeptStates:
         Raises:
             RuntimeError: at the limit.
         """
-        rank_zero_info(f"Continuing after step {source.step} (attempt {self.attempt + 1} of this job).")
+        if limit is not None:
+            rank_zero_info(f"Continuing after step {source.step} (attempt {self.attempt + 1} of this job).")
         copies, index = self._found.get(source.path, {}), None
         if source.is_slots:
             index = int(next(iter(next(iter(copies.values())).values()))[-1])
         self._found.clear()
         self.remove_all_but({os.path.basename(path) for held in copies.values() for path in held.values()})
+        if limit is None:
+            return index
         deaths = 0
         if self._leads:
             deaths = _lines_in(self._died).count(str(newest))

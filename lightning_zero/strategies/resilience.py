@@ -113,6 +113,8 @@ class Resilience:
 
     def _resume(self, resume: Callable[..., None], path: Any = None, weights_only: bool | None = None) -> None:
         """In place of Lightning's ``resume_start``: continue from the newest state that is whole. Collective."""
+        # A tuner within the fit goes back to where it began; the training state is restored after that.
+        is_again = self._trial is not None and str(path) == self._trial
         sources = self._states.sources()
         newest = sources[0].step if sources else 0
         self._step, failures = newest, self._states.failures_after(newest)
@@ -130,7 +132,9 @@ class Resilience:
                 rank_zero_warn(f"{error} The job continues from an older state instead.")
                 continue
             self._step = source.step
-            index = self._states.continue_from(source, newest, self._config.deaths_at_one_step)
+            limit = None if is_again else self._config.deaths_at_one_step
+            index = self._states.continue_from(source, newest, limit)
+            self._trial = None
             if index is not None:
                 self._index = 1 - index
             before = self._trainer._checkpoint_connector._loaded_checkpoint.get(CHECKPOINT_KEY, {}).get(GLOBAL_BATCH)

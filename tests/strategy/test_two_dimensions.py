@@ -333,7 +333,7 @@ def test_fabric_on_two_by_two_ranks_learns_what_ddp_learns_on_two(run_on, stage)
     ("options", "message"),
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be None, 'auto' or a number of ranks"),
-        ({"data_parallel_size": 2}, "data_parallel_size=2 .* set that as well"),
+        ({"data_parallel_size": 2}, "data_parallel_size=2 .* set both, or leave both out"),
         ({"tensor_parallel_size": 3}, r"tensor_parallel_size=3 cannot be had with 2 rank\(s\)"),
         ({"tensor_parallel_size": 2, "data_parallel_size": 2}, "their product must be that number"),
         ({"tensor_parallel_size": 2, "shard_within": "node"}, "shard_within='node' cannot be combined"),
