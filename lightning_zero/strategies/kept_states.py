@@ -159,8 +159,6 @@ class KeptStates:
                     f"The state in memory after step {about.step} is damaged (rank {about.rank})."
                 )
             needed = set(self._places)
-            if about.world_size == self._size and about.rank and not self._sends_all:
-                needed = {place_of[about.rank]}
             holder, path = next(iter(whole.items()))
             sender = min(self._places[holder])
             paths[about] = whole.get(self._place, os.path.join(self._folder, f"{about.rank}.m{path[-1]}"))

@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager, suppress
 import psutil
 import pytest
 
-from tests.resilience.jobs import LAUNCH, command, ended, environment, fault, free_port, run
+from tests.resilience.jobs import LAUNCH, command, ended, environment, free_port, run
 from tests.support.training import same_tensors
 
 OPTIONS = {"pause": 0.1, "epochs": 4, "batch": 4, "is_plain": True, "precision": "64-true"}
@@ -101,30 +101,6 @@ def test_what_a_lost_machine_kept_comes_from_its_mirror(stage, tmp_path):
         first.ends(folder)
     found = ended(folder, 0)
     assert "Continuing after step" in found.output and "begins anew" not in found.output
-    found.same_as(whole)
-    found.repeats_at_most(1)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("reads", [False, True], ids=["", "a hook reads whole parameters"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_of_three_machines_each_is_sent_only_what_its_ranks_need(stage, reads, tmp_path):
-    """At the end it has its own slots and those of the machine before. A hook that reads more fails once."""
-    options = OPTIONS | {"stage": stage, "reads": reads}
-    whole = run(tmp_path / "whole", options, 3)
-    folder = tmp_path / "killed"
-    options = options | {"faults": [fault(0, 6, [1], "backward"), fault(2 if reads else 1, 8, [1], "start")]}
-    with machines_in(folder, "3", options, ranks=1) as machine:
-        first, *_ = machine("first"), machine("second"), machine("third")
-        wait_for(folder, f"attempt {3 if reads else 2} rank 0 begins step 12")
-        for name in ("first", "second", "third"):
-            names = {path.name for path in (folder / name).glob("job/fit-0/*.*[01]")}
-            assert len(names) == 4 and len({name.split(".")[0] for name in names}) == 2, names
-        first.ends(folder)
-    found = ended(folder, 0)
-    assert ("is in the memory of another machine" in found.output) == reads
-    assert "begins anew" not in found.output and "from an older state" not in found.output
     found.same_as(whole)
     found.repeats_at_most(1)
 
