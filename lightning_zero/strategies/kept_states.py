@@ -146,7 +146,6 @@ class KeptStates:
         mine = [path for about, held in copies.items() if (path := held.get(self._place)) and self._verifies(about)]
         bad = {path for path in mine if (slot := Slot.at(path)) is None or not slot.verify()}
         bad_at = dict(self._strategy.all_gather_values((self._rank, bad)))
-        place_of = {rank: place for place, ranks in self._places.items() for rank in ranks}
         error, paths, outlined = None, {}, {}
         for about, held in copies.items():
             whole = {
