@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from lightning_zero.checkpoint.checksums import DamagedCheckpointError, Extent
+from lightning_zero.checkpoint.checksums import DamagedCheckpointError
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.folder import Folder
 from lightning_zero.checkpoint.reading import OpenedCheckpoint, opened_folder
@@ -204,26 +204,13 @@ def _sum(memory: Tensor) -> int:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-class SlotElsewhereError(RuntimeError):
-    """A value was read whose slot is on another machine; the next attempt has all slots sent to all machines."""
-
-
 @dataclass
 class Slot:
-    """A slot that was whole when it was read; ``verify`` shows damage since.
-
-    Attributes:
-        path: the file's path, perhaps on another machine.
-        about: which state it holds.
-        nbytes: the file's size.
-        is_here: whether its values can be read on this machine.
-    """
+    """A slot that was whole when it was read; ``verify`` shows damage since."""
 
     path: str
     about: About
-    nbytes: int
     _trailer: Any
-    is_here: bool = True
 
     @classmethod
     def at(cls, path: str) -> Slot | None:
@@ -240,7 +227,7 @@ class Slot:
         if len(trailer) != length or zlib.crc32(trailer) != crc32:
             return None
         about, *rest = pickle.loads(trailer)
-        return cls(path, about, os.path.getsize(path), rest)
+        return cls(path, about, rest)
 
     def verify(self) -> bool:
         """Whether all values are as they were written."""
@@ -252,7 +239,7 @@ class Slot:
     @property
     def written(self) -> Written:
         tensors, _, _ = self._trailer
-        return Written(os.path.basename(self.path), self.nbytes, pickle.loads(tensors), {}, None)
+        return Written(os.path.basename(self.path), os.path.getsize(self.path), pickle.loads(tensors), {}, None)
 
     @property
     def state(self) -> tuple[dict[str, tuple[Any, ...]], Any, dict[str, Any], Any]:
@@ -266,7 +253,6 @@ class _SlotFolder(Folder):
 
     def __init__(self, folder: str, slots: Sequence[Slot]) -> None:
         self.files, self.written_by = Files(folder), {}
-        self._elsewhere = {os.path.basename(slot.path) for slot in slots if not slot.is_here}
         states = [slot.state for slot in slots]
         paths, self._whole_rest, self._objects, _ = states[0]
         self.own = [own for *_, own in states]
@@ -283,14 +269,6 @@ class _SlotFolder(Folder):
         yield from super()._values(metadata)
         yield from self._objects.items()
 
-    def _checked(self, extent: Extent) -> memoryview:
-        if extent.file in self._elsewhere:
-            raise SlotElsewhereError(
-                f"This rank reads {extent}, which is in the memory of another machine: a module's hook needs more than "
-                "the rank's own part. The next attempt of the job has all slots sent to all machines."
-            )
-        return super()._checked(extent)
-
     def _decoded(self, data: memoryview, chunk: Any, dtype: torch.dtype) -> Tensor:
         flat = torch.frombuffer(data, dtype=dtype) if len(data) else torch.empty(0, dtype=dtype, device="cpu")
         return flat.view(chunk.sizes)
@@ -300,7 +278,7 @@ def open_slots(folder: str, slots: Sequence[Slot]) -> tuple[OpenedCheckpoint, li
     """Open slots as a sharded checkpoint, whose tensors are read when they are needed.
 
     Args:
-        folder: of those that are on this machine.
+        folder: the folder that all of them are in.
         slots: of one copy, in the order of ranks.
 
     Returns:

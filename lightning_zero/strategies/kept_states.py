@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
-from dataclasses import replace
-from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info
@@ -66,7 +64,7 @@ class KeptStates:
 
     Args:
         strategy: the fit's strategy.
-        folder: of the slots, on this machine.
+        folder: the slots' folder on this machine.
         record: a file with the paths of the checkpoints that the fit has saved.
         at_end: the checkpoint that is saved when a signal ends the job.
 
@@ -79,7 +77,6 @@ class KeptStates:
         self._of_machine = max(strategy.num_processes, 1)
         self._folder, self._record, self._at_end = folder, record, at_end
         self.attempt = 0
-        self._sends_all = False  # slots to all machines
         self._place = this_machine(), folder
         self._places: dict[Place, list[int]] = {}  # ranks that share a folder
         self._found: dict[str, dict[About, dict[Place, str]]] = {}  # by a path that stands for the slots of all ranks
@@ -135,10 +132,7 @@ class KeptStates:
         return opened.checkpoint
 
     def _brought_here(self, copies: dict[About, dict[Place, str]]) -> list[Slot]:
-        """Slots of all ranks, those whose values are needed in this machine's folder; others send what it lacks.
-
-        On as many ranks as before a rank reads what it has written itself, and what the first rank has written for all.
-        Collective.
+        """Slots of all ranks in this machine's folder; those that it lacks are sent by others. Collective.
 
         Raises:
             DamagedCheckpointError: if one of them is whole nowhere, or there is no room for it.
@@ -146,7 +140,7 @@ class KeptStates:
         mine = [path for about, held in copies.items() if (path := held.get(self._place)) and self._verifies(about)]
         bad = {path for path in mine if (slot := Slot.at(path)) is None or not slot.verify()}
         bad_at = dict(self._strategy.all_gather_values((self._rank, bad)))
-        error, paths, outlined = None, {}, {}
+        error, paths = None, []
         for about, held in copies.items():
             whole = {
                 place: path
@@ -157,24 +151,16 @@ class KeptStates:
                 raise DamagedCheckpointError(
                     f"The state in memory after step {about.step} is damaged (rank {about.rank})."
                 )
-            needed = set(self._places)
-            holder, path = next(iter(whole.items()))
-            sender = min(self._places[holder])
-            paths[about] = whole.get(self._place, os.path.join(self._folder, f"{about.rank}.m{path[-1]}"))
-            if lacking := needed - set(whole):
-                receives = self._place in lacking and self._leads
-                error = send_file(paths[about], sender, receives, self._rank, self._strategy.broadcast) or error
-            if set(self._places) - needed - set(whole):
-                outlined[about] = sender
+            holder, held_at = next(iter(whole.items()))
+            path = whole.get(self._place, os.path.join(self._folder, f"{about.rank}.m{held_at[-1]}"))
+            if len(whole) < len(self._places):
+                receives = self._place not in whole and self._leads
+                sender = min(self._places[holder])
+                error = send_file(path, sender, receives, self._rank, self._strategy.broadcast) or error
+            paths.append(path)
         if errors := [each for each in self._strategy.all_gather_values(error) if each is not None]:
             raise DamagedCheckpointError(f"The state in memory cannot be sent to all machines ({errors[0]}).")
-        found = {about: Slot.at(path) for about, path in paths.items() if os.path.exists(path)}
-        if outlined:
-            sent = [(about, found[about]) for about, sender in outlined.items() if sender == self._rank]
-            for about, slot in chain.from_iterable(self._strategy.all_gather_values(sent)):
-                if about not in found:
-                    found[about] = replace(slot, is_here=False)
-        return [slot for about in copies if (slot := found[about]) is not None]
+        return [slot for path in paths if (slot := Slot.at(path)) is not None]
 
     def _verifies(self, about: About) -> bool:
         """Whether this rank reads this slot of its machine's folder to verify it."""
@@ -251,10 +237,8 @@ class KeptStates:
         return os.path.join(self._folder, f"{_FAILURES}{self._rank}")
 
     def failures_after(self, step: int) -> int:
-        """How often a rank has met an error after a step; after any, all slots are sent to all machines. Collective."""
-        failures = max(self._strategy.all_gather_values(_lines_in(self._failed).count(str(step))))
-        self._sends_all = failures > 0
-        return failures
+        """How often a rank has met an error after a step. Collective."""
+        return max(self._strategy.all_gather_values(_lines_in(self._failed).count(str(step))))
 
     def note_failure(self, step: int) -> None:
         """An error ends this attempt. If it comes again after the same step, the state before may be to blame."""

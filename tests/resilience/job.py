@@ -37,7 +37,6 @@ OPTIONS = {
     "finds": False,  # with FindNonFinite
     "saves": 0,  # a checkpoint after every so many steps, by ModelCheckpoint
     "validates": None,  # every so many batches; by default at the end of an epoch
-    "reads": False,  # all values of the state, in a hook of the module
     "tests": False,  # after the fit; an error there ends the process as Hydra ends it
     "epochs": 3,
     "pause": 0.0,  # seconds in each step, for faults from outside
@@ -100,8 +99,6 @@ class Net(LightningModule):
 
     def on_load_checkpoint(self, checkpoint):
         act("load")
-        if options["reads"]:
-            print("norm", sum(value.double().norm() for value in checkpoint["state_dict"].values()), flush=True)
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         act("end")
