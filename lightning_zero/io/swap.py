@@ -105,10 +105,14 @@ class Ring:
     def __init__(self, nbytes: int, threads: int = 4) -> None:
         self.nbytes, self.threads = nbytes, threads
         self._buffers = [huge_memory(max(nbytes, 1)) for _ in range(BUFFERS)]
-        # Two executors, so that reads and writes do not queue behind each other. Threads start when they are needed and
-        # end with the ring.
+        # Two executors, so that reads and writes do not queue behind each other. Threads start when they are needed.
         self._readers = ThreadPoolExecutor(threads, "lightning_zero-read")
         self._writers = ThreadPoolExecutor(threads, "lightning_zero-write")
+
+    def close(self) -> None:
+        """End the threads, as the ring's end does, and wait until they have ended."""
+        for executor in (self._readers, self._writers):
+            executor.shutdown()
 
     def buffer(self, index: int, nbytes: int) -> memoryview:
         """The buffer of an extent, by the extent's number."""

@@ -351,6 +351,9 @@ class _InlineReader:
         done.set_result(read())
         return done
 
+    def shutdown(self) -> None:
+        pass
+
 
 class _PretendFile:
     """The size of a file, which keeps nothing; notes what is read and written. See ``SwapFile`` for the methods."""

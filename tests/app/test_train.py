@@ -155,7 +155,8 @@ def test_a_job_that_keeps_its_state_in_memory_goes_on_after_a_rank_was_killed(
     process = start("train", *TINY, *kept, *killed, "hydra.run.dir=job", folder=tmp_path)
     code, _, errors = finish(process)
     assert code == 0 and "rank 1 of 2 ended by SIGKILL; all ranks are started again" in errors, errors
-    assert "Continuing after step 4 (attempt 2 of this job)" in errors
+    # The last copy may not have been whole when the rank was killed.
+    assert re.search(r"Continuing after step [34] \(attempt 2 of this job\)", errors), errors
     assert results(tmp_path / "job")["validation"] == results(alone[0])["validation"]
     assert not os.listdir(tmp_path / "memory")
 

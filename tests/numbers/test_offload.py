@@ -44,6 +44,7 @@ OFFLOADS = {
     "disk, parameters in memory": {"optimizer": "nvme", "parameters": "cpu"},
     "disk, all else too": {"optimizer": "nvme", "gradients": "cpu", "parameters": "nvme", "sub_group": 1},
 }
+OF_OFFLOADING = tuple(f"lightning_zero-{name}" for name in ("fetch", "read", "update", "write"))  # threads
 EACH = pytest.mark.parametrize("offload", OFFLOADS)
 ON_BOTH = pytest.mark.parametrize("offload", ["cpu, parameters too", "disk, all else too"])
 
@@ -76,6 +77,7 @@ def option(offload: str | None, stage: int) -> Any:
 def train(recipe: Recipe, stage: int, offload: str | None, early: bool = False, **options: Any) -> dict[str, Any]:
     """The results of a run; with ``early`` updates may start during the last backward of a step."""
     module, optimizer = prepare(recipe)
+    before = set(threading.enumerate())
     engine = Engine(module, [optimizer], stage=stage, offload=option(offload, stage), **options)
     losses = []
     batches = [batch(index, device=recipe.device) for index in range(recipe.steps * recipe.micro_batches)]
@@ -97,6 +99,8 @@ def train(recipe: Recipe, stage: int, offload: str | None, early: bool = False, 
         "masters": engine.masters_by_name(),
     }
     engine.close()
+    left = {thread.name for thread in set(threading.enumerate()) - before}
+    assert not [name for name in left if name.startswith(OF_OFFLOADING)], "threads are left"
     same_values({name: value.cpu() for name, value in module.state_dict().items()}, found["weights"], "in the end")
     same_values(optimizer.state_dict(), found["states"], "the optimizer in the end")
     assert not os.path.exists("swap") or not os.listdir("swap"), "files are left"

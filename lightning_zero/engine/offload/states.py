@@ -46,7 +46,9 @@ class Swap:
         return file
 
     def close(self) -> None:
-        """Close all files."""
+        """End the threads, and close all files."""
+        self.reader.shutdown()
+        self._ring.close()
         for file in list(self._files):
             file.close()
 
