@@ -16,7 +16,7 @@ from typing import Any
 from common import REPOSITORY, describe, in_turn, markdown_table, run_workers, write_results
 from machines import CABLE, Machines, bytes_sent, bytes_sent_by_all
 
-RANKS, LAYERS, MICRO_BATCHES, WARM_UP = 4, 4, 4, 3
+RANKS, LAYERS, MICRO_BATCHES, WARM_UP, WIDTH = 4, 4, 4, 3, 1024
 WORKER_TIMEOUT = 600.0  # seconds
 MEBIBYTE = 2**20
 
@@ -38,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--systems", default=",".join(SYSTEMS))
     parser.add_argument("--rates", default="none,1gbit", help="of the network; the first counts as no limit")
-    parser.add_argument("--width", type=int, default=1024, help="of each of the model's square layers")
+    parser.add_argument("--width", type=int, default=WIDTH, help="of each of the model's square layers")
     parser.add_argument("--rounds", type=int, default=3, help="how often each system is run and timed")
     parser.add_argument("--steps", type=int, default=6, help="timed steps a round, after the warm-up")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
@@ -153,7 +153,8 @@ def main() -> None:
         "",
         *markdown_table(head, rows),
     ]
-    write_results(arguments.output, "links", {"about": describe(__file__, ("torch",)), "systems": found}, lines)
+    name = "links" if arguments.width == WIDTH else f"links_width{arguments.width}"
+    write_results(arguments.output, name, {"about": describe(__file__, ("torch",)), "systems": found}, lines)
 
 
 if __name__ == "__main__":
