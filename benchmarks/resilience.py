@@ -1,6 +1,7 @@
 """What keeping the state in memory costs in every step, and how long a job takes to continue after a kill.
 
     python benchmarks/resilience.py
+    python benchmarks/resilience.py --batch 4 --systems ""
     python benchmarks/resilience.py --model tiny --blocks 2 --rounds 1 --systems memory,memory_launch --output FOLDER
 
 The overhead is measured within one run, in blocks of steps that keep nothing, every step and every fifth in turn. In
@@ -35,15 +36,16 @@ SYSTEMS: dict[str, tuple[str, list[str]]] = {
     "deepspeed3": ("DeepSpeed stage 3, checkpoints, torchrun", TORCHRUN),
 }
 WORKER_TIMEOUT = 1800.0  # seconds
+BATCH = 2
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="25m", choices=GPTS)
-    parser.add_argument("--batch", type=int, default=2, help="sequences a step and rank")
+    parser.add_argument("--batch", type=int, default=BATCH, help="sequences a step and rank")
     parser.add_argument("--sequence", type=int, default=128, help="tokens in a sequence")
     parser.add_argument("--blocks", type=int, default=8, help="of ten timed steps, for each interval")
-    parser.add_argument("--systems", default=",".join(SYSTEMS))
+    parser.add_argument("--systems", default=",".join(SYSTEMS), help="that are killed; by default all")
     parser.add_argument("--rounds", type=int, default=3, help="how often each system is killed")
     parser.add_argument("--kill-at", type=int, default=27, help="step in which rank 1 is killed")
     parser.add_argument("--checkpoint-every", type=int, default=10, help="steps, of systems that write checkpoints")
@@ -252,7 +254,7 @@ def main() -> None:
         rows.append([name, f"{statistics.median(means):.4f}", spread([[each] for each in means]), f"{ratio:.3f}"])
     lines = markdown_table(["kept", "seconds a step", "lowest - highest block", "x nothing"], rows)
 
-    systems = arguments.systems.split(",")
+    systems = [name for name in arguments.systems.split(",") if name]
     found: dict[str, list[dict[str, float]]] = {name: [] for name in systems}
     for _, names in in_turn(systems, arguments.rounds):
         for name in names:
@@ -264,9 +266,10 @@ def main() -> None:
         spans = [f"{statistics.median(each):.1f} ({min(each):.1f} - {max(each):.1f})" for each in columns.values()]
         rows.append([SYSTEMS[name][0], *spans[:2], f"{statistics.median(columns['steps again']):.0f}"])
     head = ["system", "seconds to the next step", "seconds until no step is missing", "steps done again"]
-    lines += ["", *markdown_table(head, rows)]
+    lines += ["", *markdown_table(head, rows)] if rows else []
     about = describe(__file__, ("torch", "lightning", "deepspeed"))
-    write_results(arguments.output, "resilience", {"about": about, "overhead": blocks, "recovery": found}, lines)
+    name = "resilience" if arguments.batch == BATCH else f"resilience_batch{arguments.batch}"
+    write_results(arguments.output, name, {"about": about, "overhead": blocks, "recovery": found}, lines)
 
 
 if __name__ == "__main__":

@@ -288,6 +288,9 @@ class PretendRendezvous:
     def met(self, what: str) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def have_met(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def require_all(self, what: str) -> None:
         pass
 

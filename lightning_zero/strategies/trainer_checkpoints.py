@@ -149,7 +149,8 @@ class TrainerCheckpoints(ZeroProcesses):
             return {}
         if self.engine is None or is_absent(optimizer):
             return walk(super().optimizer_state(optimizer), self._full_leaf, is_dtensor)
-        return self.engine.full_optimizer_state_dict(optimizer, leaf=self._leaf_for_hooks)
+        with self.engine.rendezvous.have_met() if self._copies_parts else nullcontext():
+            return self.engine.full_optimizer_state_dict(optimizer, leaf=self._leaf_for_hooks)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if not self._can_save():
@@ -191,7 +192,10 @@ class TrainerCheckpoints(ZeroProcesses):
             self._copies_parts = before
 
     def state_in_parts(self) -> tuple[Content, dict[str, Any]]:
-        """What this rank has of a checkpoint of the run, its random states and its place in the data. Collective."""
+        """What this rank has of a checkpoint of the run, its random states and its place in the data.
+
+        Collective, for ranks that have just met.
+        """
         with self._taking_parts():
             checkpoint = self.lightning_module.trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
             checkpoint[CHECKPOINT_KEY] = self._about_checkpoint(to_resume=True, with_data_loading=False)

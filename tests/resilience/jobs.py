@@ -7,10 +7,11 @@ import os
 import re
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -112,14 +113,15 @@ def run(
     launcher: Sequence[str] = TORCHRUN,
     python: str = "",
     timeout: float = 240,
+    more: Mapping[str, str] = MappingProxyType({}),
 ) -> Ended:
-    """Run a job to its end."""
+    """Run a job to its end, with more variables in its environment."""
     folder.mkdir(exist_ok=True)
     with open(folder / "output", "w") as output:
         done = subprocess.run(
             command(folder, options, ranks, restarts, launcher, python),
             cwd=folder,
-            env=environment(),
+            env={**environment(), **more},
             stdout=output,
             stderr=subprocess.STDOUT,
             timeout=timeout,

@@ -14,9 +14,9 @@ import pytest
 
 from tests.resilience.jobs import LAUNCH, TORCHRUN, command, ended, environment, fault, run
 from tests.resilience.test_faults import wait_for
+from tests.support.warm import DISMANTLED
 
 STAGES = [pytest.param(1, marks=pytest.mark.exhaustive), pytest.param(2, marks=pytest.mark.exhaustive), 3]
-KEEPING = [pytest.param({}, id="memory"), pytest.param(None, id="without resilience", marks=pytest.mark.exhaustive)]
 
 # -- ordinary ----------------------------------------------------------------------------------------------------------
 
@@ -25,12 +25,19 @@ LAST_THREADS = r"threads at the end: MainThread( lightning_zero-lifelines)?"
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("runs", [3, pytest.param(50, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("resilience", KEEPING)
+@pytest.mark.parametrize(
+    ("runs", "resilience"),
+    [
+        pytest.param(3, {}, id="3 times"),
+        pytest.param(50, {}, id="50 times", marks=pytest.mark.exhaustive),
+        pytest.param(20, None, id="20 times without resilience", marks=pytest.mark.exhaustive),
+    ],
+)
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_ordinary_end_is_silent_and_leaves_no_memory_and_no_thread(stage, resilience, runs, tmp_path):
     for number in range(runs):
-        found = run(tmp_path / str(number), {"stage": stage, "epochs": 1, "resilience": resilience})
+        options = {"stage": stage, "epochs": 1, "resilience": resilience}
+        found = run(tmp_path / str(number), options, more=DISMANTLED)
         assert found.code == 0, found.output
         _, begin, after = found.output.partition("ended after step 6\n")
         last_words = f"(ended after step 6|{LAST_THREADS}|)"
@@ -43,7 +50,7 @@ def test_an_ordinary_end_is_silent_and_leaves_no_memory_and_no_thread(stage, res
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("offload", ["cpu", {"optimizer": "nvme", "path": "disk"}])
 def test_no_thread_of_offloading_is_left(offload, tmp_path):
-    found = run(tmp_path, {"epochs": 1, "strategy": {"offload": offload}})
+    found = run(tmp_path, {"epochs": 1, "strategy": {"offload": offload}}, more=DISMANTLED)
     assert len(re.findall(f"^{LAST_THREADS}$", found.output, re.MULTILINE)) == 2, found.output
 
 

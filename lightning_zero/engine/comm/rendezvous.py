@@ -115,6 +115,12 @@ class Rendezvous:
     def met(self, what: str) -> Iterator[None]:
         """Context with one rendezvous at its beginning for all collectives inside, the same on every rank."""
         self.meet(what)
+        with self.have_met():
+            yield
+
+    @contextmanager
+    def have_met(self) -> Iterator[None]:
+        """Context without any rendezvous, for collectives that every rank is known to begin now."""
         before, self._is_met = self._is_met, True
         try:
             yield
