@@ -248,6 +248,7 @@ def test_json_is_the_only_output_of_checkpoint_commands(arguments: str, checkpoi
     assert json.loads(done.stdout).items() >= REPORTS[arguments].items()
 
 
+@pytest.mark.exhaustive
 def test_json_of_a_plan_is_the_only_output_although_the_project_prints(tmp_path: Path) -> None:
     (tmp_path / "project.py").write_text(
         "import os, torch\n"

@@ -161,6 +161,7 @@ def test_a_job_that_keeps_its_state_in_memory_goes_on_after_a_rank_was_killed(
     assert not os.listdir(tmp_path / "memory")
 
 
+@pytest.mark.exhaustive
 def test_digits_are_learned(tmp_path: Path) -> None:
     arguments = ["experiment=digits", "stage=2", "trainer.max_steps=100", "trainer.enable_progress_bar=false"]
     output = succeed("train", *arguments, "hydra.run.dir=job", folder=tmp_path)
@@ -218,6 +219,7 @@ def test_killed_rank_ends_the_others(endless: tuple[subprocess.Popen[str], list[
 CTRL_C = pytest.param(signal.SIGINT, id="ctrl-c", marks=pytest.mark.exhaustive)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("signum", [CTRL_C, pytest.param(signal.SIGTERM, id="sigterm")])
 def test_signal_ends_every_rank(
     signum: signal.Signals, endless: tuple[subprocess.Popen[str], list[psutil.Process]]

@@ -57,10 +57,10 @@ def killed_at_every_call(folder, form, name, can_exchange):
     ("form", "name", "can_exchange"),
     [
         ("full", "last.ckpt", True),
-        ("full", "other.ckpt", True),
         ("sharded", "last.ckpt", True),
-        ("sharded", "last.ckpt", False),
-        ("sharded", "other.ckpt", True),
+        pytest.param("full", "other.ckpt", True, marks=pytest.mark.exhaustive),
+        pytest.param("sharded", "last.ckpt", False, marks=pytest.mark.exhaustive),
+        pytest.param("sharded", "other.ckpt", True, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_rank_that_is_killed_at_any_call_to_the_disk_leaves_the_last_good_checkpoint(

@@ -177,6 +177,7 @@ def run_on_unused_device(library: Path) -> Iterator[Callable[..., Any]]:
         yield pools.run_on
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", [2, 3])
 def test_little_is_lost_where_batches_have_one_size(run_on_unused_device, stage):
     (memory,) = run_on_unused_device(1, trained, stage=stage)

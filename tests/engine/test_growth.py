@@ -125,6 +125,7 @@ def test_setting_up_and_a_step_are_linear_in_units(run_on, stage):
     check_linear(counts, "units")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_a_step_with_states_elsewhere_is_linear_in_units(run_on, ranks):
     sizes = [(2 * units, units, ranks) for units in (20, 40, 80)]

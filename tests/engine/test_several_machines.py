@@ -176,7 +176,8 @@ def train_on_six(machines: str) -> None:
     same_runs(train_on(machines, 3, accumulating, shard_within="node"), train_ddp(accumulating), bound=CLOSE)
 
 
-@pytest.mark.parametrize("machines", ["aabbcc", *(pytest.param(m, marks=pytest.mark.exhaustive) for m in SIX)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("machines", ["aabbcc", *SIX])
 def test_three_machines_and_machines_of_three_ranks_train_alike(run_on, machines):
     run_on(6, train_on_six, machines=machines)
 

@@ -169,7 +169,7 @@ def test_links_counts_what_crosses_between_machines(tmp_path: Path) -> None:
         "2",
     ]
     run_ranks_on_two("benchmarks/links.py", *options, folder=tmp_path)
-    systems = json.loads((tmp_path / "links.json").read_text())["systems"]
+    systems = json.loads((tmp_path / "links_width64.json").read_text())["systems"]
     assert systems["zero3_node"]["left_bytes"] < 0.4 * systems["zero3"]["left_bytes"]
     for found in systems.values():
         assert {rate: len(steps["apart"]) for rate, steps in found["seconds"].items()} == {"none": 2, "1gbit": 2}

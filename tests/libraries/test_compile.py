@@ -66,8 +66,9 @@ def compare(name, way):
         assert found[what] <= allowed[what], f"{found}, with FSDP2 {allowed}"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.behaviour("The module", "`torch.compile` of a transformers model, and of the whole LightningModule")
-@pytest.mark.parametrize("way", [pytest.param("model", marks=pytest.mark.exhaustive), "module"])
+@pytest.mark.parametrize("way", ["model", "module"])
 @pytest.mark.timeout(360)  # three compilations
 def test_a_compiled_model_learns_as_under_ddp_with_no_more_graphs_than_under_fsdp2(run_on, way):
     run_on(2, compare, timeout=330, name="Llama", way=way)

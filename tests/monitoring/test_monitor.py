@@ -272,8 +272,8 @@ def warned(strategy: str, module: LightningModule) -> list[str]:
 
 def warnings_of_a_delay() -> None:
     said = warned("zero2", Delayed(1, range(41, 45), delay=1.0))
-    # where other programs take the machine for a moment, that is warned of, too
-    late = [text for text in said if int(text.partition("at step ")[2].partition(",")[0]) > 40]
+    # where other programs take the machine for a moment, that is warned of, too, before and after
+    late = [text for text in said if 41 <= int(text.partition("at step ")[2].partition(",")[0]) <= 45]
     assert len(late) == (1 if rank() == 0 else 0), said
     if late:
         assert "throughput fell to" in late[0] and "at step 42" in late[0] and "Rank 1 computed" in late[0]
@@ -286,6 +286,7 @@ def warnings_of_a_jump() -> None:
         assert "at step 44" in said[0]
 
 
+@pytest.mark.exhaustive
 def test_a_delay_on_one_rank_is_warned_of_once(run_on):
     run_on(2, warnings_of_a_delay)
 

@@ -280,6 +280,7 @@ def test_beside_the_shards_a_rank_never_holds_two_units_and_reads_its_share(meas
             assert SHARDS <= found["file"] < SHARDS + UNIT, f"{found}: of a file of {WHOLE}"
 
 
+@pytest.mark.exhaustive
 def test_the_measurement_sees_a_module_that_is_made_whole(measured):
     for found in (of_rank["whole"] for of_rank in measured):
         assert found["peak"] >= WHOLE > SHARDS + 2 * UNIT + OTHER

@@ -191,6 +191,7 @@ def test_wrong_arguments_get_one_line(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_what_doctor_measures_gives_plans_their_times(capsys, tmp_path):
     assert doctor.main(["--ranks", "2", "--disk", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -66,6 +66,7 @@ def test_what_resilience_keeps_is_twice_a_rank_s_states_and_as_much_for_another_
         assert keeping.peak_bytes == plain.peak_bytes
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_states_in_files_take_the_bytes_of_their_elements(precision):
     offload = {"optimizer": "nvme", "parameters": "nvme", "sub_group": 2**14, "path": "."}
@@ -138,6 +139,7 @@ def test_sharding_within_groups_is_planned_as_real_ranks_hold_it(run_on, precisi
         assert sum(run.report_peak.values()) == pytest.approx(sum(of_rank.values()), rel=0.02)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("options", "elements"),
     # half of each gather of 4 bytes, and of each reduction, leaves one of two machines

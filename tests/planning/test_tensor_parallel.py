@@ -171,6 +171,7 @@ class Llama(Divided):
         return super().training_step(self.first(batch), batch_idx)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("together", [2, 4])
 def test_partitioned_activations_add_a_tenth_to_the_traffic_of_tensor_parallelism(together):
     """Section 8.1: at most 10 %. With s tokens of width h a layer has six all-reduces, two in forward, two as it is

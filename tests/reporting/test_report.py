@@ -102,6 +102,7 @@ def test_curves_are_those_of_the_logger(job: Path) -> None:
     assert page.count("<svg") == page.count("<figure>") >= 4
 
 
+@pytest.mark.exhaustive
 def test_numbers_on_the_page_are_those_of_the_run_s_records(job: Path) -> None:
     results, manifest = read_json(job / "results.json"), read_json(job / "manifest.json")
     page = Tables(job / "report.html")
@@ -192,6 +193,7 @@ def test_a_sweep_is_one_page_that_compares_its_jobs_by_what_differs(sweep: Path)
     assert ModelCard.load(sweep / "0" / "README.md").data.tags == ["lightning_zero", "ddp"]
 
 
+@pytest.mark.exhaustive
 def test_curves_are_read_from_tensorboard_s_files(sweep: Path) -> None:
     found = summary_of(sweep, "--no-prediction")["jobs"][1]
     curve = read_json(sweep / "1" / "results.json")["validation_curve"][1:]  # none is logged before the first step

@@ -54,7 +54,8 @@ def test_no_thread_of_offloading_is_left(offload, tmp_path):
     assert len(re.findall(f"^{LAST_THREADS}$", found.output, re.MULTILINE)) == 2, found.output
 
 
-@pytest.mark.parametrize("launcher", [LAUNCH, pytest.param(TORCHRUN, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("launcher", [LAUNCH, TORCHRUN])
 def test_ctrl_c_leaves_a_state_and_no_process(launcher, uninterrupted, tmp_path):
     options = {"pause": 0.1}
     with open(tmp_path / "output", "w") as output:

@@ -41,7 +41,7 @@ def slots_in(folder):
     return sorted((folder / "memory").glob("*/fit-0/*.[01]"))
 
 
-@pytest.mark.parametrize("what_is_left", ["memory", "disk"])
+@pytest.mark.parametrize("what_is_left", ["memory", pytest.param("disk", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     "stage", [pytest.param(1, marks=pytest.mark.exhaustive), pytest.param(2, marks=pytest.mark.exhaustive), 3]
 )
@@ -86,8 +86,10 @@ def flip(path):
         file.write(bytes([byte ^ 1]))
 
 
-@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing"])
-@pytest.mark.parametrize("which", ["the newest", "all"])
+@pytest.mark.parametrize(
+    "damage", ["flipped", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("truncated", "missing"))]
+)
+@pytest.mark.parametrize("which", ["the newest", pytest.param("all", marks=pytest.mark.exhaustive)])
 def test_a_damaged_slot_is_noticed_and_an_older_state_taken(damage, which, tmp_path):
     expected = run(tmp_path / "whole", {})
     folder = tmp_path / "damaged"
@@ -103,6 +105,7 @@ def test_a_damaged_slot_is_noticed_and_an_older_state_taken(damage, which, tmp_p
     found.same_as(expected)
 
 
+@pytest.mark.exhaustive
 def test_the_agent_is_killed_and_the_job_started_again(tmp_path):
     expected = run(tmp_path / "whole", {"pause": 0.05})
     folder = tmp_path / "killed"
@@ -125,6 +128,7 @@ def test_a_third_death_in_one_step_stops_the_job_and_names_the_step(tmp_path):
     assert found.begun == [[0, 1, 2, 3, 4], [4], [3, 4]]
 
 
+@pytest.mark.exhaustive
 def test_training_goes_on_where_memory_has_no_room_and_says_so(tmp_path):
     memory = tmp_path / "memory"
     memory.mkdir()

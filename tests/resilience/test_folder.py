@@ -112,6 +112,7 @@ def test_a_job_with_a_name_that_lightning_itself_starts_continues(uninterrupted,
     found.same_as(uninterrupted({}))
 
 
+@pytest.mark.exhaustive
 def test_a_folder_that_is_full_from_the_start_is_said_and_training_goes_on(tmp_path):
     memory = tmp_path / "memory"
     memory.mkdir()
@@ -130,7 +131,7 @@ def test_a_folder_that_is_full_from_the_start_is_said_and_training_goes_on(tmp_p
 # -- which state is taken ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (1, 2)), 3])
 def test_where_memory_is_damaged_the_last_checkpoint_is_taken(stage, uninterrupted, tmp_path):
     options = stopped_after_kills(tmp_path, {"stage": stage, "saves": 3}, 8)
     for path in slots_in(tmp_path):
@@ -140,6 +141,7 @@ def test_where_memory_is_damaged_the_last_checkpoint_is_taken(stage, uninterrupt
     found.same_as(uninterrupted({"stage": stage}))
 
 
+@pytest.mark.exhaustive
 def test_a_validation_after_the_last_checkpoint_is_not_lost(uninterrupted, tmp_path):
     """The checkpoint of step 4 is newer than what is in memory, but to continue from it would leave the rest out."""
     options = {"saves": 2, "validates": 2}
@@ -149,6 +151,7 @@ def test_a_validation_after_the_last_checkpoint_is_not_lost(uninterrupted, tmp_p
     found.same_as(uninterrupted({"validates": 2}))
 
 
+@pytest.mark.exhaustive
 def test_without_memory_the_job_still_finds_its_checkpoints(uninterrupted, tmp_path):
     options = stopped_after_kills(tmp_path, {"saves": 3}, 8)
     shutil.rmtree(tmp_path / "memory")

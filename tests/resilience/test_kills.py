@@ -11,7 +11,7 @@ from tests.resilience.jobs import fault, run
 MOMENTS = ["start", "forward", "backward", "update", "copy", "commit", "end"]
 OFFLOADS = {"device": {}, "cpu": {"offload": "cpu"}, "nvme": {"offload": {"optimizer": "nvme", "path": "disk"}}}
 
-IN_EVERY_RUN = [(2, "cpu"), (3, "device")]
+IN_EVERY_RUN = [(3, "device")]
 
 
 def killed_at_every_moment(stage, ranks):

@@ -28,7 +28,7 @@ def launch(*arguments, folder, timeout=60):
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("victims", [[1], [0, 1]])
+@pytest.mark.parametrize("victims", [pytest.param([1], marks=pytest.mark.exhaustive), [0, 1]])
 def test_processes_that_were_killed_start_again_and_continue(victims, whole, tmp_path):
     faults = [fault(0, 4, victims, "backward"), fault(1, 6, victims, "commit")]
     found = run(tmp_path, {"faults": faults}, launcher=LAUNCH)
@@ -37,7 +37,7 @@ def test_processes_that_were_killed_start_again_and_continue(victims, whole, tmp
     assert len(found.begun) == 3 and not os.listdir(tmp_path / "memory")
 
 
-@pytest.mark.parametrize("what", ["stop", "loop"])
+@pytest.mark.parametrize("what", ["stop", pytest.param("loop", marks=pytest.mark.exhaustive)])
 def test_a_process_that_hangs_is_named_killed_and_the_job_continues(what, whole, tmp_path):
     options = {"faults": [fault(0, 4, [1], "forward", what)]}
     found = run(tmp_path, options, launcher=[*LAUNCH, "--hang-timeout", "4"])
@@ -50,6 +50,7 @@ def test_a_process_that_hangs_is_named_killed_and_the_job_continues(what, whole,
     found.repeats_at_most(1)
 
 
+@pytest.mark.exhaustive
 def test_a_slow_step_is_no_hang(whole, tmp_path):
     found = run(tmp_path, {"pause": 0.3}, launcher=[*LAUNCH, "--hang-timeout", "2"])
     assert "hangs" not in found.output and len(found.begun) == 1
@@ -73,7 +74,7 @@ def test_when_the_launcher_is_killed_its_processes_end(tmp_path):
     assert not left
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)])
 def test_a_signal_to_the_launcher_ends_everything(number, tmp_path):
     (tmp_path / "script.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(600)\n")
     process = subprocess.Popen(
@@ -101,6 +102,7 @@ print(os.environ["RANK"], os.environ["WORLD_SIZE"], __name__, sys.argv[1:], flus
 """
 
 
+@pytest.mark.exhaustive
 def test_a_script_or_module_gets_its_arguments(tmp_path):
     (tmp_path / "show.py").write_text(SHOW)
     for how in (["show.py"], ["-m", "show"]):
@@ -109,6 +111,7 @@ def test_a_script_or_module_gets_its_arguments(tmp_path):
         assert sorted(output.splitlines()) == [f"{rank} 2 __main__ ['--help', '-m', 'x y']" for rank in range(2)]
 
 
+@pytest.mark.exhaustive
 def test_a_script_s_exit_code_and_exception_are_seen(tmp_path):
     for script, code, said in (
         ("import sys; sys.exit(0)", 0, ""),

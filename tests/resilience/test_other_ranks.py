@@ -23,7 +23,7 @@ def continued(folder, options, *, ranks_and_ends):
     "options",
     [
         pytest.param({"batch": 4}, id="a batch size for each rank"),
-        pytest.param({"batch": 2, "accumulate": 2}, id="accumulation"),
+        pytest.param({"batch": 2, "accumulate": 2}, id="accumulation", marks=pytest.mark.exhaustive),
         pytest.param({}, id="a script that keeps the global batch itself", marks=pytest.mark.exhaustive),
         pytest.param(
             {"batch": 4, "resilience": {"every_n_steps": 3}}, id="every third step", marks=pytest.mark.exhaustive
@@ -40,6 +40,7 @@ def test_four_ranks_then_two_then_four_do_the_steps_of_four(stage, options, tmp_
     same_tensors(whole.weights, found.weights, bound=1e-12)
 
 
+@pytest.mark.exhaustive
 def test_a_number_of_ranks_that_cannot_take_the_same_samples_is_refused(tmp_path):
     folder, options = tmp_path / "moved", {**OPTIONS, "batch": 4}
     run(folder, {**options, "faults": [fault(0, 4, [0, 1], "forward")]}, 2, restarts=0)

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import time
 
+import pytest
+
 from tests.resilience.jobs import SCRIPT, ended, environment, fault, free_port, options_of, run
 from tests.support.warm import warm_python
 
@@ -41,6 +43,7 @@ def test_a_job_step_goes_on_after_a_task_was_killed(tmp_path):
     assert [steps[0] for steps in found.begun] == [0, 5] and not os.listdir(folder / "memory")
 
 
+@pytest.mark.exhaustive
 def test_a_preempted_job_saves_and_goes_on_elsewhere(tmp_path):
     folder, options = tmp_path / "job", {"pause": 0.1}
     tasks = start_tasks(folder, options, 0)

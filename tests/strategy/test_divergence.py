@@ -141,5 +141,6 @@ def miss_the_timeout():
     return seconds
 
 
+@pytest.mark.exhaustive
 def test_the_timeout_of_the_group_ends_what_cannot_be_proven(run_on):
     assert max(run_on(2, miss_the_timeout)) < 20

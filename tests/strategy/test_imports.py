@@ -86,9 +86,8 @@ print("done")
 OPTIONAL = {"lightning_zero.lightning_fabric", "lightning_zero.pytorch_lightning"}
 
 
-@pytest.mark.parametrize(
-    "folder", ["lightning_zero/strategies", pytest.param("lightning_zero", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("folder", ["lightning_zero/strategies", "lightning_zero"])
 def test_every_module_can_be_imported_first_and_the_strategies_are_registered_afterwards(folder):
     files = [file.relative_to(ROOT) for file in sorted((ROOT / folder).rglob("*.py")) if file.stem != "__init__"]
     modules = {".".join(file.with_suffix("").parts) for file in files} - OPTIONAL

@@ -71,8 +71,8 @@ def times(output: str, what: str) -> list[float]:
     return [float(line.split()[-1]) for line in output.splitlines() if line.startswith(what)]
 
 
-@pytest.mark.parametrize("killed", [0, 1])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (1, 2)), 3])
 def test_a_job_continues_after_a_rank_was_killed_in_each_of_two_attempts(stage, killed, tmp_path):
     expected = run(tmp_path / "whole", stage)
     assert expected.returncode == 0, expected.stderr
@@ -89,6 +89,7 @@ def test_a_job_continues_after_a_rank_was_killed_in_each_of_two_attempts(stage, 
     assert "This process leaves, so that the agent can start all again" in found.stderr
 
 
+@pytest.mark.exhaustive
 def test_without_attempts_left_the_job_ends_with_the_reason(tmp_path):
     began = time.monotonic()
     found = run(tmp_path / "job", stage=3, killed=1, attempts=9, restarts=1)

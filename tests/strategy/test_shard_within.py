@@ -170,6 +170,7 @@ def save_and_load_on_two_machines(**case: Any) -> None:
         save_and_load(**case)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_checkpoints_in_both_forms_go_from_one_placement_to_another(run_on, tmp_path, precision):
     run_on(4, save_and_load_on_two_machines, folder=tmp_path, precision=precision)

@@ -93,6 +93,7 @@ def test_a_trainer_on_two_by_two_ranks_learns_what_ddp_learns_on_two(run_on, sta
         same_values(found, expected, "weights", bound=CLOSE)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_in_low_precision_it_learns_nearly_what_ddp_learns(run_on, precision):
     """Sums over tensor-parallel ranks round otherwise."""
@@ -142,7 +143,7 @@ def test_a_module_for_model_parallel_strategy_learns_the_same_when_the_strategy_
     run_on(2, train_as_model_parallel)
 
 
-@pytest.mark.parametrize("form", ["full", "sharded"])
+@pytest.mark.parametrize("form", ["full", pytest.param("sharded", marks=pytest.mark.exhaustive)])
 def test_checkpoints_are_those_of_any_mesh_and_of_ddp(run_on, form, tmp_path: Path):
     """2 x 2 saves; 1 x 4, 1 x 2, 2 x 2, 4 x 1, ZeRO and DDP on two ranks, plain Lightning on one go on, all alike."""
     saved = str(tmp_path / "first.ckpt")

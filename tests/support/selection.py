@@ -12,7 +12,7 @@ from itertools import combinations
 
 import pytest
 
-FEW = 6
+FEW = 3
 
 Values = tuple[tuple[int, str], ...]
 """Pairs of a parameter list's number and the name of one of its values; from one or several lists."""

@@ -135,6 +135,7 @@ def resume(stage: int) -> None:
     assert torch.equal(losses[2], losses[3]), "or those of its construction"
 
 
+@pytest.mark.exhaustive
 @STAGES
 @pytest.mark.behaviour("The Trainer", "Resuming and evaluating a model made on the meta device")
 def test_resuming_and_evaluating_start_from_the_meta_device_too(run_on, stage):
