@@ -163,6 +163,7 @@ def on_path(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**ENVIRONMENT, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "TERM": "dumb"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
 @pytest.mark.parametrize("install", ["lightning-zero completion bash", "lightning-zero train -sc install=bash"])
 def test_bash_completes_subcommands_options_and_values(install: str, on_path: dict[str, str], tmp_path: Path) -> None:

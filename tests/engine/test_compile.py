@@ -153,10 +153,7 @@ def compare(kind, way):
 @pytest.mark.behaviour("The module", "`torch.compile` on blocks, in place or not, and on the whole module")
 @pytest.mark.parametrize(
     "way",
-    [
-        each if each in (compile_blocks, compile_whole) else pytest.param(each, marks=pytest.mark.exhaustive)
-        for each in WAYS
-    ],
+    [each if each is compile_blocks else pytest.param(each, marks=pytest.mark.exhaustive) for each in WAYS],
     ids=lambda way: way.__name__,
 )
 def test_a_compiled_module_gives_ddps_losses_and_no_more_graphs_than_under_fsdp2(run_on, way):

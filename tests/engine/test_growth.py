@@ -118,6 +118,7 @@ def test_setting_up_and_a_step_are_linear_in_tensors(run_on, stage, ranks):
     check_linear(counts, "tensors")
 
 
+@pytest.mark.exhaustive
 @STAGES
 def test_setting_up_and_a_step_are_linear_in_units(run_on, stage):
     sizes = [(2 * units, units, 8) for units in (20, 40, 80)]

@@ -176,6 +176,7 @@ def test_with_muon_and_adamw_it_has_the_perplexity_of_ddp(given: Given, tmp_path
     assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(240)
 def test_plain_transformers_loads_what_was_written(at_stage_3: Outcome, given: Given) -> None:
     before = perplexity_alone(AutoModelForCausalLM.from_pretrained(given.network), given)

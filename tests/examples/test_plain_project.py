@@ -18,10 +18,11 @@ def figures_under_ddp(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return figures(SCRIPT, "ddp", tmp_path_factory.mktemp("ddp"))
 
 
+@pytest.mark.parametrize("python", [None, pytest.param(sys.executable, id="python", marks=pytest.mark.exhaustive)])
 def test_plain_script_prints_the_same_figures_under_zero3_as_under_ddp(
-    figures_under_ddp: list[str], tmp_path: Path
+    figures_under_ddp: list[str], tmp_path: Path, python: str | None
 ) -> None:
-    assert figures(SCRIPT, "zero3", tmp_path, python=sys.executable) == figures_under_ddp
+    assert figures(SCRIPT, "zero3", tmp_path, python=python) == figures_under_ddp
 
 
 @pytest.mark.exhaustive

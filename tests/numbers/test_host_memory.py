@@ -286,6 +286,7 @@ def test_the_measurement_sees_a_module_that_is_made_whole(measured):
         assert found["peak"] >= WHOLE > SHARDS + 2 * UNIT + OTHER
 
 
+@pytest.mark.exhaustive
 def test_one_file_is_held_once_by_the_rank_that_writes_it_and_parts_by_nobody(measured):
     first, second = (of_rank["saving"] for of_rank in measured)
     assert WHOLE - OTHER <= first["full"] < WHOLE + UNIT + OTHER
@@ -293,6 +294,7 @@ def test_one_file_is_held_once_by_the_rank_that_writes_it_and_parts_by_nobody(me
     assert first["sharded"] < UNIT + OTHER and second["sharded"] < UNIT + OTHER
 
 
+@pytest.mark.exhaustive
 def test_with_states_on_a_disk_an_update_takes_three_pieces_beside_the_gradients(measured):
     for found in (of_rank["on disk"] for of_rank in measured):
         assert found["on disk"] == 3 * SHARDS > 3 * PIECES
@@ -301,6 +303,7 @@ def test_with_states_on_a_disk_an_update_takes_three_pieces_beside_the_gradients
         assert PIECES - OTHER <= beside < PIECES + 2 * UNIT + OTHER, f"{found}: pieces of {PIECES}"
 
 
+@pytest.mark.exhaustive
 def test_states_on_a_disk_are_saved_in_the_background_without_memory_for_them(measured):
     for found in (of_rank["on disk"] for of_rank in measured):
         assert found["saving"] < PIECES + UNIT + OTHER, f"{found}: the pieces are kept for the next update"

@@ -461,6 +461,7 @@ def test_what_a_module_keeps_of_its_weight_has_the_new_values_after_the_step(run
     same_values(kept, expected, offload)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("offload", [None, *OFFLOADS])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_so_it_has_when_the_parts_of_other_ranks_come_late(run_on, stage, offload):

@@ -43,6 +43,7 @@ def test_fake_tensors_take_the_bytes_of_real_ones(stage, offload):
     assert runs[0].events == runs[1].events
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("precision", "bytes_of_state"), [("32-true", 12), ("bf16-true", 14)])
 def test_what_resilience_keeps_is_twice_a_rank_s_states_and_as_much_for_another_machine(

@@ -212,7 +212,9 @@ def test_tensor_parallel_ranks_are_neighbours(together, crossing):
 
 
 @pytest.mark.parametrize("together", [2, 4])
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[] if each == "C5" else [pytest.mark.exhaustive]) for each in CONFIGURATIONS]
+)
 def test_the_papers_configurations_take_their_memory(name, together):
     """Table 3: C1 and C3 keep inputs of layers whole, C2 and C4 a part of each, and C5 has this in the CPU's memory.
 

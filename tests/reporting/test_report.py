@@ -201,6 +201,7 @@ def test_curves_are_read_from_tensorboard_s_files(sweep: Path) -> None:
     assert logged[: len(curve)] == pytest.approx([metrics["validation/perplexity"] for _, metrics in curve])
 
 
+@pytest.mark.exhaustive
 def test_a_job_without_records_is_shown_as_one(sweep: Path, tmp_path: Path) -> None:
     shutil.copytree(sweep, tmp_path / "sweep")
     shutil.rmtree(tmp_path / "sweep/1/logs")

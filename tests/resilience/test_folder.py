@@ -31,6 +31,7 @@ def age(folder: Path) -> None:
 # -- what is removed ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_a_job_started_again_after_hours_continues_from_memory(uninterrupted, tmp_path):
     options = stopped_after_kills(tmp_path, {}, 7)
     age(tmp_path / "memory")

@@ -170,9 +170,8 @@ def last_begun(folder):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("seed", "kills"), [(0, 2), *(pytest.param(seed, 6, marks=pytest.mark.exhaustive) for seed in range(1, 7))]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("seed", "kills"), [(0, 2), *((seed, 6) for seed in range(1, 7))])
 def test_kills_from_outside_at_random_times_leave_no_trace(seed, kills, uninterrupted, tmp_path):
     drawn = random.Random(seed)
     options = {"stage": 1 + seed % 3, "epochs": kills + 2, "pause": 0.05}

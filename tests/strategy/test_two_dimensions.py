@@ -139,6 +139,7 @@ def test_automatic_sizes_are_the_ranks_of_a_machine_and_the_machines(machines, o
     assert trainer.strategy.mesh_shape == mesh
 
 
+@pytest.mark.exhaustive
 def test_a_module_for_model_parallel_strategy_learns_the_same_when_the_strategy_is_exchanged(run_on):
     run_on(2, train_as_model_parallel)
 
