@@ -131,8 +131,11 @@ def train_nearly(compression: dict[str, Any], bound: float, micro_batches: int, 
 
 
 @pytest.mark.parametrize("placement", [{"stage": 1}, {"stage": 2}, {"stage": 3}, WITHIN], ids=str)
-@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
-@pytest.mark.parametrize(("compression", "bound"), [(EIGHT_BITS, 1e-2), (FOUR_BITS, 1e-1)], ids=["int8", "int4"])
+@pytest.mark.parametrize(
+    ("compression", "bound", "micro_batches"),
+    [(EIGHT_BITS, 1e-2, 1), (FOUR_BITS, 1e-1, 2), (EIGHT_BITS, 1e-2, 2), (FOUR_BITS, 1e-1, 1)],
+    ids=["int8-1", "int4-2", "int8-2", "int4-1"],
+)
 def test_gradients_in_few_bits_train_nearly_alike(run_on, placement, micro_batches, compression, bound):
     run_on(4, train_nearly, compression=compression, bound=bound, micro_batches=micro_batches, **placement)
 
@@ -219,9 +222,10 @@ def write_and_train(write: Any, is_mixed: bool, **options: Any) -> None:
     engine.close()
 
 
-@PLACEMENTS
 @pytest.mark.parametrize(
-    "is_mixed", [pytest.param(False, id="bf16", marks=pytest.mark.exhaustive), pytest.param(True, id="mixed")]
+    ("placement", "is_mixed"),
+    [(placement, is_mixed) for placement in ({"stage": 1}, {"stage": 2}, WITHIN) for is_mixed in (False, True)],
+    ids=str,
 )
 @pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
 def test_all_machines_have_the_same_parameters_after_every_write(run_on, write, is_mixed, placement):

@@ -484,6 +484,7 @@ def test_a_forked_process_leaves_its_parents_files_alone(tmp_path):
     assert contents(file) == bytes(100)
 
 
+@pytest.mark.exhaustive
 def test_nothing_is_left_by_a_process_that_is_killed(tmp_path):
     script = f"""
         import sys

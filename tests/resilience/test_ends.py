@@ -132,6 +132,7 @@ def test_a_loss_that_is_never_finite_stops_the_job_and_names_the_step(stage, tmp
     assert found.begun == [[0, 1, 2, 3, 4, 5], [5], [4, 5]]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_state_that_was_spoilt_before_it_was_kept_gives_way_to_the_one_before(stage, uninterrupted, tmp_path):
     """As a bit that flips in a rank's memory spoils it: the slot is whole, and each attempt from it fails."""
@@ -164,6 +165,7 @@ LOGS = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("logs", LOGS)
 def test_what_the_tuner_tries_is_not_kept(logs, uninterrupted):
     found = uninterrupted({**TUNED, "logs": logs})

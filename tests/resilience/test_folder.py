@@ -55,6 +55,7 @@ def test_only_forgotten_jobs_are_removed_from_the_folder(tmp_path):
     assert sorted(os.listdir(memory)) == ["a file", "continued lately", "of the user"]
 
 
+@pytest.mark.exhaustive
 def test_a_rank_takes_its_place_though_another_looks_at_it_in_that_moment(tmp_path):
     (tmp_path / "job").mkdir()
     with open(tmp_path / "job" / "process-0", "w+") as place:
@@ -83,6 +84,7 @@ def test_slots_of_other_numbers_of_ranks_make_room(tmp_path):
 # -- what is left ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_an_error_after_the_fit_does_not_lose_its_end(uninterrupted, tmp_path):
     found = run(tmp_path, {"tests": True, "faults": [fault(0, 18, [0, 1], "test", "fail")]})
     assert found.output.count("a mistake of the project") == 2

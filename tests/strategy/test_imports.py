@@ -94,6 +94,7 @@ def test_every_module_can_be_imported_first_and_the_strategies_are_registered_af
     assert in_a_new_interpreter(EACH_FIRST, *sorted(modules)) == "done\n"
 
 
+@pytest.mark.exhaustive
 def test_names_are_imported_on_first_access_and_strategies_registered_when_lightning_is_imported():
     assert in_a_new_interpreter(ENGINE_FIRST).splitlines() == [
         "lightning_zero.strategies.fabric",
