@@ -21,8 +21,8 @@ from lightning_zero.engine.optim.masters import after_updates
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.tensor.slot import Slot
 
-_DIGIT = 16  # bits of a magnitude that one histogram is over
-_CHUNK = 2**22  # elements whose bits are in memory at a time
+_DIGIT = 16  # bits of a magnitude that one histogram covers
+_CHUNK = 2**22  # elements processed at a time, which bounds the memory for their magnitudes
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

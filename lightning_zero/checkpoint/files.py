@@ -10,7 +10,7 @@ from typing import IO
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)  # Python has it from 3.12 on
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)  # in Python's mmap since 3.13
 _PRIVATE = mmap.MAP_PRIVATE | _NO_RESERVE
 
 

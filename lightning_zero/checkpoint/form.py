@@ -66,7 +66,7 @@ class Manifest:
 
     @classmethod
     def of_bytes(cls, data: bytes) -> Manifest:
-        """Parse a manifest; raises an exception of any class if it is damaged."""
+        """Parse a manifest; a damaged one may raise any exception."""
         body = json.loads(data)
         if body.pop("crc32") != zlib.crc32(_encoded(body)):
             raise ValueError("its checksum does not match its contents")

@@ -92,8 +92,8 @@ def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool | None =
     """Open a checkpoint without reading the values of large tensors.
 
     Args:
-        path: a Lightning file, or a folder of ``torch.distributed.checkpoint``: written by us, FSDP2 or another
-            program. Local, or an fsspec URL.
+        path: a Lightning file, or a ``torch.distributed.checkpoint`` folder written by this package, FSDP2 or another
+            program; a local path or an fsspec URL.
         weights_only: ``False`` unpickles any objects that the project's hooks have added, which can run code: only for
             trusted checkpoints. Otherwise classes must be allowed by ``torch.serialization.add_safe_globals``.
 

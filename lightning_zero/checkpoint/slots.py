@@ -192,7 +192,7 @@ def _place(entry: Entry, box: Box, position: int) -> list[int]:
 
 
 def _on_cpu(entries: list[Entry], staging: CopyBuffer, after: torch.Event | None = None) -> list[Entry]:
-    """The entries themselves, or copies of a device's values."""
+    """The entries themselves if they are on the CPU; otherwise copies in host memory."""
     return entries if device_of(entries) is None else staging.copied(entries, after)
 
 

@@ -198,7 +198,7 @@ def _read(place: Path, notes: list[str]) -> dict[str, _Result]:
     if not results and place.is_dir():
         return _runs(place)
     if not results:
-        raise ValueError(f"{place} is not a result of a benchmark of this project: it has no 'about'")
+        raise ValueError(f"{place} is not a benchmark result of this project: it has no 'about' entry")
     found = {}
     for file, result in results.items():
         series = series_of(result)

@@ -57,7 +57,7 @@ def parser() -> Parser:
         type=float,
         default=1800.0,
         metavar="SECONDS",
-        help="kill processes that keep the others waiting when none has begun a step for so long; 0: never",
+        help="kill processes that keep the others waiting once no process has begun a step for this long; 0: never",
     )
     made.add_argument("--nnodes", default="1", metavar="N|MIN:MAX", help="machines; up to MAX may join or be lost")
     made.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where several machines meet")

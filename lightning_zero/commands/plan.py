@@ -105,7 +105,7 @@ def parser() -> Parser:
         "--shard-within",
         nargs="+",
         default=["none"],
-        help="at stage 3, between which ranks parameters are sharded: none for all, node, or a number of ranks",
+        help="at stage 3, shard parameters over all ranks (none), those of a machine (node), or groups of N ranks (N)",
     )
     made.add_argument(
         "--compression",

@@ -22,7 +22,7 @@ def main(arguments: list[str]) -> int:
         if not parsed.json:
             _check_packages()
         if parsed.carbon_intensity is not None and parsed.power_watts is None:
-            raise ReportError("--carbon-intensity needs --power-watts: CO2 is grams a kWh times the energy")
+            raise ReportError("--carbon-intensity requires --power-watts: CO2 is carbon intensity times energy")
         runs = read_runs(parsed.folder)
         declared = Declared(parsed.price_per_hour, parsed.power_watts, parsed.carbon_intensity)
         summary = summarize(runs, declared, **({} if parsed.prediction else {"predict": None}))

@@ -212,7 +212,7 @@ def is_step_of_scheduler(step: Any) -> bool:
 
 
 def has_backward_hooks(module: torch.nn.Module) -> bool:
-    """Whether a module itself has hooks on its backward, which may read or change gradients."""
+    """Whether a module itself has backward hooks, which may read or change gradients."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 

@@ -167,7 +167,7 @@ class Engine(Optimizers):
             reduces_every_backward=self.placements.gradients.is_sharded or self.communicator.tensor.size > 1,
         )
         self.set_optimizers(optimizers)
-        # The module's and the optimizers' hooks keep the engine alive; the engine keeps neither of them alive.
+        # Hooks on module and optimizers keep the engine alive; the engine keeps neither module nor optimizers alive.
         before = OwnHook(lambda *_: self._open_window(is_step=self._is_forward_a_step))
         after = OwnHook(lambda *_: self._close_window())
         may_join = module.modules() if self.gathers else ()

@@ -20,7 +20,7 @@ def may_write(path: Path) -> bool:
 
 
 def write(job: Mapping[str, Any], path: Path) -> None:
-    """Write the model card of a job of a summary."""
+    """Write the model card of one job in a summary."""
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
     manifest = job["manifest"]

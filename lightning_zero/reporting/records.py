@@ -70,8 +70,8 @@ def read_runs(folder: Path) -> list[Run]:
             run.label = labels[run.folder]
     if not any(run.has_records for run in runs):
         raise ReportError(
-            f"{folder} has no records of a run: no {MANIFEST} of RunManifest, no results.json of lightning-zero train, "
-            "no metrics.csv of CSVLogger, and no event files of TensorBoard"
+            f"{folder} has no records of a run: no {MANIFEST} from RunManifest, no results.json from lightning-zero "
+            "train, no metrics.csv from CSVLogger, and no event files from TensorBoard"
         )
     return runs
 
@@ -169,7 +169,7 @@ def _read_csv(file: Path) -> dict[str, Curve]:
                     try:
                         found.setdefault(name, []).append((int(float(step)), float(text)))
                     except ValueError as error:
-                        raise ReportError(f"{file} is not a file of CSVLogger: {error}") from None
+                        raise ReportError(f"{file} is not a CSVLogger file: {error}") from None
     return found
 
 

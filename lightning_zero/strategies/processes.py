@@ -148,8 +148,8 @@ class ZeroProcesses(ParallelStrategy):
         tensor = self.mesh_shape[1]
         if size == 1:
             raise ValueError(
-                f"tensor_parallel_size={tensor} makes a mesh of several ranks, and there is one: leave it out, and "
-                "divide the module in configure_model only where trainer.world_size is above 1."
+                f"tensor_parallel_size={tensor} requires several ranks, but this run has one: leave the option out, "
+                "and divide the module in configure_model only if trainer.world_size is above 1."
             )
         if size != self.mesh_shape[0] * tensor:
             wanted = f"tensor_parallel_size={tensor}" + ("" if data == "auto" else f" and data_parallel_size={data}")

@@ -101,7 +101,7 @@ class Resilience:
             if is_full:
                 raise NoRoomError(
                     f"resilience: {parent} is full ({text}), so this run keeps nothing there. Give the folder more "
-                    "room (of a container: --shm-size), or choose another one: ResilienceConfig(path=...)."
+                    "room (in a container: --shm-size), or choose another one: ResilienceConfig(path=...)."
                 )
             raise ValueError(
                 f"resilience: {parent} cannot be used ({text}). Write resilience=ResilienceConfig(path=...) with "
@@ -257,9 +257,9 @@ class Resilience:
             free = shutil.disk_usage(self._folder).free / 2**20
             print(
                 f"Rank {self._rank} could not keep the state after step {self._step} in {self._folder}: {error}; "
-                f"{free:.0f} MiB are free there. Training goes on, and each interval tries again; until then the "
-                "job would continue from an earlier step. Give the folder more room (of a container: --shm-size), "
-                "or choose another one: ResilienceConfig(path=...).",
+                f"{free:.0f} MiB are free there. Training continues, and another attempt is made at each interval; "
+                "until one succeeds, the job would resume from an earlier step. Give the folder more room (in a "
+                "container: --shm-size), or choose another one: ResilienceConfig(path=...).",
                 file=sys.stderr,
                 flush=True,
             )
@@ -282,7 +282,10 @@ class Resilience:
                 json.dump([*[each for each in paths if each != str(path)][-7:], os.path.abspath(str(path))], file)
             os.replace(f"{self._record}.new", self._record)
         except OSError as error:
-            rank_zero_warn(f"The job would not find {path} if what it keeps in memory were lost: {error}.")
+            rank_zero_warn(
+                f"The path of the checkpoint {path} could not be recorded ({error}). If the states in memory are lost, "
+                "the job will not find this checkpoint."
+            )
 
     def save_before_end(self) -> None:
         """Save a checkpoint to the disk, since a signal ends the job, and this machine may be lost. Collective."""

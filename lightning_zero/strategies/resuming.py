@@ -174,7 +174,8 @@ class DataLoadingState:
         if data is not None:
             self._continue(fetcher, data)
         elif is_first and self._has_order and progress.current.ready == 0 and combined._iterator is iterator:
-            iter(fetcher)  # after the hooks and with the epoch's number known, as in an uninterrupted run
+            # Restart the data after the hooks, when the epoch's number is known, as in an uninterrupted run.
+            iter(fetcher)
         self._epoch_of_iterators = self._epoch
         start_profiler = fetcher._start_profiler
 

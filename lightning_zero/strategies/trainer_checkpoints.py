@@ -101,7 +101,7 @@ class TrainerCheckpoints(ZeroProcesses):
     def _state_is_in_parts(self) -> bool:
         """Whether checkpoints contain sharded tensors: each rank writes its shards, or rank 0 gathers them later.
 
-        For a full checkpoint, values that the project's hooks read must be gathered at once.
+        In a full checkpoint, values that the project's hooks read must be gathered immediately.
         """
         return self._takes_parts or (self._assembles_in_background and not self._has_hooks)
 

@@ -329,8 +329,8 @@ def test_a_folder_without_records_is_refused_in_one_line(tmp_path: Path, monkeyp
     for name in ("empty", "broken", "odd"):
         (tmp_path / name).mkdir()
     assert refused("empty") == (
-        "lightning-zero report: empty has no records of a run: no manifest.json of RunManifest, no results.json of "
-        "lightning-zero train, no metrics.csv of CSVLogger, and no event files of TensorBoard\n"
+        "lightning-zero report: empty has no records of a run: no manifest.json from RunManifest, no results.json from "
+        "lightning-zero train, no metrics.csv from CSVLogger, and no event files from TensorBoard\n"
     )
     assert refused("nowhere") == (
         "lightning-zero report: nowhere is not a folder: give the folder of a run or of a sweep\n"
@@ -338,9 +338,7 @@ def test_a_folder_without_records_is_refused_in_one_line(tmp_path: Path, monkeyp
     (tmp_path / "broken/results.json").write_text('{"processes": ')
     assert re.fullmatch(r"lightning-zero report: broken/results\.json cannot be read as JSON: .*\n", refused("broken"))
     (tmp_path / "odd/metrics.csv").write_text("step,loss\n1,low\n")
-    assert re.fullmatch(
-        r"lightning-zero report: odd/metrics\.csv is not a file of CSVLogger: .*low.*\n", refused("odd")
-    )
+    assert re.fullmatch(r"lightning-zero report: odd/metrics\.csv is not a CSVLogger file: .*low.*\n", refused("odd"))
     assert sorted(path.name for path in tmp_path.rglob("*")) == [
         "broken",
         "empty",
@@ -374,5 +372,5 @@ def test_wrong_figures_are_refused() -> None:
     assert "'-1' must be a number above 0" in refused(".", "--price-per-hour", "-1")
     assert "'dear' must be a number above 0" in refused(".", "--power-watts", "dear")
     assert refused(".", "--carbon-intensity", "300") == (
-        "lightning-zero report: --carbon-intensity needs --power-watts: CO2 is grams a kWh times the energy\n"
+        "lightning-zero report: --carbon-intensity requires --power-watts: CO2 is carbon intensity times energy\n"
     )

@@ -204,7 +204,7 @@ class CrossMemoryExchanges:
         with self._lock:
             self._failure, self._closing = self._failure or reason, True
             unfinished = list(self._exchanges)
-        # before tensors kept for peers are freed: a peer that reads freed memory must see the end
+        # Shut before the tensors kept for peers are freed: a peer that reads freed memory must see the shutdown.
         self._signals.shut(reason)
         self.small.shut(reason)
         for key in unfinished:
@@ -322,7 +322,8 @@ def connect(
     Args:
         timeout: the timeout of each later exchange.
         exchange_objects: all-gathers a small object.
-        groups_of: the groups of ranks to connect, by their machines; by default those of a machine.
+        groups_of: maps the topology of machines to that of the groups of ranks to connect; by default each machine is
+            a group.
 
     Returns:
         The machines of all ranks; and the exchanges of this one's group, None on every rank if some rank cannot read

@@ -42,7 +42,10 @@ def pretended(rank: int, size: int) -> Iterator[None]:
         ValueError: if it has process groups already.
     """
     if all_groups():
-        raise ValueError("Pretended ranks need a process without process groups: end them, or start another process.")
+        raise ValueError(
+            "Ranks can be simulated only in a process without process groups: destroy the existing groups, or use "
+            "another process."
+        )
     dist.init_process_group("fake", rank=rank, world_size=size)
     try:
         yield

@@ -1,9 +1,9 @@
 """Transport between several machines with several ranks each: an element comes to each machine once.
 
-A rank's column is the slices of all ranks with the same local index, one a machine. A gather first fetches this rank's
-column from the other machines, and then the other columns from the ranks of its machine. A reduction first sums within
-the machine, and then each column between machines. With M machines of G ranks a machine sends (M - 1) / M of a buffer;
-direct exchanges between all ranks would send G times as much.
+A rank's column is the slices of all ranks with the same local index, one per machine. A gather first fetches this
+rank's column from the other machines, and then the other columns from the ranks of its machine. A reduction first sums
+within each machine, and then sums each column across the machines. With M machines of G ranks a machine sends
+(M - 1) / M of a buffer; direct exchanges between all ranks would send G times as much.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def is_whole(bucket: Bucket) -> bool:
 
 
 def is_alone(bucket: Bucket) -> bool:
-    """Whether this rank's optimizer has each parameter of a bucket as a whole, and where modules compute with it."""
+    """Whether this rank's optimizer has each parameter of a bucket as a whole, on the device that computes with it."""
     return bucket.layout.world_size == 1 and bucket.updates is None
 
 

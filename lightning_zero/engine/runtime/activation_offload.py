@@ -53,7 +53,7 @@ _PLAIN = (Tensor, FakeTensor)  # not other subclasses, which may have state besi
 
 
 class ActivationStore:
-    """Moves inputs of checkpointed modules, or all but a part, out of the device's memory, and back in backward.
+    """Moves inputs of checkpointed modules, or all but this rank's part, out of device memory, and back in backward.
 
     Dense floating-point tensors of at least ``LEAST`` bytes are moved, each once. Not moved are
 
@@ -154,7 +154,7 @@ class ActivationStore:
                 self._has_warned = True
                 warnings.warn(
                     f"partition_activations: the inputs of {type(module).__name__} differ between tensor-parallel "
-                    "ranks, as sequence parallelism divides them already. They are kept as they are.",
+                    "ranks, as when sequence parallelism has divided them already. They are not partitioned.",
                     stacklevel=2,
                 )
         return known[call]

@@ -210,8 +210,8 @@ class GradientReducer:
         if bucket.has_begun:
             raise RuntimeError(
                 f"A parameter of unit {self._units[number].name or 'root'!r} got another gradient after its update "
-                "had begun, unlike in earlier backwards. Set OffloadConfig(overlap=False): updates then begin after "
-                "all gradients have been computed."
+                "had begun, unlike in earlier backward passes. Set OffloadConfig(overlap=False): updates then begin "
+                "after all gradients have been computed."
             )
         with at(self._streams.home):
             while backward.in_flight and len(backward.in_flight) >= max(self._in_flight, 1):

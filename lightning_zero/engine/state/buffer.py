@@ -60,7 +60,7 @@ class GatheredBuffer:
 
     def _find_segments(self) -> None:
         ranges = self.tensor.split_with_sizes(self._layout.sizes())[::2]
-        # detached, since a view of a view that is a fake tensor holds the one between
+        # detached, since a fake tensor that is a view of a view keeps the intermediate view alive
         self.segments = [part.view(segment.shape).detach() for part, segment in zip(ranges, self._layout.segments)]
         self.forget_holders()
 
