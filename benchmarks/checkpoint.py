@@ -1,13 +1,13 @@
-"""Saving and loading the same training's state: our two forms, now and in the background, FSDP2 with DCP, and plain dd.
+"""Time to save and load one training state: our two formats, both blocking and asynchronous, FSDP2 with DCP, and dd.
 
     python benchmarks/checkpoint.py
     python benchmarks/checkpoint.py --rounds 1 --saves 2 --model tiny --systems sharded,sharded_async
 
-Two processes over Gloo, one thread each, write to one folder and sync it to the disk. Every system runs once a round in
-fresh processes, the order reversed from one round to the next. Training goes on after each save until it is written.
-The first save of a process, which also allocates what later ones use again, is given apart. The last save is loaded
-twice: from the disk, of which the system remembers nothing, and out of its cache. Before each load as much memory is
-used and given back, so that every system finds the machine's memory in the same state.
+Two processes over Gloo, one thread each, write to one folder and sync it to the disk. Every system runs once per round
+in fresh processes, in reversed order every other round. Training continues after each save until it is written. The
+first save of a process, which also allocates memory that later saves reuse, is listed separately. The last save is
+loaded twice: from the disk, with the page cache emptied, and from the page cache. Before each load an equal amount of
+memory is used and freed, so that every system finds the machine's memory in the same state.
 """
 
 import argparse
@@ -33,12 +33,12 @@ WORKER_TIMEOUT = 900.0  # seconds
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--systems", default=",".join(SYSTEMS), help="comma-separated, of: " + " ".join(SYSTEMS))
+    parser.add_argument("--systems", default=",".join(SYSTEMS), help="comma-separated, from: " + " ".join(SYSTEMS))
     parser.add_argument("--rounds", type=int, default=3, help="how often each system is run and timed")
-    parser.add_argument("--saves", type=int, default=4, help="saves a round, the first of which is given apart")
+    parser.add_argument("--saves", type=int, default=4, help="saves per round; the first is listed separately")
     parser.add_argument("--model", default="124m", choices=GPTS)
     parser.add_argument(
-        "--disk", type=Path, help="a folder on the disk to write to; by default that for temporary files"
+        "--disk", type=Path, help="folder on the disk to write to; default: the system's temporary folder"
     )
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # the parent starts workers with it
@@ -106,7 +106,7 @@ def work(arguments: argparse.Namespace) -> None:
 
 
 def forget(path: Path) -> None:
-    """Take files, which are on the disk, out of the system's cache."""
+    """Evict files that have been synced to the disk from the page cache."""
     for file in [path] if path.is_file() else path.iterdir():
         descriptor = os.open(file, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -114,11 +114,11 @@ def forget(path: Path) -> None:
 
 
 def touch_memory(size: int) -> None:
-    """Use as many bytes of memory, and give them back.
+    """Use ``size`` bytes of memory, and free them.
 
-    A virtual machine gets memory from its host when it first writes to it, for about a second a gigabyte, and returns
-    what is free for a while. Files that were just taken out of the cache leave memory at hand, to whoever reads them
-    next; what was written past the cache leaves none. After this all are alike, as when a run is resumed.
+    A virtual machine gets memory from its host at the first write, at about a second per gigabyte, and returns memory
+    that has been free for a while. Files that were just evicted from the cache leave memory for the next reader; files
+    written past the cache leave none. This call makes all systems equal, as when a run is resumed.
     """
     with mmap.mmap(-1, size) as memory:
         for position in range(0, size, mmap.PAGESIZE):
@@ -126,7 +126,7 @@ def touch_memory(size: int) -> None:
 
 
 def all_are(here: bool) -> bool:
-    """Whether it is so on every rank: they go on training together."""
+    """Whether ``here`` is true on every rank, so that all ranks train for equally many steps."""
     import torch
     import torch.distributed as dist
 
@@ -136,7 +136,7 @@ def all_are(here: bool) -> bool:
 
 
 def seconds_of_dd(folder: Path, size: int) -> float:
-    """Seconds that dd takes for as many bytes of random data out of memory, on the disk when it ends."""
+    """Seconds that dd takes to write ``size`` random bytes from memory and sync them to the disk."""
     source = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None), "random")
     block = os.urandom(2**24)
     with source.open("wb") as file:

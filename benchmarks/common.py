@@ -1,8 +1,8 @@
-"""What the benchmarks share: worker processes, readings of memory, a description of the machine, tables.
+"""Helpers for the benchmarks: worker processes, memory readings, a description of the machine, tables.
 
-No torch in here, since the parent process of a benchmark never imports it: it only starts workers, each a fresh
-interpreter, and reads what they write. So a system starts from the same state in every round, and the parent takes no
-core from it.
+This module does not import torch, as a benchmark's parent process never does: the parent only starts workers, each in a
+fresh interpreter, and reads their results. So a system starts from the same state in every round, and the parent
+occupies no core.
 """
 
 import json
@@ -36,7 +36,7 @@ GPTS: dict[str, dict[str, int]] = {
     "7b": {"width": 4096, "depth": 32, "heads": 32},
     "13b": {"width": 5120, "depth": 40, "heads": 40},
 }
-"""Options of `lightning_zero.zoo.gpt.GPT`, with a head of its own, by the number of its parameters."""
+"""Options of `lightning_zero.zoo.gpt.GPT` with an untied head, by number of parameters."""
 
 MODELS: dict[str, dict[str, Any]] = {
     **{name: {"kind": "gpt", **sizes} for name, sizes in GPTS.items()},
@@ -64,12 +64,12 @@ def run_workers(
     timeout: float,
     machines: "Machines | None" = None,
 ) -> list[Any]:
-    """Runs `script --worker FILE *arguments` as `ranks` processes of one thread each; returns what each wrote as JSON.
+    """Run `script --worker FILE *arguments` in `ranks` processes of one thread each; return the JSON results of all.
 
-    With `machines` half of them run on each.
+    With `machines`, half of the processes run on each machine.
 
     Raises:
-        RuntimeError: a worker failed or did not end within `timeout` seconds; the text holds the end of its output.
+        RuntimeError: a worker failed or did not end within `timeout` seconds; the message has the end of its output.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -104,7 +104,7 @@ def run_workers(
 
 
 def wait_for_all(processes: list[subprocess.Popen[bytes]], timeout: float) -> int | None:
-    """The first process that fails, or outlasts `timeout` seconds (then the others are ended); None if none."""
+    """The first process that fails or outlasts `timeout` seconds, after which all are ended; None if all succeed."""
     deadline = time.monotonic() + timeout
     try:
         while True:
@@ -123,7 +123,7 @@ def wait_for_all(processes: list[subprocess.Popen[bytes]], timeout: float) -> in
 
 
 def in_turn(systems: Sequence[System], rounds: int) -> Iterator[tuple[int, Sequence[System]]]:
-    """Each round's number, from 0 on, and the systems in its order, which is reversed from one round to the next."""
+    """Each round's number, from 0, and the systems in that round's order, which is reversed every other round."""
     for number in range(rounds):
         yield number, systems if number % 2 == 0 else systems[::-1]
 
@@ -145,7 +145,7 @@ def peak_resident_bytes() -> int:
 
 
 def describe(script: str, packages: tuple[str, ...]) -> dict[str, str]:
-    """Where, with what and how a result of this process's script came about; stands beside every figure."""
+    """The hardware, versions and command behind the script's result, listed with every figure."""
 
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True)
@@ -180,7 +180,7 @@ def processor_name() -> str:
 
 
 def write_results(folder: Path, name: str, result: dict[str, Any], lines: list[str]) -> None:
-    """Writes `folder/name.json` and `folder/name.md`, the lines followed by the description, and prints the latter."""
+    """Write `folder/name.json` and `folder/name.md` (the lines followed by the description), and print the latter."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [*lines, "", *(f"- {key}: {value}" for key, value in result["about"].items())]
     (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -189,7 +189,7 @@ def write_results(folder: Path, name: str, result: dict[str, Any], lines: list[s
 
 
 def markdown_table(head: list[str], rows: list[list[str]]) -> list[str]:
-    """First column to the left, the others to the right."""
+    """A Markdown table with the first column aligned left, the others right."""
     rule = ["---", *["---:"] * (len(head) - 1)]
     return ["| " + " | ".join(cells) + " |" for cells in [head, rule, *rows]]
 
@@ -199,6 +199,6 @@ def median_of_rounds(rounds: list[list[float]]) -> float:
 
 
 def spread(rounds: list[list[float]], digits: int = 4) -> str:
-    """The lowest and the highest median of a round, which says how noisy the machine was."""
+    """The lowest and the highest median of a round, which show how noisy the machine was."""
     medians = [statistics.median(values) for values in rounds]
     return f"{min(medians):.{digits}f} - {max(medians):.{digits}f}"

@@ -1,11 +1,11 @@
-"""What the pipeline between disk and memory reaches of the disk's bandwidth, against dd with O_DIRECT on the same file.
+"""Bandwidth of the pipeline between disk and memory, compared with dd with O_DIRECT on the same file.
 
     python benchmarks/disk.py
     python benchmarks/disk.py --disk FOLDER --size 4096 --piece 256 --rounds 5
 
-Reading alone, writing alone, and both at once with nothing done to the bytes between: as when states on a disk are
-updated. dd has the same block size, reads to /dev/null and writes from /dev/zero. The two take turns, and take turns in
-being first. The whole file is written once before, so that none is about blocks that were never written.
+Measured are reading alone, writing alone, and both at once with no computation in between, as in an update of states on
+a disk. dd has the same block size, reads to /dev/null and writes from /dev/zero. The two alternate, and the order
+changes every round. The whole file is written once beforehand, so that no measurement includes unwritten blocks.
 """
 
 import argparse
@@ -33,11 +33,11 @@ def parse_arguments() -> argparse.Namespace:
         "--disk",
         type=Path,
         default=Path(tempfile.gettempdir()),
-        help="a folder on the disk; by default for temporary files",
+        help="folder on the disk; default: the system's temporary folder",
     )
-    parser.add_argument("--size", type=int, default=2048, help="MiB that are read, and that are written, at a time")
-    parser.add_argument("--piece", type=int, default=64, help="MiB of a piece, and of dd's blocks")
-    parser.add_argument("--threads", type=int, default=4, help="how many read a piece, and how many write one")
+    parser.add_argument("--size", type=int, default=2048, help="MiB read, and MiB written, per measurement")
+    parser.add_argument("--piece", type=int, default=64, help="MiB per piece, and per block of dd")
+    parser.add_argument("--threads", type=int, default=4, help="threads that read a piece, and as many that write one")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
     arguments = parser.parse_args()
@@ -47,7 +47,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def dd(*operands: str) -> float:
-    """The seconds that dd says it took."""
+    """Run dd; return the seconds that it reports."""
     environment = os.environ | {"LC_ALL": "C"}
     done = subprocess.run(["dd", *operands], env=environment, check=True, capture_output=True, text=True)
     found = re.search(r"copied, ([^ ]+) s", done.stderr)
@@ -62,7 +62,7 @@ def timed(act: Callable[[], object]) -> float:
 
 
 def move_all(extents: list[Extent], move: Callable[[int, Extent], list[Future[None]]]) -> None:
-    """Read into, or write from, the buffers of a ring, as the pipeline does."""
+    """Read into or write from a ring's buffers, as the pipeline does."""
     begun = [move(index, piece) for index, piece in enumerate(extents[:BUFFERS])]
     for index in range(len(extents)):
         for part in begun[index]:
@@ -72,7 +72,7 @@ def move_all(extents: list[Extent], move: Callable[[int, Extent], list[Future[No
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """Seconds of each round, of both systems for each of reading, writing and both."""
+    """Seconds per round for both systems, by operation: reading, writing, and both."""
     file = SwapFile(arguments.disk, arguments.size * MIB)
     nbytes = arguments.piece * MIB
     extents = [Extent(file, start, nbytes) for start in range(0, file.nbytes, nbytes)]

@@ -1,14 +1,14 @@
-"""What the engine costs beside the arithmetic, against the number of tensors, of units and of ranks.
+"""The engine's cost beyond arithmetic as the numbers of tensors, units and ranks grow.
 
     lightning-zero bench growth
     lightning-zero bench growth --tensors 10,100 --units 2,8 --ranks 2,64 --processes 2 --rounds 1 --steps 3
     lightning-zero bench growth --memory                                   # model states as on 64 ranks
 
-A step's cost is the CPU time of the thread that trains less that of the same forward and backward in plain torch on one
-process, and less that of Adam's arithmetic: what the machine does beside it does not count, and where processes share
-cores neither does their waiting. What else runs can only make a step slower, so the least of all counts. Tensors, units
-and ranks are varied each alone, as rank 0 of torch's `fake` group, which communicates nothing; the time in its own
-calls is taken off. Real processes over Gloo stand beside, and DistributedDataParallel on them.
+A step's cost is the training thread's CPU time, minus that of the same forward and backward in plain torch in one
+process, and minus that of Adam's arithmetic. CPU time excludes other programs, and waiting where processes share cores.
+Other programs can only make a step slower, so the minimum counts. The numbers of tensors, units and ranks are varied
+separately, as rank 0 of torch's `fake` group, which communicates nothing; the time in the group's own calls is
+subtracted. For comparison, real processes over Gloo are measured, and DistributedDataParallel in them.
 """
 
 import argparse
@@ -53,7 +53,7 @@ class Point(NamedTuple):
 
 
 class Series(NamedTuple):
-    """Points of which one number grows; `processes`: the ranks are real ones, over Gloo."""
+    """Points in which one number grows; `processes`: the ranks are real processes over Gloo."""
 
     name: str
     points: list[Point]
@@ -74,14 +74,14 @@ def parser() -> Parser:
         return sorted({int(number) for number in text.split(",") if number})
 
     made = Parser("lightning-zero bench growth", description=__doc__.partition("\n")[0])
-    made.add_argument("--systems", default="zero1,zero3", help="comma-separated, of: " + " ".join(SYSTEMS))
+    made.add_argument("--systems", default="zero1,zero3", help="comma-separated, from: " + " ".join(SYSTEMS))
     made.add_argument("--tensors", type=numbers, default=[10, 100, 1000, 10000], help="numbers of tensors")
     made.add_argument("--units", type=numbers, default=[2, 10, 50, 100, 500], help="numbers of units")
-    made.add_argument("--ranks", type=numbers, default=[2, 8, 64, 1024], help="numbers of ranks of the fake group")
-    made.add_argument("--processes", type=numbers, default=[2, 4, 8], help="numbers of real ranks; '' for none")
+    made.add_argument("--ranks", type=numbers, default=[2, 8, 64, 1024], help="numbers of ranks in the fake group")
+    made.add_argument("--processes", type=numbers, default=[2, 4, 8], help="numbers of real processes; '' for none")
     made.add_argument("--rounds", type=int, default=3, help="how often each system is run and timed")
-    made.add_argument("--steps", type=int, default=5, help="timed steps a round, after the warm-up")
-    made.add_argument("--memory", action="store_true", help="instead: model states as on 64 ranks, to the formula")
+    made.add_argument("--steps", type=int, default=5, help="timed steps per round, after the warm-up")
+    made.add_argument("--memory", action="store_true", help="instead: model states as on 64 ranks, against the formula")
     made.add_argument("--model", default="25m", choices=GPTS, help="with --memory")
     made.add_argument("--device", default="cpu", help="with --memory: cpu, or cuda")
     made.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
@@ -92,7 +92,7 @@ def parser() -> Parser:
 
 
 def check(parser: Parser, arguments: argparse.Namespace) -> None:
-    """End with one line for a mistake, before anything is started."""
+    """Exit with a one-line message for a mistake, before anything is started."""
     unknown = set(arguments.systems.split(",")) - {*SYSTEMS, *(("single", "ddp") if arguments.worker else ())}
     if unknown:
         parser.error(f"--systems: {', '.join(sorted(unknown))} is not among {', '.join(SYSTEMS)}")
@@ -122,7 +122,7 @@ def all_series(arguments: argparse.Namespace) -> list[Series]:
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """Measures one system at the points given, or its memory, and writes that to the file that the parent named."""
+    """Measure one system at the given points, or its memory, and write the results to the parent's file."""
     import torch
     import torch.distributed as dist
     from growth_systems import fake_ranks, measure
@@ -192,7 +192,7 @@ def compare_growth(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(system: str, points: list[Point], processes: bool, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """What a system took at each point: the seconds of setting up, and of each step, on its slowest rank."""
+    """A system's seconds at each point for setting up and for each step, on the slowest rank."""
     options = ["--systems", system, "--steps", str(arguments.steps)]
 
     def worker(points: list[Point], ranks: int) -> list[Any]:
@@ -223,7 +223,7 @@ def report(arguments: argparse.Namespace, chosen: list[Series], rounds: dict[str
 
 
 def costs_of(series: Series, rounds: Rounds) -> dict[str, Any]:
-    """By system: milliseconds beyond plain torch's of a step at each point, those of setting up, and both exponents."""
+    """By system: milliseconds per step beyond plain torch and for setting up, at each point, and both exponents."""
 
     def least(system: str, key: str) -> list[float]:
         by_point = zip(*rounds[system])
@@ -245,7 +245,7 @@ def listed(value: float | list[float]) -> list[float]:
 
 
 def exponents(sizes: Sequence[int], costs: Sequence[float]) -> tuple[float | None, float | None]:
-    """The slope in log-log of all points by least squares, and that between the last two, where a square would show.
+    """The log-log slope of all points by least squares, and between the last two, where quadratic growth would show.
 
     None where a cost is lost in the noise of what it is taken off from.
     """
@@ -292,7 +292,7 @@ def lines_of(series: Series, costs: dict[str, Any]) -> list[str]:
 
 
 def plot(path: Path, results: dict[str, Any]) -> None:
-    """Draws what a step costs beyond its arithmetic, a panel for each series, where matplotlib is installed."""
+    """Draw a step's cost beyond its arithmetic, one panel per series, if matplotlib is installed."""
     if find_spec("matplotlib") is None:
         print("no plot, since the package matplotlib is not installed")
         return

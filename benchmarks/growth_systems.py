@@ -1,4 +1,4 @@
-"""What `growth.py` measures in its workers: steps of a model of so many tensors and units; bytes of model states."""
+"""Measurements in the workers of `growth.py`: steps of models with given numbers of tensors and units; model states."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Unit(nn.Module):
 
 
 def model_of_size(tensors: int, units: int, width: int) -> nn.Module:
-    """Units in a row, the tensors shared out between them; its arithmetic is a multiplication for each tensor."""
+    """Sequential units with the tensors distributed among them; the arithmetic is one multiplication per tensor."""
     shares = [tensors // units + (number < tensors % units) for number in range(units)]
     return nn.Sequential(*(Unit(share, width) for share in shares))
 
 
 @contextmanager
 def fake_ranks(ranks: int) -> Iterator[None]:
-    """As rank 0 of so many, in one process: torch's `fake` group, in which other ranks' parts are rank 0's own."""
+    """Context as rank 0 of several in one process: torch's `fake` group, in which rank 0's data stands for all."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  (makes the backend known)
 
     # not its FakeStore, which cannot be cloned
@@ -50,10 +50,10 @@ def fake_ranks(ranks: int) -> Iterator[None]:
 
 @contextmanager
 def time_of_others() -> Iterator[Callable[[], float]]:
-    """Tells the seconds spent in what is none of the engine's work.
+    """Context that measures the seconds spent outside the engine's own work.
 
-    That is the group's own gathers and reductions, of which the fake one copies a part for each rank; and Adam's
-    arithmetic, of which a rank has its share only: taken with the rest, what it saves would hide what the engine costs.
+    These are the group's gathers and reductions, for which the fake group copies a part per rank; and Adam's
+    arithmetic, of which a rank does only its share: if it counted, the time saved there would hide the engine's cost.
     """
     spent = 0.0
     adam = import_module(torch.optim.Adam.__module__)
@@ -81,9 +81,9 @@ def time_of_others() -> Iterator[Callable[[], float]]:
 
 
 def measure(system: str, tensors: int, units: int, width: int, warm_up: int, steps: int) -> dict[str, Any]:
-    """CPU seconds of the thread that trains: of setting up, and of each step without what is none of the engine's.
+    """CPU seconds of the training thread for setting up, and for each step without work outside the engine.
 
-    Of plain torch it is forward and backward.
+    For plain torch, a step is forward and backward.
     """
     plain = model_of_size(tensors, units, width)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=LEARNING_RATE)
@@ -109,7 +109,7 @@ def measure(system: str, tensors: int, units: int, width: int, warm_up: int, ste
 
 
 def measure_memory(model: str, stage: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Bytes of this rank's model states when it has all of them, gradients too, and of everything at the peak."""
+    """Bytes of this rank's model states when all exist, including gradients, and of everything at the peak."""
     on_gpu = device.type == "cuda"
     context = 16
     module = model_of(model, context).to(device, dtype)

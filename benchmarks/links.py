@@ -1,10 +1,10 @@
-"""What crosses between two machines in a step, and what it costs, by how parameters are sharded and encoded.
+"""Traffic between two machines in a step, and its time, for different ways to shard and encode parameters.
 
     python benchmarks/links.py
     python benchmarks/links.py --systems zero3,zero3_node --rates none,1gbit --rounds 1 --width 256 --output FOLDER
 
-The machines are network namespaces with two ranks each, which needs root. Each system is trained with overlap and
-without it; without it, what a slow network takes longer than a fast one is the time of communication.
+The machines are network namespaces with two ranks each, which needs root. Each system is trained with and without
+overlap; without overlap, the extra time on a slow network compared with a fast one is the communication time.
 """
 
 import argparse
@@ -31,23 +31,23 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "bf16 zero3_node int4": {"bf16": True, "stage": 3, "shard_within": "node", "compression": "int4"},
 }
 BASES = {"fp32": "zero3", "bf16": "bf16 zero3_node"}
-"""What the systems of each precision are compared with."""
+"""The system with which those of each precision are compared."""
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--systems", default=",".join(SYSTEMS))
-    parser.add_argument("--rates", default="none,1gbit", help="of the network; the first counts as no limit")
-    parser.add_argument("--width", type=int, default=WIDTH, help="of each of the model's square layers")
+    parser.add_argument("--rates", default="none,1gbit", help="rates of the network; the first counts as unlimited")
+    parser.add_argument("--width", type=int, default=WIDTH, help="width of each of the model's square layers")
     parser.add_argument("--rounds", type=int, default=3, help="how often each system is run and timed")
-    parser.add_argument("--steps", type=int, default=6, help="timed steps a round, after the warm-up")
+    parser.add_argument("--steps", type=int, default=6, help="timed steps per round, after the warm-up")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # the parent starts workers with it
     return parser.parse_args()
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """One rank of one system; writes the seconds of each step with overlap and without, and the bytes of the last."""
+    """Run one rank of one system; write seconds per step with and without overlap, and the last step's bytes."""
     import time
     from contextlib import nullcontext
 
@@ -98,7 +98,7 @@ def work(arguments: argparse.Namespace) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """By system: seconds of all rounds' steps by rate, with overlap and apart, and the bytes that leave a machine."""
+    """By system: seconds of all rounds' steps by rate, with and without overlap, and the bytes that leave a machine."""
     systems, rates = arguments.systems.split(","), arguments.rates.split(",")
     found: dict[str, dict[str, Any]] = {system: {"seconds": {rate: {} for rate in rates}} for system in systems}
     turns = [(system, rate) for system in systems for rate in rates]

@@ -1,4 +1,4 @@
-"""Two simulated machines on one: network namespaces of Linux, joined by a virtual Ethernet cable."""
+"""Two simulated machines on one: Linux network namespaces joined by a virtual Ethernet cable."""
 
 import itertools
 import os
@@ -14,10 +14,10 @@ _ports = itertools.count(29500)  # free in a new namespace
 
 
 class Machines:
-    """Two namespaces, each with a loopback device of its own and one end of the cable.
+    """Two namespaces, each with its own loopback device and one end of the cable.
 
     Args:
-        rate: of the cable in both directions, as ``tc`` reads it, such as "1gbit"; None for no limit.
+        rate: bandwidth of the cable in both directions, as ``tc`` reads it, such as "1gbit"; None for no limit.
     """
 
     def __init__(self, rate: str | None = None) -> None:
@@ -25,7 +25,7 @@ class Machines:
         self._rate = rate
 
     def __enter__(self) -> "Machines":
-        """Raises a RuntimeError where this process may make no namespaces."""
+        """Make the namespaces; raises RuntimeError if this process is not allowed to."""
         first, second = self._names
         if os.geteuid() != 0 or shutil.which("ip") is None or _try_ip("netns", "add", first).returncode != 0:
             raise RuntimeError("network namespaces need root and the program ip")
@@ -49,7 +49,7 @@ class Machines:
             _try_ip("netns", "del", name)
 
     def places(self, ranks: int) -> list[tuple[list[str], dict[str, str]]]:
-        """For each rank of a job what its command begins with, and its environment."""
+        """For each rank in a job, the prefix of the command and the environment."""
         each, port = ranks // COUNT, str(next(_ports))
         found = []
         for rank in range(ranks):
@@ -69,7 +69,7 @@ class Machines:
         return found
 
     def inside(self, node: int) -> list[str]:
-        """What a command begins with that is to run on a machine."""
+        """The prefix of a command that runs on the given machine."""
         return ["ip", "netns", "exec", self._names[node]]
 
 
@@ -90,7 +90,7 @@ def bytes_sent_by_all() -> dict[str, int]:
 
 
 def is_on_one_of_two() -> bool:
-    """Whether this process is on one of the machines."""
+    """Whether this process runs on one of the two machines."""
     return Path("/sys/class/net", CABLE).exists()
 
 

@@ -1,7 +1,7 @@
-"""The models that systems are compared on, each with its layers in `blocks`, and data for them.
+"""The models on which systems are compared, each with its layers in `blocks`, and their data.
 
-All but two read tokens, (batch, sequence) of bytes; `wide` reads vectors and `vit` images. Classes are the last
-dimension of what they return.
+All but two read tokens, (batch, sequence) of bytes; `wide` reads vectors and `vit` images. The last dimension of the
+output is the classes.
 """
 
 import torch
@@ -25,7 +25,7 @@ class Layer(nn.Module):
 
 
 class Deep(nn.Module):
-    """Many small layers, each of which is a block: what a step costs beside its arithmetic shows."""
+    """Many small layers, each a block, which show a step's cost beyond its arithmetic."""
 
     def __init__(self, width: int, depth: int, context: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Deep(nn.Module):
 
 
 class Wide(nn.Module):
-    """A few huge linear layers for a few vectors: what is communicated costs more than what is computed."""
+    """A few huge linear layers for a few vectors: communication costs more than computation."""
 
     def __init__(self, width: int, depth: int, context: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class EncoderBlock(nn.Module):
 
 
 class ViT(nn.Module):
-    """A vision transformer on images of 32 x 32 pixels in patches of 4 x 4, averaged at its end."""
+    """A vision transformer on images of 32 x 32 pixels in patches of 4 x 4, averaged at the end."""
 
     def __init__(self, width: int, depth: int, heads: int, context: int) -> None:
         super().__init__()
@@ -101,8 +101,8 @@ class Expert(nn.Module):
 class Experts(nn.Module):
     """The two likeliest of several experts for each token, weighted by their probabilities.
 
-    Every expert runs, on no token at all if none has chosen it, so that each parameter has a gradient on every rank.
-    Without that DDP would need ``find_unused_parameters``, and other systems an arrangement of their own.
+    Every expert runs, even on an empty set of tokens, so that each parameter has a gradient on every rank. Otherwise
+    DDP would need ``find_unused_parameters``, and other systems an equivalent.
     """
 
     def __init__(self, width: int, experts: int) -> None:
@@ -135,7 +135,7 @@ class SparseBlock(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A small Mixtral: RMSNorm, and two of eight experts in the place of each MLP."""
+    """A small Mixtral: RMSNorm, and two of eight experts instead of each MLP."""
 
     def __init__(self, width: int, depth: int, heads: int, experts: int, context: int) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class Mixture(nn.Module):
 
 
 class LowRank(nn.Module):
-    """A frozen linear layer and a trained product of two small ones beside it (LoRA, arXiv 2106.09685)."""
+    """A frozen linear layer plus a trained product of two small ones (LoRA, arXiv 2106.09685)."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -180,13 +180,13 @@ KINDS = {"gpt": GPT, "deep": Deep, "wide": Wide, "vit": ViT, "moe": Mixture, "lo
 
 
 def sizes_of(name: str, shrunk: bool) -> dict[str, int]:
-    """The options of a model; shrunk ones have as many modules, whose arithmetic costs nothing."""
+    """The options of a model; a shrunk model has as many modules, but with negligible arithmetic."""
     sizes = {key: value for key, value in MODELS[name].items() if key != "kind"}
     return sizes | ({"width": 2 * sizes.get("heads", 4)} if shrunk else {})
 
 
 def model_of(name: str, context: int, shrunk: bool = False) -> nn.Module:
-    """One of ``common.MODELS``, for sequences of so many tokens."""
+    """One of ``common.MODELS``, for sequences of ``context`` tokens."""
     return KINDS[MODELS[name]["kind"]](**sizes_of(name, shrunk), context=context)
 
 

@@ -1,10 +1,10 @@
-"""What ZeroMonitor costs: Trainers of two CPU processes, with the monitor switched on and off in turn as they train.
+"""ZeroMonitor's cost: Trainers with two CPU processes, in which the monitor is switched on and off during training.
 
     python benchmarks/monitor.py
     python benchmarks/monitor.py --strategies zero3 --model tiny --every 5 --pairs 2 --output FOLDER
 
-Parts of a fit with the monitor alternate with parts without it, so that whatever else the machine does meets both. Each
-part with it ends with an observation, which goes to a CSVLogger.
+Parts of a fit with the monitor alternate with parts without it, so that other load on the machine affects both. Each
+part with the monitor ends with an observation, which goes to a CSVLogger.
 """
 
 import argparse
@@ -27,17 +27,17 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--strategies", default="ddp,zero1,zero2,zero3")
     parser.add_argument("--model", default="25m", choices=GPTS)
-    parser.add_argument("--batch", type=int, default=1, help="sequences a rank and step")
+    parser.add_argument("--batch", type=int, default=1, help="sequences per rank and step")
     parser.add_argument("--sequence", type=int, default=64, help="tokens in a sequence")
-    parser.add_argument("--every", type=int, default=50, help="every_n_steps of the monitor, and steps in a part")
-    parser.add_argument("--pairs", type=int, default=5, help="parts with the monitor, each with one without it")
+    parser.add_argument("--every", type=int, default=50, help="the monitor's every_n_steps, and steps in a part")
+    parser.add_argument("--pairs", type=int, default=5, help="pairs of parts, one with the monitor and one without")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # the parent starts workers with it
     return parser.parse_args()
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """One rank; writes seconds and CPU seconds a step of each part, and those of the monitor's own hooks."""
+    """Run one rank; write seconds and CPU seconds per step of each part, and those of the monitor's own hooks."""
     import torch
     from lightning.pytorch import Callback, Trainer, seed_everything
     from lightning.pytorch.loggers import CSVLogger
@@ -51,7 +51,7 @@ def work(arguments: argparse.Namespace) -> None:
     length = arguments.every + 1  # the first step of a part is not observed
 
     class Switched(Callback):
-        """Times parts of the fit, in every other of which the monitor is on."""
+        """Times parts of the fit; the monitor is on in every other part."""
 
         def __init__(self) -> None:
             self.monitor = ZeroMonitor(arguments.every, available_flops=1e12)

@@ -1,9 +1,9 @@
-"""What compression between machines costs in quality: a GPT on text, trained on two simulated machines with each.
+"""Loss of quality by compression between machines: a GPT on text, trained on two simulated machines with each kind.
 
     python benchmarks/neutrality.py
     python benchmarks/neutrality.py --steps 50 --seeds 0 --systems fp32,int8 --output FOLDER
 
-The machines are network namespaces, which needs root. A system passes if its mean is as near to fp32's as fp32's own
+The machines are network namespaces, which needs root. A system passes if its mean is as close to fp32's as fp32's own
 seeds are to each other.
 """
 
@@ -35,7 +35,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--systems", default=",".join(SYSTEMS))
-    parser.add_argument("--seeds", default="0,1,2", help="of weights and of the order of data")
+    parser.add_argument("--seeds", default="0,1,2", help="seeds of the weights and the data order")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # the parent starts workers with it
@@ -43,7 +43,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """One rank; writes the validation loss of each system and seed, and the bytes that have left in the last step."""
+    """Run one rank; write each system's and seed's validation loss, and the bytes that left in the last step."""
     import torch
     import torch.distributed as dist
 

@@ -1,12 +1,12 @@
-"""A training step with model states elsewhere, with and without overlap, against one that keeps them on the device.
+"""A training step with offloaded model states, with and without overlap, compared with a step without offload.
 
     python benchmarks/offload.py
     python benchmarks/offload.py --model 25m --systems none,nvme,nvme_serial --rounds 3 --disk FOLDER
     python benchmarks/offload.py --model 1.3b --precision bf16 --batch 8 --sequence 2048
 
-One process, on the first GPU if there is one. Every system runs once a round in a fresh process, the order reversed
-from one round to the next; the losses of the last step stand beside, so that the work is seen to be the same. TFLOP/s
-count 6 operations a parameter and token.
+One process, on the first GPU if there is one. Every system runs once per round in a fresh process, in reversed order
+every other round. The last step's losses are listed to show that all do the same work. TFLOP/s count 6 operations per
+parameter and token.
 """
 
 import argparse
@@ -29,15 +29,15 @@ WORKER_TIMEOUT = 1800.0  # seconds
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     default = "none,cpu,cpu_serial,nvme,nvme_serial"
-    parser.add_argument("--systems", default=default, help="of: " + " ".join([*OURS, *PEERS]))
+    parser.add_argument("--systems", default=default, help="comma-separated, from: " + " ".join([*OURS, *PEERS]))
     parser.add_argument("--model", default="25m", choices=GPTS)
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=6, help="timed steps a round")
+    parser.add_argument("--steps", type=int, default=6, help="timed steps per round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--sub-group", type=int, default=2**21, help="elements of a piece on the disk")
-    parser.add_argument("--disk", type=Path, help="a folder on the disk; by default that for temporary files")
+    parser.add_argument("--sub-group", type=int, default=2**21, help="elements in a piece on the disk")
+    parser.add_argument("--disk", type=Path, help="folder on the disk; default: the system's temporary folder")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # the parent starts workers with it
     arguments = parser.parse_args()
@@ -48,7 +48,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """One system: trains, and writes what it took to the file that the parent named."""
+    """Train with one system, and write times and losses to the parent's file."""
     import torch
     from models import model_of
     from offload_systems import SYSTEMS, Setting

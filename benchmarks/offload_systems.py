@@ -1,4 +1,4 @@
-"""How each system of `offload.py` trains the same model on one device, and what it keeps elsewhere."""
+"""How each system in `offload.py` trains the same model on one device, and which states it offloads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_zero.zoo.gpt import GPT
 
 @dataclass(frozen=True)
 class Setting:
-    """Where it trains: the device, the dtype that it computes in, and the folder and pieces of states on a disk."""
+    """The training device, the dtype of computation, and the folder and piece size for states on a disk."""
 
     device: torch.device
     dtype: torch.dtype
@@ -46,7 +46,7 @@ def ours(model: GPT, setting: Setting, **offload: Any) -> Training:
 
 
 def fsdp2(model: GPT, setting: Setting, offload: bool) -> Training:
-    """With fp32 parameters and states, as many bytes as ours keeps, and computing in the dtype asked for."""
+    """FSDP2 with fp32 parameters and states, as many bytes as ours, and computation in the requested dtype."""
     on_gpu = setting.device.type == "cuda"
     dist.init_process_group("nccl" if on_gpu else "gloo")
     policy = {
@@ -59,7 +59,7 @@ def fsdp2(model: GPT, setting: Setting, offload: bool) -> Training:
 
 
 def zero_offload(model: GPT, setting: Setting, offload: bool) -> Training:
-    """DeepSpeed's stage 3 with its own kernels: DeepSpeedCPUAdam where it offloads, compiled at the first use."""
+    """DeepSpeed's stage 3 with its own kernels: DeepSpeedCPUAdam with offload, compiled at the first use."""
     to = {"device": "cpu", "pin_memory": setting.device.type == "cuda"}
     config = {
         "zero_optimization": {"stage": 3, **({"offload_optimizer": to, "offload_param": to} if offload else {})},

@@ -1,9 +1,9 @@
-"""What the strategy costs in Python: a Trainer with one process, plain Lightning against a zero strategy.
+"""The strategy's overhead in Python: a Trainer with one process, plain Lightning compared with a ZeRO strategy.
 
     python benchmarks/overhead.py
     python benchmarks/overhead.py --rounds 1 --steps 3 --model tiny
 
-With one rank there is no communication, so what remains over plain Lightning is our own code.
+With one rank there is no communication, so the difference from plain Lightning is our own code.
 """
 
 import argparse
@@ -29,11 +29,11 @@ from peers import WARM_UP, WORKER_TIMEOUT
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--strategies", default="auto,zero1,zero2,zero3", help="the first is the measure")
+    parser.add_argument("--strategies", default="auto,zero1,zero2,zero3", help="the first is the baseline")
     parser.add_argument("--rounds", type=int, default=5, help="how often each strategy is run and timed")
-    parser.add_argument("--steps", type=int, default=10, help="timed steps a round, after the warm-up")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps per round, after the warm-up")
     parser.add_argument("--model", default="25m", choices=GPTS)
-    parser.add_argument("--batch", type=int, default=2, help="sequences a step")
+    parser.add_argument("--batch", type=int, default=2, help="sequences per step")
     parser.add_argument("--sequence", type=int, default=128, help="tokens in a sequence")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # the parent starts workers with it
@@ -41,7 +41,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """One fit under one strategy; writes losses and seconds a step to the file that the parent named."""
+    """Run one fit under one strategy; write losses and seconds per step to the parent's file."""
     import torch
     from lightning.pytorch import Callback, Trainer, seed_everything
     from torch.utils.data import DataLoader, TensorDataset
@@ -55,7 +55,7 @@ def work(arguments: argparse.Namespace) -> None:
     seed_everything(0, verbose=False)
 
     class Clock(Callback):
-        """A step lasts from the end of the one before to its own end, so everything in between counts."""
+        """Times each step from the end of the previous step to its own end, so everything in between counts."""
 
         def __init__(self) -> None:
             self.ends: list[float] = []

@@ -1,16 +1,15 @@
-"""Ours beside DDP, ZeroRedundancyOptimizer, FSDP and DeepSpeed: time, memory, communication, overhead, start-up.
+"""Ours compared with DDP, ZeroRedundancyOptimizer, FSDP and DeepSpeed: time, memory, communication, overhead, start-up.
 
     lightning-zero bench peers                                              # all systems on the GPT of 25 M parameters
     lightning-zero bench peers --models wide,deep --steps 30                # bound by communication; by overhead
     lightning-zero bench peers --models 25m,vit,moe,lora --precision bf16 --accumulate 4 --checkpoint-activations
-    lightning-zero bench peers --shrunk --rounds 1 --steps 2 --systems ddp,zero3      # in seconds, to see that it runs
+    lightning-zero bench peers --shrunk --rounds 1 --steps 2 --systems ddp,zero3      # a quick check, in seconds
 
-Every system runs once a round, in fresh processes, and the order is reversed from one round to the next, so that a
-machine which gets slower over time treats all alike. The figures are medians over all rounds. Whatever else is read is
-read in runs of its own, so that reading it costs the timed runs nothing. docs/development/benchmarks.md
-says what each column is.
+Every system runs once per round, in fresh processes and in reversed order every other round, so that a machine that
+slows down over time affects all systems equally. The figures are medians over all rounds. All other readings are taken
+in separate runs, so that they do not slow down the timed runs. docs/development/benchmarks.md explains each column.
 
-The exit code is 1 where a system failed, or did not compute the losses that the first of the others did.
+The exit code is 1 if a system failed, or if its losses differ from the first system's.
 """
 
 import argparse
@@ -63,9 +62,9 @@ PACKAGES = {
     "zero3": "lightning_zero.engine",
     "zero3_node": "lightning_zero.engine",
 }
-"""The systems of `systems.py`, and what a project imports for each."""
+"""The systems in `systems.py`, and the package that a project imports for each."""
 BETWEEN_MACHINES = ("hsdp", "deepspeed3_hpz", "zero3_node")
-"""Those that are left out by default on one machine."""
+"""Systems that are left out by default on one machine."""
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon for the matrices of blocks and AdamW for the rest"}
 WARM_UP = 2  # steps: the first allocates gradients and optimizer state, the second may still find its order
 WORKER_TIMEOUT = 1800.0  # seconds
@@ -78,26 +77,26 @@ OVERHEAD_STEPS = 20  # of the shrunk model
 def parser() -> Parser:
     made = Parser("lightning-zero bench peers", description=__doc__.partition("\n")[0])
     default = ",".join(name for name in PACKAGES if name not in BETWEEN_MACHINES)
-    made.add_argument("--systems", default=default, help="comma-separated, of: " + " ".join(PACKAGES))
-    made.add_argument("--models", default="25m", help="comma-separated, of: " + " ".join(MODELS))
+    made.add_argument("--systems", default=default, help="comma-separated, from: " + " ".join(PACKAGES))
+    made.add_argument("--models", default="25m", help="comma-separated, from: " + " ".join(MODELS))
     made.add_argument("--rounds", type=int, default=5, help="how often each system is run and timed")
-    made.add_argument("--steps", type=int, default=8, help="timed steps a round, after the warm-up")
-    made.add_argument("--batch", type=int, default=2, help="sequences or samples a rank and micro-batch")
-    made.add_argument("--sequence", type=int, help="tokens in a sequence, where the models read some (default: 128)")
+    made.add_argument("--steps", type=int, default=8, help="timed steps per round, after the warm-up")
+    made.add_argument("--batch", type=int, default=2, help="sequences or samples per rank and micro-batch")
+    made.add_argument("--sequence", type=int, help="tokens in a sequence, for models that read tokens (default: 128)")
     made.add_argument("--precision", default="fp32", choices=list(TOLERANCE))
-    made.add_argument("--accumulate", type=int, default=1, help="micro-batches a step")
+    made.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
     made.add_argument(
         "--optimizer",
         default="adamw",
         choices=list(OPTIMIZERS),
-        help="muon: for the matrices of blocks, beside AdamW; not with zero_optimizer and fsdp1",
+        help="muon: Muon for the matrices of blocks, AdamW for the rest; not with zero_optimizer and fsdp1",
     )
-    made.add_argument("--checkpoint-activations", action="store_true", help="compute blocks again in backward")
+    made.add_argument("--checkpoint-activations", action="store_true", help="recompute blocks in backward")
     made.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: GPUs, if there are any")
-    made.add_argument("--ranks", type=int, help="processes; by default 2 on a CPU, and one a GPU")
-    made.add_argument("--two-machines", action="store_true", help="half of the ranks each; needs root and Linux's ip")
-    made.add_argument("--rate", help="of the network between the two, such as 1gbit")
-    made.add_argument("--shrunk", action="store_true", help="models of as many modules that compute next to nothing")
+    made.add_argument("--ranks", type=int, help="number of processes; default: 2 on a CPU, one per GPU otherwise")
+    made.add_argument("--two-machines", action="store_true", help="half of the ranks on each; needs root, Linux's ip")
+    made.add_argument("--rate", help="rate of the network between the two machines, such as 1gbit")
+    made.add_argument("--shrunk", action="store_true", help="models with as many modules but negligible arithmetic")
     made.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
     made.add_argument("--json", action="store_true", help="print the results as JSON, by model")
     made.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # the parent starts workers with it
@@ -106,7 +105,7 @@ def parser() -> Parser:
 
 
 def check(parser: Parser, arguments: argparse.Namespace) -> None:
-    """Ends with one line for a mistake, before anything is started; else fills in what was left to the machine."""
+    """Exit with a one-line message for a mistake, before anything is started; fill in defaults from the machine."""
     for option, known in (("systems", PACKAGES), ("models", MODELS)):
         unknown = [name for name in getattr(arguments, option) if name not in known]
         if unknown:
@@ -144,7 +143,7 @@ def check(parser: Parser, arguments: argparse.Namespace) -> None:
 
 
 def count_gpus() -> int:
-    """By a process of its own, since this one does without torch."""
+    """Count GPUs in a separate process, as this one does not import torch."""
     done = subprocess.run(
         [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"], capture_output=True, text=True
     )
@@ -152,7 +151,7 @@ def count_gpus() -> int:
 
 
 def connect(kind: str, alone: bool) -> Any:
-    """This rank's device, with a process group over all ranks unless it is alone. Imports torch."""
+    """This rank's device; also starts a process group over all ranks unless there is only one. Imports torch."""
     import torch
     import torch.distributed as dist
 
@@ -167,7 +166,7 @@ def connect(kind: str, alone: bool) -> Any:
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """One rank of one system: trains, and writes losses, seconds and bytes to the file that the parent named."""
+    """Train one rank of one system, and write losses, seconds and bytes to the parent's file."""
     (system,), (model,) = arguments.systems, arguments.models
     started = time.perf_counter()
     device = connect(arguments.device, alone=system == "single")
@@ -229,7 +228,7 @@ def work(arguments: argparse.Namespace) -> None:
 
 
 def run(system: str, model: str, arguments: argparse.Namespace, *more: str, **environment: str) -> list[Any]:
-    """What each rank of one system wrote, all in fresh processes."""
+    """Run one system in fresh processes; return each rank's results."""
     options = ["--systems", system, "--models", model, "--device", arguments.device]
     options += ["--precision", arguments.precision, "--accumulate", str(arguments.accumulate)]
     options += ["--batch", str(arguments.batch), "--sequence", str(arguments.sequence), "--steps", str(arguments.steps)]
@@ -249,7 +248,7 @@ def ranks_of(system: str, arguments: argparse.Namespace) -> int:
 
 
 def read(system: str, model: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What is read of a system beside its speed: bytes a rank, and CPU time of a step that computes nothing."""
+    """A system's readings other than speed: bytes per rank, and CPU time of a step with negligible arithmetic."""
     read = run(system, model, arguments, "--readings")
     empty = run(system, model, arguments, "--shrunk", "--batch", "1", "--sequence", "8", "--steps", str(OVERHEAD_STEPS))
     overhead = [rank["cpu_seconds"] for rank in empty]
@@ -273,7 +272,7 @@ def read(system: str, model: str, arguments: argparse.Namespace) -> dict[str, An
 
 
 def measure(model: str, arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """What was measured of each system on one model; of one that failed, its error."""
+    """Each system's measurements on one model, or the error of a system that failed."""
     measured: dict[str, dict[str, Any]] = {}
 
     def fail(system: str, error: RuntimeError) -> None:
@@ -308,7 +307,7 @@ def measure(model: str, arguments: argparse.Namespace) -> dict[str, dict[str, An
 
 
 def compare_losses(measured: dict[str, dict[str, Any]], ranks: int) -> str | None:
-    """Notes how far each system's losses are from the reference's, relatively, at worst; returns the reference."""
+    """Record the largest relative difference of each system's losses from the reference's; return the reference."""
     comparable = [
         system for system, found in measured.items() if "losses" in found and (system != "single" or ranks == 1)
     ]
@@ -407,7 +406,7 @@ def row(
 
 
 def file_name(model: str, arguments: argparse.Namespace) -> str:
-    """Says what is not as by default, so that results under other conditions lie beside each other."""
+    """Build a file name that lists settings other than the defaults, so that such results do not overwrite others."""
     parts = ["peers", model, *(["shrunk"] if arguments.shrunk else [])]
     parts += ["cuda"] if arguments.device == "cuda" else []
     parts += [f"ranks{arguments.ranks}"] if arguments.ranks != 2 else []

@@ -1,10 +1,10 @@
-"""Predicted beside measured: the times that `lightning-zero plan` gives, and whether its choice is the quickest.
+"""Predicted and measured times: those from `lightning-zero plan`, and whether its choice is the fastest.
 
     lightning-zero bench plans                                      # GPT of 25 M parameters, 16 configurations
-    lightning-zero bench plans --model tiny --rounds 1 --steps 3    # in a minute, to see that it runs
+    lightning-zero bench plans --model tiny --rounds 1 --steps 3    # a quick check, in a minute
 
-Every configuration trains in fresh processes once a round, in turn, by the Trainer. The machine is measured as
-`lightning-zero doctor` does, before each round; plans are made with the median of that.
+Every configuration trains by the Trainer once per round, in fresh processes. Before each round the machine is measured
+as by `lightning-zero doctor`; plans use the median of these measurements.
 """
 
 import argparse
@@ -40,10 +40,10 @@ CHOICES = [
 def parser() -> Parser:
     made = Parser("lightning-zero bench plans", description=__doc__.partition("\n")[0])
     made.add_argument("--model", default="25m", choices=list(GPTS))
-    made.add_argument("--batch", type=int, nargs="+", default=[1, 4], help="sequences a rank and step")
+    made.add_argument("--batch", type=int, nargs="+", default=[1, 4], help="sequences per rank and step")
     made.add_argument("--sequence", type=int, default=128, help="tokens in a sequence")
     made.add_argument("--rounds", type=int, default=3, help="how often each configuration is run and timed")
-    made.add_argument("--steps", type=int, default=6, help="timed steps a round, after the warm-up")
+    made.add_argument("--steps", type=int, default=6, help="timed steps per round, after the warm-up")
     made.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
     made.add_argument("--json", action="store_true", help="print the results as JSON")
     made.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # the parent starts workers with it
@@ -52,7 +52,7 @@ def parser() -> Parser:
 
 
 def train(arguments: argparse.Namespace, batch: int, stage: int, offload: str, recompute: bool) -> list[float]:
-    """Seconds of each step of a fit, from the start of one batch to that of the next."""
+    """Seconds of each step in a fit, from the start of one batch to the start of the next."""
     import time
 
     import torch

@@ -1,8 +1,8 @@
-"""Draws the plots of the README and of docs/explanation/performance.md from the stored results.
+"""Draws the plots for the README and docs/explanation/performance.md from the stored results.
 
     python benchmarks/plots.py            # into docs/assets, from benchmarks/results
 
-Each plot says in its footer which command measured it, on what. Nothing is measured here.
+Each plot names in its footer the command and the hardware of the measurement. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def step_time(read: Any) -> Figure:
-    """Seconds a step of the 25 M GPT, by system."""
+    """Seconds per step for the 25 M GPT, by system."""
     result = read("peers_25m")
     seconds = {name: result["systems"][name]["median_seconds"] for name in NAMES}
     figure = bars(seconds, "{:.2f}", "seconds a step (less is better)", result)
@@ -73,7 +73,7 @@ def step_time(read: Any) -> Figure:
 
 
 def memory(read: Any) -> Figure:
-    """Peak resident memory of a rank for the 25 M GPT, by system."""
+    """Peak resident memory per rank for the 25 M GPT, by system."""
     result = read("peers_25m")
     mebibytes = {name: result["systems"][name]["resident_bytes"] / 2**20 for name in NAMES}
     figure = bars(mebibytes, "{:.0f}", "MiB a rank at the peak (less is better)", result)
@@ -121,7 +121,7 @@ def models(read: Any) -> Figure:
 
 
 def checkpoints(read: Any) -> Figure:
-    """Seconds for which training waits for a save, by form of checkpoint."""
+    """Seconds for which training waits for a save, by checkpoint format."""
     result = read("checkpoint")
     names = {
         "fsdp2": "FSDP2, DCP",
@@ -145,7 +145,7 @@ def checkpoints(read: Any) -> Figure:
 
 
 def offload(read: Any) -> Figure:
-    """Seconds a step with model states in host memory and on a disk, each beside its system without offload."""
+    """Seconds per step with model states in host memory and on a disk, next to the same system without offload."""
     ours = read("offload")["medians"]
     shown = {
         "zero3": ours["none"],
@@ -177,7 +177,7 @@ def canvas(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def source(figure: Figure, result: dict[str, Any], command: str | None = None) -> None:
-    """Write below a plot what was measured by which command, on what."""
+    """Write below a plot the command and the hardware of the measurement."""
     about = result["about"]
     text = f"{command or about['command']}\n{about['hardware']}; {about['versions']}"
     figure.supxlabel(text, fontsize=6.5, color="#546e7a", x=0.01, ha="left")

@@ -1,4 +1,4 @@
-"""One rank that trains a model by one of the systems, on data of its own, and notes what each step took."""
+"""One rank that trains a model with one of the systems on its own data, and records each step's time."""
 
 import os
 import time
@@ -9,10 +9,10 @@ from systems import SYSTEMS, Conditions
 
 
 class Rank:
-    """Made alike on all ranks; the weights are the same there, the data are not.
+    """Trains one rank; the weights are the same on all ranks, the data are not.
 
     Args:
-        sequence: tokens in a sequence, for models that read some.
+        sequence: tokens in a sequence, for models that read tokens.
         shrunk: see ``models.sizes_of``.
     """
 

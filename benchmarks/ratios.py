@@ -1,11 +1,11 @@
-"""How long our stages take beside DDP where little is computed, against what they took when it was last stored.
+"""Step times of our stages relative to DDP with little arithmetic, compared with the stored ratios.
 
-    lightning-zero bench ratios             # exit code 1 where a stage has lost more than 15 %; 3 if nobody can tell
-    lightning-zero bench ratios --store     # keep what is measured as the new measure
+    lightning-zero bench ratios             # exit code 1 if a stage is more than 15 % slower; 3 if undecided
+    lightning-zero bench ratios --store     # store the result as the new baseline
 
-All systems train in the same pair of processes, one step each in turn, so that whatever else the machine does meets all
-alike; what is compared is the median over the turns of a stage's step to DDP's in the same turn. So this is no
-measurement of how fast a system is, for which there is `lightning-zero bench peers`, but of whether it became slower.
+All systems train in the same pair of processes, one step each in turn, so that other load on the machine affects all
+equally. Compared is the median over turns of the ratio between a stage's step and DDP's step in the same turn. This
+shows whether a system became slower; how fast it is, `lightning-zero bench peers` measures.
 """
 
 import argparse
@@ -38,7 +38,7 @@ WORKER_TIMEOUT = 300.0  # seconds
 
 def parser() -> Parser:
     made = Parser("lightning-zero bench ratios", description=__doc__.partition("\n")[0])
-    made.add_argument("--store", action="store_true", help=f"write {STORED.relative_to(REPOSITORY)} anew")
+    made.add_argument("--store", action="store_true", help=f"replace {STORED.relative_to(REPOSITORY)}")
     made.add_argument("--stored", type=Path, default=STORED, help="the file to compare with, or to write")
     made.add_argument("--json", action="store_true", help="print the result as JSON")
     made.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # the parent starts workers with it
@@ -47,7 +47,7 @@ def parser() -> Parser:
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """One rank of all systems: trains each by a step in turn, and writes the seconds of these steps."""
+    """Run one rank of all systems: train each by a step in turn, and write the seconds of these steps."""
     import torch
     import torch.distributed as dist
     from rank import Rank
@@ -68,9 +68,9 @@ def work(arguments: argparse.Namespace) -> None:
 
 
 def measure(model: str) -> tuple[dict[str, list[float]], float]:
-    """Each stage's ratio to DDP in every turn, and which part of the machine other programs took meanwhile.
+    """Each stage's ratio to DDP in every turn, and the share of the machine that other programs took meanwhile.
 
-    A step ends when its slowest rank has ended it.
+    A step ends when the slowest rank has finished it.
     """
     began, busy, own = time.monotonic(), busy_seconds(), own_seconds()
     ranks = run_workers(__file__, ["--model", model], 2, {}, WORKER_TIMEOUT)
@@ -104,7 +104,7 @@ def own_seconds() -> float:
 
 
 def store(path: Path) -> dict[str, Any]:
-    """The turns of three measurements: one that was disturbed, on either side, must not become the measure."""
+    """The turns of three measurements, so that a single disturbed one does not become the baseline."""
     result: dict[str, Any] = {"about": describe(__file__, ("torch",)), "others": {}, "ratios": {}, "turns": {}}
     for model in TURNS:
         measured = [measure(model) for _ in range(3)]
@@ -127,7 +127,7 @@ def slower_ones(turns: dict[str, list[float]], stored: dict[str, list[float]]) -
 
 
 def compare(stored: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Says what became slower; the exit code, and what was measured."""
+    """Print what became slower; return the exit code and the measurements."""
     codes = {0}
     about = describe(__file__, ("torch",))
     result: dict[str, Any] = {"about": about, "others": {}, "ratios": {}, "turns": {}, "slower": {}}

@@ -1,4 +1,4 @@
-"""What a step of a system communicates and holds, read in one way for all systems, in runs that nobody times."""
+"""Communication and memory of a system's step, read in the same way for all systems, in untimed runs."""
 
 import os
 import socket
@@ -42,7 +42,7 @@ NOTHING = {"recv_", "recv_any_source_", "barrier", "monitored_barrier_", "wait_t
 
 
 class Asked(TorchDispatchMode):
-    """Bytes that a rank is asked to send, by every call of c10d within the block, from Python and from C++ alike."""
+    """Bytes that all c10d calls within the block, from Python or C++, require this rank to send."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,16 +57,16 @@ class Asked(TorchDispatchMode):
 
 
 def is_inside_a_wrapper(types: Any) -> bool:
-    """Whether an operator is called on a tensor of a class that handles it by calling others, which come by again."""
+    """Whether an operator acts on a tensor subclass that handles it by calling other operators, which are seen too."""
     wrappers = [kind for kind in types if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__]
     return bool(wrappers) and FakeTensor not in wrappers  # those leave it to modes, by which FSDP2 plans its shards
 
 
 def asked_by(name: str, args: Any, ranks: int) -> float:
-    """Bytes that one call has a rank send, of a group of so many ranks.
+    """Bytes that a rank must send for one call, in a group of ``ranks`` ranks.
 
     Raises:
-        NotImplementedError: for a call that is not known, so that none goes uncounted.
+        NotImplementedError: for an unknown call, so that none goes uncounted.
     """
     if name in NOTHING:
         return 0.0
@@ -85,7 +85,7 @@ def bytes_of(tensors: Any) -> int:
 
 
 def sent_by_sockets() -> int:
-    """Bytes that this process's TCP connections have sent and had acknowledged: all that Gloo does, and the store."""
+    """Bytes sent and acknowledged on this process's TCP connections: all traffic of Gloo and of the store."""
     total = 0
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         try:
@@ -102,9 +102,9 @@ def sent_by_sockets() -> int:
 
 
 class Read:
-    """Bytes that ranks of one machine exchange without a network within the block, as ours do where they may: `bytes`.
+    """Bytes that ranks on one machine exchange without a network within the block, as ours do if permitted: `bytes`.
 
-    That is what a rank reads from the memory of others, and what it sends them in small messages.
+    These are the bytes that a rank reads from other ranks' memory, and those that it sends in small messages.
     """
 
     def __enter__(self) -> "Read":
@@ -133,10 +133,10 @@ class Read:
 
 
 def communication(step: Callable[[], None]) -> dict[str, float]:
-    """Bytes that a rank is asked to send in one step, and on a CPU what its sockets have sent in another, and what has
-    left this rank's machine if there are two.
+    """Bytes that a rank must send in one step; on a CPU, also the bytes that its sockets send in another step, and with
+    two machines the bytes that leave this rank's machine.
 
-    What goes without a network counts for both: see `Read`.
+    Bytes exchanged without a network count for the first two: see `Read`.
     """
     found = {}
     if dist.get_backend() == "gloo" and sys.platform == "linux":
@@ -156,16 +156,16 @@ def communication(step: Callable[[], None]) -> dict[str, float]:
 
 
 def all_is_sent() -> None:
-    """Wait until what ranks have begun to send is there: some systems leave gathers for the next step under way."""
+    """Wait until all started sends have arrived: some systems leave gathers for the next step in progress."""
     dist.barrier()
     time.sleep(0.2)
 
 
 class Live(TorchDispatchMode):
-    """The most bytes of tensors on the CPU that lived at once, of those made within the block: `peak`.
+    """Peak bytes of live CPU tensors that were made within the block: `peak`.
 
-    It knows each storage that an operator has returned, to Python or to C++, and asks at every new one how many bytes
-    all have that still live. torch's profiler is no use for it: it sees no tensor go that a thread of Gloo was the last
+    It tracks each storage that an operator has returned, to Python or C++, and at every new storage sums the bytes of
+    all live ones. torch's profiler does not work here: it misses the release of tensors that a Gloo thread was the last
     to hold.
     """
 

@@ -1,12 +1,12 @@
-"""What keeping the state in memory costs in every step, and how long a job takes to continue after a kill.
+"""Overhead per step of keeping the state in memory, and the time until a job continues after a kill.
 
     python benchmarks/resilience.py
     python benchmarks/resilience.py --batch 4 --systems ""
     python benchmarks/resilience.py --model tiny --blocks 2 --rounds 1 --systems memory,memory_launch --output FOLDER
 
-The overhead is measured within one run, in blocks of steps that keep nothing, every step and every fifth in turn. In
-the other measurement rank 1 of two is killed (SIGKILL) in the middle of a step. The jobs of other systems resume from a
-checkpoint that they write every so many steps, as the training scripts of their documentation do.
+The overhead is measured within one run, in alternating blocks of steps that keep the state never, every step or every
+fifth step. In the other measurement rank 1 of two is killed (SIGKILL) in the middle of a step. The other systems' jobs
+resume from checkpoints that they write at regular intervals, as the training scripts in their documentation do.
 """
 
 import argparse
@@ -42,13 +42,13 @@ BATCH = 2
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="25m", choices=GPTS)
-    parser.add_argument("--batch", type=int, default=BATCH, help="sequences a step and rank")
+    parser.add_argument("--batch", type=int, default=BATCH, help="sequences per step and rank")
     parser.add_argument("--sequence", type=int, default=128, help="tokens in a sequence")
-    parser.add_argument("--blocks", type=int, default=8, help="of ten timed steps, for each interval")
-    parser.add_argument("--systems", default=",".join(SYSTEMS), help="that are killed; by default all")
+    parser.add_argument("--blocks", type=int, default=8, help="blocks of ten timed steps, for each interval")
+    parser.add_argument("--systems", default=",".join(SYSTEMS), help="systems that are killed; by default all")
     parser.add_argument("--rounds", type=int, default=3, help="how often each system is killed")
     parser.add_argument("--kill-at", type=int, default=27, help="step in which rank 1 is killed")
-    parser.add_argument("--checkpoint-every", type=int, default=10, help="steps, of systems that write checkpoints")
+    parser.add_argument("--checkpoint-every", type=int, default=10, help="steps between the other systems' checkpoints")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # the parent starts workers with it
     parser.add_argument("--job", help=argparse.SUPPRESS)  # likewise, a job that is killed
@@ -74,7 +74,7 @@ def loader_of(arguments: argparse.Namespace, steps: int) -> Any:
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """One rank of a run that keeps its state at changing intervals; writes seconds a step, by block."""
+    """Run one rank that keeps its state at changing intervals; write seconds per step, by block."""
     import torch
     from lightning.pytorch import Callback, Trainer, seed_everything
 
@@ -86,7 +86,7 @@ def work(arguments: argparse.Namespace) -> None:
     config = ResilienceConfig(job=f"benchmark-{os.environ['MASTER_PORT']}")
 
     class Clock(Callback):
-        """Times steps from begin to begin. The first one of a block is left out: it has work of the block before."""
+        """Times steps from start to start, without a block's first one, which includes work from the block before."""
 
         def __init__(self) -> None:
             self.begun: list[float] = []
@@ -123,7 +123,7 @@ QUIET: dict[str, Any] = {
 
 
 def overhead(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Seconds a step of rank 0, by interval, in blocks."""
+    """Seconds per step on rank 0, by interval, in blocks."""
     given = ["--model", arguments.model, "--batch", str(arguments.batch), "--sequence", str(arguments.sequence)]
     given += ["--blocks", str(arguments.blocks)]
     blocks, _ = run_workers(__file__, given, 2, {}, WORKER_TIMEOUT)
@@ -139,7 +139,7 @@ def note(folder: Path, what: str, step: int) -> None:
 
 
 def die_once(folder: Path, step: int, at: int) -> None:
-    """Kill rank 1 in a step, if it has not been killed before."""
+    """Kill rank 1 in the given step, unless it was killed before."""
     if os.environ["RANK"] == "1" and step == at and not (folder / "killed").exists():
         (folder / "killed").touch()
         note(folder, "killed", step)
@@ -147,7 +147,7 @@ def die_once(folder: Path, step: int, at: int) -> None:
 
 
 def job(arguments: argparse.Namespace) -> None:
-    """One rank of a job that is killed."""
+    """Run one rank of the job that is killed."""
     import torch
 
     torch.set_num_threads(1)
@@ -208,7 +208,7 @@ def job_of_deepspeed(arguments: argparse.Namespace) -> None:
 
 
 def recovered(arguments: argparse.Namespace, system: str) -> dict[str, float]:
-    """Run a job whose rank 1 is killed once: seconds until a step begins again, and until the lost steps are done."""
+    """Run a job whose rank 1 is killed once: seconds until the next step begins, and until lost steps are redone."""
     folder = Path(tempfile.mkdtemp(prefix="resilience-"))
     given = [f"--{name}={getattr(arguments, name.replace('-', '_'))}" for name in GIVEN]
     command = [sys.executable, *SYSTEMS[system][1], "--nproc-per-node", "2", "--max-restarts", "2"]

@@ -1,4 +1,4 @@
-"""How each compared system saves and loads: one class a system, set up as its own documentation recommends."""
+"""How each compared system saves and loads: one class per system, set up as its own documentation recommends."""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +22,7 @@ from lightning_zero.zoo.gpt import GPT
 
 
 class Ours:
-    """What ``ZeroStrategy(stage=3, checkpoint=..., async_save=...)`` does when a Trainer saves and resumes."""
+    """Saves and resumes as a Trainer does with ``ZeroStrategy(stage=3, checkpoint=..., async_save=...)``."""
 
     def __init__(self, model: GPT, in_parts: bool, in_background: bool) -> None:
         self.module: nn.Module = model
@@ -70,7 +70,7 @@ class Ours:
 
 
 class FSDP2:
-    """``torch.distributed.checkpoint`` with its defaults; its cache of what asynchronous saves copy to needs a GPU."""
+    """``torch.distributed.checkpoint`` with its defaults; its cache of staging buffers for async saves needs a GPU."""
 
     def __init__(self, model: GPT, in_background: bool) -> None:
         fully_shard_blocks(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))

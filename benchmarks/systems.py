@@ -1,7 +1,7 @@
-"""How each compared system trains the same model: one function a system, set up as its own documentation recommends.
+"""How each compared system trains the same model: one function per system, set up as its own documentation recommends.
 
-Each takes the model (ordinary, the same weights on every rank, on its device) and the conditions that all train under,
-and returns a `Training`.
+Each function takes the model (ordinary, on its device, with the same weights on every rank) and the common training
+conditions, and returns a `Training`.
 """
 
 import os
@@ -27,8 +27,8 @@ LEARNING_RATE = 3e-4
 
 @dataclass(frozen=True)
 class Conditions:
-    """What all systems train under: the device, the dtype they compute in, micro-batches a step, whether blocks compute
-    their activations again in backward, and the optimizer: ``"adamw"``, or ``"muon"`` for the matrices of blocks.
+    """The common training conditions: the device, the dtype of computation, micro-batches per step, whether blocks
+    recompute activations in backward, and the optimizer: ``"adamw"``, or ``"muon"`` for the matrices of blocks.
     """
 
     device: torch.device = torch.device("cpu")
@@ -44,9 +44,9 @@ class Conditions:
 @dataclass(frozen=True)
 class Training:
     step: Callable[[Tensor, Tensor], Tensor]
-    """One step on inputs and targets, all micro-batches one behind the other; returns this rank's loss, detached."""
+    """One step on inputs and targets, with all micro-batches concatenated; returns this rank's loss, detached."""
     peak_by_category: Callable[[], dict[str, int]] = dict
-    """Bytes of the system's own buffers at their peak, where it tells."""
+    """Peak bytes of the system's own buffers by category, if it reports them."""
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -60,10 +60,10 @@ def plain_step(
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """The loop that torch's documentation has.
+    """The training loop from torch's documentation.
 
     Args:
-        no_sync: around all micro-batches of a step but the last.
+        no_sync: context for all but the last micro-batch of a step.
     """
 
     def backward(inputs: Tensor, targets: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Both:
-    """Two optimizers with the methods of one."""
+    """Two optimizers with the interface of one."""
 
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
         self.optimizers = list(optimizers)
@@ -112,9 +112,9 @@ class Both:
 
 
 class MuonOfWholeTensors(torch.optim.Optimizer):
-    """Muon over sharded tensors as projects with FSDP2 write it: every rank gathers and computes each matrix.
+    """Muon over sharded tensors as FSDP2 projects write it: every rank gathers and computes each matrix.
 
-    With the same update as torch's Muon, which takes no DTensor.
+    The update is that of torch's Muon, which does not accept DTensors.
     """
 
     def __init__(self, params: Any, **options: Any) -> None:
@@ -136,7 +136,7 @@ class MuonOfWholeTensors(torch.optim.Optimizer):
 
 
 def is_hidden(name: str, parameter: nn.Parameter) -> bool:
-    """Whether Muon is for it: a matrix of a block."""
+    """Whether Muon updates the parameter, a matrix in a block."""
     return "blocks." in name and parameter.ndim == 2
 
 
@@ -170,7 +170,7 @@ def zero_redundancy(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def fsdp1(model: nn.Module, conditions: Conditions) -> Training:
-    """Each block by itself, in mixed precision with gradients reduced in fp32."""
+    """FSDP with each block wrapped separately, in mixed precision with gradients reduced in fp32."""
     low = MixedPrecision(param_dtype=conditions.dtype, reduce_dtype=torch.float32)
     wrapped = FullyShardedDataParallel(
         model,
@@ -183,14 +183,14 @@ def fsdp1(model: nn.Module, conditions: Conditions) -> Training:
 
 
 def fully_shard_blocks(model: nn.Module, **options: Any) -> None:
-    """Each block by itself, and the root with what is left, as FSDP2's documentation recommends."""
+    """Shard each block separately, and the root with the remaining parameters, as FSDP2's documentation recommends."""
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
 
 
 def fsdp2(model: nn.Module, conditions: Conditions, reshard_after_forward: bool, is_hybrid: bool = False) -> Training:
-    """With ``is_hybrid`` in replicas, one on each machine (HSDP)."""
+    """FSDP2; with ``is_hybrid`` one replica per machine (HSDP)."""
     options: dict[str, Any] = {"reshard_after_forward": reshard_after_forward}
     if conditions.dtype != torch.float32:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=conditions.dtype, reduce_dtype=torch.float32)
@@ -261,7 +261,7 @@ def deepspeed(model: nn.Module, stage: int, accumulate: int = 1, **config: Any) 
 
 
 def deepspeed_zero(model: nn.Module, conditions: Conditions, stage: int, is_hybrid: bool = False) -> Training:
-    """With ``is_hybrid`` with ZeRO++'s secondary copy of the parameters on each machine."""
+    """DeepSpeed's ZeRO; with ``is_hybrid`` a secondary copy of the parameters on each machine (ZeRO++)."""
     config: dict[str, Any] = {"bf16": {"enabled": conditions.dtype == torch.bfloat16}}
     if is_hybrid:
         here = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -274,7 +274,7 @@ def deepspeed_zero(model: nn.Module, conditions: Conditions, stage: int, is_hybr
 
 
 def checkpointed(train: Callable[[nn.Module, Conditions], Training]) -> Callable[[nn.Module, Conditions], Training]:
-    """With torch's checkpointing of each block, if that is wanted, inside of all that a system hooks to the block."""
+    """Add torch's activation checkpointing to each block, if requested, inside all of the system's hooks."""
 
     def checkpoint_and_train(model: nn.Module, conditions: Conditions) -> Training:
         for block in model.blocks if conditions.checkpoint else ():

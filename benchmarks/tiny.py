@@ -1,12 +1,12 @@
-"""Tiny modules with many calls a step, on two CPU processes: DDP against the stages, each by Lightning's Trainer.
+"""Tiny modules with many calls per step, in two CPU processes: DDP and the stages, with Lightning's Trainer.
 
     python benchmarks/tiny.py
     python benchmarks/tiny.py --models sac --strategies ddp,zero3 --rounds 3
     python benchmarks/tiny.py --output FOLDER                       # leave the stored figures as they are
 
-A graph network, MoCo and SAC of some thousand parameters each, in `tiny_models.py`. All strategies train in the same
-pair of processes, one fit each in turn, so that whatever else the machine does meets all alike. A step ends when its
-slower rank has ended it. Every fit begins with the same weights and data, and ends with DDP's losses to the last bit.
+A graph network, MoCo and SAC with a few thousand parameters each, in `tiny_models.py`. All strategies train in the same
+pair of processes, one fit each in turn, so that other load on the machine affects all equally. A step ends when the
+slower rank has finished it. Every fit begins with the same weights and data, and ends with DDP's losses bit for bit.
 """
 
 import argparse
@@ -27,10 +27,10 @@ WORKER_TIMEOUT = 1200.0  # seconds
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--models", default=",".join(MODELS), help="some of them")
-    parser.add_argument("--strategies", default="ddp,zero1,zero2,zero3", help="the first is the measure")
+    parser.add_argument("--models", default=",".join(MODELS), help="comma-separated models")
+    parser.add_argument("--strategies", default="ddp,zero1,zero2,zero3", help="the first is the baseline")
     parser.add_argument("--rounds", type=int, default=10, help="how often each strategy is run and timed")
-    parser.add_argument("--steps", type=int, default=40, help=f"timed steps a round, after {WARM_UP} to warm up")
+    parser.add_argument("--steps", type=int, default=40, help=f"timed steps per round, after {WARM_UP} warm-up steps")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # the parent starts workers with it
     arguments = parser.parse_args()
@@ -41,7 +41,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """One rank of every fit; writes losses and seconds a step, by strategy and round, for the parent."""
+    """Run one rank of every fit; write losses and seconds per step by strategy and round for the parent."""
     import torch
     from lightning.pytorch import Callback, Trainer
     from tiny_models import MODELS
@@ -52,7 +52,7 @@ def work(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
 
     class Clock(Callback):
-        """A step lasts from the end of the one before to its own end, so everything in between counts."""
+        """Times each step from the end of the previous step to its own end, so everything in between counts."""
 
         def __init__(self) -> None:
             self.ends: list[float] = []
@@ -99,7 +99,7 @@ def work(arguments: argparse.Namespace) -> None:
 
 
 def measure(model: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """All fits of one model: seconds a step by strategy and round, and whether losses were those of the first."""
+    """Run all fits of one model: seconds per step by strategy and round, and whether losses equal the first's."""
     options = ["--models", model, "--strategies", arguments.strategies]
     options += ["--rounds", str(arguments.rounds), "--steps", str(arguments.steps)]
     ranks = run_workers(__file__, options, 2, {}, WORKER_TIMEOUT)

@@ -1,6 +1,6 @@
 """Small projects as their authors write them: tiny modules that an ordinary loop calls many times a step.
 
-None of it knows of any strategy. Each has some thousand parameters, and data of its own.
+No code here depends on a strategy. Each project has a few thousand parameters and its own data.
 """
 
 import copy
@@ -54,7 +54,7 @@ class GNN(LightningModule):
 
 
 class MoCo(LightningModule):
-    """Momentum contrast: the key encoder is an average of the query encoder, by a loop over their parameters."""
+    """Momentum contrast: the key encoder is a running average of the query encoder, by a loop over parameters."""
 
     def __init__(self, width: int = 64, dimension: int = 16, queue: int = 64, momentum: float = 0.99) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Perceptron(nn.Sequential):
 
 
 class SAC(LightningModule):
-    """Soft actor-critic on stored transitions: three optimizers that take turns, and targets that follow slowly."""
+    """Soft actor-critic on stored transitions: three alternating optimizers, and slowly updated target networks."""
 
     def __init__(self, gamma: float = 0.99, tau: float = 0.005, alpha: float = 0.2) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""Fine-tunes a causal language model of transformers, with or without LoRA, and writes it as `save_pretrained` does.
+"""Fine-tunes a causal language model from transformers, with or without LoRA, and writes it by `save_pretrained`.
 
     python examples/finetune_transformers.py                       # a tiny Llama, from random weights
     python examples/finetune_transformers.py model.path=FOLDER data.path=TEXT_FILE model.lora.rank=8 precision=bf16
     python examples/finetune_transformers.py optimizer=muon        # Muon for matrices of blocks, AdamW for the rest
     torchrun --nproc-per-node 2 examples/finetune_transformers.py stage=2
 
-finetune_transformers/config.yaml has every value that can be given so.
+finetune_transformers/config.yaml has every value that can be overridden.
 """
 
 import re
@@ -36,7 +36,7 @@ from lightning_zero.zoo.muon import groups_of
 
 
 def stop(reason: object) -> NoReturn:
-    """Ends this rank, with one line if it is the first."""
+    """Ends this rank; rank 0 prints one line."""
     line = str(reason).strip().splitlines()[0]
     raise SystemExit(f"finetune_transformers: {line}" if rank_zero_only.rank == 0 else 1)
 
@@ -57,16 +57,16 @@ try:
 except ModuleNotFoundError as error:
     stop(f"the package {error.name} is missing: pip install 'lightning_zero[demo,libraries]'")
 
-logging.set_verbosity_error()  # load_pretrained says what does not fit
+logging.set_verbosity_error()  # load_pretrained reports what does not fit
 logging.disable_progress_bar()
-IGNORED = -100  # the label of what is not to be predicted, as transformers and torch have it
+IGNORED = -100  # label for tokens that are not predicted, as in transformers and torch
 
 
 def load_tokenizer(path: str | None) -> PreTrainedTokenizerBase:
-    """The folder's own; bytes where there is none.
+    """The folder's own tokenizer; bytes if there is none.
 
     Raises:
-        ValueError: It has no EOS.
+        ValueError: The tokenizer has no EOS token.
     """
     if path is None or not (Path(path) / "tokenizer_config.json").is_file():
         return ByT5Tokenizer(extra_ids=0)
@@ -77,10 +77,10 @@ def load_tokenizer(path: str | None) -> PreTrainedTokenizerBase:
 
 
 def load_network(model: DictConfig, vocabulary: int) -> PreTrainedModel | PeftModel:
-    """The network that the config names. What comes from files stays there until the strategy cuts it.
+    """The network that the config names. Weights stay in their files until the strategy shards them.
 
     Raises:
-        ValueError: There is no network in the folder, or its weights do not fit it, or the rank of LoRA is wrong.
+        ValueError: The folder contains no network, its weights do not fit its config.json, or the LoRA rank is wrong.
         OSError: There are no weights in the folder.
     """
     if model.path is None:
@@ -97,17 +97,17 @@ def load_network(model: DictConfig, vocabulary: int) -> PreTrainedModel | PeftMo
     else:
         network = load_pretrained(model.path)
     if network.get_input_embeddings().num_embeddings < vocabulary:
-        raise ValueError(f"model.path={model.path}: its tokenizer has {vocabulary} tokens, its embedding fewer")
+        raise ValueError(f"model.path={model.path}: its tokenizer has {vocabulary} tokens, but its embedding has fewer")
     if model.gradient_checkpointing:
         network.gradient_checkpointing_enable({"use_reentrant": False})
     network = network if model.lora.rank is None else add_lora(network, model.lora)
-    return network.train()  # from_pretrained leaves it in eval mode, in which there is no dropout
+    return network.train()  # from_pretrained leaves it in eval mode, without dropout
 
 
 def load_pretrained(path: str) -> PreTrainedModel:
     if not (Path(path) / "config.json").is_file():
         raise ValueError(f"model.path={path}: no config.json there; expected a folder that save_pretrained has written")
-    # transformers fills what the files lack with random numbers, and only warns
+    # transformers fills tensors missing from the files with random numbers, and only warns
     network, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, ignore_mismatched_sizes=True)
     for kind in ("missing", "unexpected", "mismatched"):
         if names := sorted(map(str, info[f"{kind}_keys"])):
@@ -116,7 +116,7 @@ def load_pretrained(path: str) -> PreTrainedModel:
 
 
 def add_lora(network: PreTrainedModel, lora: DictConfig) -> PeftModel:
-    """Adapters beside the weights, which are frozen."""
+    """Adds adapters and freezes the weights."""
     if not isinstance(lora.rank, int) or lora.rank < 1:
         raise ValueError(f"model.lora.rank={lora.rank}: expected a whole number, 1 or more, or null for no LoRA")
     arguments = OmegaConf.to_container(lora)
@@ -124,12 +124,12 @@ def add_lora(network: PreTrainedModel, lora: DictConfig) -> PeftModel:
 
 
 class Blocks(LightningDataModule):
-    """Documents, an EOS after each, packed into blocks of tokens with their labels; the last blocks are held out.
+    """Documents, each followed by an EOS, packed into blocks of tokens with labels; the last blocks are held out.
 
     Arguments:
         data: See config.yaml.
-        tokenizer: Has an EOS.
-        ranks: Each needs a block of its own for validation.
+        tokenizer: Must have an EOS token.
+        ranks: Number of ranks; each needs its own block for validation.
 
     Raises:
         ValueError: The text is too short.
@@ -151,7 +151,7 @@ class Blocks(LightningDataModule):
 
         blocks = tokens[: count * data.block].view(count, data.block)
         labels = blocks.clone()
-        labels[:, 1:][blocks[:, :-1] == tokenizer.eos_token_id] = IGNORED  # nothing tells how the next document begins
+        labels[:, 1:][blocks[:, :-1] == tokenizer.eos_token_id] = IGNORED  # a document's start is unpredictable
         self.training = TensorDataset(blocks[:-held_out], labels[:-held_out])
         self.validation = TensorDataset(blocks[-held_out:], labels[-held_out:])
 
@@ -159,7 +159,7 @@ class Blocks(LightningDataModule):
         return DataLoader(self.training, self.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader:
-        # every block once, so that perplexity is the same on any number of ranks; Lightning would repeat some
+        # every block once, so that perplexity does not depend on the number of ranks; Lightning would repeat some
         sampler = UnrepeatedDistributedSampler(self.validation, self.ranks, self.trainer.global_rank, shuffle=False)
         return DataLoader(self.validation, self.batch_size, sampler=sampler)
 
@@ -168,11 +168,11 @@ class FineTuning(LightningModule):
     """Trains on blocks of tokens: cross entropy, perplexity, and a sample of text after each validation.
 
     Arguments:
-        make_network: Called where Lightning wants a large model to be made, in `configure_model`.
-        tokenizer: For the samples.
+        make_network: Called in `configure_model`, where Lightning expects a large model to be made.
+        tokenizer: Decodes the samples.
         optimizer: Makes the optimizer from parameter groups.
-        warmup_steps: Until the full learning rate; a cosine follows.
-        prompt_tokens: Of a validation block, with which a sample begins.
+        warmup_steps: Steps until the full learning rate, after which it follows a cosine.
+        prompt_tokens: Tokens from a validation block with which a sample begins.
         generate: Arguments of `generate`.
     """
 
@@ -213,7 +213,7 @@ class FineTuning(LightningModule):
         return loss
 
     def on_validation_epoch_start(self) -> None:
-        for metric in (self.loss, self.perplexity):  # precision bf16-true casts them too, and counts in bf16 end at 256
+        for metric in (self.loss, self.perplexity):  # bf16-true casts them too, but bf16 counts only up to 256
             metric.set_dtype(torch.float32)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
@@ -228,7 +228,7 @@ class FineTuning(LightningModule):
             self.prompt = tokens[:1, : self.prompt_tokens]
 
     def on_validation_epoch_end(self) -> None:
-        with isolate_rng():  # training goes on with the random numbers that it would have had
+        with isolate_rng():  # sampling must not change training's random numbers
             torch.manual_seed(self.global_rank)
             tokens = self.network.generate(
                 input_ids=self.prompt,
@@ -250,7 +250,7 @@ class FineTuning(LightningModule):
 
 
 def save(network: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Writes folder/model, and with LoRA folder/adapter beside it, whose weights are merged into the model's."""
+    """Writes folder/model, and with LoRA also folder/adapter, whose weights are merged into the model."""
     if isinstance(network, PeftModel):
         network.save_pretrained(folder / "adapter")
         network = network.merge_and_unload()
@@ -270,7 +270,7 @@ def main(config: DictConfig) -> None:
                 raise ValueError(f"{name}={file}: no such file")
         tokenizer = load_tokenizer(config.model.path)
         make_network = partial(load_network, config.model, len(tokenizer))
-        make_network()  # finds what is wrong with it before any process is started
+        make_network()  # finds errors before any process is started
         data = Blocks(config.data, tokenizer, ranks=trainer.num_devices * trainer.num_nodes)
     except (OSError, ValueError) as error:
         stop(error)
@@ -289,7 +289,7 @@ def main(config: DictConfig) -> None:
     (metrics,) = trainer.validate(module, data, ckpt_path=best or None, verbose=False)
 
     folder = Path(trainer.strategy.broadcast(config.folder))
-    with lightning_zero.full_parameters(module):  # for a module that stays sharded after a run
+    with lightning_zero.full_parameters(module):  # needed if the module stays sharded after the run
         if trainer.is_global_zero:
             save(module.network, tokenizer, folder)
     if trainer.is_global_zero:
@@ -303,6 +303,6 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    # Hydra takes a bare number for a number, where the group `stage` has names: stage=3 -> stage='3'
+    # Hydra reads a bare number as a number, but the group `stage` has names: stage=3 -> stage='3'
     sys.argv = [re.sub(r"^stage=(\d)$", r"stage='\1'", argument) for argument in sys.argv]
     main()

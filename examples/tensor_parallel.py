@@ -1,6 +1,6 @@
-"""Trains a Llama of transformers on 2 x 2 ranks: pairs divide it by its own plan, and ZeRO shards what each rank has.
+"""Trains a Llama from transformers on 2 x 2 ranks: pairs divide it by its own plan, and ZeRO shards each rank's part.
 
-    python examples/tensor_parallel.py                     # four processes on the CPU; --help: sizes and the stage
+    python examples/tensor_parallel.py                     # four processes on the CPU; --help: options
     lightning-zero plan examples.tensor_parallel:Llama width=4096 depth=32 heads=32 vocabulary=32000 context=4096 \
         --batch 'int64[1,4096]' --ranks 64 --tensor-parallel none 2 8
 """
@@ -29,7 +29,7 @@ class Llama(LightningModule):
     """A causal language model; batches are (batch, time) token ids.
 
     Args:
-        width, depth, heads: of the decoder; the MLP is four times as wide.
+        width, depth, heads: size of the decoder; the MLP is four times as wide.
         vocabulary: number of tokens.
         context: the longest sequence.
     """
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     given = parser.parse_args()
     seed_everything(0)
-    text = torch.tensor(list("".join(topics.values()).encode()))  # bytes of the reference of the Python language
+    text = torch.tensor(list("".join(topics.values()).encode()))  # bytes of the Python language reference
     windows: Any = list(text[: len(text) // 128 * 128].view(-1, 128))
     trainer = Trainer(
         strategy=ZeroStrategy(stage=given.stage, tensor_parallel_size=given.tensor_parallel_size),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 for _package, _ours in (
     ("lightning.fabric", "strategies.fabric"),
     ("lightning.pytorch", "strategies.trainer"),
-    # by itself, as a project may begin with the strategy, which is only partly imported when Lightning is
+    # separate, since a project may import the strategy first: it is only partly imported when Lightning has been
     ("lightning_zero.strategies.trainer", "planning.automatic"),
     ("lightning_fabric", "lightning_fabric"),
     ("pytorch_lightning", "pytorch_lightning"),

@@ -10,16 +10,16 @@ from lightning_zero.commands.showing import CLOSED_PIPE, discard_stdout, stdout_
 from lightning_zero.version import __version__
 
 COMMANDS = {
-    "train": "train a model, or a sweep of models, by Hydra's groups",
-    "launch": "start a script's processes, and again after one has died",
+    "train": "train a model, or a sweep of models, configured by Hydra",
+    "launch": "start a script's processes, and restart them after one has died",
     "plan": "predict memory, traffic and time without training",
     "parity": "train a few steps under DDP and ZeRO, and compare every bit",
     "doctor": "measure this machine, and say what works on it",
-    "report": "write a page and a model card of a run or a sweep",
+    "report": "write a page and a model card for a run or a sweep",
     "drift": "compare data with a saved reference",
     "checkpoint": "inspect, verify, export, convert or import checkpoints",
     "bench": "run a benchmark of the repository",
-    "completion": "let bash, zsh or fish complete this command",
+    "completion": "print shell completion for bash, zsh or fish",
 }
 
 
@@ -34,16 +34,16 @@ def main() -> int:
     menu.add_argument("-V", "--version", action="version", version=f"lightning-zero {__version__}")
     try:
         try:
-            if sys.argv[1:2] == ["-sc"]:  # a shell asks at Tab
+            if sys.argv[1:2] == ["-sc"]:  # from a shell, at Tab
                 return menu.load("completion").answer(menu, sys.argv[1:])
-            ours = list(itertools.takewhile("--".__ne__, sys.argv[1:]))  # what follows is for a script that is planned
+            ours = list(itertools.takewhile("--".__ne__, sys.argv[1:]))  # words after -- are for a script to plan
             if ours[:1] == ["launch"]:
-                ours = []  # its script's options are not ours
+                ours = []  # the launched script's options are not ours
             wants_json = any(len(word) > 2 and "--json".startswith(word) for word in ours)
             with stdout_for_json() if wants_json else contextlib.nullcontext():
                 return menu.run(sys.argv[1:])
         finally:
-            sys.stdout.flush()  # here, where the next line catches the error of a closed pipe
+            sys.stdout.flush()  # here, so that the next line catches errors from a closed pipe
     except BrokenPipeError:
         if not stdout_is_closed():
             raise

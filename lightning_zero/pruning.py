@@ -1,7 +1,7 @@
-"""Pruning on shards: the elements of least magnitude over all ranks become zero and stay zero.
+"""Pruning on shards: the elements with the least magnitude over all ranks become zero and stay zero.
 
-No rank needs a whole parameter. The threshold is found by histograms of the magnitudes' bits, each summed over ranks,
-and each rank has the masks of its own shards.
+No rank needs a whole parameter. The threshold is found from histograms of the magnitudes' bits, which are summed over
+ranks; each rank has the masks of its own shards.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def magnitude_masks(parameters: Sequence[Tensor], amount: float, masks: Sequence[Tensor] | None = None) -> list[Tensor]:
-    """Masks that leave out the elements of least magnitude of all parameters together. Collective.
+    """Return masks that leave out the elements with the least magnitude in all parameters together. Collective.
 
     These are the elements that ``torch.nn.utils.prune.global_unstructured`` with ``L1Unstructured`` selects in the
-    whole parameters; among equal magnitudes the first ones, in the order of the parameters and of their elements.
+    whole parameters; among equal magnitudes, the first elements in the order of the parameters and their elements.
 
     Args:
         parameters: sharded, or ordinary ones that are the same on every rank.
         amount: the fraction of all elements that is left out, 0 to 1.
-        masks: earlier ones. What they leave out stays left out, and counts towards ``amount``.
+        masks: earlier masks. Elements that they leave out stay left out, and count towards ``amount``.
 
     Returns:
-        For each parameter a mask of its shape and sharding, of dtype bool: False for what is left out.
+        For each parameter, a bool mask with its shape and sharding: False for elements that are left out.
 
     Raises:
         ValueError: if ``amount`` is not a fraction.
@@ -59,7 +59,7 @@ def magnitude_masks(parameters: Sequence[Tensor], amount: float, masks: Sequence
 
 
 def pruned_numels(masks: Sequence[Tensor]) -> list[int]:
-    """How many elements each mask leaves out, over all ranks. Collective."""
+    """Return how many elements each mask leaves out, over all ranks. Collective."""
     own = torch.tensor([int((~shard_of(mask)).sum()) for mask in masks], device="cpu")
     is_sharded = _are_sharded(masks)
     return (_over_ranks(own * is_sharded, masks) + own * ~is_sharded).tolist()
@@ -71,7 +71,7 @@ def _check(amount: float) -> None:
 
 
 def _prune(parameters: Sequence[Tensor], masks: Sequence[Tensor], wanted: int) -> None:
-    """Leave out so many more elements, in place in the masks."""
+    """Leave out ``wanted`` more elements, by changing the masks in place."""
     dtype = torch.float16
     for p in parameters:
         dtype = torch.promote_types(dtype, p.dtype.to_real())
@@ -79,7 +79,7 @@ def _prune(parameters: Sequence[Tensor], masks: Sequence[Tensor], wanted: int) -
     is_sharded = _are_sharded(masks)
 
     threshold = 0
-    need = wanted  # how many to leave out of the elements whose leading bits are those of the threshold
+    need = wanted  # number of elements to leave out among those with the threshold's leading bits
     for shift in range(8 * dtype.itemsize - _DIGIT, -1, -_DIGIT):
         counts = {sharded: torch.zeros(2**_DIGIT, dtype=torch.int64, device="cpu") for sharded in (True, False)}
         for chunks_of, sharded in zip(chunks, is_sharded.tolist()):
@@ -92,7 +92,7 @@ def _prune(parameters: Sequence[Tensor], masks: Sequence[Tensor], wanted: int) -
         need -= int(up_to[digit - 1]) if digit else 0
         threshold = threshold << _DIGIT | digit
 
-    # Of elements equal to the threshold the first ones are left out: count, by tensor, those before this rank's.
+    # Of elements equal to the threshold, the first are left out: for each tensor, count those before this rank's.
     ties = [sum(int((kept & (bits == threshold)).sum()) for bits, kept in each()) for each in chunks]
     own = torch.tensor(ties, device="cpu")
     in_lower_shards, everywhere = _of_ranks(own * is_sharded, masks)
@@ -118,18 +118,18 @@ def _are_sharded(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _any_slot(tensors: Sequence[Tensor]) -> Slot | None:
-    """The slot of one of the sharded tensors, which reduces for all of them; None without any."""
+    """Return the slot of one sharded tensor, which reduces for all tensors; None if none is sharded."""
     return next((tensor.slot for tensor in tensors if isinstance(tensor, ShardedTensor)), None)
 
 
 def _over_ranks(counts: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """The sum over ranks of numbers that were counted in the shards of tensors."""
+    """Return the sum over ranks of numbers counted in the tensors' shards."""
     slot = _any_slot(tensors)
     return counts if slot is None else slot.reduce(counts.to(slot.device), ReduceOp.SUM, "pruning").cpu()
 
 
 def _of_ranks(counts: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """For each tensor the sum over ranks with earlier shards of it, and the sum over all ranks."""
+    """Return, for each tensor, the sum over ranks with earlier shards, and the sum over all ranks."""
     slot = _any_slot(tensors)
     if slot is None:
         return torch.zeros_like(counts), counts
@@ -154,17 +154,18 @@ def _matrices(name: str, parameter: nn.Parameter) -> bool:
 
 
 class Pruning:
-    """Sets the weights of least magnitude, over all chosen parameters and all ranks, to zero, and keeps them there.
+    """Sets the weights with the least magnitude, over all chosen parameters and all ranks, to zero and keeps them zero.
 
-    At the start of each epoch weights are chosen until the fraction ``amount`` is pruned; after each step of an
-    optimizer they are set to zero again. The fraction is logged as ``pruning/sparsity``. Checkpoints contain the masks,
-    so a resumed run goes on with them. Works under DDP and on a single device as well; a rank keeps one byte for each
+    At the start of each epoch, weights are chosen until the fraction ``amount`` is pruned; after each optimizer step,
+    they are set to zero again. The fraction is logged as ``pruning/sparsity``. Checkpoints contain the masks, so a
+    resumed run continues with them. Works under DDP and on a single device as well; a rank keeps one byte for each
     element of its shards.
 
     Args:
         amount: the fraction of the chosen parameters' elements to prune, 0 to 1; or a function that returns it for an
-            epoch, counted from 0. What is pruned stays so: a smaller fraction than before changes nothing.
-        parameters: whether a parameter is pruned, by its name and itself; by default those of two dimensions or more.
+            epoch, counted from 0. Pruned elements stay pruned: a smaller fraction than before changes nothing.
+        parameters: a function of a parameter's name and the parameter that returns whether to prune it; by default
+            parameters with two or more dimensions are pruned.
 
     Attributes:
         sparsity: the fraction of the chosen elements that is pruned; None before the first epoch.
@@ -234,7 +235,7 @@ class Pruning:
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.on_train_end(trainer, pl_module)
         self._chosen = {}
-        # for a checkpoint of the ended run; only the next run's own checkpoint gives it masks
+        # for a checkpoint saved after the run; the next run takes masks only from a checkpoint that it loads
         self._loaded, self._masks = self._masks, {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

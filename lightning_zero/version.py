@@ -1,3 +1,3 @@
-"""The package's version, which checkpoints record too."""
+"""The package's version, which checkpoints also record."""
 
 __version__ = "0.1.0"

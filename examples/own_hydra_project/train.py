@@ -1,9 +1,9 @@
-"""A project with a Hydra configuration of its own, which takes the groups stage, trainer and so on from lightning_zero.
+"""A project with its own Hydra configuration, which uses lightning_zero's groups: stage, trainer and so on.
 
     python examples/own_hydra_project/train.py network=large
     torchrun --nproc-per-node 2 examples/own_hydra_project/train.py
 
-The network learns the two arms of a spiral, from points that the project makes itself.
+The network learns to tell the two arms of a spiral apart, from generated points.
 """
 
 import math

@@ -1,4 +1,4 @@
-r"""The same project by LightningCLI: the strategy is an argument. hydra_app.py is its counterpart with Hydra.
+r"""The same project with LightningCLI: the strategy is an argument. hydra_app.py is the counterpart with Hydra.
 
     python examples/plain_project/cli.py fit --trainer.strategy=zero3
     python examples/plain_project/cli.py fit --trainer.strategy=lightning_zero.ZeroStrategy \
@@ -13,7 +13,7 @@ from pathlib import Path
 from lightning.pytorch.cli import LightningCLI
 from train import DigitsClassifier, DigitsData
 
-import lightning_zero  # noqa: F401  - registers the names of the strategies
+import lightning_zero  # noqa: F401  - registers the strategies' names
 
 
 class CLI(LightningCLI):

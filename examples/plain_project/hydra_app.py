@@ -1,4 +1,4 @@
-"""The same project by Hydra: the strategy is a group. cli.py is its counterpart with LightningCLI.
+"""The same project with Hydra: the strategy is a config group. cli.py is the counterpart with LightningCLI.
 
     python examples/plain_project/hydra_app.py stage="'3'"
     python examples/plain_project/hydra_app.py stage="'2'" stage.offload=cpu

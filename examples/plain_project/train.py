@@ -1,9 +1,9 @@
-"""An ordinary Lightning project: nothing here is lightning_zero's but one import and the name of the strategy.
+"""An ordinary Lightning project: only one import and the strategy's name come from lightning_zero.
 
     python examples/plain_project/train.py --strategy zero3
     torchrun --nproc-per-node 2 examples/plain_project/train.py --strategy zero3
 
-With `--strategy ddp` it prints the very same figures: where the model states are kept changes none of them.
+With `--strategy ddp` it prints exactly the same figures: sharding the model states changes none of them.
 """
 
 import argparse
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 from torchmetrics.classification import MulticlassAccuracy
 
-import lightning_zero  # noqa: F401  - the only line that is ours: it registers zero1, zero2 and zero3 with Lightning
+import lightning_zero  # noqa: F401  - the only added line: it registers zero1, zero2 and zero3 with Lightning
 
 
 class DigitsData(LightningDataModule):
-    """The 1797 handwritten digits that scikit-learn carries, 8 x 8 pixels each."""
+    """The 1797 handwritten digits that come with scikit-learn, 8 x 8 pixels each."""
 
     def __init__(self, batch_size: int = 32) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class DigitsClassifier(LightningModule):
         self.log("test/accuracy", self.accuracy)
 
     def configure_optimizers(self) -> dict:
-        # Decided by shape, as many projects do: no weight decay for biases.
+        # Grouped by shape, as in many projects: no weight decay for biases.
         decayed = [p for p in self.parameters() if p.ndim >= 2]
         others = [p for p in self.parameters() if p.ndim < 2]
         optimizer = torch.optim.AdamW(
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--strategy", default="zero3", help="ddp, zero1, zero2 or zero3")
     parser.add_argument("--devices", type=int, default=2, help="processes on this machine")
     parser.add_argument("--max-epochs", type=int, default=5)
-    parser.add_argument("--output", default="outputs/plain_project", help="folder of logs and checkpoints")
+    parser.add_argument("--output", default="outputs/plain_project", help="folder for logs and checkpoints")
     arguments = parser.parse_args()
 
     seed_everything(0)
@@ -121,7 +121,7 @@ def main() -> None:
     (tested,) = trainer.test(ckpt_path="best", datamodule=data, verbose=False)
 
     if trainer.is_global_zero:
-        # The checkpoint is an ordinary file: loaded here by one process, without a Trainer or a strategy.
+        # The checkpoint is an ordinary file: one process loads it here without a Trainer or a strategy.
         restored = DigitsClassifier.load_from_checkpoint(checkpoint.best_model_path, map_location="cpu")
         images, labels = data.testing[:]
         with torch.inference_mode():

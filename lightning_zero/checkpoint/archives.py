@@ -1,4 +1,4 @@
-"""Archives of ``torch.save``: their records with checksums, and fast reading and writing of one small tensor."""
+"""``torch.save`` archives: their records and checksums, and fast reading and writing of single small tensors."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from lightning_zero.checkpoint.restricted import load_torch
 from lightning_zero.engine.compat import unpickle_weights
 
 SMALL = 2**16
-"""Size in bytes up to which a tensor is small: ``torch.save``'s overhead exceeds the time for writing the values."""
+"""Largest size in bytes of a small tensor, whose values take less time to write than ``torch.save``'s overhead."""
 
-_LOCAL_HEADER, _ENTRY = 30, 46  # bytes before the name in a zip's local header and in its directory
+_LOCAL_HEADER, _ENTRY = 30, 46  # bytes before the name in a zip's local header and in its directory entry
 _FOLDER = 0x10  # attribute bit; torch treats such a record as empty
 
 
 class BrokenArchiveError(ValueError):
-    """The bytes are not a complete archive of ``torch.save``."""
+    """The bytes are not a complete ``torch.save`` archive."""
 
 
 class Record(NamedTuple):
-    """An uncompressed record: its bytes in the archive, and their checksum, if the archive was saved with checksums."""
+    """An uncompressed record: its position in the archive, and its checksum if the archive was saved with checksums."""
 
     name: str
     start: int
@@ -99,19 +99,19 @@ class Layout(NamedTuple):
     head: bytes
     dtype: torch.dtype
     numel: int
-    """Of the storage."""
+    """Number of elements in the storage."""
     view: tuple[Any, ...]
     """Shape, strides and offset."""
 
 
 def tensor_in(buffer: memoryview, known: dict[Any, Layout], kind: Any) -> Tensor:
-    """Load the only tensor of an archive: a view of the buffer, which must not be modified, usually not aligned.
+    """Load an archive's only tensor as a view of the buffer. It must not be modified, and is usually not aligned.
 
-    ``torch.load`` copies the values, and takes fifty times as long as a look-up of the layout.
+    ``torch.load`` copies the values, and takes fifty times as long as looking up the layout.
 
     Args:
         known: cache of layouts; the archive's layout is added.
-        kind: cache key: tensors with the same shape and dtype are likely to have archives of the same layout.
+        kind: cache key; tensors with the same shape and dtype are likely to have archives with the same layout.
     """
     layout = known.get((kind, len(buffer)))
     if layout is not None and bytes(buffer[: len(layout.head)]) == layout.head:
@@ -134,7 +134,7 @@ def tensor_in(buffer: memoryview, known: dict[Any, Layout], kind: Any) -> Tensor
 
 
 def archived(tensor: Tensor) -> bytearray:
-    """Return the bytes of ``torch.save`` for a contiguous CPU tensor, forty times as fast; only the id differs."""
+    """Return what ``torch.save`` writes for a contiguous CPU tensor, forty times as fast; only the file id differs."""
     template, start, checksums = _template(tensor.dtype, tuple(tensor.shape))
     archive = bytearray(template)
     values = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -146,11 +146,11 @@ def archived(tensor: Tensor) -> bytearray:
 
 @lru_cache(maxsize=1024)
 def _template(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, int, tuple[int, int]]:
-    """An archive of zeros, the offset of its values, and the two offsets of their checksum."""
+    """Return an archive of zeros, the offset of its values, and the two offsets where their checksum is stored."""
     buffer = io.BytesIO()
     torch.save(torch.zeros(shape, dtype=dtype, device="cpu"), buffer)
     archive = buffer.getvalue()
     data = next(record for record in records_of(buffer) if record.name.endswith("/data/0"))
     stop = data.start + data.length
-    assert archive[stop : stop + 4] == b"PK\x07\x08", "torch.save writes archives of another form"
+    assert archive[stop : stop + 4] == b"PK\x07\x08", "torch.save writes archives in another format"
     return archive, data.start, (stop + 4, archive.rindex(data.name.encode()) - _ENTRY + 16)

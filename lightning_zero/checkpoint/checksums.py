@@ -12,10 +12,10 @@ from lightning_zero.engine.init.sources import listed
 
 ADVICE = "Load another checkpoint, or copy this one again from an intact source."
 NO_CHECKSUM = -1
-"""Value that no CRC-32 has; marks bytes that are damaged for another reason."""
+"""A value that no CRC-32 has; marks bytes that are already known to be damaged."""
 
 _AT_ONCE = 2**23
-"""Bytes per read: with smaller reads a disk takes twice the time."""
+"""Bytes per read; smaller reads take a disk twice as long."""
 
 
 class DamagedCheckpointError(ValueError):
@@ -32,7 +32,7 @@ class NoCheckpointError(ValueError):
 
 @dataclass(slots=True)
 class Extent:
-    """A range of bytes in a file that is written and verified as one.
+    """A range of bytes in a file, written and verified as a unit.
 
     Attributes:
         file: the file's name in the folder; empty for a checkpoint that is a single file.
@@ -62,7 +62,7 @@ def verify(
 
     Args:
         progress: called with the number of bytes of each read.
-        share: ``(number, of)``: verify share ``number`` of ``of`` shares.
+        share: ``(number, of)``: verify only share ``number`` out of ``of``.
 
     Raises:
         DamagedCheckpointError: naming all damaged extents.
@@ -86,17 +86,16 @@ def verify(
 
 
 def _share(extents: Iterable[Extent], number: int, of: int) -> list[Extent]:
-    """Return one of ``of`` contiguous shares with about as many bytes each.
+    """Divide the extents into ``of`` contiguous shares of about equal size in bytes, and return one share.
 
-    With as many processes as files, each process reads the file of its own rank, from which it is likely to load as
-    well.
+    With as many processes as files, each process verifies the file of its own rank, which it is also likely to load.
     """
     by_file: dict[str, list[Extent]] = {}
     for extent in extents:
         by_file.setdefault(extent.file, []).append(extent)
     ordered = [extent for parts in by_file.values() for extent in sorted(parts, key=lambda extent: extent.start)]
     ends = list(accumulate(extent.length for extent in ordered))
-    middles = [2 * end - extent.length for extent, end in zip(ordered, ends)]  # times two, to stay with integers
+    middles = [2 * end - extent.length for extent, end in zip(ordered, ends)]  # doubled, to remain integers
     return [
         extent for extent, middle in zip(ordered, middles) if min(middle * of // (2 * ends[-1] or 1), of - 1) == number
     ]

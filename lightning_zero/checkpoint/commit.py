@@ -18,14 +18,14 @@ from lightning_zero.io.labels import LABEL, is_left_over, new_label
 from lightning_zero.io.paths import is_folder, remove_path, replace, sync_folder
 
 _OF_A_CHECKPOINT = re.compile(
-    # DCP writes a .tmp file first; the last ones are created by macOS and by NFS
+    # DCP writes a .tmp file first; the patterns in the last line match files that macOS and NFS create
     rf"{re.escape(DCP_METADATA)}(\.tmp)?|{re.escape(MANIFEST)}|{re.escape(REST)}|__\d+_\d+\.distcp"
     r"|\.DS_Store|\._.*|\.nfs[0-9a-f]+"
 )
 """The file names of a sharded checkpoint."""
 
 _LONGEST = 120
-"""Names with more bytes are shortened in their partial files' names, which file systems limit to 255 bytes."""
+"""Names with more bytes are shortened in the names of partial files, which file systems limit to 255 bytes."""
 
 
 class Destination:
@@ -70,9 +70,9 @@ class Destination:
         from lightning_zero.engine.init.sources import listed  # imported here because it needs torch
 
         others = [name for name, kind in kinds.items() if kind == "directory" or not _OF_A_CHECKPOINT.fullmatch(name)]
-        if others or set(kinds) == {REST}:  # a file of this name alone may belong to any program
+        if others or set(kinds) == {REST}:  # a lone file with this name may belong to any program
             raise IsADirectoryError(
-                f"{self.path} is a folder with other contents than a checkpoint ({listed(sorted(others) or [REST])}), "
+                f"{self.path} is a folder with contents other than a checkpoint ({listed(sorted(others) or [REST])}), "
                 "so it is not replaced: add the checkpoint's own name, FOLDER/NAME.ckpt, or move the other contents"
             )
 
@@ -81,7 +81,7 @@ class Destination:
         """Open a stream whose contents are synced to the disk on leaving the context.
 
         Args:
-            name: a file's name in a checkpoint that is a folder; None for a checkpoint that is a file.
+            name: the file's name, if the checkpoint is a folder; None if it is a single file.
         """
         target = self.partial if name is None else os.path.join(self.partial, name)
         self._fs.makedirs(os.path.dirname(target), exist_ok=True)
@@ -102,7 +102,7 @@ class Destination:
         return self._fs.size(target) if self._fs.exists(target) else None
 
     def put_in_place(self) -> None:
-        """Replace the path's contents by the checkpoint that was written; only then delete the old contents."""
+        """Replace the path's contents with the checkpoint that was written, and only then delete the old contents."""
         self.check_replaceable()
         if self._is_local:
             if os.path.isdir(self.partial):
@@ -111,7 +111,7 @@ class Destination:
             # The checkpoint is in place: a failure of the clean-up below must not be reported as a failed save.
             with suppress(OSError):
                 sync_folder(self._parent)
-            for old in (self.partial, self._old):  # an exchange has left it under the partial name
+            for old in (self.partial, self._old):  # exchanging names leaves the old contents at the partial path
                 with suppress(OSError):
                     remove_path(old)
             return
@@ -131,10 +131,10 @@ class Destination:
                 self._fs.rm(self.partial, recursive=True)
 
     def remove(self) -> None:
-        """Remove the checkpoint at the path; for other processes all of it disappears at once.
+        """Remove the checkpoint at the path; to other processes, all of it disappears at once.
 
-        If this process dies during the removal, the rest has a partial file's name and is deleted by
-        ``clear_leftovers``.
+        If this process dies during the removal, what remains is named like a partial file, so ``clear_leftovers``
+        deletes it.
         """
         if self._is_local:
             with suppress(FileNotFoundError):  # already removed
@@ -169,7 +169,7 @@ class Destination:
 
 
 def remove(path: Any) -> None:
-    """Remove a checkpoint so that no other process sees a part of it; see ``Destination.remove``."""
+    """Remove a checkpoint without other processes seeing it partly removed; see ``Destination.remove``."""
     Destination(path, new_label()).remove()
 
 
@@ -182,7 +182,7 @@ class Stream:
         self._advance = advance
 
     def begin(self) -> int:
-        """Start a piece and return its offset, a multiple of 64: then its records, aligned within, can be mapped."""
+        """Start a piece and return its offset, a multiple of 64, so that records aligned in the piece can be mapped."""
         self.write(bytes(-self.position % 64))
         self.crc32 = 0
         return self.position
@@ -238,6 +238,6 @@ def _short(name: str) -> str:
 
 
 def _put_aside(name: str, label: str) -> str:
-    """The temporary name of a checkpoint being replaced, which Lightning's search for the last checkpoint finds too."""
+    """Temporary name of a checkpoint being replaced, which Lightning's search for the last checkpoint also finds."""
     stem, suffix = os.path.splitext(_short(name))
     return f"{stem}.old-{label}{suffix}"

@@ -28,15 +28,15 @@ _ALIGNMENT = 64  # bytes, as in torch.save
 
 
 def bytes_of(checkpoint: dict[str, Any]) -> int:
-    """Size of all tensors in bytes, counting tied ones once."""
+    """Size of all tensors in bytes, counting tied tensors once."""
     return sum({identity(leaf): leaf.nbytes for leaf in tree_leaves(checkpoint) if isinstance(leaf, Tensor)}.values())
 
 
 def write_full(opened: OpenedCheckpoint, out: str, advance: Callable[[int], Any] = lambda _: None) -> None:
     """Write a full checkpoint: one ordinary Lightning file.
 
-    ``torch.save`` needs tensors in memory. So tensors that are still on disk are first copied one after another to an
-    unnamed temporary file and then saved from its memory mapping, of which the system can evict pages.
+    ``torch.save`` needs tensors in memory. Tensors that are still on disk are therefore copied one by one to an unnamed
+    temporary file, and saved from its memory mapping, whose pages the system can evict.
     """
     checkpoint, names = _whole(opened)
     fs, place = url_to_fs(out)
@@ -69,7 +69,7 @@ def _at(mapping: Any, place: int, like: Tensor) -> Tensor:
 def write_sharded(opened: OpenedCheckpoint, out: str, advance: Callable[[int], Any] = lambda _: None) -> None:
     """Write a sharded checkpoint: a folder in the format of ``torch.distributed.checkpoint``.
 
-    Optimizer state is stored by parameter names there; if they are unknown, by parameter numbers.
+    Its optimizer states are keyed by parameter names or, if those are unknown, by parameter numbers.
     """
     checkpoint, names = _whole(opened)
     ours = dict(checkpoint.pop(CHECKPOINT_KEY, None) or {})
@@ -93,7 +93,7 @@ def write_sharded(opened: OpenedCheckpoint, out: str, advance: Callable[[int], A
 
 
 def _whole(opened: OpenedCheckpoint) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """Return a checkpoint's dictionary for one file, and each optimizer's parameter names by its DCP key.
+    """Return a checkpoint's dictionary as stored in one file, and each optimizer's parameter names by DCP key.
 
     Checkpoints of any Lightning strategy have the form of a Trainer's file; others, such as Fabric's, keep the keys
     that their project chose.
@@ -141,7 +141,7 @@ def with_prefix(opened: OpenedCheckpoint, prefix: str) -> OpenedCheckpoint:
 
 
 def with_lightnings_entries(checkpoint: dict[str, Any], *, steps: int = 0) -> dict[str, Any]:
-    """Add missing entries that a Trainer, and other readers of Lightning's files, need."""
+    """Add missing entries that a Trainer and other readers of Lightning checkpoints need."""
     from lightning import __version__
 
     entries = {"pytorch-lightning_version": __version__, "epoch": 0, "global_step": steps, "lr_schedulers": []}

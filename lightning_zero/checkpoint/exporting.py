@@ -48,7 +48,7 @@ DTYPES = {
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }
 _PART = 2**20
-"""Elements of a tensor that are converted, and in memory, at once."""
+"""Number of a tensor's elements that are in memory and converted at a time."""
 
 _CAST = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -72,7 +72,7 @@ class Weight:
         """Convert a part of the values to the wanted dtype, starting from the master weights."""
         if self.master is not None:
             master = flat_range(self.master.detach(), start, start + part.numel())
-            # A parameter that differs from its rounded master was changed since the last step: its own value counts.
+            # A value that differs from its rounded master was changed after the last step, so it is exported itself.
             part = torch.where(master.to(part.dtype) == part, master, part.to(master.dtype))
         values = part.to(self.dtype)
         if self.dtype is torch.float16:
@@ -86,7 +86,7 @@ class Export:
 
     Attributes:
         weights: one for each distinct tensor.
-        tied: names that are not written, with the name under which their values are written.
+        tied: each name that is not written, with the name under which its values are written.
         left_out: names without the prefix, and entries that are not tensors.
         config: contents of ``config.json``, if the weights belong to a transformers model.
     """
@@ -168,7 +168,7 @@ def _weights(checkpoint: Mapping[str, Any], masters: Mapping[str, Any]) -> tuple
 
 @dataclass(frozen=True)
 class ExportPaths:
-    """Paths of an export: ``FOLDER/NAME.safetensors``, or an index with several files that the index names."""
+    """Paths of an export: ``FOLDER/NAME.safetensors``, or several files and an index that lists them."""
 
     out: str
 
@@ -224,7 +224,7 @@ def write_safetensors(
         for name, text in texts.items():
             with written[name].writing() as stream:
                 stream.write(f"{json.dumps(text, indent=2)}\n".encode())
-        # Readers see the old weights, the new ones or none, also after a crash here: never a mixture.
+        # Even after a crash here, readers see the old weights, the new weights or none, but never a mixture.
         if len(shards) > 1:
             for name in (paths.name, paths.index):
                 paths.remove(name)
@@ -271,7 +271,7 @@ def _shards(weights: list[Weight], most_bytes: int) -> Iterator[list[Weight]]:
 
 
 def _aligned(weights: list[Weight]) -> list[Weight]:
-    """Sort by descending element size, so that each tensor's offset is a multiple of it, as memory mapping requires."""
+    """Sort by descending element size: memory mapping requires offsets that are multiples of the element size."""
     return sorted(weights, key=lambda weight: -weight.dtype.itemsize)
 
 

@@ -53,7 +53,7 @@ class Files:
         return self._fs.size(self._root)
 
     def open(self, name: str = "") -> IO[bytes]:
-        """Open a file of the folder or, without a name, the file at the path itself."""
+        """Open a file in the folder or, without a name, the file at the path itself."""
         if self.is_local:
             return open(self._where(name), "rb")
         return self._fs.open(self._where(name), "rb")
@@ -63,7 +63,7 @@ class Files:
             return file.read()
 
     def part(self, name: str, offset: int, length: int) -> memoryview:
-        """Return a range of bytes of a file (named as for ``open``): memory-mapped if local, otherwise a copy."""
+        """Return a range of a file's bytes (``name`` as for ``open``): memory-mapped if local, otherwise a copy."""
         if not self.is_local:
             return memoryview(bytearray(self._fs.cat_file(self._where(name), start=offset, end=offset + length)))
         if name not in self._mappings:

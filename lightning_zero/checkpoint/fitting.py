@@ -33,7 +33,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[s
     """Refuse optimizer states that belong to other optimizers.
 
     Args:
-        optimizers: none of them has loaded its state yet.
+        optimizers: the optimizers, none of which has loaded its state yet.
         states: the optimizers' state dicts in torch's ordinary form.
     """
     if not states:
@@ -41,8 +41,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[s
     if len(optimizers) != len(states):
         raise ValueError(
             f"The checkpoint has the state of {len(states)} optimizer(s), but configure_optimizers returns "
-            f"{len(optimizers)}. Return as many, in the same order. Or load only the weights, by "
-            "lightning_zero.load_weights(self, path) in configure_model instead of ckpt_path."
+            f"{len(optimizers)}. Return the same number, in the same order. Or load only the weights: instead of "
+            "passing ckpt_path, call lightning_zero.load_weights(self, path) in configure_model."
         )
     for number, (optimizer, state) in enumerate(zip(optimizers, states)):
         if "param_groups" not in state:
@@ -64,6 +64,6 @@ def check_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[s
             for key, value in state.get("state", {}).get(index, {}).items():
                 if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
                     raise ValueError(
-                        f"{which} {key} of its parameter number {index} has the shape {tuple(value.shape)}, but the "
+                        f"{which} {key} of parameter number {index} has the shape {tuple(value.shape)}, but the "
                         f"parameter has {tuple(parameter.shape)}. Pass the optimizer its parameters in the same order."
                     )

@@ -97,7 +97,7 @@ def _metadata_in(path: str, data: bytes) -> Metadata:
             path, f"{DCP_METADATA} cannot be read ({type(error).__name__}: {error})"
         ) from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise NoCheckpointError(f"{path}/{DCP_METADATA} is not metadata that DCP's FileSystemWriter has written.")
+        raise NoCheckpointError(f"{path}/{DCP_METADATA} is not metadata written by DCP's FileSystemWriter.")
     if any(getattr(place, "transform_descriptors", None) for place in metadata.storage_data.values()):
         raise ValueError(
             f"{path} was written by DCP with extensions (such as compression), which cannot be read here: load it with "
@@ -126,7 +126,7 @@ class Folder:
 
     Attributes:
         files: the folder's files.
-        written_by: the manifest's entry.
+        written_by: see ``Manifest``.
         pieces: the file of each piece of a tensor, by the tensor's name in DCP's metadata.
     """
 
@@ -138,7 +138,7 @@ class Folder:
         data = files.read(DCP_METADATA)
         manifest = _manifest_of(files, sizes, data)
         metadata = _metadata_in(files.path, data)
-        # Without our manifest, the files of a folder of ours may stem from several saves.
+        # Without a manifest, the files in a folder that we wrote may stem from several saves.
         if manifest is None and getattr(getattr(metadata, "storage_meta", None), "save_id", None) == SAVE_ID:
             raise DamagedCheckpointError.of(
                 files.path,
@@ -150,7 +150,7 @@ class Folder:
         self._take(metadata, manifest, sizes, (zlib.crc32(data), zlib.crc32(repr(checksums).encode())))
 
     def _take(self, metadata: Metadata, manifest: Manifest | None, sizes: dict[str, int], identity: Any) -> None:
-        """Locate all values; ``identity`` differs from that of any other contents at this path."""
+        """Locate all values; ``identity`` distinguishes these contents from any others at the same path."""
         self._metadata: Metadata | None = metadata
         self._extents: dict[tuple[str, int], Extent] = {}
         self._chunks: dict[str, list[_Chunk]] = {}
@@ -163,7 +163,7 @@ class Folder:
         self._identity = identity
 
     def _locate(self, metadata: Metadata, manifest: Manifest | None, sizes: dict[str, int]) -> dict[str, str]:
-        """Locate each value in the files; returns what is wrong, by file or name."""
+        """Locate each value in the files; return a description of each fault, by file or tensor name."""
         checksums = {
             (file, offset): (length, crc32)
             for file, pieces in (manifest.pieces if manifest is not None else {}).items()
@@ -214,9 +214,9 @@ class Folder:
         return wrong
 
     def tree(self) -> dict[str, Any]:
-        """Return the checkpoint as it was passed to the saving function. Call it once: it drops DCP's metadata.
+        """Return the checkpoint as it was passed to the saving function. Call this once: it frees DCP's metadata.
 
-        The metadata are as large as a checkpoint of many small tensors.
+        For many small tensors, the metadata are as large as the checkpoint.
         """
         tree = self._rest()
         if not isinstance(tree, dict):
@@ -326,7 +326,7 @@ class Folder:
         out.as_strided(sizes, strides, _flat(first, shape) - start).copy_(source)
 
     def extents(self) -> Iterator[Extent]:
-        """Iterate over all extents that have a checksum: whole pieces by the manifest, otherwise their records."""
+        """Iterate over all extents with a checksum: pieces if the manifest has their checksums, otherwise records."""
         for extent in self._extents.values():
             if extent.crc32 is not None:
                 yield extent
@@ -359,7 +359,7 @@ Path = tuple[str | int, ...]
 
 
 def odd_keys(tree: Any, path: Path = ()) -> dict[Path, Any]:
-    """Find keys in nested dictionaries and lists that are not strings, by DCP's path to them."""
+    """Find dictionary keys that are not strings in nested dictionaries and lists, by DCP's path to each key."""
     found: dict[Path, Any] = {}
     if isinstance(tree, (dict, list)):
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):

@@ -14,17 +14,17 @@ CHECKPOINT_KEY = "lightning_zero"
 """Key of our own entry in a Lightning checkpoint."""
 
 NAMES = "optimizer_names"
-"""Key within our entry of a full checkpoint: each optimizer's parameter names, by the optimizer's key in a folder."""
+"""Key within our entry in a full checkpoint: each optimizer's parameter names, by its key in a sharded checkpoint."""
 
 CONTAINERS = "containers"
-"""Key within our entry of a sharded checkpoint: the containers that DCP's dotted names cannot express, which are empty
-ones and dictionaries with keys that are not strings."""
+"""Key within our entry in a sharded checkpoint: the containers that DCP's dotted names cannot express, namely empty
+containers and dictionaries with keys that are not strings."""
 
 DCP_METADATA = ".metadata"
 """File with the names, shapes and offsets of all tensors, as ``torch.distributed.checkpoint`` writes and reads it."""
 
 REST = "meta.pt"
-"""File with everything but the tensors of models and optimizers, named as by Lightning's own sharded strategies."""
+"""File with everything but the tensors of models and optimizers, named as in Lightning's own sharded strategies."""
 
 MANIFEST = "lightning_zero.json"
 """Manifest file, written last: sizes and checksums of all other files."""

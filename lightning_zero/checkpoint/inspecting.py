@@ -13,12 +13,12 @@ from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 
 @dataclass
 class Row:
-    """One tensor of a checkpoint.
+    """One tensor in a checkpoint.
 
     Attributes:
         name: dotted path in Lightning's dictionary.
         bytes: size of the values.
-        pieces: number of pieces, which are in ``files`` files.
+        pieces: number of pieces, stored in ``files`` files.
         tied_to: the name of an earlier tensor with the same memory.
     """
 
@@ -32,7 +32,7 @@ class Row:
 
     @property
     def part(self) -> str:
-        """Its entry: ``state_dict``, ``optimizer_states.0``, ``lightning_zero.masters``, ``callbacks``, ..."""
+        """The tensor's entry: ``state_dict``, ``optimizer_states.0``, ``lightning_zero.masters``, ``callbacks``, ..."""
         first, _, rest = self.name.partition(".")
         return f"{first}.{rest.partition('.')[0]}" if first in ("optimizer_states", CHECKPOINT_KEY) else first
 

@@ -1,4 +1,4 @@
-"""Open checkpoints of any origin: contents by name, with tensors that are only read when they are needed."""
+"""Open checkpoints of any origin: contents by name, with tensors that are read only when needed."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class OpenedCheckpoint:
         written_by: versions, stage and world size, as far as the checkpoint records them.
         checkpoint: Lightning's dictionary: ``state_dict``, ``optimizer_states`` with parameters by number, and all
             other entries. Tensors are mapped from a local file; those of a sharded checkpoint are ``LazyTensor``.
-        as_saved: the dictionary as it was passed to the saving function; optimizer states by name if DCP has them so.
+        as_saved: the dictionary as it was passed to the saving function; DCP stores optimizer states by name.
         names_of_optimizers: each optimizer's parameter names in the order of their numbers; None if unknown.
-        trust: skip the verification of each piece on reading, because ``verify`` has run for all shares.
+        trust: call it once ``verify`` has run for all shares; then pieces are no longer verified when they are read.
         pieces: the file of each piece of a ``LazyTensor``, by its ``stored_name``.
     """
 
@@ -67,7 +67,7 @@ class OpenedCheckpoint:
 
         Args:
             progress: called with the number of bytes of each read.
-            share: ``(number, of)``: which share this is when several processes divide the work.
+            share: ``(number, of)``: the share to verify when several processes divide the work.
 
         Raises:
             DamagedCheckpointError: naming everything that is damaged.
@@ -77,7 +77,7 @@ class OpenedCheckpoint:
 
 @contextmanager
 def _keeping_all() -> Iterator[None]:
-    """Disable the garbage collector while thousands of long-lived objects are created: it would rescan all of them."""
+    """Disable garbage collection while thousands of long-lived objects are created, since each run would scan them."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -95,13 +95,13 @@ def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool | None =
         path: a Lightning file, or a ``torch.distributed.checkpoint`` folder written by this package, FSDP2 or another
             program; a local path or an fsspec URL.
         weights_only: ``False`` unpickles any objects that the project's hooks have added, which can run code: only for
-            trusted checkpoints. Otherwise classes must be allowed by ``torch.serialization.add_safe_globals``.
+            trusted checkpoints. Otherwise their classes must be allowed by ``torch.serialization.add_safe_globals``.
 
     Raises:
         FileNotFoundError: if there is nothing at the path, or an empty folder.
         NoCheckpointError: if the path contains no checkpoint.
-        ValueError: if a later version wrote it, or it names classes that are not allowed.
-        DamagedCheckpointError: if damage shows without reading all of it.
+        ValueError: if the checkpoint was written by a later version, or names classes that are not allowed.
+        DamagedCheckpointError: if damage is apparent without reading the whole checkpoint.
     """
     files = Files(path)
     if not files.exists and (aside := stand_in(files.path)) is not None:
@@ -132,7 +132,7 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
             raise DamagedCheckpointError.of(path, f"it {found}, as after a crash during writing")
         elif not is_old:
             raise NoCheckpointError(
-                f"{path} is not a checkpoint: it is neither a file of torch.save nor a folder that contains "
+                f"{path} is not a checkpoint: it is neither a torch.save file nor a folder that contains "
                 f"{DCP_METADATA}."
             )
         try:
@@ -171,7 +171,7 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
 
 
 def _records_of_file(path: str, file: IO[bytes]) -> list[Record]:
-    """List the records, and verify all but the tensors'."""
+    """List the records, and verify all except those of tensors."""
     try:
         records = records_of(file)
         for record in records:
@@ -182,7 +182,7 @@ def _records_of_file(path: str, file: IO[bytes]) -> list[Record]:
     except BrokenArchiveError as error:
         raise DamagedCheckpointError.of(path, f"it is truncated or was altered ({error})") from error
     if not any(record.name.endswith("/data.pkl") for record in records):
-        raise NoCheckpointError(f"{path} is not a checkpoint: it is a zip archive that torch.save has not written.")
+        raise NoCheckpointError(f"{path} is not a checkpoint: it is a zip archive not written by torch.save.")
     return records
 
 
@@ -192,7 +192,7 @@ def _load_mapped(files: Files, weights_only: bool | None) -> Any:
     except RuntimeError as error:
         if "unable to mmap" not in str(error):
             raise
-    # torch's mapping is writable, for which the system reserves memory, so it failed for a file larger than memory.
+    # torch's mapping is writable, so the system reserves memory for it, which fails for a file larger than memory.
     with FakeTensorMode():
         checkpoint = load_torch(files.local_path, weights_only=weights_only)
 
@@ -208,7 +208,7 @@ def _load_mapped(files: Files, weights_only: bool | None) -> Any:
 
 
 def _names_by_offset(files: Files) -> dict[int, list[str]]:
-    """Return the tensors in each record of a file, by the record's offset. Reads the file's pickle once more."""
+    """Return the names of the tensors in each record of a file, by the record's offset. Reads the pickle again."""
     names: dict[int, list[str]] = {}
     with files.open() as file, suppress(ForbiddenClassError), FakeTensorMode():
         for name, tensor in _tensors_in(_as_lightnings(load_torch(file))).items():
@@ -238,7 +238,7 @@ def opened_folder(folder: Folder) -> OpenedCheckpoint:
 
 
 def _number_parameters(path: str, tree: dict[str, Any]) -> tuple[dict[str, Any], list[list[str]] | None]:
-    """Convert optimizer states by parameter name, as in DCP, to states by number under Lightning's key."""
+    """Convert optimizer states keyed by parameter name, as in DCP, to states keyed by number, under Lightning's key."""
     rest = dict(tree)
     found: list[tuple[dict[str, Any], list[str]]] = []
     while "param_groups" in (rest.get(key := f"optimizer_{len(found)}") or ()):
@@ -252,17 +252,17 @@ def numbered(saved: Mapping[str, Any], what: str) -> tuple[dict[str, Any], list[
     """Return an optimizer state by number, see ``by_number``, and the parameters' names in the order of their numbers.
 
     Args:
-        what: what the state is, for the error message.
+        what: name of the state, for the error message.
     """
     try:
         state = by_number(saved)
     except KeyError as error:
-        raise ValueError(f"{what} has state of {error}, which is in none of its param groups.") from error
+        raise ValueError(f"{what} has state for {error}, which is in none of its param groups.") from error
     return state, [name for group in saved["param_groups"] for name in group["params"]]
 
 
 def by_number(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert an optimizer state dict by parameter name, as in DCP, to torch's form by number. See ``by_name``."""
+    """Convert an optimizer state dict keyed by parameter name, as in DCP, to torch's numbered form; see ``by_name``."""
     groups: list[dict[str, Any]] = []
     number_of: dict[Any, int] = {}
     for group in saved["param_groups"]:
@@ -280,7 +280,7 @@ def _as_lightnings(tree: dict[str, Any]) -> dict[str, Any]:
     """Return a dictionary with the weights under Lightning's key."""
     if "state_dict" in tree:
         return tree
-    if isinstance(tree.get("model"), dict):  # the key of FSDP and, by convention, of Fabric projects
+    if isinstance(tree.get("model"), dict):  # the key used by FSDP and, by convention, Fabric projects
         return {"state_dict": tree["model"], **{key: value for key, value in tree.items() if key != "model"}}
     return {"state_dict": tree} if any(isinstance(value, Tensor) for value in tree.values()) else tree
 
@@ -289,7 +289,7 @@ def _tensors_in(tree: Any, name: str = "") -> dict[str, Tensor]:
     """Return all tensors in nested dictionaries and lists by dotted name."""
     if isinstance(tree, Tensor):
         return {name: tree}
-    if not isinstance(tree, (dict, list, tuple)):  # other mappings: a configuration would resolve interpolations
+    if not isinstance(tree, (dict, list, tuple)):  # iterating over a configuration would resolve interpolations
         return {}
     found: dict[str, Tensor] = {}
     for key, item in tree.items() if isinstance(tree, dict) else enumerate(tree):

@@ -1,4 +1,4 @@
-"""Restricted unpickling of DCP's metadata and of ``torch.save`` files: lists the code that they name, and runs none."""
+"""Restricted unpickling of DCP metadata and ``torch.save`` files: lists the code that they name without running it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _METADATA_CLASSES = {
         "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    # their module in torch 2.1 and before
+    # the module of these classes in torch 2.1 and earlier
     "torch.distributed._shard.sharded_tensor.metadata": {"MEM_FORMAT_ENCODING", "TensorProperties"},
     "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict"},
@@ -50,7 +50,7 @@ class ForbiddenClassError(ValueError):
 
 
 class CodeToRunError(ForbiddenClassError):
-    """A pickle names code that has no place in a checkpoint; its message must not suggest a way to load the file."""
+    """A pickle names code that has no place in a checkpoint; the message must not suggest a way to load the file."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -68,7 +68,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _member(kind: Any, name: Any) -> Any:
-    """Safe replacement of ``getattr`` that returns members of enumerations only."""
+    """Safe replacement for ``getattr`` that only returns members of enumerations."""
     if not isinstance(kind, EnumMeta) or name not in kind.__members__:
         raise ForbiddenClassError("builtins.getattr")
     return kind[name]
@@ -87,7 +87,7 @@ def load_dcp_metadata(data: bytes) -> Any:
 def load_torch(
     file: Any, *, weights_only: bool | None = None, mmap: bool = False, may_have_configuration: bool = True
 ) -> Any:
-    """``torch.load`` on the CPU that also allows OmegaConf's containers.
+    """Call ``torch.load`` for the CPU, with OmegaConf's containers allowed as well.
 
     Args:
         file: a path, or a stream.
@@ -147,7 +147,7 @@ def _refusal(file: Any) -> ForbiddenClassError | None:
 
 
 def _not_allowed(uses: list[Use]) -> list[Use]:
-    """Filter the names that torch refuses. torch only answers for a file, so a file with the names is created."""
+    """Return the uses that torch refuses. torch can only check files, so a file with their names is created."""
     named = b"".join(f"c{use.module}\n{use.name}\n".encode() for use in uses if "\n" not in use.kind)
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as made:
@@ -159,7 +159,7 @@ def _not_allowed(uses: list[Use]) -> list[Use]:
 
 
 def _without_advice(text: str) -> str:
-    """Remove torch's advice on how to load the file all the same from its message."""
+    """Remove torch's advice on loading the file anyway from its message."""
     if "TorchScript" in text:
         return "it is a TorchScript archive"
     advice = re.compile(r"weights_only|trust|arbitrary code|safe_globals|Weights only load|^WeightsUnpickler error:$")
@@ -169,7 +169,7 @@ def _without_advice(text: str) -> str:
 
 @contextmanager
 def _omegaconf_allowed() -> Iterator[None]:
-    """Context that allows the classes in OmegaConf's containers, which resolve no interpolation on loading."""
+    """Context that allows the classes in OmegaConf's containers, which do not resolve interpolations on loading."""
     from omegaconf import base, nodes
     from omegaconf.dictconfig import DictConfig
     from omegaconf.listconfig import ListConfig
@@ -314,7 +314,7 @@ class _Anything(metaclass=_Kind):
         pass
 
     def __call__(self, *args: Any) -> _Anything:
-        raise NotImplementedError  # the result of a call is unknown, and so is the effect of calling it
+        raise NotImplementedError  # the result of a call is unknown, and so is the effect of calling that result
 
     def append(self, value: Any) -> None:
         self.items.append(value)
@@ -337,7 +337,7 @@ class _Finder(pickle.Unpickler):
         self._found = found
 
     def find_class(self, module: str, name: str) -> Any:
-        # as Python's own unpickler: older pickle protocols use the names of Python 2
+        # as in Python's own unpickler: older pickle protocols use Python 2 names
         module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         if (module, name) not in self._found:
             self._found[module, name] = _Kind("_Named", (_Anything,), {"use": Use(module, name)})
@@ -348,7 +348,7 @@ class _Finder(pickle.Unpickler):
 
 
 def uses_in(file: Any) -> tuple[list[Use], bool]:
-    """Return the classes and functions that a ``torch.save`` or ``pickle`` file names, and whether those are all.
+    """Return the classes and functions named in a ``torch.save`` or ``pickle`` file, and whether the list is complete.
 
     Args:
         file: a path, or a stream at its start.

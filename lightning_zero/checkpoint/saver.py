@@ -1,4 +1,4 @@
-"""Saves a strategy's checkpoints, full or sharded, at once or in the background while training continues."""
+"""Save a strategy's checkpoints, full or sharded, immediately or in the background while training continues."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _PATIENCE = 10.0
 
 
 class Saver:
-    """Saves one checkpoint after another. Call ``finish`` on all ranks before each: it raises the last one's error.
+    """Saves checkpoints. Call ``finish`` on all ranks before each save: it raises errors from earlier saves.
 
     Args:
         in_background: copy the values, and return before they are written.
@@ -67,7 +67,7 @@ class Saver:
         self._made = WeakIdKeyDictionary()
 
     def __reduce__(self) -> Any:
-        # Users copy trainers and strategies; background work belongs to the original alone.
+        # Users copy trainers and strategies; background work belongs only to the original.
         return Saver, (self._in_background,)
 
     def save_in_parts(
@@ -83,7 +83,7 @@ class Saver:
 
         Args:
             tree, rest: see ``content_of``.
-            path: the folder's path; rank 0's is used.
+            path: the folder's path; rank 0's value is used.
             written_by: versions, stage and world size, for the manifest.
             gather: all-gathers a value.
 
@@ -93,7 +93,7 @@ class Saver:
         # Connect before any collective: if the store's host is lost, connecting takes as long as the group's timeout.
         store = own_connection() if self._in_background and process_group.is_initialized() else None
         label = new_label()
-        # Checked here as well: a refused path is refused on every rank before any rank has written.
+        # Checked here as well, so that every rank refuses a path before any rank has written to it.
         everyone = gather((label, str(path), refusal_of(path, label) if rank == 0 else None))
         label, path, refusal = everyone[0]
         if refusal is not None:
@@ -156,7 +156,7 @@ class Saver:
     def _copied(self, checkpoint: Any) -> Any:
         memo: dict[int, Any] = {}
         for leaf in tree_leaves(checkpoint):
-            if isinstance(leaf, Tensor):  # deepcopy refuses non-leaf tensors of autograd
+            if isinstance(leaf, Tensor):  # deepcopy refuses non-leaf autograd tensors
                 memo[id(leaf)] = leaf if leaf in self._made else copy.deepcopy(leaf.detach(), memo)
         return copy.deepcopy(checkpoint, memo)
 
@@ -198,7 +198,7 @@ class Saver:
         self._submit(save)
 
     def _submit(self, job: Callable[[], None]) -> None:
-        """Run a job in a thread after all earlier ones, unless one of them has failed."""
+        """Run a job in a thread after all earlier jobs, unless one of them has failed."""
         if self._executor is None:
             # The interpreter waits for this thread at exit.
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="lightning_zero-checkpoint")
@@ -231,7 +231,7 @@ class Saver:
         """Call ``finish`` at the end of a run, and end the thread.
 
         Args:
-            abandon: whether other ranks are gone: a save that waits for them for more than a few seconds is removed.
+            abandon: whether other ranks are gone: a save that waits for them longer than a few seconds is discarded.
         """
         if abandon:
             self._abandoned.set()
@@ -245,7 +245,7 @@ class Saver:
 
 
 class _Later(int):
-    """Number of a sharded tensor that is assembled in the background, in the tensor's place."""
+    """Placeholder for a sharded tensor that is assembled in the background: the tensor's number."""
 
 
 def _stays_on_disk(entry: Entry) -> bool:
@@ -258,7 +258,7 @@ _unfinished: set[Saver] = set()
 
 @atexit.register
 def _log_failures() -> None:
-    """Log failures that no call of ``finish`` reported, since a Fabric script has ended."""
+    """Log failures that ``finish`` has not reported, for example because a Fabric script ended before calling it."""
     for saver in _unfinished:
         for job in saver._jobs:
             if (error := job.exception()) is not None:
@@ -268,7 +268,7 @@ def _log_failures() -> None:
 def put_together(
     entries: list[Entry], ranges: list[list[tuple[int, int]]], rank: int, group: ProcessGroup | None
 ) -> list[Tensor]:
-    """Return full tensors on rank 0, given each rank's range of each; an empty list on other ranks. Collective."""
+    """Return full tensors on rank 0, given each tensor's range on each rank; other ranks return []. Collective."""
     whole = []
     for entry, owned in zip(entries, ranges):
         if rank:
@@ -316,7 +316,7 @@ class StoreExchange:
     def __call__(self, value: Any) -> list[Any]:
         """All-gather a small picklable value, and return the values in the order of ranks."""
         number, self._round = self._round, self._round + 1
-        with explained("The exchange about a checkpoint", DistError):  # fails if its host rank ends
+        with explained("The exchange about a checkpoint", DistError):  # fails if the rank that hosts the store ends
             self._store.set(f"{number}/{self._rank}", pickle.dumps(value))  # type: ignore[arg-type]
             missing = self._wait(f"{number}")
         if missing:

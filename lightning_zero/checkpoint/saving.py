@@ -42,7 +42,7 @@ Gather = Callable[[Any], list[Any]]
 
 _flatten, _StorageInfo, _DCP_VERSION = dcp_internals()
 _PIECE_BYTES = 2**26
-"""Maximum size of a piece, if its rows permit: reading back a piece takes as much memory."""
+"""Maximum size of a piece in bytes, if its rows permit: reading a piece back takes this much memory."""
 
 
 class CheckpointNotSavedError(OSError):
@@ -54,11 +54,11 @@ class Entry:
     """The part of a tensor that one rank writes.
 
     Attributes:
-        names: the names of the parameter and of those tied to it, which share its pieces.
+        names: the names of the parameter and of parameters tied to it, which share its pieces.
         share: how tensor parallelism divides the full tensor.
         dtype: the tensor's dtype.
         values: this rank's range, 1-D, in any dtype; a ``LazyTensor`` is read piece by piece.
-        start, stop: the range in the flattened tensor; in this rank's share of it, where it is divided.
+        start, stop: the range in the flattened tensor or, if the tensor is divided, in this rank's flattened share.
         is_guarded: whether writes to the values wait for reads in the background, see ``background_work``.
     """
 
@@ -72,7 +72,7 @@ class Entry:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the full tensor."""
+        """Shape of the full tensor."""
         return self.share.shape
 
     @property
@@ -81,13 +81,13 @@ class Entry:
 
     @cached_property
     def boxes(self) -> list[Box]:
-        """The rectangles that tile the range; for an empty tensor a single empty one."""
+        """The rectangles that tile the range; for an empty tensor, a single empty rectangle."""
         if not self.shape.numel():
             return [Box((0,) * len(self.shape), tuple(self.shape), 0)]
         return boxes_of(self.share, self.start, self.stop, max(_PIECE_BYTES // self.dtype.itemsize, 1))
 
     def piece(self, box: Box) -> Tensor:
-        """Return one rectangle on the CPU, with a storage of its size."""
+        """Return the values in one rectangle, on the CPU, in a storage of their size."""
         part = flat_range(self.values.detach(), box.start - self.start, box.stop - self.start)
         return _alone(part.to("cpu", self.dtype).contiguous()).view(box.sizes)
 
@@ -100,7 +100,7 @@ class Content:
         entries: this rank's parts of tensors.
         objects: other leaves of DCP's tree, serialised; like ``rest`` and ``paths``, only on rank 0.
         rest: all other entries, serialised.
-        paths: a leaf's path in the tree, by DCP's dotted name.
+        paths: each leaf's path in the tree, by DCP's dotted name.
     """
 
     entries: list[Entry]
@@ -110,7 +110,7 @@ class Content:
 
 
 def serialised(value: Any) -> bytes:
-    """What ``torch.save`` writes for a value."""
+    """Return what ``torch.save`` writes for a value."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
@@ -119,7 +119,7 @@ def serialised(value: Any) -> bytes:
 def content_of(
     tree: Mapping[str, Any], rest: Mapping[str, Any], rank: int = 0, serialise: Callable[[Any], Any] = serialised
 ) -> Content:
-    """Split a checkpoint into what each rank writes. Every rank must pass the same sharded tensors.
+    """Return the part of a checkpoint that a rank writes. Every rank must pass the same sharded tensors.
 
     Args:
         tree: nested dicts and lists of tensors and other values, to be stored in DCP's format.
@@ -153,12 +153,12 @@ def content_of(
 
 
 def is_view_of_parameter(value: Any) -> bool:
-    """Whether it is a view of a sharded parameter, put into a checkpoint by user code; a view has no shards."""
+    """Whether a value is a view of a sharded parameter that user code put into a checkpoint; views have no shards."""
     return isinstance(value, WrapperTensor) and not isinstance(value, (ShardedTensor, LazyTensor))
 
 
 def by_name(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Replace parameter numbers in an optimizer's state dict by names, as in DCP checkpoints.
+    """Replace parameter numbers in an optimizer's state dict with names, as in DCP checkpoints.
 
     Args:
         state: a state dict in torch's ordinary form.
@@ -176,13 +176,13 @@ def by_name(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def names_in(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
-    """Return an optimizer's parameter names, given by ``id``, in the order of its groups; a number if there is none."""
+    """Return an optimizer's parameter names in group order: from ``names`` by ``id``, otherwise the number as text."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [names.get(id(parameter), str(number)) for number, parameter in enumerate(parameters)]
 
 
 def _split(value: Any) -> tuple[Any, Any]:
-    """Split into everything else and sharded tensors (None if there is none), each in nested dicts and lists."""
+    """Return values other than sharded tensors, and sharded tensors (None if none), each in nested dicts and lists."""
     if isinstance(value, WrapperTensor):
         return None, value
     if isinstance(value, (dict, list, tuple)):
@@ -233,7 +233,7 @@ def identity(tensor: Tensor) -> Any:
 
 
 def entry_of(tensor: Tensor, rank: int, names: tuple[str, ...] = ()) -> Entry:
-    """Return what one rank writes of a tensor."""
+    """Return the part of a tensor that one rank writes."""
     if isinstance(tensor, ShardedTensor) and tensor.numel():
         share, start = tensor.slot.share, tensor.slot.offset
         stop = start + tensor.slot.local_numel if share.is_counted_here else start
@@ -261,7 +261,7 @@ class CopyBuffer:
         """Copy the entries' values, so that training may change the originals.
 
         Args:
-            after: event of the entries' device after which values are final; None for all work queued so far.
+            after: event on the entries' device after which values are final; None waits for all work queued so far.
         """
         device, needed = device_of(entries), sum(_aligned(entry.nbytes) for entry in entries)
         if len(self._memory) < needed:
@@ -373,7 +373,7 @@ def refusal_of(path: str, label: str) -> str | None:
 
 
 def save_whole(checkpoint: Mapping[str, Any], destination: Destination) -> None:
-    """Write a full checkpoint: one ordinary file of ``torch.save``, by one rank."""
+    """Write a full checkpoint: one ordinary ``torch.save`` file, by one rank."""
     try:
         destination.check_replaceable()
         destination.clear_leftovers()
@@ -383,7 +383,7 @@ def save_whole(checkpoint: Mapping[str, Any], destination: Destination) -> None:
     except BaseException as error:
         destination.discard()
         if not isinstance(error, (OSError, RuntimeError)):
-            raise  # pickling errors belong to the project
+            raise  # the project's objects cause pickling errors
         raise CheckpointNotSavedError(
             f"The checkpoint {destination.path} was not saved: {_reason(error)}. Its partial file was removed; an "
             "earlier checkpoint at this path is unchanged."
@@ -391,7 +391,7 @@ def save_whole(checkpoint: Mapping[str, Any], destination: Destination) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    # If a write fails, torch.save raises an error about file positions; the cause is the real one.
+    # If a write fails, torch.save raises an error about file positions, whose context is the real error.
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__context__
@@ -404,7 +404,7 @@ def _write(content: Content, destination: Destination, rank: int) -> Written:
         destination.clear_leftovers()
     name = f"__{rank}_0.distcp"
     tensors, objects = [], {}
-    # Small tensors are adjacent: opening a checkpoint reads some of them, and a disk reads neighbouring blocks as well.
+    # Small tensors are stored together: opening a checkpoint reads some, and disks read neighbouring blocks as well.
     entries = sorted(content.entries, key=lambda entry: entry.nbytes > archives.SMALL)
     with destination.writing(name) as stream:
         for entry in entries:
@@ -458,7 +458,7 @@ def _complete(content: Content, destination: Destination, written_by: dict[str, 
 
 
 def metadata_of(paths: dict[str, tuple[Any, ...]], everyone: Sequence[Written]) -> Metadata:
-    """DCP's metadata of what all ranks have written; ``paths`` as in ``Content``.
+    """Return DCP's metadata for what all ranks have written; ``paths`` as in ``Content``.
 
     Raises:
         ValueError: if a tensor lacks the shards of some ranks.
@@ -479,7 +479,7 @@ def metadata_of(paths: dict[str, tuple[Any, ...]], everyone: Sequence[Written]) 
     lacking = [name for name in paths if name not in objects and not _is_whole(tensors.get(name))]
     if lacking:
         raise ValueError(
-            f"the checkpoint lacks the shards of some ranks of {listed(lacking)}: a hook that saves values of sharded "
+            f"the checkpoint lacks some ranks' shards of {listed(lacking)}: a hook that saves values of sharded "
             "parameters must do so on every rank, not inside 'if rank == 0:'"
         )
     found: dict[str, Any] = {name: objects[name] if name in objects else tensors[name] for name in paths}

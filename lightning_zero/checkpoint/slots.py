@@ -1,8 +1,8 @@
-"""Slots: files in shared memory (tmpfs), to which each rank copies its part of a run's state; they outlive processes.
+"""Slots: files in shared memory (tmpfs) to which each rank copies its part of a run's state; they outlive processes.
 
-    header    where the trailer is, and its checksum; zeros while the slot is being written
-    values    of this rank's tensors, each aligned to 64 bytes
-    trailer   what the values are, sums by which damage shows, and the rest of the state, pickled
+    header    the trailer's position and checksum; zeros while the slot is being written
+    values    the values of this rank's tensors, each aligned to 64 bytes
+    trailer   descriptions of the values, sums that reveal damage, and the rest of the state, pickled
 
 Each rank has two slots and writes to them in turn, so one is whole at any moment (in-memory checkpoints as in Gemini,
 SOSP 2023, section 4, but within the machine, since tmpfs outlives a killed process).
@@ -38,13 +38,13 @@ _MAGIC = b"lzslot01"
 
 
 class About(NamedTuple):
-    """Which state a slot holds.
+    """Identifies the state in a slot.
 
     Attributes:
-        attempt: of the job; processes that are started again make the next one.
-        number: of the copy, counted within the attempt.
+        attempt: number of the job's attempt; starting its processes again begins the next one.
+        number: number of the copy within the attempt.
         step: optimizer steps so far.
-        world_size: ranks that have a slot each.
+        world_size: number of ranks; each has a slot.
     """
 
     attempt: int
@@ -55,7 +55,7 @@ class About(NamedTuple):
 
 
 class SlotWriter:
-    """The writer of a slot's file, which each copy overwrites.
+    """Writer of a slot's file, which each copy overwrites.
 
     Args:
         path: the file's path.
@@ -64,27 +64,27 @@ class SlotWriter:
     """
 
     VALUES = 4096
-    """Position of the first value: values are mapped by pages. What makes the slot whole is before it."""
+    """Position of the first value: a page boundary, for mapping. The header before it makes the slot whole."""
 
     def __init__(self, path: str, staging: CopyBuffer | None = None) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._size = os.fstat(self._file).st_size
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._staging = CopyBuffer() if staging is None else staging
-        self._length = 0  # of the contents
+        self._length = 0  # bytes of contents
         self._layout: Any = None
         self._tensors = b""
 
     def begin(self, content: Content, about: About, own: Any) -> Callable[[], None]:
-        """Begin to replace the slot's contents: copy what may change at any time, and pickle what is no tensor.
+        """Begin to replace the slot's contents: copy values that may change at any time, and pickle everything else.
 
         Args:
-            content: values that are guarded are copied later.
-            own: this rank's state that is no tensor.
+            content: what to write; guarded values are copied later.
+            own: this rank's own state, such as its position in the data.
 
         Returns:
-            A function that copies the guarded values and makes the slot whole. It must be called, in another thread:
-            training waits for it before it changes those values.
+            A function that copies the guarded values and makes the slot whole. Another thread must call it: training
+            waits for that before it changes guarded values.
 
         Raises:
             OSError: if there is not enough room.
@@ -120,7 +120,7 @@ class SlotWriter:
         return self._mapped()[: self._length]
 
     def overwritten(self, length: int) -> Tensor:
-        """Memory for other contents, of which those before ``VALUES`` are to be written last.
+        """Return memory for new contents. The bytes before ``VALUES`` must be written last.
 
         Raises:
             OSError: if there is not enough room.
@@ -130,7 +130,7 @@ class SlotWriter:
         return self._mapped()[:length]
 
     def _reserve(self, size: int) -> None:
-        """Give the file room, since a write to memory that tmpfs lacks would kill the process."""
+        """Allocate the file's memory now, since a write to memory that tmpfs lacks would kill the process."""
         if size > self._size:
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
             os.posix_fallocate(self._file, 0, size)
@@ -142,7 +142,7 @@ class SlotWriter:
         return self._memory
 
     def _copied(self, entries: list[Entry], positions: Sequence[int]) -> tuple[int, int]:
-        """Copy values to their positions, and return where the bytes that were written begin and end."""
+        """Copy values to their positions, and return where the written bytes begin and end."""
         memory, begin, end = self._mapped(), positions[0], positions[len(entries)]
         targets, sources = [], []
         for entry, position in zip(entries, positions):
@@ -157,7 +157,7 @@ class SlotWriter:
         return begin, end
 
     def _described(self, entries: list[Entry], positions: list[int]) -> bytes:
-        """What the values are, as ``Written.tensors``, pickled; the same from step to step."""
+        """Return the pickled description of the values, as in ``Written.tensors``; cached while the layout is equal."""
         layout = [(entry.names, entry.share, entry.dtype, entry.start, entry.stop) for entry in entries]
         if layout != self._layout:
             tensors = [
@@ -179,7 +179,7 @@ class SlotWriter:
 
 
 def _positions(entries: list[Entry]) -> list[int]:
-    """Where each entry begins, and where the last one ends."""
+    """Return where each entry begins, and where the last entry ends."""
     positions = [SlotWriter.VALUES]
     for entry in entries:
         positions.append(-(-(positions[-1] + entry.nbytes) // 64) * 64)
@@ -197,7 +197,7 @@ def _on_cpu(entries: list[Entry], staging: CopyBuffer, after: torch.Event | None
 
 
 def _sum(memory: Tensor) -> int:
-    """A sum that any single change to the memory changes; its length is a multiple of eight."""
+    """Return a sum that any single change to the memory alters; the memory's length must be a multiple of eight."""
     return int(memory.view(torch.int64).sum())
 
 
@@ -206,7 +206,7 @@ def _sum(memory: Tensor) -> int:
 
 @dataclass
 class Slot:
-    """A slot that was whole when it was read; ``verify`` shows damage since."""
+    """A slot that was whole when it was read; ``verify`` detects later damage."""
 
     path: str
     about: About
@@ -214,7 +214,7 @@ class Slot:
 
     @classmethod
     def at(cls, path: str) -> Slot | None:
-        """The slot in a file; None if it is not whole."""
+        """Read the slot in a file; None if it is not whole."""
         with open(path, "rb") as file:
             head = file.read(_HEADER.size)
             if len(head) < _HEADER.size:
@@ -249,7 +249,7 @@ class Slot:
 
 
 class _SlotFolder(Folder):
-    """Slots of all ranks of one copy, read as a sharded checkpoint."""
+    """All ranks' slots of one copy, read as a sharded checkpoint."""
 
     def __init__(self, folder: str, slots: Sequence[Slot]) -> None:
         self.files, self.written_by = Files(folder), {}
@@ -278,14 +278,14 @@ def open_slots(folder: str, slots: Sequence[Slot]) -> tuple[OpenedCheckpoint, li
     """Open slots as a sharded checkpoint, whose tensors are read when they are needed.
 
     Args:
-        folder: the folder that all of them are in.
-        slots: of one copy, in the order of ranks.
+        folder: the folder that contains all slots.
+        slots: the slots of one copy, in the order of ranks.
 
     Returns:
         The checkpoint, and each rank's own state.
 
     Raises:
-        DamagedCheckpointError: if they lack something.
+        DamagedCheckpointError: if the slots are incomplete.
     """
     try:
         read = _SlotFolder(folder, slots)

@@ -1,4 +1,4 @@
-"""Load weights from a file: names and shapes at once, values when the module is sharded, each rank its own shard."""
+"""Load weights from a file: names and shapes immediately, values when the module is sharded, only this rank's shard."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
     the file's mapped memory, and values are copied into other parameters. The module's dtypes are kept.
 
     Args:
-        module: on the meta device, ordinary, or sharded, wholly or in part.
+        module: may be on the meta device, ordinary, or wholly or partly sharded.
         path: a ``.safetensors`` file; a ``torch.save`` file with a state dict or a Lightning checkpoint; or a folder
             written by ``save_pretrained`` of transformers or by a strategy with ``checkpoint="sharded"``. One name is
             enough for tied parameters.
@@ -46,7 +46,7 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
     Raises:
         FileNotFoundError: if there are no weights at the path.
         ModuleNotFoundError: for safetensors files, if that package is not installed.
-        ValueError: if the file cannot be read or tensors do not fit, naming all of them. Nothing has been loaded then.
+        ValueError: if the file cannot be read, or naming all tensors that do not fit. Nothing has been loaded then.
 
     Example:
         >>> torch.save({"weight": torch.ones(2, 3), "bias": torch.zeros(2)}, "weights.pt")
@@ -104,10 +104,10 @@ def _read(path: Path) -> dict[str, Tensor]:
     if path.is_dir():
         found = next((path / name for name in _IN_A_FOLDER if (path / name).is_file()), None)
         if found is None:
-            raise FileNotFoundError(f"{path} has no weights: it requires one of {', '.join(_IN_A_FOLDER)}.")
+            raise FileNotFoundError(f"{path} has no weights: it must contain one of {', '.join(_IN_A_FOLDER)}.")
         path = found
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: load_weights takes a file of weights, or a folder with one.")
+        raise FileNotFoundError(f"{path} does not exist: load_weights takes a weights file, or a folder with one.")
     if path.suffix == ".json":
         with _named_in_errors(path):
             files = sorted(set(json.loads(path.read_text())["weight_map"].values()))
@@ -130,7 +130,7 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 @contextmanager
 def _named_in_errors(path: Path) -> Iterator[None]:
-    """Context that converts readers' errors, of various classes and mostly without the file's name, to ValueError."""
+    """Context that converts readers' errors, which vary in class and mostly lack the file's name, to ValueError."""
     try:
         yield
     except Exception as error:

@@ -11,11 +11,11 @@ from lightning_zero.commands.parsing import Menu
 SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 BENCHMARKS = {
-    "peers": "time, memory and communication beside DDP, FSDP and DeepSpeed",
-    "ratios": "whether a stage has become slower beside DDP",
-    "plans": "predicted step times beside measured ones",
-    "growth": "what the engine costs as tensors, units and ranks grow",
-    "compare": "whether results, or runs, take more time or memory than others",
+    "peers": "time, memory and communication, compared with DDP, FSDP and DeepSpeed",
+    "ratios": "whether a stage has become slower relative to DDP",
+    "plans": "predicted step times compared with measured ones",
+    "growth": "what the engine costs as the numbers of tensors, units and ranks grow",
+    "compare": "whether one result or run takes more time or memory than another",
 }
 
 
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _load(name: str) -> Any:
-    """Import a benchmark's script. It imports no torch, so that it uses no core of the processes that it measures."""
+    """Import a benchmark's script. The script imports no torch, so it takes no CPU core from the measured processes."""
     if name == "compare":
         return importlib.import_module("lightning_zero.commands.bench_compare")  # works without the repository
     if not (SCRIPTS / f"{name}.py").exists():
@@ -46,7 +46,7 @@ def _load(name: str) -> Any:
         )
     if importlib.util.find_spec("psutil") is None:
         parser().error(
-            "the package psutil is missing, which describes the machine: pip install 'lightning_zero[bench]'"
+            "the package psutil, which describes the machine, is missing: pip install 'lightning_zero[bench]'"
         )
     sys.path.insert(0, str(SCRIPTS))  # the scripts import each other
     return importlib.import_module(name)

@@ -23,7 +23,7 @@ _UNITS = {
     **dict.fromkeys(("live_bytes", "resident_bytes", "allocated_bytes", "reserved_bytes"), "bytes"),
     **dict.fromkeys(("asked_bytes", "sent_bytes", "resident", "allocated", "peak", "bytes"), "bytes"),
 }
-"""What the results of benchmarks call their readings. More is worse, for all of them."""
+"""Units by the names of readings in benchmark results. More is worse, for all of them."""
 _DERIVED = {"about", "costs", "medians"}
 _PLACES = {"systems", "rounds", "series", "models", "strategies"}
 """Names in results that say nothing about a reading."""
@@ -33,7 +33,7 @@ Path_ = tuple[str, ...]
 
 
 class Series(NamedTuple):
-    """Readings of one quantity: ``"s"``, ``"x"`` (times another system's), or ``"bytes"``, which hardly vary."""
+    """Readings of one quantity: ``"s"``, ``"x"`` (multiples of another system's), or ``"bytes"``, which hardly vary."""
 
     unit: str
     values: list[float]
@@ -45,10 +45,10 @@ class Change:
 
     Attributes:
         old, new: medians.
-        samples: how many readings each is the median of.
-        ratio: of the medians, new to old.
-        interval: in which that ratio lies with 95 %, by resampling; None with less than two readings on a side.
-        p: of a two-sided Mann-Whitney U test; None likewise.
+        samples: number of readings behind each median.
+        ratio: the new median divided by the old one.
+        interval: 95 % interval of the ratio, by resampling; None with fewer than two readings on a side.
+        p: p-value of a two-sided Mann-Whitney U test; None likewise.
         verdict: ``"slower"`` or ``"larger"``, ``"faster"`` or ``"smaller"``, or nothing.
     """
 
@@ -66,7 +66,7 @@ class Change:
 def parser() -> Parser:
     made = Parser(
         prog="lightning-zero bench compare",
-        description="Compare two results of a benchmark, two folders of them, or the folders of two runs with "
+        description="Compare two benchmark results, two folders of results, or the folders of two runs with "
         "ZeroMonitor and a CSVLogger. The exit code is 1 if something is slower, or takes more memory.",
     )
     made.add_argument("old", type=Path, metavar="OLD", help="file or folder")
@@ -79,7 +79,7 @@ def parser() -> Parser:
         help="compare times as ratios to those of a system in the same file, such as ddp: for machines whose speed "
         "differs or drifts",
     )
-    made.add_argument("--json", action="store_true", help="as JSON")
+    made.add_argument("--json", action="store_true", help="print the changes as JSON")
     return made
 
 
@@ -109,7 +109,7 @@ def compare(
     """The changes of all readings that two files or folders have in common.
 
     Args:
-        notes: gets a line for everything that could not be compared, or only with care.
+        notes: receives a line for everything that could not be compared, or only with caution.
 
     Raises:
         ImportError: if scipy is not installed.
@@ -144,12 +144,12 @@ def compare(
 
 
 def _least_p(old: int, new: int) -> float:
-    """What the test gives at least for so many samples: all of one side before all of the other."""
+    """The smallest p that the test can give for these sample counts: all of one side below all of the other."""
     return 2 / math.comb(old + new, old)
 
 
 def change_of(name: str, old: Series, new: Series, threshold: float, alpha: float) -> Change:
-    """Compare two series. Times change where the test is significant; bytes, which are counted, need none."""
+    """Compare two series. Times have changed if the test is significant; bytes are counted exactly and need no test."""
     medians = statistics.median(old.values), statistics.median(new.values)
     ratio = medians[1] / medians[0] if medians[0] else math.inf
     enough = min(len(old.values), len(new.values)) > 1
@@ -190,7 +190,7 @@ class _Result(NamedTuple):
 
 
 def _read(place: Path, notes: list[str]) -> dict[str, _Result]:
-    """A result in a file, those in a folder by their names, or the runs in a folder."""
+    """Read the result in a file, the results in a folder by file name, or the runs in a folder."""
     if not place.exists():
         raise ValueError(f"{place}: there is no such file or folder")
     files = sorted(place.glob("*.json")) if place.is_dir() else [place]
@@ -220,9 +220,9 @@ def _result(file: Path) -> dict[str, Any]:
 
 
 def series_of(result: Mapping[str, Any]) -> dict[Path_, Series]:
-    """The readings in a benchmark's result by the names on the way to them.
+    """The readings in a benchmark's result, each by its path of names.
 
-    A time counts only where it stands in a list: alone it is a median of others.
+    A time counts only if it is in a list: a single time is a median of others.
     """
     found: dict[Path_, Series] = {}
     for path, value, is_listed in _numbers(result):
@@ -233,8 +233,8 @@ def series_of(result: Mapping[str, Any]) -> dict[Path_, Series]:
 
 
 def _numbers(value: Any, path: Path_ = (), is_listed: bool = False) -> Iterator[tuple[Path_, float, bool]]:
-    """Every number with its path, and whether it is one of several. Items of a list are repeats of one reading, except
-    dictionaries outside of rounds and within a list of lists: these belong to places, such as sizes."""
+    """Every number with its path, and whether it is one of several. List items are repeats of one reading, except
+    dictionaries outside of rounds or within a list of lists: those are separate readings, for example by size."""
     if isinstance(value, list) and value and isinstance(value[0], Mapping) and (is_listed or "rounds" not in path):
         value = {str(place): each for place, each in enumerate(value)}
     if isinstance(value, Mapping):
@@ -258,7 +258,7 @@ def _runs(folder: Path) -> dict[str, _Result]:
         raise ValueError(str(error)) from None
     found = {run.label if len(runs) > 1 else "": _Result(_logged(run.metrics), None) for run in runs}
     if not any(result.series for result in found.values()):
-        raise ValueError(f"{folder} has no figures of ZeroMonitor: add the callback, and a logger such as CSVLogger")
+        raise ValueError(f"{folder} has no figures from ZeroMonitor: add the callback, and a logger such as CSVLogger")
     return found
 
 
@@ -297,7 +297,7 @@ def _listed(names: Sequence[str], most: int = 3) -> str:
 
 
 def _print(changes: Sequence[Change]) -> None:
-    rows: list[tuple[str, ...]] = [("reading", "old", "new", "samples", "ratio", "95 % of it", "p", "")]
+    rows: list[tuple[str, ...]] = [("reading", "old", "new", "samples", "ratio", "95 % interval", "p", "")]
     for change in changes:
         said = in_bytes if change.unit == "bytes" else f"{{:.4g}} {change.unit}".format
         interval = "" if change.interval is None else f"{change.interval[0]:.3f} - {change.interval[1]:.3f}"

@@ -28,7 +28,7 @@ from lightning_zero.io.names import suggestion
 
 
 class JobFailed(Exception):
-    """A job cannot be started, or a rank of it ended with an exit code other than 0 after printing the reason."""
+    """A job cannot be started, or one of its ranks ended with an exit code other than 0 after printing the reason."""
 
     exit_code = 1
 
@@ -129,7 +129,7 @@ _KINDS: dict[Any, Rule] = {
 
 
 def _check_types(trainer: DictConfig) -> None:
-    """Check the Trainer's arguments against its annotations; the Trainer itself compares some of them late, or never.
+    """Check the Trainer's arguments against its annotations; the Trainer itself checks some of them late, or never.
 
     An argument that also takes text or objects is left to the Trainer.
     """
@@ -146,7 +146,7 @@ def _check_types(trainer: DictConfig) -> None:
 
 
 def _rules_of(hint: Any) -> list[Rule]:
-    """Rules of a union type, of which a value must meet one; none if a member accepts any value."""
+    """Rules for a type, of which a value must meet at least one; none if the type is not checked."""
     if get_origin(hint) in (Union, UnionType):
         rules = [_rules_of(member) for member in get_args(hint)]
         return list(chain(*rules)) if all(rules) else []
@@ -155,7 +155,7 @@ def _rules_of(hint: Any) -> list[Rule]:
     return [_KINDS[hint]] if hint in _KINDS else []
 
 
-# By target: the package that its object imports, and the extra of this package that installs it.
+# By target: the package that the object imports, and the extra of lightning_zero that installs it.
 EXTRAS = {
     "lightning_zero.zoo.digits.DigitsData": ("sklearn", "demo"),
     "lightning_zero.zoo.muon.muon_and_adamw": ("pytorch_optimizer", "optimizers"),
@@ -169,7 +169,7 @@ EXTRAS = {
 
 
 def _check_packages(config: DictConfig) -> None:
-    """Check that what the config names is installed; without TensorBoard, write a CSV file, as Lightning does."""
+    """Check that the config's packages are installed; without TensorBoard, write a CSV file, as Lightning does."""
     from lightning.pytorch.utilities import rank_zero_info
 
     for group in ("data", "logger", "optimizer"):
@@ -199,7 +199,7 @@ def _check_made(config: DictConfig) -> None:
         "model": make_model,
         "optimizer": lambda optimizer: instantiate(optimizer)([torch.nn.Parameter(torch.empty(1, device="cpu"))]),
         "stage": instantiate,
-        "logger": instantiate,  # also makes MLflow's database, before several ranks would make it at once
+        "logger": instantiate,  # also creates MLflow's database, before several ranks would create it at once
         "callbacks": lambda callbacks: [instantiate(callback) for callback in callbacks.values()],
         "trainer": lambda trainer: instantiate(
             trainer, callbacks=[instantiate(callback) for callback in config.callbacks.values()], logger=False
@@ -223,11 +223,11 @@ _REFUSALS = (InstantiationException, ValueError, TypeError, OSError)
 
 
 def _with_key(error: Exception, group: str, config: DictConfig, make: Callable[[DictConfig], Any]) -> str:
-    """Return the error in one line that begins with the key: the one without which ``make`` succeeds."""
+    """Return the error in one line that begins with the key at fault: without this key, ``make`` succeeds."""
     from hydra.utils import get_object
 
     text = in_one_line(error)
-    if re.match(r"\w+=|offload: ", text):  # errors of the models, the data and offload: heads=3 must ...
+    if re.match(r"\w+=|offload: ", text):  # errors from the models, the data and offload: heads=3 must ...
         return f"{group}.{text}"
     found = re.search(r"^full_key: (.+)$", str(error), flags=re.MULTILINE)
     key = found[1] if found else group

@@ -19,7 +19,7 @@ from lightning_zero.io.labels import new_label
 from lightning_zero.io.sizes import in_bytes
 from lightning_zero.io.tables import show
 
-EPILOG = "PATH is a checkpoint of any writer: a Lightning file, or a folder of torch.distributed.checkpoint."
+EPILOG = "PATH is a checkpoint from any writer: a Lightning file, or a torch.distributed.checkpoint folder."
 
 
 def main(arguments: list[str]) -> int:
@@ -67,20 +67,20 @@ def parser() -> Parser:
         return added
 
     inspect = command("inspect", _inspect, "show what is in a checkpoint, without reading its values")
-    inspect.add_argument("--all", action="store_true", help="every tensor, optimizer states included")
+    inspect.add_argument("--all", action="store_true", help="show every tensor, including optimizer states")
 
     command("verify", _verify, "read all of a checkpoint; exit code 1 if it is damaged")
 
     export = command("export", _export, "write the weights to OUT.safetensors, for any framework")
     export.add_argument(
-        "--dtype", choices=("fp32", "bf16", "fp16"), help="of floating-point weights; default: as saved"
+        "--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of floating-point weights (default: as saved)"
     )
     export.add_argument(
         "--max-shard-size",
         metavar="SIZE",
         type=size_of,
         default="5GB",
-        help="of a file; larger exports become several files with an index (default: 5GB)",
+        help="size limit of a file; larger exports become several files with an index (default: 5GB)",
     )
     export.add_argument(
         "--strip-prefix",
@@ -89,15 +89,17 @@ def parser() -> Parser:
         "the module's transformers model, if there is exactly one; '' exports everything under its own name",
     )
 
-    convert = command("convert", _convert, "write all of a checkpoint in the other form")
+    convert = command("convert", _convert, "write a whole checkpoint in the other form")
     convert.add_argument("--to", choices=("full", "sharded"), required=True, help="one file, or a folder")
 
-    foreign = command("import", _import, "make a Lightning checkpoint of one by DeepSpeed or FSDP")
+    foreign = command("import", _import, "convert a DeepSpeed or FSDP checkpoint to a Lightning checkpoint")
     foreign.add_argument("--to", choices=("full", "sharded"), default="full", help="one file (default) or a folder")
     foreign.add_argument(
-        "--prefix", default="", help="put before each parameter's name: model. if the module holds it as self.model"
+        "--prefix",
+        default="",
+        help="prefix of each parameter's name: model. if the LightningModule holds the network as self.model",
     )
-    foreign.add_argument("--model", metavar="ENTRY", help="of fsdp: the entry that contains the weights")
+    foreign.add_argument("--model", metavar="ENTRY", help="fsdp only: the entry that contains the weights")
     return made
 
 
@@ -132,7 +134,7 @@ def _export(options: Any) -> None:
     content = export(opened, dtype, options.strip_prefix)
     models = (opened.checkpoint.get(CHECKPOINT_KEY) or {}).get("transformers") or {}
     if options.strip_prefix is None and len(models) > 1:
-        _say(f"several models of transformers ({', '.join(models)}): choose one with --strip-prefix PREFIX")
+        _say(f"several transformers models ({', '.join(models)}): choose one with --strip-prefix PREFIX")
     if content.config is not None:
         _refuse_existing([paths.beside("config.json")], options)
     with progress("exporting", content.bytes) as advance:

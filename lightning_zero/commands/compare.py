@@ -13,8 +13,8 @@ from lightning_zero.io.tables import show
 class CompareJobs(Callback):
     """Hydra callback that records the folder of a sweep.
 
-    Hydra calls ``on_multirun_end`` only if no job failed, but the remaining jobs are to be compared also after a
-    failure. So the command itself calls ``compare`` when the sweep is over.
+    Hydra calls ``on_multirun_end`` only if no job failed, but the remaining jobs should be compared after a failure,
+    too. So the command itself calls ``compare`` when the sweep is over.
     """
 
     folder: ClassVar[Path | None] = None
@@ -46,7 +46,7 @@ def compare(folder: Path) -> Path:
 
 
 def _rows(jobs: dict[str, dict[str, Any] | None], done: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
-    """The rows of a sweep's table, a job each, after the heading."""
+    """The rows of a sweep's table: the heading, then one row per job."""
     from lightning_zero.monitoring.report import figures
 
     found = {label: {each.heading: each.value for each in figures(results)} for label, results in done.items()}

@@ -1,4 +1,4 @@
-"""`lightning-zero completion`: shells complete subcommands, options and values, by the shell functions of Hydra.
+"""`lightning-zero completion`: shell completion of subcommands, options and values, by Hydra's shell functions.
 
 These functions run `lightning-zero -sc query=SHELL` at each Tab, with the line so far in COMP_LINE.
 """
@@ -23,7 +23,7 @@ fish: write  lightning-zero completion fish | source  into ~/.config/fish/config
 def parser() -> Parser:
     made = Parser(
         "lightning-zero completion",
-        description="Print what lets a shell complete subcommands, options and the values of lightning-zero train.",
+        description="Print a script that lets a shell complete subcommands, options and lightning-zero train values.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

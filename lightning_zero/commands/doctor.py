@@ -20,12 +20,12 @@ from lightning_zero.io.tables import show
 def parser() -> Parser:
     made = Parser(
         prog="lightning-zero doctor",
-        description="Measure this machine for lightning-zero plan --resources FILE, and say what works on it.",
+        description="Measure this machine for lightning-zero plan --resources FILE, and report what works on it.",
     )
     made.add_argument("--ranks", type=int, default=2, help="number of processes to measure together (default: 2)")
     made.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     made.add_argument("--disk", help="folder on the disk for offload='nvme' (default: the folder for temporary files)")
-    made.add_argument("--json", action="store_true", help="print JSON, which --resources of lightning-zero plan reads")
+    made.add_argument("--json", action="store_true", help="print JSON, which lightning-zero plan --resources reads")
     return made
 
 
@@ -46,8 +46,8 @@ def main(arguments: list[str]) -> int:
         resources = replace(resources, disk_bandwidth=disk_bandwidth(about["disk"]) / parsed.ranks)
     except OSError as error:
         findings.append(
-            f"The disk for offload='nvme' could not be measured ({error}): give --disk FOLDER. Until then plans take "
-            f"it for {in_bytes(resources.disk_bandwidth)}/s."
+            f"The disk for offload='nvme' could not be measured ({error}): give --disk FOLDER. Until then plans "
+            f"assume {in_bytes(resources.disk_bandwidth)}/s."
         )
     found = {"versions": _versions(), "machine": {**_machine(), **about}, "resources": asdict(resources)}
     findings += _findings(found)
@@ -102,9 +102,9 @@ def _findings(found: dict[str, Any]) -> list[str]:
         )
     if not machine["gpus"] and resources["flops"] < 1e12:
         said.append(
-            f"No GPU is visible; matrix products reach {resources['flops'] / 1e9:.0f} GFLOP/s a rank. A model of 10^9 "
-            "parameters takes "
-            f"{6e9 / resources['flops']:.2g} s a token and rank to train."
+            f"No GPU is visible; matrix products reach {resources['flops'] / 1e9:.0f} GFLOP/s per rank. Training a "
+            "model of 10^9 parameters takes "
+            f"{6e9 / resources['flops']:.2g} s per token and rank."
         )
     return said
 

@@ -18,7 +18,7 @@ def parser() -> Parser:
     made.add_argument("recent", help="file written by DriftMonitor(save_to=...) on recent data")
     made.add_argument("--psi-above", type=float, default=0.2, help="population stability index (default: 0.2)")
     made.add_argument("--ks-above", type=float, default=0.1, help="Kolmogorov-Smirnov statistic (default: 0.1)")
-    made.add_argument("--json", action="store_true", help="as JSON")
+    made.add_argument("--json", action="store_true", help="print the result as JSON")
     return made
 
 

@@ -1,14 +1,14 @@
-"""Imported first in the server from which ``lightning-zero launch`` forks processes: the server ends with the launcher.
+"""Imported first by the fork server of ``lightning-zero launch``, so that the server ends with the launcher.
 
-The server would notice the launcher's end by itself, but then takes seconds to shut down with all that it has imported,
-while its processes go on.
+The server would notice the launcher's end by itself, but would take seconds to shut down with all that it has
+imported, while its processes continue.
 """
 
 import ctypes
 import signal
 import sys
 
-_PR_SET_PDEATHSIG = 1  # of prctl
+_PR_SET_PDEATHSIG = 1  # option of prctl
 
 
 def end_with_parent() -> None:

@@ -1,7 +1,7 @@
-"""`lightning-zero launch`: torchrun with processes that start at once again, and with a timer for those that hang.
+"""`lightning-zero launch`: torchrun with fast restarts of processes, and a timeout for processes that hang.
 
-Processes are forked from a server that has imported torch and Lightning, so an attempt after a failure begins without
-the seconds of imports. Rendezvous, restarts and elasticity are torchelastic's.
+Processes are forked from a server that has imported torch and Lightning, so an attempt after a failure begins
+without seconds of imports. Rendezvous, restarts and elasticity are torchelastic's.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _PRELOADED = [
     "lightning_zero.strategies.trainer",
 ]
 _PATIENCE = "keep_alive_interval=2,keep_alive_max_attempt=3,last_call_timeout=5"
-"""In seconds: torchrun's own take 15 to see that a machine is lost, and 30 more to wait for others in its place."""
-_GRACE = 2.0  # seconds for a process that hangs to write its stack
+"""In seconds. With torchrun's defaults, noticing a lost machine takes 15, and waiting for a replacement 30 more."""
+_GRACE = 2.0  # seconds for a hanging process to write its stack
 
 
 def parser() -> Parser:
@@ -49,9 +49,9 @@ def parser() -> Parser:
         epilog="Example: lightning-zero launch --nproc-per-node 2 train.py --lr 1e-3",
     )
     made.add_argument(
-        "--nproc-per-node", default="gpu", metavar="N", help="processes of this machine; gpu: one per GPU"
+        "--nproc-per-node", default="gpu", metavar="N", help="processes on this machine; gpu: one per GPU"
     )
-    made.add_argument("--max-restarts", type=int, default=3, metavar="N", help="how often they are started again")
+    made.add_argument("--max-restarts", type=int, default=3, metavar="N", help="how often all processes are restarted")
     made.add_argument(
         "--hang-timeout",
         type=float,
@@ -60,12 +60,12 @@ def parser() -> Parser:
         help="kill processes that keep the others waiting once no process has begun a step for this long; 0: never",
     )
     made.add_argument("--nnodes", default="1", metavar="N|MIN:MAX", help="machines; up to MAX may join or be lost")
-    made.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where several machines meet")
-    made.add_argument("--rdzv-id", metavar="NAME", help="of the job: the same name continues it later")
-    made.add_argument("--log-dir", metavar="FOLDER", help="for what the processes write; by default they write here")
+    made.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="address at which several machines rendezvous")
+    made.add_argument("--rdzv-id", metavar="NAME", help="name of the job: the same name continues it later")
+    made.add_argument("--log-dir", metavar="FOLDER", help="folder for the processes' output (default: the terminal)")
     made.add_argument("-m", "--module", action="store_true", help="the script is a module's name")
     made.add_argument("script", help="what each process runs")
-    made.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    made.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     return made
 
 
@@ -96,7 +96,7 @@ def main(arguments: list[str]) -> int:
         "start-method": "forkserver",
         **({"log-dir": given.log_dir, "redirects": "3"} if given.log_dir else {}),
     }
-    if given.nnodes != "1":  # a machine that joins later would wait for an address for ever (torch 2.13)
+    if given.nnodes != "1":  # a machine that joins later would wait for an address forever (torch 2.13)
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     multiprocessing.set_forkserver_preload(_PRELOADED)
     folder = tempfile.mkdtemp(prefix="lightning_zero-beats-")
@@ -117,7 +117,7 @@ def main(arguments: list[str]) -> int:
 
 def run_script(script: str, is_module: bool, *arguments: str) -> None:
     """Run a script as ``python script`` does, in a process that has been forked for it."""
-    end_with_parent()  # the server, which ends with the launcher
+    end_with_parent()  # the parent is the server, which ends with the launcher
     faulthandler.enable()
     sys.argv = [script, *arguments]
     try:
@@ -135,18 +135,18 @@ def run_script(script: str, is_module: bool, *arguments: str) -> None:
     except BaseException as error:
         sys.last_value = error  # as the interpreter does, for functions that run at exit
         sys.excepthook(type(error), error, error.__traceback__)
-        # Torch would write the error to a file for the launcher. A process that leaves because another one has died may
-        # be in the middle of that, and the launcher would fail in reading it (torch 2.13).
+        # Torch would write the error to a file for the launcher. A process that exits because another one has died may
+        # still be writing the file, and the launcher would fail to read it (torch 2.13).
         raise SystemExit(1) from None
     finally:
-        atexit._run_exitfuncs()  # which processes of multiprocessing do not call
+        atexit._run_exitfuncs()  # multiprocessing's processes do not call them
 
 
 def _end_hangs(folder: str, timeout: float, is_alone: bool) -> None:
-    """Kill processes that hang: those that do not wait for others, when no process has begun a step for a while.
+    """Kill hanging processes: those that do not wait for others, when no process has begun a step for a while.
 
-    If all processes of this machine wait, the one that hangs is on another machine, whose launcher kills it. Only if
-    that does not happen in as much time again, or if there is no other machine, they wait for each other.
+    If all processes of this machine wait, the hanging one is on another machine, whose launcher kills it. Only if that
+    does not happen within the same time again, or if there is no other machine, do they wait for each other.
     """
     before: dict[int, int] = {}
     since = time.monotonic()
@@ -176,7 +176,7 @@ def _end_those_that_hang(noted: list[beats.Beats], timeout: float) -> None:
             flush=True,
         )
         with suppress(ProcessLookupError):
-            os.kill(each.process, signal.SIGABRT)  # on which faulthandler writes the stacks
+            os.kill(each.process, signal.SIGABRT)  # makes faulthandler write the stacks
     time.sleep(_GRACE)
     for each in hanging:
         with suppress(ProcessLookupError):

@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> int:
     own, of_script = cut(arguments)
     parsed = parser().parse_args(own)
     if not parsed.project:
-        parser().error("give what to train")
+        parser().error("specify what to train")
     sys.path.insert(0, "")
     try:
         from lightning_zero.planning.parity import probe
@@ -53,12 +53,14 @@ def parser() -> Parser:
         "a loss or a weight differs in any bit.",
     )
     add_project(made)
-    made.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
-    made.add_argument("--steps", type=int, default=3, help="of the optimizer (default: 3)")
-    made.add_argument("--stage", type=int, nargs="+", default=[1, 2, 3], choices=[1, 2, 3], help="(default: all)")
-    made.add_argument("--precision", help="as the Trainer names it (default: the project's, or 32-true)")
-    made.add_argument("--option", nargs="+", default=[], metavar="name=value", help="others of ZeroStrategy")
-    made.add_argument("--json", action="store_true", help="what was found as JSON")
+    made.add_argument("--ranks", type=int, default=2, help="number of processes (default: 2)")
+    made.add_argument("--steps", type=int, default=3, help="number of optimizer steps (default: 3)")
+    made.add_argument(
+        "--stage", type=int, nargs="+", default=[1, 2, 3], choices=[1, 2, 3], help="stages (default: all)"
+    )
+    made.add_argument("--precision", help="the Trainer's precision (default: the project's, or 32-true)")
+    made.add_argument("--option", nargs="+", default=[], metavar="name=value", help="other options of ZeroStrategy")
+    made.add_argument("--json", action="store_true", help="print the findings as JSON")
     return made
 
 
@@ -68,7 +70,7 @@ def _said(comparison: Any, parsed: Any) -> str:
     parts = []
     if comparison.loss is not None:
         theirs, ours = (", ".join(f"{loss:.9g}" for loss in losses) for losses in comparison.loss)
-        parts.append(f"the losses of the ranks are {ours}, and under DDP {theirs}")
+        parts.append(f"the ranks' losses are {ours}, but under DDP {theirs}")
     if comparison.weights:
         worst = sorted(comparison.weights, key=lambda name: -comparison.weights[name])
         listed = ", ".join(f"{name} by up to {comparison.weights[name]:.3g}" for name in worst[:3])

@@ -1,4 +1,4 @@
-"""Parsers of the commands: a mistake gets one line with the nearest name, and subcommands are imported when chosen."""
+"""Command parsers: an error is one line that suggests the nearest name; subcommands are imported when chosen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lightning-zero plan`: predict memory, traffic and time of a training without running it."""
+"""`lightning-zero plan`: predict memory, traffic and time of a training run without running it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> int:
     if parsed.paper:
         return _paper(parsed)
     if not parsed.project:
-        parser().error("give what to plan, or --paper")
+        parser().error("specify what to plan, or --paper")
     sys.path.insert(0, "")
     try:
         from lightning_zero.planning.advice import advise, make_plans
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
         project = project_of(parsed, of_script)
         settings = {name: value for name in _SETTINGS if (value := getattr(parsed, name)) is not None}
         if parsed.ranks is not None:
-            settings = {"machines": 1, **settings}  # not the Trainer's, which has other ranks
+            settings = {"machines": 1, **settings}  # not the Trainer's, which has another number of ranks
         plan = partial(
             make_plans,
             project.make_module,
@@ -77,10 +77,10 @@ _SPEEDS = (
     *("flops", "memory_bandwidth", "link_bandwidth", "machine_bandwidth", "link_seconds"),
     *("host_bandwidth", "disk_bandwidth"),
 )
-"""Options that override what was measured."""
+"""Options that override measured values."""
 
 _SETTINGS = ("ranks", "machines", "accumulate", "precision", "clip")
-"""Options that come before what the project's own Trainer is given."""
+"""Options that take precedence over the arguments of the project's own Trainer."""
 
 
 def parser() -> Parser:
@@ -100,7 +100,9 @@ def parser() -> Parser:
         metavar="name=value",
         help="other options of ZeroStrategy, such as prefetch=0",
     )
-    made.add_argument("--machines", type=int, help="that have equally many of the ranks (default: the Trainer's, or 1)")
+    made.add_argument(
+        "--machines", type=int, help="machines, with equally many ranks each (default: the Trainer's, or 1)"
+    )
     made.add_argument(
         "--shard-within",
         nargs="+",
@@ -111,7 +113,7 @@ def parser() -> Parser:
         "--compression",
         nargs="+",
         default=["none"],
-        help="of what crosses between machines, over gloo or shared memory: none, exact, int8 or int4",
+        help="compression of traffic between machines, over gloo or shared memory: none, exact, int8 or int4",
     )
     made.add_argument(
         "--tensor-parallel",
@@ -126,19 +128,19 @@ def parser() -> Parser:
         nargs="+",
         default=["off"],
         choices=["off", "on", "partitioned"],
-        help="of activations; partitioned: each tensor-parallel rank keeps a part of them",
+        help="activation checkpointing; partitioned: each tensor-parallel rank keeps a part of the activations",
     )
     made.add_argument(
         "--configuration",
         nargs="+",
         default=[],
         choices=["C1", "C2", "C3", "C4", "C5"],
-        help="of the ZeRO paper's Table 3, in place of --stage, --offload and --checkpointing",
+        help="configuration from the ZeRO paper's Table 3, in place of --stage, --offload and --checkpointing",
     )
-    made.add_argument("--accumulate", type=int, nargs="+", help="micro-batches a step (default: the Trainer's, or 1)")
-    made.add_argument("--precision", help="as the Trainer names it (default: the Trainer's, or 32-true)")
+    made.add_argument("--accumulate", type=int, nargs="+", help="micro-batches per step (default: the Trainer's, or 1)")
+    made.add_argument("--precision", help="the Trainer's precision (default: the project's, or 32-true)")
     made.add_argument("--clip", type=float, help="gradient_clip_val (default: the Trainer's)")
-    made.add_argument("--memory", help="of the device, such as 80GB: says which choices fit")
+    made.add_argument("--memory", help="memory of the device, such as 80GB, to show which choices fit")
     made.add_argument("--resources", type=Path, help="file that lightning-zero doctor --json has written")
     made.add_argument("--flops", type=float, help="floating-point operations per second of matrix products")
     made.add_argument("--memory-bandwidth", type=float, help="bytes per second that operators read and write")
@@ -147,16 +149,16 @@ def parser() -> Parser:
     made.add_argument("--link-seconds", type=float, help="latency of a collective")
     made.add_argument("--host-bandwidth", type=float, help="bytes per second of optimizer updates on the host")
     made.add_argument(
-        "--disk-bandwidth", type=float, help="bytes a second that such an update moves from and to a disk"
+        "--disk-bandwidth", type=float, help="bytes per second that such an update moves from and to a disk"
     )
     made.add_argument(
         "--transport",
         choices=["nccl", "gloo", "shared memory"],
-        help="between the ranks (default: what --resources says, or nccl): each needs other buffers",
+        help="transport between the ranks, which determines the buffers (default: as in --resources, or nccl)",
     )
-    made.add_argument("--json", action="store_true", help="the plans as JSON")
+    made.add_argument("--json", action="store_true", help="print the plans as JSON")
     made.add_argument(
-        "--paper", action="store_true", help="Table 1 of the ZeRO paper, by its formula and by the engine"
+        "--paper", action="store_true", help="print Table 1 of the ZeRO paper, by its formula and by the engine"
     )
     return made
 
@@ -256,5 +258,5 @@ def _paper(parsed: argparse.Namespace) -> int:
         found = [by_place[ranks, size, stage] for size in TABLE_1_SIZES for stage in (1, 2, 3)]
         rows.append((str(ranks), *(f"{cell.formula_gb:.4g} | {cell.engine_gb:.4g}" for cell in found)))
     show(rows, tuple(range(len(rows[0]))))
-    print("GB a rank of model states: by the paper's formula | taken by this engine, whose gradients are fp32.")
+    print("GB of model states per rank: by the paper's formula | in this engine, whose gradients are fp32.")
     return 0

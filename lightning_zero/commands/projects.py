@@ -1,4 +1,4 @@
-"""Arguments of commands that name a project: a class and a batch, a script, or a configuration."""
+"""Command arguments that name a project: a class and a batch, a script, or a configuration."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def add_project(parser: argparse.ArgumentParser) -> None:
         "project",
         nargs="*",
         help="a LightningModule class or a function that makes one, with its arguments; a script, which is run up to "
-        "Trainer.fit; or overrides of the configuration that lightning-zero train has",
+        "Trainer.fit; or overrides of the configuration of lightning-zero train",
     )
     parser.add_argument(
         "--batch",
         nargs="+",
         metavar="BATCH",
-        help="of a class: package.module:function that returns a batch as the loader does, or tensors such as "
+        help="for a class: package.module:function that returns a batch as the loader does, or tensors such as "
         "'int64[4,1024]'",
     )
 
@@ -39,7 +39,7 @@ def project_of(parsed: argparse.Namespace, of_script: list[str]) -> Any:
     """The project that the first arguments name.
 
     Raises:
-        ValueError: if they name nothing.
+        ValueError: if they do not name a project.
     """
     from lightning_zero.planning import projects
 
@@ -84,7 +84,7 @@ def _found(name: str) -> Callable[..., Any]:
     """Import the object that `package.module:name` names.
 
     Raises:
-        ValueError: if there is no such thing.
+        ValueError: if there is no such object.
     """
     if ":" not in name:
         raise ValueError(f"{name!r} must be package.module:Name")
@@ -93,7 +93,7 @@ def _found(name: str) -> Callable[..., Any]:
     except AttributeError as error:
         raise ValueError(f"{name!r}: {error}") from None
     if not callable(found):
-        raise ValueError(f"{name!r} must be a class or function, and is a {type(found).__name__}")
+        raise ValueError(f"{name!r} must be a class or function, but is a {type(found).__name__}")
     return found
 
 
@@ -101,7 +101,7 @@ def _batches(given: list[str]) -> Iterator[Any]:
     """The project's batches, or random ones of declared shapes: one tensor, or a tuple of several.
 
     Raises:
-        ValueError: for what is neither.
+        ValueError: if they are given in another form.
     """
     import torch
 
@@ -140,7 +140,7 @@ def strategy_options(given: list[str]) -> dict[str, Any]:
     """Options of ZeroStrategy.
 
     Raises:
-        ValueError: if one does not exist or has a wrong value.
+        ValueError: if an option does not exist or has a wrong value.
     """
     from lightning_zero.strategies.trainer import ZeroStrategy
 

@@ -1,7 +1,7 @@
 """Launch the ranks of one job on this machine.
 
-Every job has its own processes, also within a sweep, and passes its config to them. Lightning's own launcher would
-instead run the command line again, which for a sweep is the whole sweep, and would leave MASTER_PORT, WORLD_SIZE and a
+Every job has its own processes, even within a sweep, and passes its config to them. Lightning's own launcher would
+instead run the command line again, which in a sweep is the whole sweep, and would leave MASTER_PORT, WORLD_SIZE and a
 process group behind in the process that starts the next job.
 """
 
@@ -26,7 +26,7 @@ from lightning_zero.engine.comm import process_group
 from lightning_zero.strategies.resilience_config import resilience_config
 
 Job = Callable[[DictConfig], None]
-RESTARTS = 3  # how often the ranks of a job are started again that keeps its state in memory
+RESTARTS = 3  # how often the ranks of a job that keeps its state in memory are restarted
 GRACE = 5.0  # seconds for ranks to end by themselves before they are terminated, and again before they are killed
 
 
@@ -39,10 +39,12 @@ def launch(job: Job, config: DictConfig) -> None:
     """Run ``job(config)`` on ``trainer.devices`` processes of this machine, and return when all have ended.
 
     When one fails, or on Ctrl-C or SIGTERM, the others are terminated within seconds. With ``resilience`` all are then
-    started again, and continue from what the ones before have kept.
+    started again, and continue from the state that the previous ranks have kept.
     """
     if config.trainer.num_nodes != 1:
-        raise ConfigError(f"trainer.num_nodes={config.trainer.num_nodes}: start one process a rank by torchrun or srun")
+        raise ConfigError(
+            f"trainer.num_nodes={config.trainer.num_nodes}: start one process per rank with torchrun or srun"
+        )
     strategy = config.trainer.strategy
     kept = resilience_config(strategy.get("resilience"))
     if kept is not None and kept.job is None:

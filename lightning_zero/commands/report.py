@@ -1,4 +1,4 @@
-"""`lightning-zero report`: a page and a model card of a run, or of the jobs of a sweep."""
+"""`lightning-zero report`: a page and a model card about a run, or about the jobs of a sweep."""
 
 from __future__ import annotations
 
@@ -40,14 +40,20 @@ def main(arguments: list[str]) -> int:
 def parser() -> Parser:
     made = Parser(
         prog="lightning-zero report",
-        description="Write report.html and a model card, README.md, of a run or of the jobs of a sweep.",
+        description="Write report.html and a model card, README.md, about a run or the jobs of a sweep.",
     )
     made.add_argument("folder", type=Path, metavar="RUN_FOLDER", help="folder of a run, or of a sweep with its jobs")
     made.add_argument("--output", type=Path, help="folder to write to (default: RUN_FOLDER)")
-    made.add_argument("--price-per-hour", type=_above_0, metavar="PRICE", help="of one rank's device, for the cost")
-    made.add_argument("--power-watts", type=_above_0, metavar="WATTS", help="of one rank's device, for the energy")
-    made.add_argument("--carbon-intensity", type=_above_0, metavar="GRAMS", help="of CO2 a kWh, for the emissions")
-    made.add_argument("--no-prediction", dest="prediction", action="store_false", help="leave predicted memory out")
+    made.add_argument(
+        "--price-per-hour", type=_above_0, metavar="PRICE", help="hourly price of one rank's device, for the cost"
+    )
+    made.add_argument(
+        "--power-watts", type=_above_0, metavar="WATTS", help="power of one rank's device, for the energy"
+    )
+    made.add_argument(
+        "--carbon-intensity", type=_above_0, metavar="GRAMS", help="grams of CO2 per kWh, for the emissions"
+    )
+    made.add_argument("--no-prediction", dest="prediction", action="store_false", help="omit predicted memory")
     made.add_argument("--json", action="store_true", help="print what the page would show, and write nothing")
     return made
 
@@ -72,7 +78,7 @@ def _check_packages() -> None:
 
 
 def _write(summary: dict[str, Any], root: Path, folders: list[Path], output: Path) -> list[Path]:
-    """Write the page, and a card for each job with records where its folder is in the output; return their paths."""
+    """Write the page, and for each job with records a card in the job's subfolder of the output; return their paths."""
     from lightning_zero.reporting import card, page
     from lightning_zero.reporting.records import ReportError
 

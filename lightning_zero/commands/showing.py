@@ -35,7 +35,7 @@ def size_of(text: str) -> int:
 
 
 CLOSED_PIPE = 128 + signal.SIGPIPE
-"""Exit code of a command whose reader has closed the pipe, as of programs that the signal ends."""
+"""Exit code of a command whose reader has closed the pipe, as for programs that SIGPIPE ends."""
 
 
 _stdout_for_json: TextIO | None = None

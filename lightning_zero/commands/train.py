@@ -25,7 +25,7 @@ from lightning_zero.commands.compare import CompareJobs, compare
 from lightning_zero.commands.parsing import Parser
 from lightning_zero.commands.showing import OptionalStdout, print_json
 
-# torch and Lightning are imported within functions: help, --cfg and completion do without.
+# torch and Lightning are imported within functions: help, --cfg and completion do not need them.
 
 
 def train(config: DictConfig) -> None:
@@ -65,7 +65,7 @@ def job(config: DictConfig) -> float | None:
     """Hydra's function for each job: check the config, then train on existing ranks or launch processes.
 
     Returns:
-        What a sweeper minimizes: the validation metric that ``objective`` names. None on ranks without the report.
+        What a sweeper minimizes: the validation metric named by ``objective``. None on ranks without the report.
     """
     from lightning_zero.commands.ranks import launch, ranks_exist
 
@@ -88,8 +88,8 @@ def job(config: DictConfig) -> float | None:
     metrics = json.loads(results.read_text())["validation"]
     if metrics and resolved.objective not in metrics:
         complain(
-            f"objective={resolved.objective} is none of the validation metrics, so a search finds nothing to minimize. "
-            f"Write objective={' or objective='.join(sorted(metrics))}."
+            f"objective={resolved.objective} is not one of the validation metrics, so a search finds nothing to "
+            f"minimize. Write objective={' or objective='.join(sorted(metrics))}."
         )
     return metrics.get(resolved.objective)
 
@@ -112,7 +112,7 @@ def _quote_stage(argument: str) -> str:
 
 
 def parser() -> Parser:
-    """Parser of Hydra's own options, and of --json."""
+    """Parser for Hydra's own options and --json."""
     made = Parser(
         "lightning-zero train",
         usage="lightning-zero train [GROUP=OPTION] [KEY=VALUE] ... [options]",
@@ -120,15 +120,15 @@ def parser() -> Parser:
         parents=[get_args_parser()],
         add_help=False,
     )
-    # Hydra's own help of this option is several lines, which argparse cannot format.
+    # Hydra's own help for this option has several lines, which argparse cannot format.
     (completion,) = (action for action in made._actions if "-sc" in action.option_strings)
-    completion.help = "install or uninstall completion by a shell; see lightning-zero completion --help"
+    completion.help = "install or uninstall shell completion; see lightning-zero completion --help"
     made.add_argument("--json", action="store_true", help="print the results of the job, or of a sweep's jobs, as JSON")
     return made
 
 
 def show_help(overrides: list[str]) -> None:
-    """Print options, groups and the configuration as Hydra's help does, which takes a second longer to find groups."""
+    """Print options, groups and the configuration like Hydra's help, which takes a second longer to find groups."""
     with hydra.initialize_config_module("lightning_zero.conf", version_base="1.3"):
         config = hydra.compose("train", overrides)
     print(parser().format_help())

@@ -1,12 +1,12 @@
-"""Open checkpoints of DeepSpeed's ZeRO stages 1 to 3 without DeepSpeed.
+"""Open checkpoints from DeepSpeed's ZeRO stages 1 to 3 without DeepSpeed.
 
-Each rank has a file with its shard of what the optimizer updates, flat vectors of fp32:
+Each rank has a file with its shard of the fp32 master weights, which are flat vectors:
 
 - stages 1 and 2: one vector per param group, the concatenation of its parameters, split into as many equal shards as
   there are ranks;
 - stage 3: each parameter is split separately, and a rank's shards of a sub-group's parameters are concatenated.
 
-The optimizer's state has vectors of the same layout. Everything that is not trained is in the model's files.
+The optimizer states are vectors with the same layout. Values that are not trained are in the model files.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 
-# DeepSpeed's own entries of a model file. All others were passed as `client_state`: by Lightning, its whole checkpoint.
+# DeepSpeed's own entries in a model file. All others were passed as `client_state`; Lightning passes its checkpoint.
 _OWN_ENTRIES = set(
     """
     module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler
@@ -49,11 +49,11 @@ _OWN_ENTRIES = set(
 
 
 def open_deepspeed(path: str | os.PathLike[str]) -> OpenedCheckpoint:
-    """Open a DeepSpeed checkpoint as Lightning's dictionary; values are only read when they are used.
+    """Open a DeepSpeed checkpoint as Lightning's dictionary; values are read only when they are used.
 
     Weights are the fp32 masters; tensors that are not trained are converted to fp32. If the parameters were in low
-    precision, the masters are also stored where a run in ``bf16-true`` looks for them. The optimizer's state has the
-    form of torch's optimizers, by number; DeepSpeed's param groups do not contain parameters that are not trained.
+    precision, the masters are also stored where a run in ``bf16-true`` looks for them. The optimizer's state has
+    torch's form, by parameter number; DeepSpeed's param groups do not contain parameters that are not trained.
 
     Args:
         path: a local folder with a ``latest`` file, as passed to ``engine.save_checkpoint`` or written by Lightning's
@@ -61,7 +61,7 @@ def open_deepspeed(path: str | os.PathLike[str]) -> OpenedCheckpoint:
 
     Raises:
         FileNotFoundError: if there is no checkpoint, or files of some ranks are missing.
-        ValueError: if it is not of ZeRO's stages 1 to 3, or the model was split by other parallelism as well; if its
+        ValueError: if ZeRO stages 1 to 3 did not write it, or the model was split by other parallelism as well; if its
             files do not belong together; if it contains objects of classes other than DeepSpeed's, which are never
             created.
         DamagedCheckpointError: if one of its files cannot be read.
@@ -86,7 +86,7 @@ def open_deepspeed(path: str | os.PathLike[str]) -> OpenedCheckpoint:
         for name, fragments in layout.items():
             trained[name] = fragments.of(name, [flats[number] for flats in masters])
     state_dict = _state_dict(list(models.values()), trained)
-    # The wrapper that Lightning before 2.1 put around the module.
+    # Added by the wrapper that Lightning before 2.1 put around the module.
     prefix = "_forward_module." if all(name.startswith("_forward_module.") for name in state_dict) else ""
 
     checkpoint: dict[str, Any] = {key: value for key, value in model.items() if key not in _OWN_ENTRIES}
@@ -133,13 +133,13 @@ def _folder_of_tag(path: Path) -> Path:
         if tag.is_dir() and any(map(_OPTIMIZER_FILE.fullmatch, os.listdir(tag))):
             raise FileNotFoundError(f"{path} has no file 'latest': give one of its folders, for example {tag}.")
     raise FileNotFoundError(
-        f"{path} is not a DeepSpeed checkpoint: it has neither a file 'latest' nor one of '..._optim_states.pt'. "
+        f"{path} is not a DeepSpeed checkpoint: it has neither a file 'latest' nor a file '..._optim_states.pt'. "
         f"It contains: {listed(names) or 'nothing'}."
     )
 
 
 def _rank_files(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
-    """Return optimizer and model files by rank, in ascending order; stages 1 and 2 have one file of the whole model."""
+    """Return optimizer and model files by rank, in ascending order; stages 1 and 2 have a single model file."""
     names = sorted(os.listdir(folder))
     optimizer = [match for name in names if (match := _OPTIMIZER_FILE.fullmatch(name))]
     model = [match for name in names if (match := _MODEL_FILE.fullmatch(name))]
@@ -173,7 +173,7 @@ def _check_ranks(folder: Path, files: str, ranks: list[int], world_size: int) ->
         raise FileNotFoundError(
             f"{folder} does not contain the files of {world_size} rank(s): it has '{files}' of rank(s) "
             f"{listed(map(str, ranks))}; {listed(map(str, wrong))} is missing, or left over from another save. Copy "
-            "the folders of all machines into one folder without other files."
+            "the folders from all machines into one folder without other files."
         )
 
 
@@ -230,7 +230,7 @@ def _extents(files: list[Path]) -> Callable[[], Iterator[Extent]]:
     return extents
 
 
-# -- what they hold ----------------------------------------------------------------------------------------------------
+# -- their contents ----------------------------------------------------------------------------------------------------
 
 
 def _stage_of(folder: Path, state: dict[str, Any]) -> int:
@@ -380,12 +380,12 @@ def _optimizer_state(
     """Return parameter names in the order of their numbers and the optimizer's state in torch's form, or None.
 
     Args:
-        states: of each rank.
+        states: the optimizer states of each rank.
         is_dealt: whether 'round_robin_gradients' has distributed the parameters over the ranks in turn.
     """
     if not all(isinstance(state, dict) for state in states):
         warnings.warn(
-            f"{folder} has no param groups of the optimizer, as with DeepSpeed's 'elastic_checkpoint': only the "
+            f"{folder} has no optimizer param groups, as with DeepSpeed's 'elastic_checkpoint': only the "
             "weights are imported, without the optimizer's state.",
             stacklevel=3,
         )

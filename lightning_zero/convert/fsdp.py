@@ -1,4 +1,4 @@
-"""Open checkpoints of FSDP and FSDP2, from Lightning's strategies or custom loops, by recognising their entries."""
+"""Open FSDP and FSDP2 checkpoints, from Lightning's strategies or custom loops, by recognising their entries."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _USUAL = ("state_dict", "model", "module", "model_state_dict")
 def open_fsdp(path: str | os.PathLike[str], *, model: str | None = None) -> OpenedCheckpoint:
     """Open an FSDP checkpoint like ``open_checkpoint``, with its entries under Lightning's keys.
 
-    Supports folders of ``torch.distributed.checkpoint`` and ``torch.save`` files with full tensors, written by
-    Lightning's ``FSDPStrategy`` and ``ModelParallelStrategy`` or from torch's ``get_state_dict``, under any keys: the
-    weights are the only mapping from names to tensors or, among several, the one that has the names of the optimizer's
-    parameters, or a usual key; optimizers are recognised by ``state`` and ``param_groups``, nested or flattened.
+    Supports ``torch.distributed.checkpoint`` folders and ``torch.save`` files with full tensors, written by
+    Lightning's ``FSDPStrategy`` and ``ModelParallelStrategy`` or from torch's ``get_state_dict``, under any keys. The
+    weights are the only mapping from names to tensors or, among several, the mapping with the names of the optimizer's
+    parameters, or with a usual key. Optimizers are recognised by ``state`` and ``param_groups``, nested or flattened.
 
     Args:
         path: a local path, or an fsspec URL.
@@ -107,7 +107,7 @@ def _is_optimizer(value: dict[str, Any]) -> bool:
 
 
 def _is_flattened(value: dict[str, Any]) -> bool:
-    """Whether it was saved by ``StateDictOptions(flatten_optimizer_state_dict=True)``: keys ``state.NAME.exp_avg``."""
+    """Whether keys are like ``state.NAME.exp_avg``, by ``StateDictOptions(flatten_optimizer_state_dict=True)``."""
     return bool(value) and all(str(key).startswith(("state.", "param_groups.")) for key in value)
 
 
@@ -132,14 +132,14 @@ def _warn_of_modules_numbers(path: str, optimizer: dict[str, Any]) -> None:
     if numbers != list(range(len(numbers))):
         warnings.warn(
             f"{path} numbers the optimizer's parameters in the module's order, as FSDP does in files with full "
-            "tensors, so their order within a param group is lost. If your optimizer has another order than "
-            "module.parameters(), save a sharded checkpoint (a folder) instead, which contains their names.",
+            "tensors, so their order within a param group is lost. If your optimizer's order differs from "
+            "module.parameters(), save a sharded checkpoint (a folder) instead, which contains parameter names.",
             stacklevel=3,
         )
 
 
 def _nested(flattened: dict[str, Any], weights: dict[str, Any]) -> dict[str, Any]:
-    """Return the nested form. Parameters with equal options become one param group, since groups are not recorded."""
+    """Return the nested form; parameters with equal options become one param group, since groups are not recorded."""
     state: dict[str, dict[str, Any]] = {}
     options: dict[str, dict[str, Any]] = {}
     for key, value in flattened.items():

@@ -64,10 +64,10 @@ def full_grad(parameter: Tensor) -> Tensor | None:
     """The reduced gradient of a parameter in its full shape; None if it has none. Collective.
 
     Args:
-        parameter: a parameter of a module that is sharded, or not.
+        parameter: a parameter of a sharded or unsharded module.
 
     Returns:
-        An ordinary tensor that user code may keep and change; a gradient that is not sharded is returned itself.
+        An ordinary tensor that user code may keep and change; an unsharded gradient is returned as it is.
 
     Example:
         >>> model = torch.nn.Linear(3, 2)
@@ -107,18 +107,18 @@ def full_optimizer_state(parameter: Tensor) -> dict[str, Any]:
 
 
 def shard_of(tensor: Tensor) -> Tensor:
-    """This rank's shard of a parameter or gradient, 1-D; of an ordinary tensor all elements, flattened.
+    """This rank's shard of a parameter or gradient, 1-D; for an ordinary tensor all elements, flattened.
 
-    The shard is for reading; a parameter's is a view of its (fp32) master weight. Modules of this and other ranks see a
-    write to the shard only when the values are next gathered or exchanged, of frozen parameters possibly never. To
-    change a parameter, write to the parameter itself (``p.mul_(2)``): that reaches every rank.
+    The shard is for reading; a parameter's shard is a view of its (fp32) master weight. Modules of this and other ranks
+    see a write to the shard only when the values are next gathered or exchanged; for frozen parameters possibly never.
+    To change a parameter, write to the parameter itself (``p.mul_(2)``): that reaches every rank.
 
     Args:
         tensor: a parameter, a gradient, or an ordinary tensor.
 
     Returns:
-        A 1-D tensor; it may be empty, since ranks own ranges of a unit and not of a parameter. Without communication,
-        but for a gradient that ``shard_within`` has summed within machines only, which is completed.
+        A 1-D tensor; it may be empty, since ranks own ranges of a unit and not of a parameter. No communication,
+        except to complete a gradient that ``shard_within`` has summed only within machines.
 
     Example:
         >>> model = torch.nn.Linear(3, 2)
@@ -136,7 +136,7 @@ def uneven_forwards(module: nn.Module) -> Iterator[None]:
     """Join of uneven inputs: within the context ranks may run different numbers of forwards. Collective.
 
     At stage 3 a forward all-gathers parameters. A rank that has finished takes part in the gathers of the others, so
-    every rank must run the same units. Read parameters before or after the context only, since reading takes every
+    every rank must run the same units. Read parameters only before or after the context, since reading needs every
     rank. Methods called ``generate`` are wrapped automatically. No effect at stages 1 and 2 and on unsharded modules.
 
     Args:

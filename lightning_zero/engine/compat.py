@@ -3,9 +3,9 @@
 No other file spells ``torch._...``, a private name of a torch module or a private attribute of torch's objects, so only
 this one has to be checked against a new version of torch; ``tests/engine/test_compat.py`` has a test for each name.
 Checked with torch 2.13.0. Exceptions: private names of ``torch.distributed`` are in ``comm/process_group.py``, since
-only that room may import it; attributes of data loaders are in ``strategies/resuming.py``; and ``tensor._version``,
-``module._parameters`` and ``operator._schema`` are read anywhere, since torch has had them for years, and functions
-around them would cost time in each step.
+only ``comm`` may import it; attributes of data loaders are in ``strategies/resuming.py``; and ``tensor._version``,
+``module._parameters`` and ``operator._schema`` are read anywhere, since torch has had them for years, and wrapper
+functions would cost time in each step.
 """
 # ruff: noqa: F401  (imported from here)
 
@@ -57,7 +57,7 @@ DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 # -- autograd ----------------------------------------------------------------------------------------------------------
 
-# Whether code runs in a backward, and in which one: recomputation calls hooks of modules there, too.
+# Whether code runs in a backward, and in which one: recomputation calls module hooks there too.
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 current_autograd_node = torch._C._current_autograd_node
 
@@ -91,7 +91,7 @@ def is_profiling() -> bool:
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
-# As ``torch.utils.swap_tensors``, which refuses objects with weak references, although these stay valid.
+# Like ``torch.utils.swap_tensors``, but that refuses objects with weak references, although these stay valid.
 swap_tensor = torch._C._swap_tensor_impl
 
 # Fails on the device, in the order of its work, so that the host need not wait for the value.
@@ -106,7 +106,7 @@ disabled_torch_function = torch._C._disabled_torch_function_impl
 foreach_copy, foreach_mul, foreach_zero = torch._foreach_copy_, torch._foreach_mul_, torch._foreach_zero_
 
 
-# Identifies a storage while it lives, also where it has no memory, as a released buffer. Called for each saved tensor.
+# Identifies a storage while it lives, even without memory, like a released buffer's. Called for each saved tensor.
 address_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 # An attribute that ``nn.Parameter`` sets on tensors of other classes.
@@ -119,7 +119,7 @@ def storage_use_count(tensor: torch.Tensor) -> int:
 
 
 def shown_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor whose memory a tensor shows: of a DTensor this rank's share."""
+    """The tensor whose memory a tensor shows: for a DTensor, this rank's share."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
@@ -173,7 +173,7 @@ gradient_hooks: Callable[[torch.Tensor], Hooks | None] = attrgetter("_backward_h
 
 
 def set_gradient_hooks(tensor: torch.Tensor, hooks: Hooks) -> None:
-    """Give a tensor whose contents were exchanged the dictionary of hooks again that its users' handles refer to."""
+    """Restore, on a tensor whose contents were exchanged, the dictionary of hooks that users' handles refer to."""
     tensor._backward_hooks = hooks
 
 
@@ -191,12 +191,12 @@ def set_accumulation_hooks(tensor: torch.Tensor, hooks: Hooks) -> None:
 
 
 def call_first(handle: torch.utils.hooks.RemovableHandle) -> None:
-    """Move a hook before those registered earlier: not every method of torch that registers hooks has ``prepend``."""
+    """Move a hook before those registered earlier: not every torch method that registers hooks has ``prepend``."""
     hooks: Any = handle.hooks_dict_ref()
     hooks.move_to_end(handle.id, last=False)
 
 
-# Dictionaries of an optimizer's hooks by id, of which the engine calls the users' where a class has its own method.
+# Dictionaries of an optimizer's hooks by id; the engine calls the users' hooks where a class has its own method.
 LOAD_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 
 
@@ -216,7 +216,7 @@ def has_backward_hooks(module: torch.nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
-# The list of their own parameters that ``nn.LSTM`` and similar modules compute with.
+# The attribute with the list of parameters that ``nn.LSTM`` and similar modules compute with.
 FLAT_WEIGHTS = "_flat_weights"
 
 
@@ -226,7 +226,7 @@ def refresh_flat_weights(module: torch.nn.RNNBase) -> None:
 
 
 def flatten_weights(module: torch.nn.RNNBase) -> None:
-    """As ``refresh_flat_weights``, for good: cuDNN needs the parameters in one piece of memory."""
+    """Like ``refresh_flat_weights``, but permanent: cuDNN needs the parameters in one block of memory."""
     module._init_flat_weights()
 
 
@@ -236,7 +236,7 @@ def flatten_weights(module: torch.nn.RNNBase) -> None:
 def never_traced(function: Any) -> Any:
     """Exclude a function's own code from ``torch.compile``; what it calls is compiled, unless it clears the eval frame.
 
-    Uses the C interface: importing the compiler takes half a second, which projects that do not compile should not pay.
+    Uses the C interface: projects that do not compile should not pay the half second that importing the compiler takes.
     """
     strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
     eval_frame.set_code_exec_strategy(function.__code__, strategy)
@@ -318,7 +318,7 @@ def hooks_disabled(make: Callable[[Any], Any]) -> Patch:
 
 
 def taken_by_foreach(cls: type) -> Patch:
-    """Let ``foreach`` functions take a class: clipping then needs one reduction over ranks, not one a parameter."""
+    """Let ``foreach`` functions take a class: clipping then needs one reduction over ranks, not one per parameter."""
 
     def install() -> Callable[[], None]:
         _foreach_utils._foreach_supported_types.append(cls)  # type: ignore[arg-type]

@@ -20,8 +20,8 @@ Modules = str | type[nn.Module] | Sequence[type[nn.Module]] | Callable[[str, nn.
 
 OffloadTarget = Literal["cpu", "nvme"]
 
-# The paper's names (P_os, P_os+g, P_os+g+p), and those of texts that name a stage after the state that it shards in
-# addition: ZeRO-O(ptimizer), ZeRO-D (gra*d*ients), ZeRO-P(arameters).
+# The paper's names (P_os, P_os+g, P_os+g+p), and names from texts that name a stage after the state that it also
+# shards: ZeRO-O(ptimizer), ZeRO-D (gra*d*ients), ZeRO-P(arameters).
 _STAGE_NAMES = {"os": 1, "o": 1, "os+g": 2, "d": 2, "os+g+p": 3, "p": 3}
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -37,12 +37,12 @@ class EngineConfig:
     Arguments:
         stage: 1 shards the optimizer state, 2 the gradients too, 3 the parameters too (SC20, section 5). The paper's
             names ``"os"``, ``"os+g"``, ``"os+g+p"`` are accepted as well.
-        offload: model states outside of the device's memory: ``"cpu"`` keeps master weights and optimizer states in
+        offload: model states to keep outside device memory: ``"cpu"`` keeps master weights and optimizer states in
             host memory, ``"nvme"`` in files on a local disk; an ``OffloadConfig``, or a mapping of its fields, for
             more. ``None`` keeps all of them on the device.
-        shard_within: at stage 3, between which ranks parameters and accumulating gradients are sharded: ``"node"`` for
-            those of each machine, or how many adjacent ranks. Each parameter then crosses between machines once a step.
-            Master weights and optimizer state are sharded over all ranks. ``None`` shards parameters over all ranks.
+        shard_within: at stage 3, the ranks that parameters and accumulating gradients are sharded over: ``"node"`` for
+            those of each machine, or a number of adjacent ranks. Each parameter then crosses between machines once a
+            step. Master weights and optimizer state are sharded over all ranks; with ``None`` parameters are too.
         compression: how traffic between machines is compressed, on CPUs over Gloo: ``"exact"`` sends lossless changes
             of parameters that are gathered in 16 bits; ``"int8"`` and ``"int4"`` also send gradients in 8 or 4 bits. A
             ``CompressionConfig``, or a mapping of its fields, sets more options. ``None`` compresses nothing.
@@ -59,15 +59,15 @@ class EngineConfig:
             gradient of one parameter reduced in chunks; at most a quarter of the model.
         activation_checkpointing: ``"units"`` recomputes the forward of each unit in backward; module classes or a
             predicate choose other modules, as for ``units``. ``None`` adds no checkpointing.
-        partition_activations: keep the inputs of modules that ``activation_checkpointing`` recomputes in equal parts on
-            the tensor-parallel ranks that have them alike, on the device or where ``offload`` says.
-        whole_parameters: what optimizers of an unknown class need: ``True`` whole parameters, each of which one rank
-            then updates; ``False`` nothing, since they are elementwise; or a predicate of (name, parameter). ``None``
-            accepts known classes alone.
-        allow_any_optimizer: ``True`` is another name of ``whole_parameters=False`` for unknown classes.
+        partition_activations: divide the inputs of modules that ``activation_checkpointing`` recomputes equally between
+            the tensor-parallel ranks that share them, on the device or where ``offload`` says.
+        whole_parameters: what optimizers of an unknown class need: ``True`` for whole parameters, each then updated by
+            one rank; ``False`` for no whole parameters, if they are elementwise; or a predicate of (name, parameter).
+            ``None`` accepts only known classes.
+        allow_any_optimizer: ``True`` is another name for ``whole_parameters=False`` for unknown classes.
         compute_dtype: dtype in which the fp32 parameters of linear, convolution and attention layers are gathered;
             autocast would cast them to it anyway. ``None`` for their own dtype, which all other parameters keep.
-        handshake_timeout: seconds to wait for the other ranks where user code reads a sharded tensor.
+        handshake_timeout: seconds to wait for the other ranks when user code reads a sharded tensor.
 
     Raises:
         TypeError, ValueError: if a value is not allowed.
@@ -180,12 +180,12 @@ class EngineConfig:
         return False if self.whole_parameters is None and self.allow_any_optimizer else self.whole_parameters
 
     def check_mesh(self, tensor_parallel_size: int | str | None) -> None:
-        """Raise a ValueError if the options do not go with so many tensor-parallel ranks; None for no mesh."""
+        """Raise a ValueError if the options do not fit this number of tensor-parallel ranks; None for no mesh."""
         if self.partition_activations and tensor_parallel_size in (None, 1):
             raise ValueError(
-                "partition_activations=True divides what tensor-parallel ranks have alike, and there is one such rank: "
-                "set tensor_parallel_size, or leave it out. To keep activations elsewhere: "
-                "offload={'optimizer': None, 'activations': 'cpu'}."
+                "partition_activations=True divides inputs that tensor-parallel ranks share, but there is only one "
+                "such rank: set tensor_parallel_size, or leave partition_activations out. To offload activations "
+                "instead: offload={'optimizer': None, 'activations': 'cpu'}."
             )
         if self.shard_within is not None and tensor_parallel_size is not None:
             raise ValueError(
@@ -207,13 +207,13 @@ class OffloadConfig:
 
     Args:
         optimizer: optimizer states and master weights: ``"cpu"`` keeps and updates them in host memory; ``"nvme"``
-            keeps them in a file on a local disk and updates them in host memory by chunks; None moves nothing.
+            keeps them in a file on a local disk and updates them in host memory in chunks; None moves nothing.
         gradients: each rank's shard of the reduced gradients of offloaded states: ``"cpu"``, or None to leave it on the
             device until the update.
         parameters: each rank's shard of the parameters while not gathered (stage 3): ``"cpu"``, ``"nvme"`` or None.
         activations: inputs of the modules that ``activation_checkpointing`` recomputes: ``"cpu"``, ``"nvme"`` or None.
         path: a folder on a fast local disk, for ``"nvme"``.
-        fraction: share of the optimizer states and master weights to offload, from the last modules to the first.
+        fraction: share of the optimizer states and master weights to offload, starting with the last modules.
         sub_group: elements of master weights in one chunk of an update from disk. Three chunks are in host memory: one
             is updated while the next is read and the last is written.
         overlap: False does all work synchronously, with nothing in the background; for debugging.
@@ -292,14 +292,14 @@ class NothingToCompressError(ValueError):
 
 @dataclass(frozen=True)
 class CompressionConfig:
-    """How parameters and gradients are encoded that are sent between machines, over Gloo.
+    """How parameters and gradients that are sent between machines are encoded, over Gloo.
 
     Args:
         parameters: after an update, where they are gathered in 16 bits: ``"exact"`` sends lossless changes of their
             bits; None sends their values. At stage 3 this requires ``shard_within``: otherwise other machines do not
             keep the former values.
         gradients: on their way to the rank that owns them, which adds them up in fp32: ``"int8"``, ``"int4"``, or None
-            to send them as they are. Where machines have equally many ranks, these are the sums of each machine.
+            to send them as they are. Where machines have equally many ranks, each machine's sums are sent.
         block: neighbouring gradients that share a scale; an even number.
         exempt_numel: gradients of parameters with fewer elements, or of one dimension, are sent as they are.
 
@@ -327,7 +327,7 @@ class CompressionConfig:
                 raise ValueError(f"compression: {name}={value!r} must be {kind} of at least {least}.")
 
     def check(self, config: EngineConfig) -> None:
-        """Raise a ValueError if other options contradict this."""
+        """Raise a ValueError if other options contradict these."""
         if self.parameters is not None and config.stage == 3 and config.shard_within is None:
             raise ValueError(
                 f"compression: parameters={self.parameters!r} requires that other machines keep the former values, and "
@@ -373,12 +373,12 @@ def compression_config(compression: Any) -> CompressionConfig | None:
 
 
 def name_of_compression(compression: CompressionConfig) -> str:
-    """As a user writes it."""
+    """The option ``compression`` as a user writes it."""
     return next((repr(name) for name, each in _COMPRESSIONS.items() if each == compression), repr(compression))
 
 
 def check_fields(option: str, given: Mapping[str, Any], config: type) -> None:
-    """Raise a ValueError if a mapping that is given for an option has keys that are no fields of its class."""
+    """Raise a ValueError if a mapping that is given for an option has keys that are not fields of its class."""
     known = names_of_options(config)
     if unknown := sorted(set(given) - set(known)):
         raise ValueError(f"{option}: {unknown[0]!r} is not an option. The options are {', '.join(known)}.")
@@ -447,7 +447,7 @@ def check_names(given: Iterable[str], known: Iterable[str], what: str) -> None:
     """Check that all given options exist.
 
     Raises:
-        TypeError: if one does not; the message has the nearest name, or all names.
+        TypeError: if one does not exist; the message has the nearest name, or all names.
     """
     known = list(known)
     for name in given:

@@ -71,7 +71,7 @@ class Engine(Optimizers):
             unit by unit, so values that are not in memory yet are never materialised all at once.
         optimizers: the optimizers of the module's parameters; the user keeps the same objects.
         config: the options; ``EngineConfig()`` by default.
-        device: the device of parameters and buffers; None for their present one, which must be the same for all.
+        device: the device of parameters and buffers; None for their current device, which must be the same for all.
         group: the data-parallel process group; None for the default one.
         mesh: a ``DeviceMesh`` of all ranks with the dimensions ``data_parallel`` and ``tensor_parallel``, in place of a
             group. The project has divided parameters over the second, as DTensors; the engine shards each rank's share
@@ -130,7 +130,7 @@ class Engine(Optimizers):
         shared = SharedByBuckets(
             self.communicator, self.rendezvous, self.streams, self.ledger, self.phases, self.background
         )
-        # No more than a quarter of a small model is to be in reduction at once.
+        # No more than a quarter of a small model should be in reduction at once.
         share = share_of(module) // self.communicator.tensor.size
         uncut = assign_to_buckets(config, self.placements, plans, share, optimizers, shared)
         check_compression(config, uncut, self.communicator)
@@ -191,14 +191,14 @@ class Engine(Optimizers):
         return Updates(config.overlap and offload.overlap, offload.gradients is not None)
 
     def _open_swap(self, offload: OffloadConfig) -> Swap:
-        """The files for states on a disk."""
+        """Open the files for states on a disk."""
         assert offload.path is not None
         return Swap(os.path.abspath(offload.path), offload.sub_group)
 
     def _check_room(
         self, offload: OffloadConfig | None, sources: Mapping[str, Source], uncut: Any, has_optimizers: bool
     ) -> None:
-        """Raise a ValueError on every rank if one lacks memory. Collective."""
+        """Raise a ValueError on every rank if any rank lacks memory. Collective."""
         if offload is not None:
             check_room(offload, sources, uncut, self.communicator, has_optimizers)
         check_room_of_owners(sources, uncut, self.communicator)
@@ -250,7 +250,7 @@ class Engine(Optimizers):
         batch or the end. At stages 1 and 2 ranks evaluate independently.
 
         Args:
-            position: the index of the dataloader of the next batch; None at the end of the loop.
+            position: the index of the next batch's dataloader; None at the end of the loop.
         """
         if self.gathers:
             self._follow_buffers()  # here, where every rank takes part
@@ -286,7 +286,7 @@ class Engine(Optimizers):
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally at stage 1, without communication; stages 2 and 3 reduce every micro-batch.
 
-        With ``shard_within`` within each machine only.
+        With ``shard_within`` they reduce only within each machine.
         """
         before = self.reducer.synchronise
         self.reducer.synchronise = False
@@ -335,13 +335,13 @@ class Engine(Optimizers):
             bucket.rejoin(self.communicator, self.rendezvous)
 
     def without_room(self, *, keeps_masters: bool) -> list[Shortage]:
-        """Where host memory lacks for the ordinary tensors that ``close(device="cpu")`` makes. Collective.
+        """Where host memory is too small for the ordinary tensors that ``close(device="cpu")`` makes. Collective.
 
         Args:
             keeps_masters: whether this rank keeps the result of ``masters_by_name`` as well.
 
         Raises:
-            Exception: of a failed update.
+            Exception: from a failed update.
         """
         self._finish_updates()
         with self.rendezvous.met("the module's parameters"):
@@ -356,7 +356,8 @@ class Engine(Optimizers):
             device: the device of the full parameters and states; by default the engine's.
 
         Raises:
-            Exception: of a failed update, or else the first error. All is closed as with ``communicate=False``.
+            Exception: from a failed update, or else the first error. Everything is closed as with
+                ``communicate=False``.
         """
         device = torch.device(device) if device is not None else self.communicator.device
         error = None

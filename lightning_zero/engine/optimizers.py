@@ -1,4 +1,4 @@
-"""The part of an engine that keeps its optimizers, and shows what they update."""
+"""The part of an engine that holds its optimizers, and gathers the parameters that they have updated."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Optimizers(StateDicts):
         self._give_owners()
 
     def _give_owners(self) -> None:
-        """Cut buckets anew whose parameters an optimizer needs as a whole, since it came or got them late. Collective.
+        """Reshard buckets whose parameters an optimizer needs as a whole but was given only late. Collective.
 
         Raises:
             RuntimeError: if a parameter of such a bucket has a gradient; nothing has been changed.
@@ -103,7 +103,7 @@ class Optimizers(StateDicts):
         """Context for the backward before the optimizer's ``step``, if nothing in between reads or changes gradients.
 
         Offloaded states are updated as soon as their gradient is reduced, while backward continues. Parameters must be
-        used by their own modules only: a use outside of them would make backward read updated values.
+        used only by their own modules: any other use would make backward read updated values.
 
         Raises:
             RuntimeError: if a forward or another ``last_backward`` comes before ``optimizer.step``; nothing is changed.
@@ -117,7 +117,7 @@ class Optimizers(StateDicts):
         self.reducer.on_reduced = masters.begin if begins else None
         try:
             yield
-            masters.awaits_step = begins  # the same on every rank, whichever updates have begun there
+            masters.awaits_step = begins  # the same on every rank, whichever updates have begun on it
         except BaseException:
             masters.recover()  # so that no update waits for gradients that will not come
             raise
@@ -146,7 +146,7 @@ class Optimizers(StateDicts):
         self.show(buckets)
 
     def show(self, buckets: list[Bucket]) -> None:
-        """All-gather those of these buckets again that are gathered at present, in the order of the plan."""
+        """All-gather again those of the buckets that are currently gathered, in the order of the plan."""
         changed, kept = set(buckets), []
         by_changes = self._agree_on_changes()
         for bucket in (bucket for bucket in self.buckets if bucket in changed):
@@ -158,7 +158,7 @@ class Optimizers(StateDicts):
             bucket.wait()
 
     def _agree_on_changes(self) -> set[Bucket]:
-        """The buckets that no rank has written to since the last step: changes of these can be sent. Collective."""
+        """The buckets that no rank has written to since the last step, whose changes can be sent. Collective."""
         sending = [bucket for bucket in self.buckets if bucket.sends_changes]
         if not sending:
             return set()

@@ -17,7 +17,7 @@ from lightning_zero.engine.state.ledger import Ledger
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What torch's allocator has taken of a device since the process began, or its peaks were reset.
+    """Memory that torch's allocator has used on a device since the process began, or since its peaks were reset.
 
     Attributes:
         allocated_peak: the most bytes that tensors had.
@@ -44,21 +44,21 @@ class Report:
 
     Attributes:
         stage: the engine's stage.
-        world_size: ranks that have a part of the model states.
-        tensor_parallel_size: how many of them share each tensor.
+        world_size: number of ranks that have a part of the model states.
+        tensor_parallel_size: number of ranks that share each tensor.
         numel: Psi, elements of all parameters.
         padded_numel: ``numel`` with the alignment gaps and padding of the buckets.
         at_rest: bytes in memory now by category: parameters, gathered, gradients, reduction, optimizer, activations
             (of ``partition_activations``).
-        peak: the same when their total was highest since the last ``reset_peak``.
+        peak: the same bytes when their total was highest since the last ``reset_peak``.
         calls, elements, bytes: counts by kind of collective ("all_gather", "reduce_scatter", "control", "activations":
             gathers of ``partition_activations``) since the last ``reset_counters``. Elements are logical: an all-gather
             of a bucket counts the full padded bucket.
         bytes_by_link: the same bytes, by whether they travel "within" a machine or "across" machines; see ``Counters``.
-        steps, backwards: optimizer steps and synchronised backwards since the last ``reset_counters``.
+        steps, backwards: optimizer steps and synchronised backward passes since the last ``reset_counters``.
         formula: bytes of model states per rank by the paper's formula for this stage, with Adam's two moments.
-        replicated: the same under DDP, which keeps all model states on every rank.
-        units: elements by name of unit, in the order of the plan; the root unit's name is "".
+        replicated: the same bytes under DDP, which keeps all model states on every rank.
+        units: elements by unit name, in the order of the plan; the root unit's name is "".
         device_memory: memory in use on this rank's device, by other code too; None on a CPU.
     """
 
@@ -137,7 +137,7 @@ def _memory_of(device: torch.device) -> DeviceMemory | None:
 
 
 def formula_bytes(placements: Placements, buckets: Sequence[Bucket]) -> int:
-    """Bytes of a rank's model states by the paper's formula, by any placements."""
+    """Bytes of a rank's model states by the paper's formula, for any placements."""
     return sum(
         placements.model_state_bytes(
             bucket.layout.numel,

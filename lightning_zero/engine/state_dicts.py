@@ -88,7 +88,7 @@ class StateDicts:
             return walk(masters, leaf)
 
     def load_masters(self, masters: dict[str, Tensor]) -> None:
-        """Restore the fp32 master weights that belong to the current parameters. With ``shard_within`` collective.
+        """Restore the fp32 master weights that belong to the current parameters. Collective with ``shard_within``.
 
         Elements of a parameter that differ from the rounded master weight were changed since and keep their value.
         Parameters that are in fp32 now, but were saved in low precision, regain the precision of their master weights.

@@ -1,1 +1,1 @@
-"""Files on disk and their replacement, labels that say which process made them, sizes and suggestions as text."""
+"""Files on disk and their replacement, labels that identify a file's creator, sizes and suggestions as text."""

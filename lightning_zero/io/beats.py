@@ -1,4 +1,4 @@
-"""Signs of life: each process of a job notes its progress in a file, by which the launcher finds one that hangs."""
+"""Heartbeats: each process of a job records its progress in a file, by which the launcher detects a hanging process."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from functools import cache
 from typing import NamedTuple
 
 FOLDER = "LIGHTNING_ZERO_BEATS"
-"""Environment variable with the folder of the files; without it nothing is noted."""
+"""Environment variable with the folder of the heartbeat files; without it nothing is recorded."""
 
 _STEPS, _WAITING = struct.Struct("<q"), struct.Struct("<dq")
-_FRESH = 10.0  # seconds for which a note that a process waits is believed
+_FRESH = 10.0  # seconds for which a record that a process is waiting remains valid
 
 
 class Beats(NamedTuple):
-    """What a process has noted.
+    """The progress that a process has recorded.
 
     Attributes:
         rank: the process's rank.
-        process: its id.
-        steps: the number of steps that it has begun, or -1 after the last one.
-        is_waiting: whether it waits for other ranks at this moment.
+        process: the process's id.
+        steps: the number of steps begun, or -1 after the last step.
+        is_waiting: whether the process is currently waiting for other ranks.
     """
 
     rank: int
@@ -57,25 +57,25 @@ def _writer(process: int) -> _Writer | None:
 
 
 def note_step() -> None:
-    """Note that this process begins a step."""
+    """Record that this process begins a step."""
     if (writer := _writer(os.getpid())) is not None:
         writer.step()
 
 
 def note_waiting(is_waiting: bool) -> None:
-    """Note whether this process waits for other ranks; to be called several times in ten seconds."""
+    """Record whether this process is waiting for other ranks; call this several times in ten seconds while it waits."""
     if (writer := _writer(os.getpid())) is not None:
         writer.waits(is_waiting)
 
 
 def note_end() -> None:
-    """Note that this process begins no further steps for now, so that it cannot be found hanging."""
+    """Record that this process begins no further steps for now, so that it is not mistaken for a hanging process."""
     if (writer := _writer(os.getpid())) is not None:
         writer.end()
 
 
 def read_all(folder: str) -> Iterator[Beats]:
-    """What the processes that are alive have noted."""
+    """Iterate over the progress that live processes have recorded."""
     for name in os.listdir(folder):
         rank, process = map(int, name.split("-"))
         with suppress(OSError, struct.error), open(os.path.join(folder, name), "rb") as file:

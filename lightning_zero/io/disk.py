@@ -1,4 +1,4 @@
-"""Direct file I/O (``O_DIRECT``): bypasses the page cache, to save memory and the CPU time for copying."""
+"""Direct file I/O (``O_DIRECT``), which bypasses the page cache to save memory and the CPU time of copying."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
 ALIGNMENT = 4096
-"""Offsets, sizes and addresses in bytes must be multiples of this for ``O_DIRECT`` on any usual disk."""
+"""For ``O_DIRECT`` on all common disks, offsets, sizes and addresses in bytes must be multiples of this."""
 
 BUFFER = 2**24
 """Bytes per write: enough to keep a disk busy until the next write."""
@@ -21,8 +21,8 @@ BUFFER = 2**24
 def aligned_memory(nbytes: int) -> memoryview:
     """Allocate memory whose address is a multiple of ``ALIGNMENT``; pages are only allocated when they are used.
 
-    The memory is shared with forked processes, as the target of ``O_DIRECT`` reads must be: of private memory a child
-    process might get the very page that the disk is writing to (see open(2)).
+    The memory is shared with forked processes, as the target of ``O_DIRECT`` reads must be: with private memory, a
+    child process might get the very page that the disk is writing to (see open(2)).
     """
     return memoryview(mmap.mmap(-1, nbytes))
 
@@ -33,7 +33,7 @@ _MADV_WIPEONFORK = 18  # a Linux constant; Python has no name for it
 def huge_memory(nbytes: int) -> memoryview:
     """Like ``aligned_memory``, but in huge pages if the system supports them, which makes the disk's transfers larger.
 
-    Huge pages require private memory. Forked processes see zeros there, so they neither hold pages nor make this
+    Huge pages require private memory. Forked processes see zeros in it, so they neither hold pages nor make this
     process copy pages that the disk is writing to.
     """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -54,7 +54,7 @@ def aligned(number: int) -> int:
 
 
 def free_bytes(place: str | int) -> int:
-    """Free bytes for this user on the disk of a path or an open file."""
+    """Return the bytes available to this user on the disk of a path or an open file."""
     status = os.statvfs(place)
     return status.f_bavail * status.f_frsize
 
@@ -77,8 +77,8 @@ def is_in_memory(path: str) -> bool:
 def make_private_folder(path: str) -> None:
     """Create a folder, and its missing parents, for this user alone; an existing folder is left unchanged.
 
-    A folder in a world-writable folder, such as that for temporary files, is refused if another user may have created
-    it or may change its contents.
+    A folder in a world-writable folder, such as ``/tmp``, is refused if another user may have created it or may change
+    its contents.
     """
     os.makedirs(path, 0o700, exist_ok=True)
     if not os.stat(os.path.dirname(os.path.abspath(path))).st_mode & stat.S_IWOTH:
@@ -103,9 +103,9 @@ def make_private_folder(path: str) -> None:
 class DirectFile:
     """A new file with direct I/O (``O_DIRECT``) wherever the system, disk and alignment allow.
 
-    ``read`` and ``write`` may be called by several threads at once, for different positions. Data in ``aligned_memory``
-    at a multiple of ``ALIGNMENT``, for a position that is a multiple too, bypasses the page cache up to its last whole
-    block of ``ALIGNMENT`` bytes; all other data goes through the cache.
+    ``read`` and ``write`` may be called by several threads at once, for different positions. Data whose address in
+    ``aligned_memory`` and position in the file are multiples of ``ALIGNMENT`` bypasses the page cache, up to the last
+    whole block of ``ALIGNMENT`` bytes; all other data goes through the cache.
 
     Args:
         path: must not exist yet, not even as a link.
@@ -123,7 +123,7 @@ class DirectFile:
         self._open = [self._cached]
         weakref.finalize(self, _close, self._open)
         self._direct: int | None = None
-        with suppress(OSError, AttributeError):  # not supported by file systems in memory and by other systems
+        with suppress(OSError, AttributeError):  # not supported by in-memory file systems and other operating systems
             direct = os.open(path, access | os.O_DIRECT)
             self._open.append(direct)
             if os.path.samestat(os.fstat(direct), os.fstat(self._cached)):  # or the path was replaced meanwhile
@@ -133,11 +133,11 @@ class DirectFile:
     def reserve(self, nbytes: int) -> None:
         """Set the size of a new file and allocate its blocks, so that no later write finds the disk full.
 
-        If the file system cannot allocate blocks in advance, this only checks that there is enough room now.
+        If the file system cannot allocate blocks in advance, only the space that is free now is checked.
         """
         free = free_bytes(self._cached)
         try:
-            if nbytes > free:  # trying would fill the disk for a moment, for all users
+            if nbytes > free:  # an attempt would briefly fill the disk for all users
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             _allocate(self._cached, nbytes)
         except OSError as error:
@@ -169,7 +169,7 @@ class DirectFile:
             into, position = into[count:], position + count
 
     def _move(self, call: Callable[[int, memoryview, int], int], memory: memoryview, position: int) -> int:
-        """Make one system call, directly if possible; returns the number of bytes transferred."""
+        """Make one system call, with direct I/O if possible, and return the number of bytes transferred."""
         whole = len(memory) // ALIGNMENT * ALIGNMENT
         if self._direct is not None and whole and position % ALIGNMENT == 0:
             try:

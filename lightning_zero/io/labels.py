@@ -1,4 +1,4 @@
-"""Labels in names of temporary files, by which other processes see whether the file's creator is still alive."""
+"""Labels in names of temporary files, which show other processes whether a file's creator is still alive."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import socket
 import time
 
 LABEL = r"(?P<label>.+-\d+-[0-9a-f]{16})"
-"""Pattern of a label, to be used in patterns of file names; dates in names do not match it."""
+"""Pattern of a label, for use in file name patterns; dates in names do not match it."""
 
 _FORGOTTEN = 24 * 3600
-"""Seconds without a write after which a file from another machine counts as left over by a dead process."""
+"""Seconds without a write after which a file from another machine is treated as left over from a dead process."""
 
 _FIRST = time.time_ns()  # distinguishes processes that reuse a process id
 _numbers = itertools.count(_FIRST)
@@ -23,7 +23,7 @@ def new_label() -> str:
 
 
 def label_of(process: int) -> str:
-    """Return a new unique label with the id of a process of this machine."""
+    """Return a new unique label with the id of a process on this machine."""
     return f"{this_machine()}-{process}-{next(_numbers):x}"
 
 

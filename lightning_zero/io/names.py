@@ -5,6 +5,6 @@ from collections.abc import Callable, Sequence
 
 
 def suggestion(name: str, known: Sequence[str], spell: Callable[[str], str] = str) -> str:
-    """Say what to write instead of an unknown name: the nearest known name, spelled for the reader, or all of them."""
+    """Suggest what to write instead of an unknown name: the nearest known name, formatted by ``spell``, or all."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {spell(near[0])}?" if near else f"there are {', '.join(known)}"

@@ -11,12 +11,12 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def replace(new: str, place: str, aside: str) -> None:
-    """Rename a file or folder to a path. What was at the path then has the name ``new`` or ``aside``, or is gone.
+    """Rename ``new`` to ``place``. Any previous contents are then at ``new`` or ``aside``, or are gone.
 
-    All three are in one folder. Where the system cannot exchange two names, nothing is at the path for a moment.
+    All three are in one folder. Where the system cannot exchange two names, nothing is at ``place`` for a moment.
     """
     try:
-        os.rename(new, place)  # replaces a file by a file; no folder is there
+        os.rename(new, place)  # works if nothing is there, or replaces a file with a file
         return
     except OSError:
         if not os.path.lexists(place):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def in_gb(nbytes: float) -> str:
-    """Format a number of bytes in GB, for sizes that are compared."""
+    """Format a number of bytes in GB, so that sizes can be compared."""
     return f"{nbytes / 1e9:.3g} GB"
 
 

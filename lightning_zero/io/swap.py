@@ -1,4 +1,4 @@
-"""Files for states on a disk, and a pipeline that reads, changes and writes them.
+"""Files for states offloaded to a disk, and a pipeline that reads, changes and writes them.
 
     file = SwapFile("/local/disk", 3 * 2**30)
     stream([Extent(file, start, 2**28) for start in range(0, 3 * 2**30, 2**28)], act, Ring(2**28))
@@ -33,12 +33,12 @@ SLICE = 2**20
 
 
 class SwapFile(DirectFile):
-    """A file without a name: it is removed when this process, and processes that it forked, end for any reason.
+    """An unnamed file, which the system removes when this process and processes forked from it end for any reason.
 
-    It contains zeros, for which disk space is reserved, and grows where more is written.
+    The file initially contains zeros, for which disk space is reserved, and grows if more is written.
 
     Args:
-        folder: the folder's path, on a local disk; a missing one is created for this user alone. Errors contain it.
+        folder: the folder's path, on a local disk; a missing folder is created for this user alone. Errors name it.
 
     Raises:
         OSError: if the disk lacks space or no file can be created in the folder; then no space is taken.
@@ -62,11 +62,11 @@ class SwapFile(DirectFile):
             self.reserve(nbytes)
         except OSError as error:
             super().close()
-            error.filename = folder  # errors of calls on open files have no path
+            error.filename = folder  # errors from calls on open files have no path
             raise
 
     def close(self) -> None:
-        """Free the disk space, also where forked processes have the file open."""
+        """Free the disk space, even if forked processes have the file open."""
         with suppress(OSError):  # it has been closed before
             self.reserve(0)
         super().close()
@@ -89,7 +89,7 @@ class SwapFile(DirectFile):
 
 
 class Extent(NamedTuple):
-    """A range of a file that is processed at once; ideally ``nbytes`` is a multiple of ``disk.ALIGNMENT``."""
+    """A range of a file that is processed as a unit; ideally ``nbytes`` is a multiple of ``disk.ALIGNMENT``."""
 
     file: SwapFile
     position: int
@@ -110,12 +110,12 @@ class Ring:
         self._writers = ThreadPoolExecutor(threads, "lightning_zero-write")
 
     def close(self) -> None:
-        """End the threads, as the ring's end does, and wait until they have ended."""
+        """End the threads, as garbage collection of the ring does, and wait until they have ended."""
         for executor in (self._readers, self._writers):
             executor.shutdown()
 
     def buffer(self, index: int, nbytes: int) -> memoryview:
-        """The buffer of an extent, by the extent's number."""
+        """Return the buffer for an extent, given the extent's number."""
         return self._buffers[index % BUFFERS][:nbytes]
 
     def read(self, index: int, extent: Extent, after: Sequence[Future[None]] = ()) -> list[Future[None]]:
@@ -148,15 +148,15 @@ def stream(
     ring: Ring,
     on_written: Callable[[int], object] = lambda index: None,
 ) -> None:
-    """Read extents, change each in place, and write them back, with all three overlapping.
+    """Read extents, change each in place, and write them back; the three operations overlap.
 
-    After an error of ``act`` or of the disk, running reads and writes finish and no new ones start.
+    After an error in ``act`` or from the disk, running reads and writes finish and no new ones start.
 
     Args:
         extents: ranges that do not overlap; none may be larger than a buffer of the ring.
         act: called in this thread with an extent's number and its bytes; it may use these bytes until it returns.
-        ring: a ring that no other ``stream`` uses at this time.
-        on_written: called with an extent's number after the extent was written: in other threads, one call at a time.
+        ring: a ring that no other ``stream`` is using.
+        on_written: called with an extent's number after the extent was written, in other threads, one call at a time.
             The last call may come shortly after ``stream`` has returned.
     """
     notifying = Lock()
@@ -168,7 +168,7 @@ def stream(
         for index, extent in enumerate(extents):
             _wait(reads[0])
             reads.popleft()
-            # Raise errors of finished writes. These include the last write from this buffer, for which the read waited.
+            # Raise errors from finished writes, including the last write from this buffer, which the read waited for.
             _wait(write for write in chain.from_iterable(writes) if write.done())
             act(index, ring.buffer(index, extent.nbytes))
             writes.append(ring.write(index, extent))
@@ -185,7 +185,7 @@ def stream(
 
 
 def _wait(futures: Iterable[Future[None]]) -> None:
-    """Wait for all futures; raise the error of the first that has failed."""
+    """Wait for the futures in order; raise the error of the first failed future."""
     waiting = deque(futures)
     del futures  # no reference from this frame to an exception that refers to it
     while waiting:

@@ -1,4 +1,4 @@
-"""Tables in plain text. They do without rich, because where it is installed, Lightning changes every progress bar."""
+"""Plain-text tables, made without rich, because where rich is installed, Lightning changes every progress bar."""
 
 from __future__ import annotations
 

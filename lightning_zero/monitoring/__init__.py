@@ -1,4 +1,4 @@
-"""Monitoring: callbacks that measure or watch while a run trains, evaluates or predicts, and a report at its end."""
+"""Monitoring: callbacks that measure or watch a run while it trains, evaluates or predicts, and a report at its end."""
 
 from lightning_zero.monitoring.callback import ZeroMonitor
 from lightning_zero.monitoring.drift import DriftMonitor

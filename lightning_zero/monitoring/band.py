@@ -6,16 +6,16 @@ import math
 import statistics
 from collections import deque
 
-_FEWEST = 20  # values before a range means anything
-_LEAST = 0.1  # half the width of a range, as a part of its median: less is not worth a warning
+_FEWEST = 20  # number of values from which a range is meaningful
+_LEAST = 0.1  # minimum half-width of a range, as a fraction of its median: less is not worth a warning
 _SIGMA = 1.4826  # the standard deviation of a normal distribution, in median absolute deviations
 
 
 class Band:
-    """The range that a value is expected in: the median of recent values, and multiples of their spread around it.
+    """The range in which a value is expected: the median of recent values, plus or minus a multiple of their spread.
 
-    The spread is the median absolute deviation, scaled to the standard deviation of a normal distribution: neither is
-    moved by a few outliers. After half a window of values in a new range, that range is the expected one.
+    The spread is the median absolute deviation, scaled to the standard deviation of a normal distribution. A few
+    outliers affect neither median nor spread. After half a window of values in a new range, the new range is expected.
 
     Args:
         window: number of recent values.
@@ -27,9 +27,9 @@ class Band:
         self._width, self._fewest, self._is_above = width, min(window, _FEWEST), False
 
     def exceeded_by(self, value: float) -> tuple[float, float] | None:
-        """Take the next value of the series; the range, if this value is the first one above it.
+        """Add the next value in the series; return the range if this value is the first to exceed it.
 
-        NaN and infinity are above every range.
+        NaN and infinity exceed every range.
         """
         low, high = self._range()
         was_above, is_finite = self._is_above, math.isfinite(value)

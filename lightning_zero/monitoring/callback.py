@@ -1,4 +1,4 @@
-"""Callback that monitors a fit: figures for the loggers, warnings, and the data of a report."""
+"""Callback that monitors a fit: figures for the loggers, warnings, and data for a report."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Copies(NamedTuple):
 
 
 class _Rank(NamedTuple):
-    """What each rank sends to the others: seconds in which it did not wait for them, and its mean loss."""
+    """Values that each rank sends to the others: seconds in which it did not wait for them, and its mean loss."""
 
     seconds: float
     loss: float | None
@@ -55,28 +55,28 @@ class _Rank(NamedTuple):
 class Monitor:
     """Logs throughput, memory, communication, waits and stragglers, and warns when throughput or loss leaves its band.
 
-    Every ``every_n_steps`` optimizer steps rank 0 writes to all loggers of the Trainer. Works with every strategy; what
-    only the ZeRO engine knows (memory by category, traffic, waits, the slowest rank) is left out with others.
+    Every ``every_n_steps`` optimizer steps, rank 0 writes to all of the Trainer's loggers. Works with every strategy;
+    figures that only the ZeRO engine knows (memory by category, traffic, waits, the slowest rank) require it.
 
     A module may define a unit of throughput by a method ``count(batch) -> int`` and an attribute ``counted``, for
     example ``"tokens"``.
 
     Args:
         every_n_steps: optimizer steps from one observation to the next.
-        batch_size_fn: samples in a batch of one rank; by default the first dimension of the batch's first tensor.
-        length_fn: items (such as tokens) in a batch of one rank, as for Lightning's ``ThroughputMonitor``.
+        batch_size_fn: returns the number of samples in a rank's batch; by default the first tensor's first dimension.
+        length_fn: returns how many items (such as tokens) a rank's batch has, as for Lightning's ``ThroughputMonitor``.
         flops_per_batch: floating-point operations of a rank's micro-batch, forward and backward; by default the
             module's attribute ``flops_per_batch``, otherwise they are counted once, in the first micro-batch.
-        available_flops: floating-point operations per second of one device, for the MFU, or a file that
-            ``lightning-zero doctor --json`` wrote; by default Lightning's table, which lists GPUs.
-        top_units: number of units whose waits are logged: those that were waited for longest.
-        window: number of observations that the band of throughput and loss is made from.
+        available_flops: floating-point operations per second of one device, for the MFU, or a file written by
+            ``lightning-zero doctor --json``; by default Lightning's table, which lists GPUs.
+        top_units: number of units whose waits are logged: those with the longest waits.
+        window: number of observations from which the bands of throughput and loss are computed.
         band_width: half the width of the band, in robust standard deviations.
 
     Attributes:
         loss_curve: (step, training loss on rank 0) of each optimizer step.
         validation_curve: (step, metrics) of each validation during the fit.
-        counted: what ``per_second`` counts.
+        counted: the unit that ``per_second`` counts.
         per_second: throughput in ``counted`` per second, over all ranks, during training only.
         elements_per_step: elements communicated by a rank per optimizer step, during training only.
         peak_bytes: peak memory of a rank in bytes, by category.
@@ -85,7 +85,7 @@ class Monitor:
         units: number of elements of each unit (gathered and reduced together), by name; empty with other strategies.
         waited: seconds per optimizer step that rank 0 waited for each unit, longest first.
         numel: number of elements of all parameters.
-        metrics: the figures of the last observation, by name, on rank 0.
+        metrics: the figures from the last observation, by name, on rank 0.
 
     Raises:
         ValueError: for an argument that is out of range.
@@ -184,7 +184,7 @@ class Monitor:
                 self._observe(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Measuring resumes after the next step: at stages 1 and 2 validation may have gathered the parameters that this
+        # Measuring resumes after the next step: at stages 1 and 2 validation may have gathered the parameters that the
         # step would have gathered.
         self._pause(trainer)
 
@@ -223,10 +223,10 @@ class Monitor:
     # -- floating-point operations ----------------------------------------------------------------------------------
 
     def _find_flops(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find what the MFU needs, or say why there is none."""
+        """Find the FLOP counts that the MFU requires, or log why no MFU is available."""
         dtype = _DTYPES.get(str(trainer.precision).partition("-")[0], torch.float32)
         available = self._available_flops or get_available_flops(trainer.strategy.root_device, dtype)
-        self._throughput = Throughput(available, trainer.world_size, window_size=2)  # of two observations
+        self._throughput = Throughput(available, trainer.world_size, window_size=2)  # two observations
         self._throughput.update(time=0.0, batches=0, samples=0, lengths=self._length_fn and 0, flops=available and 0)
         self._flops_per_batch = self._given_flops or getattr(pl_module, "flops_per_batch", None)
         if available is None:
@@ -331,7 +331,7 @@ class Monitor:
         self._copied = _Copies([step for step, _ in losses], values, norm, arrived)
 
     def _read_losses(self) -> dict[str, float]:
-        """The mean of the losses that were copied last, and the gradient norm."""
+        """Return the mean of the losses that were copied last, and the gradient norm."""
         copied, self._copied = self._copied, None
         if copied is None:
             return {}
@@ -344,7 +344,7 @@ class Monitor:
 
     def _warn(self, part: Measured, found: dict[str, float]) -> None:
         """Warn when throughput or loss has just left its band."""
-        # By seconds, not by their inverse: that can fall by 100 % only, which in a noisy run is within the band.
+        # The time is compared, not the rate: a rate can only fall by 100 %, which in a noisy run is within the band.
         seconds = part.seconds / part.samples
         if (band := self._time_band.exceeded_by(seconds)) is not None:
             low, high = (1 / each if each > 0 else math.inf for each in reversed(band))
@@ -353,14 +353,14 @@ class Monitor:
                 times = 1 + found["straggler/slower"]
                 slowest = f" Rank {found['straggler/rank']} computed {times:.2f} times as long as the others."
             rank_zero_warn(
-                f"ZeroMonitor: throughput fell to {1 / seconds:.4g} samples/s a rank at step {self._step}, out of its "
+                f"ZeroMonitor: throughput fell to {1 / seconds:.4g} samples/s per rank at step {self._step}, below its "
                 f"recent band of {low:.4g} to {high:.4g}.{slowest}"
             )
         loss = found.get("training/loss")
         if loss is not None and (band := self._loss_band.exceeded_by(loss)) is not None:
             low, high = band
             rank_zero_warn(
-                f"ZeroMonitor: the training loss rose to {loss:.4g} at step {self._step}, out of its recent band of "
+                f"ZeroMonitor: the training loss rose to {loss:.4g} at step {self._step}, above its recent band of "
                 f"{low:.4g} to {high:.4g}."
             )
 
@@ -370,7 +370,7 @@ class ZeroMonitor(Monitor, Callback):
 
 
 def _first_dimension(batch: Any) -> int:
-    """Samples in a batch: the size of its first tensor; 1 if it has none."""
+    """Number of samples in a batch: the first dimension of its first tensor; 1 if it has no such tensor."""
     return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
 
 
@@ -380,7 +380,7 @@ def _loss_in(outputs: Any) -> Tensor | None:
 
 
 def _flops_a_second(given: float | str | Path | None) -> float | None:
-    """A given number, or the number in a file of ``lightning-zero doctor --json``."""
+    """Return the given number, or the number in a file written by ``lightning-zero doctor --json``."""
     if not isinstance(given, (str, Path)):
         return given
     try:
@@ -401,7 +401,7 @@ def _exchanged(trainer: Trainer, own: _Rank) -> list[_Rank]:
 
 
 def _slowest(ranks: list[_Rank]) -> dict[str, float]:
-    """The rank that computed longest, and how much longer than the others' median, as a fraction."""
+    """Return the rank that computed longest, and how much longer than the others' median, as a fraction."""
     if len(ranks) == 1:
         return {}
     slowest = max(range(len(ranks)), key=lambda rank: ranks[rank].seconds)

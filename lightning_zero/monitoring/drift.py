@@ -1,4 +1,4 @@
-"""Drift of inputs or outputs: their recent values against a saved reference."""
+"""Drift of inputs or outputs: recent values compared with a saved reference."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Drift(NamedTuple):
     """How far recent values of one quantity are from its reference.
 
     Attributes:
-        psi: the population stability index over the tenths of the reference; 0 for equal distributions.
-        ks: the Kolmogorov-Smirnov statistic: the largest distance of the two distribution functions, 0 to 1.
-        p: the probability of such a statistic for samples of one distribution.
+        psi: the population stability index over the reference's deciles; 0 for equal distributions.
+        ks: the Kolmogorov-Smirnov statistic: the largest distance between the distribution functions, 0 to 1.
+        p: the probability of such a statistic for two samples from one distribution.
     """
 
     psi: float
@@ -31,7 +31,7 @@ class Drift(NamedTuple):
     p: float
 
     def exceeds(self, psi_above: float, ks_above: float) -> bool:
-        """Whether a figure is above its bound; the statistic only counts if it is significant (p < 0.01)."""
+        """Whether a figure is above its bound; ``ks`` only counts if it is significant (p < 0.01)."""
         return self.psi > psi_above or (self.ks > ks_above and self.p < 0.01)
 
 
@@ -40,7 +40,7 @@ def drift_of(reference: Mapping[str, Any], recent: Mapping[str, Any]) -> dict[st
 
     Raises:
         ImportError: if scipy is not installed.
-        ValueError: if a quantity of the reference is missing in the recent values, or one of both has no values.
+        ValueError: if a quantity of the reference is missing in the recent values, or has no values in either.
     """
     try:
         from scipy.stats import ks_2samp
@@ -60,7 +60,7 @@ def drift_of(reference: Mapping[str, Any], recent: Mapping[str, Any]) -> dict[st
 
 
 def _psi(reference: np.ndarray, recent: np.ndarray) -> float:
-    # Tenths; of a quantity with few different values these values.
+    # Deciles or, for a quantity with few distinct values, those values.
     edges = np.unique(np.quantile(reference, np.linspace(0, 1, _BINS + 1)[1:-1]))
 
     def parts(values: np.ndarray) -> np.ndarray:
@@ -72,21 +72,21 @@ def _psi(reference: np.ndarray, recent: np.ndarray) -> float:
 
 
 class DriftMonitor(EvaluationCallback):
-    """Records values of an evaluation or prediction over all ranks, and compares them with a reference.
+    """Records values from an evaluation or prediction on all ranks, and compares them with a reference.
 
     Args:
-        values: a function of a step's outputs and its batch that returns tensors by name of quantity, of inputs or
+        values: a function of a step's outputs and its batch that returns tensors by quantity name, from inputs or
             outputs; every element counts as one value.
-        reference: a file that an earlier run has saved; None compares nothing.
+        reference: a file that an earlier run saved; None compares nothing.
         save_to: the file (``.npz``) to save this run's values in; None saves nothing.
         psi_above: the population stability index from which a quantity has drifted.
-        ks_above: the Kolmogorov-Smirnov statistic from which it has drifted, unless that is chance.
+        ks_above: the Kolmogorov-Smirnov statistic from which a quantity has drifted, if it is significant.
         on_drift: called on rank 0 with the figures of the quantities that have drifted, if any: it may start a
             retraining.
 
     Attributes:
-        found: the figures of the last comparison by name, on rank 0.
-        drifted: those of them that are above a bound.
+        found: the figures from the last comparison by name, on rank 0.
+        drifted: the entries of ``found`` that are above a bound.
 
     Raises:
         OSError: if the reference cannot be read.
@@ -125,7 +125,7 @@ class DriftMonitor(EvaluationCallback):
         if not trainer.is_global_zero:
             return
         if self._save_to is not None:
-            np.savez(self._save_to, **recent)  # type: ignore[arg-type]  # which takes them for options
+            np.savez(self._save_to, **recent)  # type: ignore[arg-type]  # mypy takes the values for options
         if self._reference is None:
             return
         self.found = drift_of(self._reference, recent)
@@ -142,6 +142,6 @@ class DriftMonitor(EvaluationCallback):
 
 
 def read_values(path: str | Path) -> dict[str, Any]:
-    """The values that a ``DriftMonitor`` has saved, by name of quantity."""
+    """Read the values that a ``DriftMonitor`` has saved, by quantity name."""
     with np.load(path) as file:
         return dict(file)

@@ -1,4 +1,4 @@
-"""Base class of callbacks that collect something in each evaluation."""
+"""Base class for callbacks that collect values in each evaluation."""
 
 from __future__ import annotations
 

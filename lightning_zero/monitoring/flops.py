@@ -1,4 +1,4 @@
-"""Floating-point operations, by torch's formulas and one for attention on the CPU, which torch does not count."""
+"""Count floating-point operations, by torch's formulas and formulas for CPU attention, which torch does not count."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from lightning_zero.engine.compat import TorchDispatchMode
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Floating-point operations of a call of an operator: of matrix products, convolutions and attention."""
+    """Floating-point operations in an operator call: those of matrix products, convolutions and attention."""
     count = flop_registry.get(func._overloadpacket)
     return count(*args, **kwargs, out_val=result) if count is not None else 0
 
 
 class FlopCounter(TorchDispatchMode):
-    """Adds up the operations that run in its context; leaves modules alone, where torch's FlopCounterMode hooks them.
+    """Adds up the operations that run in its context, without hooks on modules, which torch's FlopCounterMode needs.
 
     Attributes:
-        total: so far.
+        total: floating-point operations so far.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What a monitor reads: sums over measured steps, memory, traffic, gradient norm, and exchanged figures."""
+"""Quantities that a monitor reads: sums over measured steps, memory, traffic, gradient norm and loss scale."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _RANK_WAITS = {"wait for gather", "wait for reduction", "wait for the other rank
 
 @dataclass
 class Measured:
-    """Sums over the steps of a part of a fit, without validation.
+    """Sums over the steps in a part of a fit, without validation.
 
     Attributes:
-        seconds, steps, batches, samples: of this rank; a step has as many batches as are accumulated.
-        items: what the module or the user counts, such as tokens.
+        seconds, steps, batches, samples: this rank's sums; a step has as many batches as are accumulated.
+        items: number of items that the module or the user counts, such as tokens.
         waited: seconds by (phase, unit).
-        traffic: ``"elements"``, ``"bytes"`` and ``"calls"``, each by (which of them, kind of collective, link).
+        traffic: counts by (``"elements"``, ``"bytes"`` or ``"calls"``, kind of collective, link).
     """
 
     seconds: float = 0.0
@@ -86,13 +86,13 @@ def engine_of_run(trainer: Trainer) -> Engine | None:
 
 
 def ranks_with_data(trainer: Trainer) -> int:
-    """How many ranks have batches of their own: all, unless tensor parallelism lets several share theirs."""
+    """Number of ranks with batches of their own: all, unless ranks share batches under tensor parallelism."""
     sampled = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
     return sampled.get("num_replicas", trainer.world_size)
 
 
 def traffic_of(engine: Engine) -> Counter[tuple[str, str, str]]:
-    """What an engine has communicated so far, as in ``Measured.traffic``."""
+    """Return an engine's traffic so far, as in ``Measured.traffic``."""
     counters = engine.communicator.counters
     each = {"elements": counters.elements, "bytes": counters.bytes, "calls": counters.calls}
     return Counter({(what, kind, link): n for what, counts in each.items() for (kind, link), n in counts.items()})
@@ -140,7 +140,7 @@ def resident_bytes() -> int | None:
 def gradient_norm(trainer: Trainer) -> Tensor | None:
     """The norm of all gradients that ``p.grad`` shows, after clipping. Collective with the ZeRO engine.
 
-    None where updates in the background may be reading or releasing gradients.
+    None if background updates may be reading or releasing gradients.
     """
     engine = engine_of_run(trainer)
     if engine is not None and engine.config.offloads is not None:

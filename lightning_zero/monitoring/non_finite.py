@@ -1,4 +1,4 @@
-"""Callback that ends a fit at its first value that is not finite, and says where it came from."""
+"""Callback that ends a fit at its first non-finite value, and reports where the value came from."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ class NonFiniteError(FloatingPointError):
 class Finder:
     """Ends a fit at its first loss or gradient that is not finite, before the optimizer uses it.
 
-    The error names rank, step, micro-batch, module and parameters: the step's micro-batches are computed again from
-    the same weights, buffers and random numbers, under hooks. Each step costs a norm of this rank's gradients, the wait
-    for it, one exchange of one number, and a copy of the module's buffers. Works with every strategy.
+    The error names rank, step, micro-batch, module and parameters. To find them, the step's micro-batches are computed
+    again with hooks, from the same weights, buffers and random numbers. Each step costs the norm of this rank's
+    gradients, a wait for the norm, the exchange of one number, and a copy of the module's buffers. Works with every
+    strategy.
 
-    With manual optimization the step is not computed again, and with ``16-mixed`` only losses are looked at, since
-    infinite gradients are part of its search for a scale.
+    With manual optimization the step is not computed again, and with ``16-mixed`` only losses are checked, since
+    infinite gradients are part of its search for a loss scale.
 
     Raises:
         NonFiniteError: on every rank, within the fit.
@@ -66,7 +67,7 @@ class Finder:
         ranks = range(trainer.world_size)
         every = [trainer.strategy.broadcast(found if rank == trainer.global_rank else None, rank) for rank in ranks]
         found_by_any = [each for each in every if each is not None]
-        where = "not found again when the step was computed a second time"
+        where = "the cause was not found when the step was computed again"
         if found_by_any:
             # each rank sees its own part of sharded gradients
             broken = {name for each in found_by_any for name in each.gradients}
@@ -78,7 +79,7 @@ class Finder:
     def _search(
         self, trainer: Trainer, module: LightningModule, optimizer: Any, window: list[_MicroBatch]
     ) -> _Found | None:
-        """What this rank finds; None if another rank has found something earlier. All ranks search equally long."""
+        """Return this rank's finding; None if another rank's is earlier. All ranks stop at the same micro-batch."""
         rank, found = trainer.global_rank, None
         names = {parameter: name for name, parameter in module.named_parameters()}
         if broken := [name for parameter, name in names.items() if not are_finite([shard_of(parameter)])]:
@@ -100,7 +101,7 @@ class Finder:
             if watch.first is not None:
                 found = _Found(number, 0, rank, f"rank {rank}, {place}: {watch.first}", broken)
             elif broken:  # on every rank, if gradients are averaged during backward
-                found = _Found(number, 1, rank, f"{place}: nothing before the gradients", broken)
+                found = _Found(number, 1, rank, f"{place}: all values before the gradients are finite", broken)
             if not trainer.strategy.reduce_boolean_decision(found is None):
                 break
         return found
@@ -121,9 +122,9 @@ class _MicroBatch:
 
 @dataclass(frozen=True)
 class _Found:
-    """What one rank has found, in words, and the parameters whose gradients are not finite there.
+    """One rank's finding, in words, and the parameters whose gradients are not finite on this rank.
 
-    The smallest ``_Found`` of all ranks is the cause.
+    The finding with the smallest ``order`` over all ranks is the cause.
     """
 
     micro_batch: int
@@ -138,13 +139,13 @@ class _Found:
 
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether all elements of all tensors are; waits for the device once."""
+    """Whether all elements of all tensors are finite; waits for the device once."""
     floats = [tensor for tensor in tensors if tensor.numel() and tensor.dtype.is_floating_point]
     return bool(get_total_norm(floats, float("inf")).isfinite())
 
 
 def _computed_again(trainer: Trainer, module: LightningModule, micro_batch: _MicroBatch) -> tuple[_Watch, list[str]]:
-    """What hooks have found in a micro-batch, and the parameters whose gradients are not finite."""
+    """Compute a micro-batch again; return what hooks have found, and the parameters with non-finite gradients."""
     _set_rng_states(micro_batch.rng_states)
     strategy = trainer.strategy
     no_sync = strategy.block_backward_sync() if hasattr(strategy, "block_backward_sync") else nullcontext()
@@ -166,14 +167,14 @@ def _broken_gradients(module: nn.Module) -> list[str]:
 
 @dataclass
 class _Watch:
-    """Hooks on all modules that note the first values that are not finite.
+    """Records the first non-finite value that hooks on all modules find.
 
     Attributes:
-        first: where, in words.
+        first: description of the value's location.
     """
 
     first: str | None = None
-    _inputs_of: dict[int, str] = field(default_factory=dict)  # by tensor: the innermost module that takes it
+    _inputs_of: dict[int, str] = field(default_factory=dict)  # by tensor id: the innermost module that takes the tensor
     _kept: list[Tensor] = field(default_factory=list)  # keeps the tensors alive, as their ids are keys
 
     def enter(self, name: str, inputs: Any) -> None:
@@ -190,7 +191,7 @@ class _Watch:
     def note(self, tensor: Tensor, what: str) -> None:
         if self.first is None and not are_finite([tensor.detach()]):
             bad = int((~tensor.detach().isfinite()).sum())
-            self.first = f"{what} is not finite ({bad} of {tensor.numel()} elements), and nothing before it"
+            self.first = f"{what} is not finite ({bad} of {tensor.numel()} elements), the first such value"
 
     def _follow(self, tensor: Tensor, otherwise: str = "") -> None:
         if tensor.requires_grad and not any(tensor is other for other in self._kept):

@@ -1,4 +1,4 @@
-"""Report at the end of a training: a table, a plot and results.json."""
+"""Report at the end of training: a table, a plot and results.json."""
 
 import importlib.util
 import json
@@ -19,8 +19,8 @@ def expected_psi(stage: int, accumulate: int, world_size: int, within: int | Non
     """Expected elements communicated per rank and optimizer step, divided by Psi (ZeRO paper, section 7).
 
     Psi is the number of parameters. Stage 1 reduces the gradients once a step, stages 2 and 3 once a micro-batch;
-    stages 1 and 2 gather the parameters once a step, stage 3 twice a micro-batch. If stage 3 is within groups of ranks,
-    so many in each, its parts are exchanged between groups once a step, too.
+    stages 1 and 2 gather the parameters once a step, stage 3 twice a micro-batch. If stage 3 shards within groups of
+    ``within`` ranks, shards are also exchanged between groups once a step.
     """
     if world_size == 1:
         return 0
@@ -37,7 +37,7 @@ def collect(trainer: Trainer, monitor: ZeroMonitor, metrics: Mapping[str, float]
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     last = [loss for _, loss in monitor.loss_curve[-20:]]
     communicated = None if monitor.elements_per_step is None else monitor.elements_per_step / monitor.numel
-    is_divided = ranks_with_data(trainer) < trainer.world_size  # by tensor parallelism: a rank moves its share alone
+    is_divided = ranks_with_data(trainer) < trainer.world_size  # by tensor parallelism: a rank moves only its share
     expected = None
     if stage and not is_divided:
         expected = expected_psi(stage, trainer.accumulate_grad_batches, trainer.world_size, within)
@@ -69,9 +69,9 @@ class Figure(NamedTuple):
     """A main result.
 
     Attributes:
-        name: its row in the table of a job.
-        heading: its column in the table of a sweep; "" if it has none there.
-        note: what the value is of, or is to be compared with.
+        name: its row in a job's table.
+        heading: its column in a sweep's table; "" if it has no column.
+        note: what the value refers to, or should be compared with.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Figure(NamedTuple):
 
 
 def figures(results: dict[str, Any]) -> list[Figure]:
-    """The main results, as text."""
+    """Return the main results, as text."""
     found, loss = [], results["training_loss"]
     if loss is not None:
         steps = len(results["loss_curve"][-20:])
@@ -123,7 +123,7 @@ def write_report(folder: Path, results: dict[str, Any], sample: str | None) -> N
     (folder / "results.json").write_text(json.dumps(results, indent=1))
     plot = plot_losses(folder / "loss.png", {results["strategy"]: results})
     if sample is not None:
-        # A model at the beginning of its training writes control characters, which a terminal would obey.
+        # Barely trained models write control characters, which a terminal would obey.
         text = "".join(each if each.isprintable() or each == "\n" else "\ufffd" for each in sample)
         print(f"{' sample ':-^80}\n{text}\n{80 * '-'}")
     print(f"{results['strategy']}, {results['processes']} processes, {results['precision']}")

@@ -1,4 +1,4 @@
-"""Metrics of slices of the data: for each slice a clone of torchmetrics' metrics."""
+"""Metrics on slices of the data, with a clone of torchmetrics' metrics for each slice."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lightning_zero.monitoring.evaluation import EvaluationCallback
 
 
 class SliceMetrics(EvaluationCallback):
-    """Logs metrics of each slice of the validation and test data, over all ranks, under ``NAME/SLICE/METRIC``.
+    """Logs metrics on each slice of the validation and test data, over all ranks, as ``NAME/SLICE/METRIC``.
 
     Args:
         metrics: torchmetrics' metrics, cloned for each slice, for example accuracy and calibration error.
-        slices: by name, a function of a batch that returns which of its samples are in the slice, as a 1-D boolean
-            tensor. Slices may overlap.
+        slices: for each name, a function of a batch that returns a 1-D boolean tensor with the samples that are in the
+            slice. Slices may overlap.
         arguments: a function of a step's outputs and its batch that returns what the metrics' ``update`` takes, such
-            as predictions and targets; the first dimension of each tensor is that of samples.
+            as predictions and targets; the first dimension of each tensor is the sample dimension.
         name: the first part of the names of logged values.
 
     Raises:

@@ -1,1 +1,1 @@
-"""What a training would take, found by running the real engine on fake tensors: memory, traffic, time."""
+"""Plans of the memory, traffic and time that a training run needs, made by running the real engine on fake tensors."""

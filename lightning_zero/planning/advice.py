@@ -1,4 +1,4 @@
-"""Plans of a training by stage, offload, micro-batch and activation checkpointing, and advice which to choose."""
+"""Plans for a training run by stage, offload, micro-batch and activation checkpointing, and advice on the choice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_zero.planning.fake_run import fake_run
 from lightning_zero.planning.timeline import Resources, replay
 
 ROOM = 0.9
-"""Part of a device's memory that a plan may use: the allocator's fragments and the communication library need some."""
+"""Share of a device's memory that a plan may use; fragmentation and the communication library need the rest."""
 
 
 _SUFFIXES = {"none": "", "cpu": "_offload", "nvme": "_nvme", "activations": ""}
@@ -25,37 +25,37 @@ _SUFFIXES = {"none": "", "cpu": "_offload", "nvme": "_nvme", "activations": ""}
 _OFFLOADS: dict[str, Any] = {
     "none": None,
     "cpu": "cpu",
-    "nvme": {"optimizer": "nvme", "path": "."},  # a path, since no file is made: the temporary folder may be memory
+    "nvme": {"optimizer": "nvme", "path": "."},  # any folder, as no file is made: the temporary one may be in memory
     "activations": {"optimizer": None, "activations": "cpu"},
 }
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Memory and time of a rank with one combination of choices.
+    """Memory and time that a rank needs under one combination of choices.
 
     Attributes:
-        stage: of ZeRO; 0 for DDP.
+        stage: the ZeRO stage; 0 for DDP.
         offload: where optimizer states and master weights are: ``"none"``, ``"cpu"`` or ``"nvme"``; or
-            ``"activations"``, whose checkpoints alone are then in the CPU's memory.
+            ``"activations"``, which moves only activation checkpoints to the CPU's memory.
         ranks: the world size.
         micro_batch: samples per rank and micro-batch; None where the batch has no common first dimension.
-        accumulate: micro-batches a step; or several choices.
-        activation_checkpointing: whether blocks are computed again in backward.
-        parameters: elements of all parameters.
-        peak_bytes: on the device by category, and their sum under ``"total"``.
-        host_bytes: offloaded to the host's memory, with the buffers for states on a disk, and kept there by
-            ``resilience``.
-        disk_bytes: offloaded to a disk.
-        traffic_bytes: of a step, by kind of collective.
-        leaving_bytes: of a step, that leave a machine, of all its ranks; 0 on one machine.
+        accumulate: micro-batches per step.
+        activation_checkpointing: whether blocks are recomputed in backward.
+        parameters: number of elements in all parameters.
+        peak_bytes: peak on the device by category, and the sum under ``"total"``.
+        host_bytes: bytes in the host's memory: offloaded states, buffers for states on a disk, and the copies that
+            ``resilience`` keeps.
+        disk_bytes: bytes offloaded to a disk.
+        traffic_bytes: bytes per step, by kind of collective.
+        leaving_bytes: bytes per step that all ranks of a machine send to other machines; 0 on one machine.
         seconds_per_step: an estimate; None where the machine's speed is unknown.
-        waiting_seconds: the part of it in which the device waits for communication or the host.
-        samples_per_second: over all ranks; likewise.
-        fits: whether the peak is within 90 % of the device's memory; None where that is unknown.
-        assumptions: made where the project reads values.
-        shard_within: as of ``ZeroStrategy``, at stage 3.
-        compression, tensor_parallel_size, partition_activations: likewise, of ZeRO.
+        waiting_seconds: the part of the step in which the device waits for communication or the host.
+        samples_per_second: over all ranks; None where the machine's speed is unknown.
+        fits: whether the peak is within 90 % of the device's memory; None where that size is unknown.
+        assumptions: assumptions made where the project reads values.
+        shard_within: as in ``ZeroStrategy``, at stage 3.
+        compression, tensor_parallel_size, partition_activations: as in ``ZeroStrategy``.
     """
 
     stage: int
@@ -82,7 +82,7 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """As a user writes it."""
+        """The plan's strategy and options, as a user writes them."""
         text = "DDP" if self.stage == 0 else f"zero{self.stage}{_SUFFIXES[self.offload]}"
         checkpointing = "units" if self.activation_checkpointing else None
         chosen = {
@@ -122,19 +122,19 @@ def make_plans(
 
     Args:
         make_module, batch, options: as for ``fake_run``.
-        offloads: as ``Plan.offload``.
+        offloads: choices for ``Plan.offload``.
         micro_batches: first dimensions of the batch's tensors; None for the batch as it is.
-        checkpointing: of activations; ``"partitioned"`` over tensor-parallel ranks, where there are any.
+        checkpointing: whether to checkpoint activations; ``"partitioned"`` over tensor-parallel ranks, if any.
         resources: the machine's speed; None for plans without times.
-        memory: bytes of the device; None for plans that do not say whether they fit.
-        accumulate: micro-batches a step.
+        memory: the device's memory in bytes; None for plans that do not say whether they fit.
+        accumulate: micro-batches per step, or several choices.
         shard_within: choices at stage 3.
         compression: choices, by name; at stage 3 with ``shard_within`` only.
-        tensor_parallel: choices of ``tensor_parallel_size``, without ``shard_within``.
-        left_out: a list to which a sentence is added for each choice of ``compression`` that can compress nothing.
+        tensor_parallel: choices for ``tensor_parallel_size``, without ``shard_within``.
+        left_out: a list that receives a sentence for each choice of ``compression`` that can compress nothing.
 
     Raises:
-        ValueError: if there are no ranks, micro-batches cannot be varied, or no choice is possible.
+        ValueError: if there are no ranks, micro-batches cannot be varied, or no combination is possible.
     """
     if ranks < 1:
         raise ValueError(f"ranks={ranks} must be a whole number, 1 or more.")
@@ -152,7 +152,7 @@ def make_plans(
             continue
         if (is_partitioned and together in (None, 1)) or (offload == "activations" and not recompute):
             continue
-        if compress is not None and stage == 3 and within is None:  # no machine has parameters that are changed
+        if compress is not None and stage == 3 and within is None:  # machines do not keep the former parameters
             continue
         sized = batch if micro_batch is None else resized(batch, micro_batch)
         chosen: dict[str, Any] = {} if stage == 0 else {"offload": _OFFLOADS[offload]}
@@ -223,10 +223,10 @@ def samples_of(batch: Any) -> int | None:
 
 
 def resized(batch: Any, samples: int) -> Any:
-    """The batch with another number of samples: some are repeated or dropped.
+    """The batch with another number of samples, by repeating or dropping some.
 
     Raises:
-        ValueError: if its tensors have no common first dimension.
+        ValueError: if the batch's tensors have no common first dimension.
     """
     now = samples_of(batch)
     if now is None:
@@ -244,15 +244,16 @@ def resized(batch: Any, samples: int) -> Any:
 
 
 def advise(plans: list[Plan], memory: float | None) -> list[str]:
-    """What to choose and why, in sentences with their figures."""
+    """Sentences that say what to choose and why, with figures."""
     fitting = [plan for plan in plans if plan.fits is not False]
     if not fitting:
         best = min(plans, key=lambda plan: plan.peak_bytes["total"])
         assert memory is not None
         largest = _largest(best)
         return [
-            f"Nothing fits: the least is {best.name} with {in_gb(best.peak_bytes['total'])} of {in_gb(ROOM * memory)} "
-            f"usable. Its largest part is {largest} ({in_gb(best.peak_bytes[largest])}). {_way_out(best)}"
+            f"Nothing fits: the smallest is {best.name} with {in_gb(best.peak_bytes['total'])} of "
+            f"{in_gb(ROOM * memory)} usable. Its largest part is {largest} "
+            f"({in_gb(best.peak_bytes[largest])}). {_way_out(best)}"
         ]
     timed = [plan for plan in fitting if plan.samples_per_second is not None]
     ddp = next((plan for plan in plans if plan.stage == 0), None)

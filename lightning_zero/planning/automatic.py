@@ -1,4 +1,4 @@
-"""``strategy="zero_auto"``: the advisor chooses stage, offload and checkpointing of activations when a fit begins."""
+"""``strategy="zero_auto"``: the advisor chooses stage, offload and activation checkpointing when ``fit`` begins."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lightning_zero.planning.timeline import Resources
 
 _REST = 1.3
-"""Bytes that a training takes for each byte of model states, where it cannot be planned."""
+"""Bytes per byte of model states that a training run is assumed to take where it cannot be planned."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Choice:
 
     Attributes:
         stage, offload, activation_checkpointing: as the options of ``ZeroStrategy``.
-        why: in sentences, with their figures.
+        why: the reasons, as sentences with figures.
     """
 
     stage: int
@@ -47,23 +47,23 @@ class Choice:
 
 
 class AutomaticStrategy(TrainerStrategy):
-    """ZeRO with the stage that the advisor chooses when a fit begins: the quickest one that fits on the device.
+    """ZeRO with the stage that the advisor chooses when ``fit`` begins: the fastest that fits on the device.
 
-    The machine is measured, and the training planned on fake tensors as ``lightning-zero plan`` does. The numbers are
-    those of any stage. If no stage fits, the next is taken of these: offload to the host's memory (on a CPU that is the
-    device's), ``activation_checkpointing="units"``, both. One sample of the training data is read if they are
-    map-style, on rank 0.
+    The machine is measured, and the training run is planned on fake tensors as in ``lightning-zero plan``. Losses and
+    weights do not depend on the stage. If no stage fits, these are tried in turn: offload to the host's memory (not on
+    a CPU, where this is the device's memory), ``activation_checkpointing="units"``, and both. Rank 0 reads one sample
+    of the training data if the dataset is map-style.
 
     Arguments:
         resources: the machine's speed instead of a measurement: a file that ``lightning-zero doctor --json`` has
-            written, or what is in it under ``"resources"``.
-        options: as for ``ZeroStrategy``, without those that are chosen.
+            written, or the contents of its entry ``"resources"``.
+        options: as for ``ZeroStrategy``, except those that the advisor chooses.
 
     Attributes:
-        choice: the last one; None before the first fit.
+        choice: the advisor's latest choice; None before the first ``fit``.
 
     Raises:
-        TypeError, ValueError: if an option does not exist, is one of those chosen, or its value is not allowed.
+        TypeError, ValueError: if an option does not exist, is chosen by the advisor, or has an invalid value.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -73,7 +73,7 @@ class AutomaticStrategy(TrainerStrategy):
 
     def __init__(self, resources: str | Path | dict[str, float] | None = None, **options: Any) -> None:
         chosen = ("stage", "offload", "activation_checkpointing")
-        given = [name for name in chosen if options.pop(name, None)]  # configurations name them without a value
+        given = [name for name in chosen if options.pop(name, None)]  # configuration files list them without a value
         if given:
             raise TypeError(
                 f"{', '.join(given)}: zero_auto chooses this. Write strategy=ZeroStrategy({given[0]}=...) to choose it "
@@ -84,7 +84,7 @@ class AutomaticStrategy(TrainerStrategy):
                 "tensor_parallel_size: zero_auto does not plan tensor parallelism. Write "
                 f"strategy=ZeroStrategy(stage=..., tensor_parallel_size={options['tensor_parallel_size']})."
             )
-        super().__init__(stage=3, **options)  # parameters may wait for the choice without memory, as at stage 3
+        super().__init__(stage=3, **options)  # until the choice, parameters may stay on the meta device, as at stage 3
         self.choice: Choice | None = None
         self._resources = _declared(resources) if resources is not None else None
 
@@ -130,11 +130,11 @@ class AutomaticStrategy(TrainerStrategy):
             with isolate_rng():
                 batch = sample_batch(trainer)
                 return self._planned(trainer, lambda: copied(module), batch, resources, transport)
-        except Exception as error:  # a plan that fails must not end a training
+        except Exception as error:  # a plan that fails must not end the training run
             where = traceback.extract_tb(error.__traceback__)[-1]
             reason = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
         offload = None if self.root_device.type == "cpu" else "cpu"
-        reason = f"this training cannot be planned ({reason})"
+        reason = f"this training run cannot be planned ({reason})"
         return by_formula(module, self.world_size, resources.memory, offload, reason)
 
     def _planned(
@@ -199,7 +199,7 @@ def sample_batch(trainer: Trainer) -> Any:
     """A batch of the training loader's size that repeats the first sample.
 
     Raises:
-        ValueError: if the data are not map-style: reading from a stream would take its first batch away.
+        ValueError: if the dataset is not map-style, as reading from a stream would consume its first batch.
     """
     loader = trainer.fit_loop._data_source.dataloader()
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
@@ -210,7 +210,7 @@ def sample_batch(trainer: Trainer) -> Any:
 
 
 def by_formula(module: nn.Module, ranks: int, memory: float | None, offload: str | None, reason: str) -> Choice:
-    """The lowest stage whose model states, by the paper's formula with 30 % for all else, fit, or offload."""
+    """Choose the lowest stage whose model states, by the paper's formula with 30 % for all else, fit, or offload."""
     mesh = Mesh.flat(ranks)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
     needed = {

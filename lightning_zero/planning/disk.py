@@ -1,4 +1,4 @@
-"""Measures a disk as updates of states on it use it."""
+"""Measures a disk under the load of optimizer updates whose states are stored there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BYTES, _EXTENT, _REPEATS = 2**27, 2**24, 3
 
 
 def disk_bandwidth(folder: str) -> float:
-    """Bytes a second that the pipeline of offloaded states reads and writes in a folder, together.
+    """Bytes per second that the pipeline for offloaded states reads and writes in a folder, in total.
 
     Raises:
         OSError: if the folder is on a file system in memory, or a file of 128 MiB cannot be made there.
@@ -22,7 +22,7 @@ def disk_bandwidth(folder: str) -> float:
     file = SwapFile(folder, _BYTES)
     extents, ring = [Extent(file, start, _EXTENT) for start in range(0, _BYTES, _EXTENT)], Ring(_EXTENT)
     seconds = []
-    for _ in range(_REPEATS + 1):  # first into blocks that were never written
+    for _ in range(_REPEATS + 1):  # the first, into blocks that were never written, is discarded
         started = time.perf_counter()
         stream(extents, lambda *_: None, ring)
         seconds.append(time.perf_counter() - started)

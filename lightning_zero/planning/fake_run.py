@@ -1,4 +1,4 @@
-"""Two steps of a training as one rank of many, without memory, data or other ranks: the real Trainer and engine."""
+"""Two training steps of one rank with the real Trainer and engine, without memory, data or the other ranks."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from lightning_zero.planning.tracking import Assumptions, MemoryTracker
 from lightning_zero.strategies.trainer import TrainerStrategy
 
 DDP_BUCKET_BYTES = 25 * 2**20
-"""Gradients that ``DistributedDataParallel`` reduces together."""
+"""Bytes of gradients that ``DistributedDataParallel`` reduces together."""
 
 
 class _Pretending:
     """Mixin for strategies whose parameters come from the meta device, and whose other ranks do not exist.
 
     Attributes:
-        modes: entered when the module has been made and converted; left by ``leave_modes``.
+        modes: dispatch modes, entered once the module has been made and converted, and left by ``leave_modes``.
     """
 
     _ranks: int
@@ -53,7 +53,7 @@ class _Pretending:
             yield
 
     def model_to_device(self) -> None:
-        """Replace meta tensors by fake ones: only now, since fake modules cannot be converted to other dtypes."""
+        """Replace meta tensors with fake ones; not earlier, as fake modules cannot be converted to other dtypes."""
         for mode in self.modes:
             self.leave_modes.enter_context(mode)
         assert self.model is not None
@@ -71,38 +71,38 @@ class _Pretending:
         """Called before gradients are set to None."""
 
     def reset_peak(self) -> None:
-        """Called before the step that is measured."""
+        """Called before the measured step."""
 
     def report_peak(self) -> dict[str, int]:
-        """``Report.peak`` of the engine; of DDP what a rank holds after a step."""
+        """The engine's ``Report.peak``; under DDP, the bytes that a rank holds after a step."""
         return dict(self.held())
 
     def host_bytes(self) -> int:
-        """Bytes of master weights that ``held`` counts, and that lie in the host's memory."""
+        """Bytes of master weights and parameters in ``held`` that are in the host's memory."""
         return 0
 
     def disk_bytes(self) -> tuple[int, int]:
-        """Bytes of files, and of the buffers in the host's memory through which they are updated."""
+        """Bytes of files with states, and of the buffers in the host's memory through which the files are updated."""
         return 0, 0
 
     def kept_bytes(self) -> int:
-        """Bytes in shared memory of what ``resilience`` keeps of a rank."""
+        """Bytes that ``resilience`` keeps for a rank in shared memory."""
         return 0
 
     def most_loaded(self, rank: int) -> int:
-        """The rank that has the most to keep."""
+        """The rank that holds the most."""
         return rank
 
     def teardown(self) -> None:
-        """Nothing: fake parameters need not become ordinary again."""
+        """Do nothing: fake parameters need not become ordinary again."""
 
 
 class _PretendingZero(_Pretending):
-    """Mixin for the ZeRO strategy as one of so many ranks, in one process.
+    """Mixin for the ZeRO strategy as one of several ranks, in one process.
 
     Arguments:
-        ranks: how many.
-        recorder: notes the collectives.
+        ranks: number of ranks.
+        recorder: records the collectives.
         transport, rank, machines: as for ``pretending``.
         options: as for ``ZeroStrategy``.
     """
@@ -124,7 +124,7 @@ class _PretendingZero(_Pretending):
     def _mesh_ranks(self) -> int:
         return self._ranks
 
-    _is_alone = True  # Lightning and the strategy have nothing to tell to ranks that do not exist
+    _is_alone = True  # the other ranks do not exist, so nothing is sent to them
 
     def setup_environment(self) -> None:
         self._make_mesh()  # type: ignore[attr-defined]
@@ -135,7 +135,7 @@ class _PretendingZero(_Pretending):
 
     def traffic(self) -> dict[str, int]:
         assert self.engine is not None
-        sent = self.engine.report().bytes  # which enters the optimizer states in the ledger, too
+        sent = self.engine.report().bytes  # also enters the optimizer states in the ledger
         shared = self._recorder.tensor_parallel_bytes
         return {**sent, "tensor_parallel": shared} if shared else sent
 
@@ -153,17 +153,17 @@ class _PretendingZero(_Pretending):
         return sum(nbytes for _, medium, nbytes in at_rest if medium is Medium.HOST)
 
     def _new_resilience(self) -> None:
-        """Nothing is kept: values are fake."""
+        """Do nothing: fake values are not kept."""
 
     def kept_bytes(self) -> int:
         if self.options.keeps is None:  # type: ignore[attr-defined]
             return 0
         content, _ = self.state_in_parts()  # type: ignore[attr-defined]
-        copies = 2 if self._machines == 1 else 4  # slots, and mirrors of another machine's
+        copies = 2 if self._machines == 1 else 4  # two slots, and two mirrors of another machine's slots
         return copies * sum(entry.nbytes for entry in content.entries)
 
     def most_loaded(self, rank: int) -> int:
-        """The rank with the most elements, as shards of whole parameters are unequal; ``rank`` if none has more."""
+        """The rank with the most elements, as shards of whole parameters are unequal; ``rank`` if no rank has more."""
         assert self.engine is not None
         layouts = [bucket.layout for bucket in self.engine.buckets if bucket.layout.is_whole]
         size = self.engine.communicator.size
@@ -178,12 +178,12 @@ class _PretendingZero(_Pretending):
 
 
 class _PretendingDDP(_Pretending):
-    """Mixin for one rank of ``DistributedDataParallel``, which holds all, and averages gradients in backward.
+    """Mixin for one rank under ``DistributedDataParallel``: it holds all states and averages gradients in backward.
 
     Arguments:
-        ranks: how many.
-        recorder: notes the collectives.
-        machines: on how many the ranks are.
+        ranks: number of ranks.
+        recorder: records the collectives.
+        machines: number of machines.
     """
 
     optimizers: list[torch.optim.Optimizer]
@@ -201,7 +201,7 @@ class _PretendingDDP(_Pretending):
         assert self.model is not None
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._now["parameters"] = sum(parameter.nbytes for parameter in self.model.parameters())
-        # DDP's default, which copies each gradient to a bucket and back
+        # DDP's default copies each gradient to a bucket and back
         self._buckets = [torch.empty_like(parameter) for parameter in trained] if self._ranks > 1 else []
         self._now["reduction"] = sum(bucket.nbytes for bucket in self._buckets)
         self._trained_bytes = sum(parameter.nbytes for parameter in trained)
@@ -217,7 +217,7 @@ class _PretendingDDP(_Pretending):
 
     def _reduce(self) -> None:
         if self._ranks > 1 and self._collected:
-            sent = 2 * self._collected * (self._ranks - 1) / self._ranks  # by a ring
+            sent = 2 * self._collected * (self._ranks - 1) / self._ranks  # in a ring
             self._started.append(self._recorder.launch(sent, sent if self._machines > 1 else 0.0))
             self._reduced += self._collected
         self._collected = 0
@@ -254,7 +254,7 @@ def _strategies(package: ModuleType) -> tuple[type[Any], type[Any]]:
     class PretendingDDPStrategy(_PretendingDDP, package.strategies.SingleDeviceStrategy):  # type: ignore[name-defined]
         pass
 
-    package.strategies.DDPStrategy.register(PretendingZeroStrategy)  # as ``ZeroStrategy``, for compiled modules
+    package.strategies.DDPStrategy.register(PretendingZeroStrategy)  # like ``ZeroStrategy``, for compiled modules
     return PretendingZeroStrategy, PretendingDDPStrategy
 
 
@@ -263,19 +263,20 @@ class FakeRun:
     """Memory and events of one rank in its second step.
 
     Attributes:
-        peak_bytes: by category, on the device that computes, when their sum is highest: ``parameters`` (with master
+        peak_bytes: bytes by category on the training device, when their sum is highest: ``parameters`` (with master
             weights), ``gathered``, ``gradients``, ``reduction``, ``optimizer``, and ``activations`` (with the batch,
-            buffers, and all else that the project makes).
-        report_peak: bytes by category when those of the engine alone are highest, as in the ``Report`` of a real run;
-            of DDP after a step.
-        host_bytes: of what is offloaded to the host's memory, with the buffers for states on a disk, and of what
+            buffers, and all other tensors that the project makes).
+        report_peak: bytes by category when the engine's sum alone is highest, as in the ``Report`` of a real run; under
+            DDP, after a step.
+        host_bytes: bytes offloaded to the host's memory, with the buffers for states on a disk, and those that
             ``resilience`` keeps in shared memory.
-        disk_bytes: of states on a disk.
-        traffic: bytes of a step by kind of collective.
-        leaving: bytes of a step that leave a machine, of all its ranks; 0 on one machine.
-        numel: elements of all parameters.
-        events: of the step; see ``replay``.
-        assumptions: made where the project reads values, which fake tensors do not have; and what of it did not run.
+        disk_bytes: bytes of states on a disk.
+        traffic: bytes per step by kind of collective.
+        leaving: bytes per step that all ranks of a machine send to other machines; 0 on one machine.
+        numel: number of elements in all parameters.
+        events: events of the step; see ``replay``.
+        assumptions: assumptions made where the project reads values, which fake tensors do not have; and the parts of
+            the project that did not run.
     """
 
     peak_bytes: dict[str, int]
@@ -294,15 +295,15 @@ class FakeRun:
 
 
 def package_of(module: Any) -> ModuleType:
-    """The package whose LightningModule an object is: ``lightning.pytorch`` or ``pytorch_lightning``.
+    """The package of an object's LightningModule class: ``lightning.pytorch`` or ``pytorch_lightning``.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if the object is not a LightningModule.
     """
     for name in ("lightning.pytorch", "pytorch_lightning"):
         if name in sys.modules and isinstance(module, sys.modules[name].LightningModule):
             return sys.modules[name]
-    raise ValueError(f"What is planned must be a LightningModule, and is a {type(module).__name__}.")
+    raise ValueError(f"Expected a LightningModule to plan, but got a {type(module).__name__}.")
 
 
 def _made_on_meta(make_module: Callable[[], LightningModule]) -> LightningModule:
@@ -317,7 +318,7 @@ def _made_on_meta(make_module: Callable[[], LightningModule]) -> LightningModule
 
 
 class _Batches:
-    """A loader that repeats one batch. A list would be taken for a list of loaders by the Trainer."""
+    """A loader that repeats one batch; the Trainer would take a list for a list of loaders."""
 
     def __init__(self, batch: Any, count: int) -> None:
         self._batch, self._count = batch, count
@@ -330,7 +331,7 @@ class _Batches:
 
 
 class _SecondStep:
-    """Mixin for a callback that starts measuring in the second step, when optimizer states exist."""
+    """Mixin for a callback that starts measuring at the second step, when optimizer states exist."""
 
     def __init__(self, strategy: Any, tracker: MemoryTracker, recorder: Recorder, accumulate: int) -> None:
         self._strategy, self._tracker, self._recorder, self._accumulate = strategy, tracker, recorder, accumulate
@@ -352,7 +353,7 @@ class _SecondStep:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Context without Lightning's messages about a Trainer, and torch's warnings about fake tensors' addresses."""
+    """Context without Lightning's messages about a Trainer or torch's warnings about fake tensors' addresses."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "pytorch_lightning")]
     before = [logger.level for logger in loggers]
     for logger in loggers:
@@ -386,23 +387,23 @@ def fake_run(
     """Train a module for two steps on fake tensors, with the real Trainer, strategy and engine.
 
     Args:
-        make_module: called where parameters are made on the meta device.
+        make_module: called in a context in which parameters are made on the meta device.
         batch: as the project's loader gives it, on the CPU.
         ranks: the world size.
-        stage: of ZeRO; None for DDP.
-        accumulate: micro-batches a step.
-        precision: of the Trainer.
+        stage: the ZeRO stage; None for DDP.
+        accumulate: micro-batches per step.
+        precision: the Trainer's ``precision``.
         clip: the Trainer's ``gradient_clip_val``.
-        transport: between the ranks, ``"nccl"``, ``"gloo"`` or ``"shared memory"``: which buffers a reduction takes.
-        with_values: compute with real tensors, to check what fake ones give.
-        rank: which one to run as, with tensor parallelism along the data-parallel dimension; where another has more to
-            keep, since parameters stay whole, that one is taken.
-        machines: on how many the ranks are, equally many on each.
-        options: of ``ZeroStrategy``.
+        transport: between the ranks, ``"nccl"``, ``"gloo"`` or ``"shared memory"``; determines a reduction's buffers.
+        with_values: compute with real tensors, to check the results of fake ones.
+        rank: the rank to run as; with tensor parallelism, along the data-parallel dimension. If another rank holds
+            more because parameters stay whole, the run is repeated as that rank.
+        machines: number of machines, with equally many ranks on each.
+        options: options of ``ZeroStrategy``.
 
     Raises:
         ValueError: if the module cannot be made on the meta device, or machines cannot have equally many ranks; with
-            tensor parallelism, if this process has process groups.
+            tensor parallelism, if this process already has process groups.
     """
     if machines < 1 or ranks % machines:
         raise ValueError(f"machines={machines} must be a whole number that divides {ranks} ranks.")
@@ -413,7 +414,7 @@ def fake_run(
         options["tensor_parallel_size"] = ranks // machines
     has_mesh = options.get("tensor_parallel_size") is not None
     together = options["tensor_parallel_size"] if has_mesh else 1
-    crosses = together > ranks // machines  # tensor-parallel ranks are neighbours
+    crosses = together > ranks // machines  # tensor-parallel ranks are consecutive
     recorder = Recorder(together, leaving=ranks // machines if crosses else 0.0)
     mode, assumptions = FakeTensorMode(allow_non_fake_inputs=True), Assumptions()
     strategy: Any = (
@@ -463,14 +464,14 @@ def fake_run(
             machines=machines,
             **options,
         )
-    peak = {"parameters": 0, "optimizer": 0, **tracker.at_peak}  # which may be elsewhere entirely
+    peak = {"parameters": 0, "optimizer": 0, **tracker.at_peak}  # both may be offloaded entirely
     peak.pop("host", None)
     host = tracker.host_peak + offloaded + buffers + kept
     peak["activations"] = tracker.peak - sum(each for category, each in peak.items() if category != "activations")
     peak["parameters"] -= offloaded
     if stage is not None and transport != "nccl":
         assumptions.made[
-            "freed memory goes back to the system; a process on the CPU keeps it by default, of setting up alone up to "
+            "freed memory returns to the system; by default a process on the CPU keeps it, from setting up alone up to "
             f"{in_bytes(whole)} (MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=65536 returns it)"
         ] = None
     return FakeRun(
@@ -487,20 +488,20 @@ def fake_run(
 
 
 def _is_data(leaf: Any) -> bool:
-    """Whether a tensor of a batch becomes fake. Ids, labels and masks stay real, since code reads their values."""
+    """Whether a tensor in a batch becomes fake. Ids, labels and masks stay real, as code reads their values."""
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.uint8)
 
 
 def _left_out(module: nn.Module, base: type) -> list[str]:
-    """Name the parts of the project that a plan leaves out, since they are not training."""
+    """Name the project's methods that a plan leaves out because they are not part of training."""
     beside = re.compile("validation|test|predict|checkpoint")
     own = {name for cls in type(module).__mro__ if not issubclass(base, cls) for name in vars(cls)}
     names = sorted(name for name in own if hasattr(base, name) and beside.search(name))
-    return [f"training takes the most ({', '.join(names)} did not run)"] if names else []
+    return [f"training needs the most memory ({', '.join(names)} did not run)"] if names else []
 
 
 def leave_meta(module: nn.Module) -> None:
-    """Replace tensors on the meta device by ones on the CPU; parameters become new objects."""
+    """Replace tensors on the meta device with tensors on the CPU; parameters become new objects."""
     before = torch.__future__.get_overwrite_module_params_on_conversion()
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     try:

@@ -1,4 +1,4 @@
-"""Measures the machine's speed, as plans need it."""
+"""Measures the machine's speed for plans."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from lightning_zero.planning.timeline import Resources
 
 _REPEATS = 7
 _SIZES = (2**14, 2**24)
-"""Bytes that a rank sends."""
+"""Sizes in bytes of the shard that a rank sends."""
 
 
 def measure(ranks: int = 2, device: str = "cpu") -> tuple[Resources, dict[str, Any]]:
-    """Measure this machine; with several ranks, in as many processes over the transport that the engine would take.
+    """Measure this machine; with several ranks, in as many processes over the transport that the engine would use.
 
     Returns:
-        The resources as one rank sees them while all are busy, and what was measured beside them.
+        The resources available to one rank while all are busy, and a description of the measurement.
 
     Raises:
         RuntimeError: if a rank cannot be measured.
     """
     if ranks == 1:
         return measure_rank(torch.device(device), 1)
-    # This process hosts the store, so that its port is open before the ranks learn the number.
+    # This process hosts the store, so that the port is open before the ranks receive its number.
     store = process_group.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results = multiprocessing.get_context("spawn").SimpleQueue()
     try:
@@ -59,12 +59,12 @@ def measure_rank(place: torch.device, ranks: int) -> tuple[Resources, dict[str, 
     """Measure this rank's device and its links in the default process group. Collective.
 
     Returns:
-        As ``measure``.
+        The same as ``measure``.
     """
     a = torch.randn(1024, 1024, device=place)
     large = torch.randn(2**24, device=place)
     other, small = torch.empty_like(large), torch.zeros(8, device=place)
-    on_host = torch.randn(2**24, device="cpu")  # more than caches hold
+    on_host = torch.randn(2**24, device="cpu")  # larger than the caches
     averages = [torch.zeros_like(on_host) for _ in range(2)]
 
     def adam() -> None:
@@ -89,7 +89,7 @@ def measure_rank(place: torch.device, ranks: int) -> tuple[Resources, dict[str, 
 
 
 def _link(ranks: int, place: torch.device) -> tuple[dict[str, float], str]:
-    """Latency and bandwidth of an all-gather, by its smallest and its largest size; and the name of its transport."""
+    """Latency and bandwidth of an all-gather, from the smallest and the largest size; and the transport's name."""
     communicator = Communicator(None, place)
     seconds = []
     for size in _SIZES:
@@ -106,7 +106,7 @@ def _link(ranks: int, place: torch.device) -> tuple[dict[str, float], str]:
 
 
 def _seconds(act: Callable[[], Any], place: torch.device, calls: int = 1) -> float:
-    """The median time of a call."""
+    """The median time of a call, in seconds."""
     times = []
     for _ in range(_REPEATS + 2):
         _finish(place)

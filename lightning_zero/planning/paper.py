@@ -1,4 +1,4 @@
-"""Table 1 of the ZeRO paper (Rajbhandari et al., SC20): bytes of model states, by formula and by the engine."""
+"""Table 1 of the ZeRO paper (Rajbhandari et al., SC20): bytes of model states by the formula and in the engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_zero.planning.pretend import pretending
 from lightning_zero.planning.timeline import Recorder
 
 TABLE_1_SIZES = (7.5e9, 128e9, 1e12)
-"""Parameters."""
+"""Numbers of parameters."""
 
 TABLE_1_RANKS = (1, 4, 16, 64, 256, 1024)
 
@@ -27,18 +27,18 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         ("C5", 2, "partitioned", "activations"),
     )
 }
-"""Table 3, as choices for ``make_plans``. All have buffers of constant size (C_B), as the engine always has."""
+"""Table 3 as choices for ``make_plans``. All use buffers of constant size (C_B), as the engine always does."""
 
 _STATES = ("parameters", "gradients", "optimizer")
 
 
 class Cell(NamedTuple):
-    """One cell; GB are 10^9 bytes a rank.
+    """One cell of the table, in GB (10^9 bytes) per rank.
 
     Attributes:
-        formula_gb: the paper's, with parameters and gradients of 2 bytes and 12 bytes of fp32 states.
-        engine_gb: what the engine holds after backward, with gradients in fp32. Stage 1 has reduced them to shards by
-            then; only while micro-batches accumulate does it keep them in full.
+        formula_gb: the paper's figure, with 2-byte parameters and gradients and 12 bytes of fp32 states per parameter.
+        engine_gb: the model states in the engine after backward, with gradients in fp32. By then stage 1 has reduced
+            gradients to shards; it keeps full gradients only while micro-batches accumulate.
     """
 
     ranks: int
@@ -49,13 +49,13 @@ class Cell(NamedTuple):
 
 
 def formula_bytes(parameters: float, ranks: int, stage: int) -> float:
-    """Bytes of model states a rank by the paper's Figure 1, with Adam in mixed precision (K = 12)."""
+    """Bytes of model states per rank by the paper's Figure 1, with Adam in mixed precision (K = 12)."""
     psi, shard = parameters, parameters / ranks
     return {1: 4 * psi + 12 * shard, 2: 2 * psi + 14 * shard, 3: 16 * shard}[stage]
 
 
 def engine_bytes(parameters: float, ranks: int, stage: int) -> int:
-    """Bytes of model states that a rank holds at the end of backward, by two steps of the engine on fake tensors."""
+    """Bytes of model states on a rank at the end of backward, found by two engine steps on fake tensors."""
     width = 2**14
     with torch.device("meta"):
         count, rest = divmod(round(parameters), 64 * width)
@@ -67,7 +67,7 @@ def engine_bytes(parameters: float, ranks: int, stage: int) -> int:
     with FakeTensorMode(allow_non_fake_inputs=True):
         leave_meta(module)
         optimizer = torch.optim.AdamW(module.parameters())
-        # Nothing is reduced in chunks: thousands of them are slow on fake tensors, and what is held then is the same.
+        # No reduction in chunks: thousands are slow on fake tensors, and the model states are the same.
         whole = max(parameter.numel() for parameter in module.parameters())
         engine = pretending(ranks, Recorder())(module, [optimizer], stage=stage, device="cpu", bucket_numel=whole)
         for _ in range(2):

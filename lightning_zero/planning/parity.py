@@ -1,4 +1,4 @@
-"""The parity probe: checks that a few steps under DDP and under ZeRO are bit-equal, or says where they differ."""
+"""The parity probe: checks that a few steps under DDP and ZeRO are bit-identical, or says where they differ."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Comparison:
     """One stage compared with DDP.
 
     Attributes:
-        stage: of ZeRO.
-        is_equal: whether every loss of every rank, and every weight after every step, has the same bits.
-        step: the first that differs, from 0; None where none does.
-        loss: of the ranks at that step, under DDP and under ZeRO, where it differs.
-        weights: largest difference by name of parameter after that step, where there is one.
+        stage: the ZeRO stage.
+        is_equal: whether all losses of all ranks, and all weights after each step, have the same bits.
+        step: the first step that differs, counted from 0; None if no step does.
+        loss: the ranks' losses at that step under DDP and under ZeRO; None if they are equal.
+        weights: the largest difference after that step, by parameter name; only parameters that differ.
     """
 
     stage: int
@@ -55,31 +55,31 @@ def probe(
 ) -> list[Comparison]:
     """Train a project for a few steps under DDP and each stage, in forked processes on the CPU.
 
-    Every run begins with the same weights, seeds and batches; each rank has batches of its own. Only the module is the
-    project's: its callbacks and validation are left out.
+    Every run begins with the same weights, seeds and batches; each rank has its own batches. Only the project's module
+    is used: its callbacks and validation are left out.
 
     Args:
-        project: its module is made once, with values.
-        ranks: processes.
-        stages: of ZeRO.
-        steps: of the optimizer.
-        accumulate: micro-batches a step.
-        precision, clip: of the Trainer.
-        options: of ``ZeroStrategy``.
+        project: the project; its module is made once, with values.
+        ranks: number of processes.
+        stages: ZeRO stages.
+        steps: optimizer steps.
+        accumulate: micro-batches per step.
+        precision, clip: the Trainer's ``precision`` and ``gradient_clip_val``.
+        options: options of ``ZeroStrategy``.
 
     Raises:
-        ValueError: if the project has not as many batches.
+        ValueError: if the project has too few batches.
     """
     seed_everything(0, verbose=False)
     module = project.make_module()
     package = package_of(module)
     strategies, recorder = package.strategies, type("Recorder", (_Recorder, package.Callback), {})
     zero: Any = type("ZeroStrategy", (TrainerStrategy, strategies.ParallelStrategy), {"lightning": package})
-    strategies.DDPStrategy.register(zero)  # as those that are imported, for compiled modules
+    strategies.DDPStrategy.register(zero)  # like the package's own strategies, for compiled modules
     needed = steps * accumulate * ranks
     batches = list(itertools.islice(project.batches(), needed))
     if len(batches) < needed:
-        raise ValueError(f"{steps} steps of {ranks} ranks take {needed} batches, and the project gives {len(batches)}.")
+        raise ValueError(f"{steps} steps of {ranks} ranks need {needed} batches, but the project gives {len(batches)}.")
 
     def recorded(strategy: Any) -> list[list[_Step]]:
         with tempfile.TemporaryDirectory() as folder:
@@ -108,7 +108,7 @@ def probe(
 
 
 _Step = dict[str, Tensor]
-"""A rank's loss of a micro-batch, under ``""``, and on rank 0 the weights after it, by name."""
+"""A rank's loss for a micro-batch, under ``""``, and on rank 0 the weights after the micro-batch, by name."""
 
 
 class _Shares(IterableDataset[Any]):
@@ -122,7 +122,7 @@ class _Shares(IterableDataset[Any]):
 
 
 class _Recorder:
-    """Mixin for a callback that writes losses and weights of each micro-batch to a folder."""
+    """Mixin for a callback that writes each micro-batch's loss and weights to a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._steps = folder, list[_Step]()

@@ -1,4 +1,4 @@
-"""Communication with ranks that do not exist: for running the engine as one rank of many on fake tensors.
+"""Communication with simulated ranks, to run the engine as one rank of many on fake tensors.
 
 Only the shapes of results are right. Every rank is assumed to hold the same values and to be at the same point.
 """
@@ -81,26 +81,26 @@ class PretendWatch:
 
 
 _CHANGES = Quantised(4, 128)
-"""Stands in for the encoding of changes, whose length depends on values, which a plan does not have. AdamW's take from
-2.5 to 9 bits an element, for learning rates from 1e-5 to 1e-3, and about as long to encode."""
+"""Stands in for the encoding of changes, whose length depends on values, which a plan does not have. AdamW's changes
+take 2.5 to 9 bits per element for learning rates from 1e-5 to 1e-3, and encoding takes about as long as here."""
 
 
 _LENGTH = 8
-"""Bytes of the length of a message of changes, which is sent before it."""
+"""Bytes of the length that is sent before each message of changes."""
 
 
 class _PretendTransport(Transport):
     """Base class of transports that allocate the same buffers as the real ones, and send nothing.
 
     Args:
-        leaving: bytes that leave the machine, of all its ranks, for each byte of a collective's full buffer.
+        leaving: bytes that all ranks of a machine send to other machines per byte of a collective's full buffer.
     """
 
     def __init__(self, recorder: Recorder, size: int, rank: int, leaving: float) -> None:
         self._recorder, self._size, self._rank, self._leaving = recorder, size, rank, leaving
 
     def _parts(self, flat: Tensor, ranges: Ranges) -> tuple[Tensor, list[Tensor]]:
-        """This rank's slice of a flat buffer, and those of the others."""
+        """This rank's slice of a flat buffer, and the other ranks' slices."""
         slices = slices_of(flat, ranges)
         return slices.pop(self._rank), slices
 
@@ -119,7 +119,7 @@ class _PretendTransport(Transport):
         return Started([lengths, messages], [full])
 
     def _sent_of(self, nbytes: int) -> Callable[[], None]:
-        """Record a collective over a full buffer, of which a rank sends all but its own part; returns its wait."""
+        """Record a collective in which a rank sends all but its own part of a full buffer; returns the wait for it."""
         sent = nbytes * (self._size - 1) / self._size
         return partial(self._recorder.wait, self._recorder.launch(sent, nbytes * self._leaving))
 
@@ -163,11 +163,11 @@ TRANSPORTS: dict[str, type[_PretendTransport]] = {
     "gloo": PretendGlooTransport,
     "shared memory": PretendSharedMemoryTransport,
 }
-"""By the name that ``doctor`` prints. Each holds other buffers while gradients are reduced."""
+"""Transports by the name that ``doctor`` prints. Each holds different buffers while gradients are reduced."""
 
 
 class PretendTensorParallel(TensorParallel):
-    """The ranks of a pretended mesh along ``tensor_parallel``, which all have the same values."""
+    """The tensor-parallel ranks of a simulated mesh, which all have the same values."""
 
     def __init__(self, mesh: DeviceMesh | None, counters: Counters) -> None:
         super().__init__(mesh, counters)
@@ -181,7 +181,7 @@ class PretendTensorParallel(TensorParallel):
 
 
 class PretendActivationParts(ActivationParts):
-    """Takes all activations for identical on all tensor-parallel ranks."""
+    """Assumes that all activations are identical on all tensor-parallel ranks."""
 
     def __init__(self, tensor: TensorParallel, recorder: Recorder) -> None:
         super().__init__(tensor, tensor.group)
@@ -196,17 +196,17 @@ class PretendActivationParts(ActivationParts):
 
 
 class PretendCommunicator(Communicator):
-    """The communicator of one of several ranks.
+    """The communicator of one of several simulated ranks.
 
     Args:
         size: the number of ranks.
-        device: where the flat buffers live.
-        recorder: notes the collectives.
+        device: where the flat buffers are.
+        recorder: records the collectives.
         transport: one of ``TRANSPORTS``.
-        rank: which one, along the data-parallel dimension.
-        machines: on how many the ranks are, equally many on each.
-        shard_within: as of ``EngineConfig``.
-        mesh: of the ranks; None without tensor parallelism.
+        rank: this rank's position along the data-parallel dimension.
+        machines: number of machines, with equally many ranks on each.
+        shard_within: as in ``EngineConfig``.
+        mesh: the ranks' device mesh; None without tensor parallelism.
     """
 
     name = "pretend"
@@ -237,7 +237,7 @@ class PretendCommunicator(Communicator):
             made = TRANSPORTS[transport](recorder, len(members), members.index(rank), leaving)
             return BucketCollectives(made if len(members) > 1 else None, self.counters, (), self.watch, link)
 
-        # In a ring every byte passes the border of each machine; in two levels it comes to each machine once.
+        # In a ring every byte crosses the boundary of each machine; with two levels it reaches each machine once.
         leaving = groups_here * ((size - 1) / size if transport == "nccl" else (machines - 1) / machines)
         self.is_on_one_machine = machines == 1
         self.may_compress = machines > 1 and transport != "nccl"
@@ -299,10 +299,10 @@ class PretendRendezvous:
 
 
 class InlineUpdates(Updates):
-    """Runs updates in the calling thread: fake tensors are made in the thread that has entered the fake mode.
+    """Runs updates in the calling thread, as fake tensors are made only in the thread that has entered the fake mode.
 
     Args:
-        recorder: notes their operators as the host's.
+        recorder: records the updates' operators as the host's.
         gradients: as for ``Updates``.
     """
 
@@ -322,7 +322,7 @@ class InlineUpdates(Updates):
 
 
 class InlineDiskUpdate(DiskUpdate):
-    """Updates the sub-groups of each bucket where its function is given."""
+    """Updates the sub-groups of a bucket immediately, in the thread that calls ``give``."""
 
     def __init__(self, states: Sequence[DiskStates], owner: InlineUpdates) -> None:
         super().__init__(states, owner)
@@ -359,7 +359,7 @@ class _InlineReader:
 
 
 class _PretendFile:
-    """The size of a file, which keeps nothing; notes what is read and written. See ``SwapFile`` for the methods."""
+    """A file that has a size but no content; records reads and writes. See ``SwapFile`` for the methods."""
 
     def __init__(self, nbytes: int, recorder: Recorder) -> None:
         self.nbytes, self._recorder = nbytes, recorder
@@ -375,7 +375,7 @@ class _PretendFile:
 
 
 class _NotedFile(SwapFile):
-    """A real file, for real tensors."""
+    """A real file, for real tensors, that records reads and writes."""
 
     def __init__(self, folder: str, nbytes: int, recorder: Recorder) -> None:
         super().__init__(folder, nbytes)
@@ -391,7 +391,7 @@ class _NotedFile(SwapFile):
 
 
 class PretendSwap(Swap):
-    """States on a disk that need no disk where tensors are fake. Everything is done in the thread that asks for it."""
+    """Swap for states on a disk, which needs no disk if tensors are fake. Everything runs in the calling thread."""
 
     def __init__(self, folder: str, sub_group: int, recorder: Recorder) -> None:
         super().__init__(folder, sub_group)
@@ -415,14 +415,14 @@ class PretendSwap(Swap):
 def pretending(
     ranks: int, recorder: Recorder, transport: str = "nccl", rank: int = 0, machines: int = 1
 ) -> type[Engine]:
-    """Make a class of engines that run as one of several ranks, none of which exists.
+    """Make an engine class that runs as one of several simulated ranks.
 
     Args:
         transport: one of ``TRANSPORTS``.
-        rank: which one; with a mesh, along its data-parallel dimension.
-        machines: on how many the ranks are, equally many on each.
+        rank: the rank to run as; with a mesh, its position along the data-parallel dimension.
+        machines: number of machines, with equally many ranks on each.
 
-    An engine with a mesh needs ``process_group.pretended`` around it.
+    An engine with a mesh must run within ``process_group.pretended``.
     """
 
     class PretendingEngine(Engine):

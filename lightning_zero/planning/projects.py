@@ -1,4 +1,4 @@
-"""Projects to plan or probe: by a class and a batch, or by the Trainer that a script makes."""
+"""Projects to plan or probe, given by a class and a batch or by the Trainer that a script makes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from torch.nn import Parameter
 
 @dataclass(frozen=True)
 class Project:
-    """A project that is planned or probed.
+    """A project to plan or probe.
 
     Attributes:
-        make_module: makes the LightningModule; for a plan, where parameters are made on the meta device.
-        batches: for training, as the project's loader gives them, on the CPU.
-        settings: of its Trainer, by the argument of ``make_plans``: ``ranks``, ``machines``, ``accumulate``,
+        make_module: makes the LightningModule; for a plan, in a context in which parameters are on the meta device.
+        batches: training batches as the project's loader gives them, on the CPU.
+        settings: the Trainer's settings by argument name of ``make_plans``: ``ranks``, ``machines``, ``accumulate``,
             ``precision``, ``clip``.
     """
 
@@ -49,18 +49,18 @@ class Project:
 
 
 class _FitCalled(BaseException):
-    """Ends a script at ``Trainer.fit``: no ``except Exception`` of the script catches it."""
+    """Ends a script at ``Trainer.fit``; an ``except Exception`` in the script does not catch it."""
 
 
 def of_script(script: Path, arguments: list[str]) -> Project:
     """The project that a script trains; runs the script up to its first ``Trainer.fit``. Devices need not exist.
 
     Args:
-        script: of Python.
-        arguments: of the script's command line.
+        script: path of a Python script.
+        arguments: the script's command-line arguments.
 
     Raises:
-        ValueError: if there is no such script, or it ends without a call of ``Trainer.fit``.
+        ValueError: if there is no such script, or it ends without a call to ``Trainer.fit``.
     """
     if not script.is_file():
         raise ValueError(f"{str(script)!r} must be a script, package.module:Name, or name=value of a configuration")
@@ -87,14 +87,14 @@ def of_script(script: Path, arguments: list[str]) -> Project:
         except (_FitCalled, SystemExit):
             pass
     if not given:
-        raise ValueError(f"{script} ended without a call of Trainer.fit, so there is nothing to plan")
+        raise ValueError(f"{script} ended without a call to Trainer.fit, so there is nothing to plan")
     model = getattr(given["model"], "_orig_mod", given["model"])
     data = given["data"] if given["data"] is not None else model
     return Project(lambda: copied(model), partial(batches_of, data), settings_of(made[given["trainer"]]))
 
 
 def copied(module: LightningModule) -> LightningModule:
-    """A copy of a module; without its values if the default device is meta."""
+    """A copy of a module; without values if the default device is meta."""
     memo: dict[int, Any] = {}
     if torch.get_default_device().type == "meta":
         for tensor in (*module.parameters(), *module.buffers()):
@@ -115,7 +115,7 @@ def batches_of(data: Any) -> Iterator[Any]:
 
 
 def settings_of(trainer: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a Trainer that a plan uses, too."""
+    """The Trainer's arguments that a plan uses as well."""
     settings: dict[str, Any] = {}
     devices, nodes = trainer.get("devices", "auto"), trainer.get("num_nodes", 1)
     if isinstance(devices, (list, tuple)):
@@ -127,7 +127,7 @@ def settings_of(trainer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _trainer_classes() -> list[Any]:
-    """Of both packages; the second need not be installed."""
+    """The Trainer classes of both Lightning packages; ``pytorch_lightning`` need not be installed."""
     if importlib.util.find_spec("pytorch_lightning") is None:
         return [Trainer]
     return [Trainer, importlib.import_module("pytorch_lightning").Trainer]
@@ -135,7 +135,7 @@ def _trainer_classes() -> list[Any]:
 
 @contextmanager
 def _made_on_this_machine(trainer_class: Any, made: dict[Any, dict[str, Any]]) -> Iterator[None]:
-    """Context in which every Trainer is made for one process on the CPU; notes each Trainer's original arguments."""
+    """Context in which every Trainer is made for one process on the CPU; records each Trainer's original arguments."""
     make, here = trainer_class.__init__, {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto"}
     signature = inspect.signature(make)
 

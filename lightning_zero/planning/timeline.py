@@ -17,21 +17,21 @@ from lightning_zero.monitoring.flops import flops_of
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """How fast a machine is, as one rank sees it; ``lightning-zero doctor`` measures it.
+    """A machine's speed as seen by one rank; ``lightning-zero doctor`` measures it.
 
     Attributes:
-        flops: floating-point operations per second of matrix products, in the precision of the run.
+        flops: floating-point operations per second of matrix products, in the run's precision.
         memory_bandwidth: bytes per second that operators read and write.
-        operator_seconds: the least time of an operator.
+        operator_seconds: the minimum time of an operator.
         link_bandwidth: bytes per second that a rank sends, and receives, in a collective.
-        machine_bandwidth: bytes per second that all ranks of a machine together send to other machines; None if that is
-            as quick as within a machine.
+        machine_bandwidth: bytes per second that all ranks of a machine together send to other machines; None if this is
+            as fast as within a machine.
         link_seconds: latency of a collective.
         host_bandwidth: bytes per second that an update of offloaded states reads and writes in the host's memory.
         disk_bandwidth: bytes per second that an update of states on a disk reads and writes there, together.
-        overlaps: whether collectives and updates in the host's memory take no time of the device. On a CPU they take
-            that of its cores.
-        memory: bytes of the device; None if unknown.
+        overlaps: whether collectives and updates in the host's memory overlap with computation on the device. On a CPU
+            they compete for the same cores.
+        memory: the device's memory in bytes; None if unknown.
     """
 
     flops: float
@@ -52,14 +52,14 @@ class Resources:
 
 
 class Event(NamedTuple):
-    """One thing that a rank does.
+    """One action of a rank.
 
     Attributes:
-        kind: ``"compute"`` an operator; ``"launch"`` of a collective and the ``"wait"`` for it; ``"host"`` an operator
-            of an update in the background; ``"disk"`` a read or a write of states there.
-        flops, nbytes: of it; the bytes of a collective are those that the rank sends.
-        number: of a collective.
-        leaving: bytes of a collective that leave the machine, of all its ranks.
+        kind: ``"compute"``, an operator; ``"launch"``, the start of a collective; ``"wait"``, the wait for its end;
+            ``"host"``, an operator in a background update; ``"disk"``, a read or write of states on a disk.
+        flops, nbytes: floating-point operations and bytes; for a collective, the bytes that the rank sends.
+        number: the collective's number.
+        leaving: bytes that all ranks of a machine send to other machines in a collective.
     """
 
     kind: str
@@ -70,17 +70,17 @@ class Event(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Notes each operator with its floating-point operations and bytes, and each collective.
+    """Records each operator with its floating-point operations and bytes, and each collective.
 
     Args:
-        tensor_parallel_size: ranks of each collective that is an operator: only modules divided by tensor parallelism
-            have such.
-        leaving: bytes that leave the machine, of all its ranks, for each byte that a rank sends in these.
+        tensor_parallel_size: number of ranks in each collective that is an operator; only modules divided by tensor
+            parallelism have such collectives.
+        leaving: bytes that a machine's ranks together send to other machines per byte that a rank sends in these.
 
     Attributes:
-        events: in order.
+        events: recorded events in order.
         on_host: whether operators belong to an update in the host's memory.
-        tensor_parallel_bytes: of the full buffers of collectives that are operators, as ``Report.bytes`` counts them.
+        tensor_parallel_bytes: bytes of the full buffers in collectives that are operators, as in ``Report.bytes``.
     """
 
     def __init__(self, tensor_parallel_size: int = 1, leaving: float = 0.0) -> None:
@@ -93,7 +93,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if are_divided(types):
-            return NotImplemented  # comes again, with the tensors that it consists of
+            return NotImplemented  # dispatched again on the local tensors
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func.namespace in _COLLECTIVES:
@@ -116,16 +116,16 @@ class Recorder(TorchDispatchMode):
         return self._collectives
 
     def launch_tensor_parallel(self, nbytes: int, times: int = 1) -> int:
-        """Record a collective of tensor-parallel ranks over a full buffer of so many bytes; returns its number.
+        """Record a collective of tensor-parallel ranks over a full buffer of ``nbytes``; returns its number.
 
         Args:
-            times: that a rank sends all but its own part.
+            times: how many times a rank sends all but its own part.
         """
         sent = times * nbytes * (self._together - 1) / self._together
         return self.launch(sent, sent * self._leaving)
 
     def disk(self, nbytes: int) -> None:
-        """So many bytes are read from a disk, or written to it."""
+        """Record a read from or a write to a disk."""
         self.events.append(Event("disk", nbytes=float(nbytes)))
 
     def wait(self, number: int) -> None:
@@ -139,15 +139,15 @@ _FREE = {_aten.empty.memory_format, _aten.detach.default, _aten.empty_like.defau
 
 
 def replay(events: list[Event], resources: Resources) -> dict[str, float]:
-    """Seconds that the events take: ``total``; and what it is made of.
+    """Compute the seconds that the events take, in total and by kind.
 
-    Operators follow one another; each takes the time of its arithmetic and that of its bytes. Collectives follow one
-    another beside them, and so do updates in the host's memory, unless these take the device's time, and reads and
-    writes of a disk; a wait lasts until its collective is done.
+    Operators run one after another; each takes the time of its arithmetic plus that of its bytes. Collectives, updates
+    in the host's memory, and reads and writes on a disk form three more queues, which run in parallel with operators
+    (without ``overlaps``, only the disk's queue does). A wait lasts until its collective is done.
 
     Returns:
         ``total``; ``compute``, the time of operators alone; ``communication``, of collectives alone; ``waiting``, the
-        part of the total in which no operator runs since a collective or an update is awaited.
+        part of the total in which no operator runs because a collective or an update is awaited.
     """
     now = network_free = host_free = disk_free = compute = communication = 0.0
     ends: dict[int, float] = defaultdict(float)

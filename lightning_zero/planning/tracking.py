@@ -1,4 +1,4 @@
-"""Dispatch modes for fake tensors: one tracks memory, one answers operators that depend on values."""
+"""Dispatch modes for fake tensors: one tracks memory, one answers value-dependent operators."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ aten = torch.ops.aten
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts the bytes of all storages that operators make within the context, as long as they live.
+    """Counts the bytes of all live storages that operators have made within the context.
 
-    A storage counts with its current size, so a buffer that the engine has resized to nothing counts nothing.
+    A storage counts with its current size, so a buffer that the engine has resized to zero does not count.
 
     Args:
-        by_category: the bytes that the engine accounts for; those of ``"host"`` are no part of a peak.
-        on_host: whether what is made now is in the memory of the host, and so likewise.
+        by_category: returns the bytes in the engine's ledger; those under ``"host"`` are not part of a peak.
+        on_host: returns whether new storages are in the host's memory, and thus not part of a peak either.
 
     Attributes:
         peak: the highest total since the last ``reset``.
         at_peak: ``by_category`` at that time.
-        host_peak: the most in the memory of the host since then, of what ``by_category`` has.
+        host_peak: the most bytes under ``"host"`` in ``by_category`` since the last ``reset``.
     """
 
     def __init__(self, by_category: Callable[[], Counter[str]], on_host: Callable[[], bool]) -> None:
@@ -106,12 +106,12 @@ class MemoryTracker(TorchDispatchMode):
 
 
 class Assumptions(TorchDispatchMode):
-    """Answers operators whose result depends on values, which fake tensors do not have.
+    """Answers operators whose results depend on values, which fake tensors do not have.
 
     Operators on real tensors alone, such as a batch's token ids and masks, are computed.
 
     Attributes:
-        made: each assumption with the line of the project that needs it.
+        made: each assumption with the project's line that needs it.
     """
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ def _all_of(mask: Tensor) -> tuple[Tensor, ...]:
 
 
 def _line_of_the_project() -> str:
-    """The innermost line that is in no installed package and not in this one."""
+    """The innermost line in the stack outside installed packages and this one."""
     frames = [
         frame
         for frame in traceback.extract_stack()

@@ -1,4 +1,4 @@
-"""Reports on runs: a manifest written at the beginning, and a page and a model card made from the records."""
+"""Reports on runs: a manifest written during the run, and a page and a model card made from the run's records."""
 
 from lightning_zero.reporting.manifest import RunManifest
 

@@ -1,4 +1,4 @@
-"""Model card of a run: a README.md as the Hugging Face Hub shows it. Needs huggingface_hub and jinja2."""
+"""Model card for a run: a README.md for the Hugging Face Hub. Needs huggingface_hub and jinja2."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ MARK = "<!-- lightning-zero report writes this file anew as long as this line is
 
 
 def may_write(path: Path) -> bool:
-    """Whether there is no file at the path, or one that ``write`` has written and no user has edited."""
+    """Whether there is no file at the path, or one from ``write`` that still contains ``MARK``."""
     return not path.exists() or MARK in path.read_text()
 
 
 def write(job: Mapping[str, Any], path: Path) -> None:
-    """Write the model card of one job in a summary."""
+    """Write the model card for one of a summary's jobs."""
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
     manifest = job["manifest"]

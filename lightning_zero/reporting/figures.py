@@ -1,4 +1,4 @@
-"""Figures of a report, as SVG to be put into a page. Needs matplotlib."""
+"""A report's figures, as SVG to embed in a page. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 POINTS = 500
-"""Points of a curve that are drawn; of longer ones, evenly spread."""
+"""Most points drawn for a curve; a longer curve is thinned evenly."""
 
-# Text stays text, in the reader's font; `$` and `_` in names are no formulas.
+# Text stays text, in the reader's font; `$` and `_` in names do not start formulas.
 _LINES = ("-", "--", ":")
 _STYLE: Any = {
     "svg.fonttype": "none",
@@ -35,7 +35,7 @@ _STYLE: Any = {
 
 
 def curves(series: Mapping[str, Curve], title: str) -> str:
-    """Draw curves over steps, with their names unless the title is the only one."""
+    """Draw curves over steps, with a legend unless the only curve's name is the title."""
     with _figure(list(series)) as (axes, done):
         for number, (name, curve) in enumerate(series.items()):
             steps, values = zip(*_thinned(curve))
@@ -50,7 +50,7 @@ def curves(series: Mapping[str, Curve], title: str) -> str:
 
 
 def memory_over_time(over_time: Mapping[str, Curve], predicted: float | None) -> str:
-    """Draw bytes by category over steps, one above the other, with the peak so far and the predicted one as lines."""
+    """Draw bytes by category over steps as stacked areas, with lines for the peak so far and the predicted peak."""
     names = [name for name in CATEGORIES if name in over_time]
     at_step = {name: dict(_thinned(curve)) for name, curve in over_time.items()}
     steps = sorted(set.intersection(*map(set, at_step.values())))
@@ -70,7 +70,7 @@ def memory_over_time(over_time: Mapping[str, Curve], predicted: float | None) ->
 
 
 def memory_bars(bars: Mapping[str, Mapping[str, float]], lines: Mapping[str, float]) -> str:
-    """Draw a bar for each name, of categories one after the other, and lines across all of them."""
+    """Draw a stacked bar of categories for each name, and lines across all bars."""
     unit, scale = _unit(max([*(sum(shares.values()) for shares in bars.values()), *lines.values()]))
     categories = [name for name in CATEGORIES if any(shares.get(name) for shares in bars.values())]
     with _figure([*categories, *lines], list(bars)) as (axes, done):
@@ -96,11 +96,11 @@ def bars(values: Mapping[str, float], unit: str) -> str:
 
 @contextmanager
 def _figure(named: Sequence[str], rows: Sequence[str] = ()) -> Iterator[tuple[Axes, Callable[[], str]]]:
-    """Context with axes in the style of reports, and a function that returns them as SVG at its end.
+    """Context with axes in the reports' style, and a function that returns the figure as SVG after the context.
 
     Args:
-        named: what its legend is to name, for which there is room under the axes.
-        rows: the bars, for which there is height.
+        named: legend entries, which need room under the axes.
+        rows: bars, which need height.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure  # without pyplot, which may need a display
@@ -116,14 +116,14 @@ def _figure(named: Sequence[str], rows: Sequence[str] = ()) -> Iterator[tuple[Ax
 
 
 def _for_a_page(svg: str) -> str:
-    """The SVG without its header, ids shared by all figures, and its size, which the page sets."""
+    """The SVG without its header, the ids that all figures share, and its size, which the page sets."""
     tag, rest = svg[svg.index("<svg") :].split(">", 1)
     ids = r' id="(?:figure|axes|patch|matplotlib\.axis|xtick|ytick|line2d|text|legend)_\d+"'
     return re.sub(r' (?:width|height)="[^"]*"', "", tag) + ">" + re.sub(ids, "", rest)
 
 
 def _thinned(curve: Curve) -> Sequence[tuple[int, float]]:
-    """At most ``POINTS`` of a curve's points, with the first and the last."""
+    """At most ``POINTS`` of a curve's points, including the first and the last."""
     if len(curve) <= POINTS:
         return curve
     return [curve[round(index * (len(curve) - 1) / (POINTS - 1))] for index in range(POINTS)]

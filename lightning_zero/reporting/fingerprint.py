@@ -1,6 +1,6 @@
 """Fingerprints of training data: equal for equal data, different after a change, and bounded in work.
 
-The hash is BLAKE2b of Python's standard library, which is always there; xxh3 would need a package.
+The hash is BLAKE2b from Python's standard library; xxh3 would need a package.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch.utils.data import IterableDataset
 from lightning_zero.engine.compat import tree_leaves
 
 MOST_BYTES = 2**30
-"""Bytes that are read of files."""
+"""Most bytes read from files."""
 MOST_FILES = 10_000
-"""Files whose contents are read; the names and sizes of all files count."""
+"""Most files whose contents are read; the names and sizes of all files count."""
 MOST_SAMPLES = 2_000
-"""Samples that are read of a dataset, fewer where ``SAMPLE_BYTES`` are reached."""
+"""Most samples read from a dataset; fewer where ``SAMPLE_BYTES`` are reached."""
 LEAST_SAMPLES = 16
 SAMPLE_BYTES = 2**26
 
@@ -49,7 +49,7 @@ class _Hash:
 def fingerprint_of_files(paths: Iterable[str | Path]) -> dict[str, Any]:
     """Fingerprint files, and all files in folders, by relative name, size and content.
 
-    Of more than ``MOST_BYTES``, the beginning and end of evenly spread files are read.
+    Above ``MOST_BYTES`` or ``MOST_FILES``, only evenly spread files are read, and of large ones only beginning and end.
 
     Raises:
         FileNotFoundError: a path does not exist.
@@ -82,15 +82,15 @@ def fingerprint_of_files(paths: Iterable[str | Path]) -> dict[str, Any]:
                 stream.seek(size - most // 2)
                 state.add(stream.read(most // 2))
                 read += most // 2 * 2
-    method = "BLAKE2b of names, sizes and contents of files"
+    method = "BLAKE2b of file names, sizes and contents"
     return {"fingerprint": state.hex(), "method": method, "files": len(found), "bytes": sum(sizes), "bytes_read": read}
 
 
 def fingerprint_of_datasets(datasets: Sequence[Any]) -> dict[str, Any]:
     """Fingerprint datasets by their lengths and by evenly spread samples, as ``dataset[index]`` returns them.
 
-    Random transforms draw from generators with a fixed seed; Python's, NumPy's and torch's generators have their states
-    back afterwards. ``fingerprint`` is None where a dataset has no samples by index.
+    Random transforms draw from generators with a fixed seed; the states of Python's, NumPy's and torch's generators are
+    restored afterwards. ``fingerprint`` is None if a dataset has no samples by index.
     """
     state, read, length = _Hash(), 0, 0
     for dataset in datasets:
@@ -114,19 +114,19 @@ def fingerprint_of_datasets(datasets: Sequence[Any]) -> dict[str, Any]:
             read += len(indices)
     return {
         "fingerprint": state.hex(),
-        "method": "BLAKE2b of evenly spread samples and of the number of samples",
+        "method": "BLAKE2b of evenly spread samples and the number of samples",
         "samples": length,
         "samples_read": read,
     }
 
 
 def datasets_of(loaders: Any) -> list[Any]:
-    """The datasets of a loader, or of a collection of loaders; a loader that is none of torch's is its own dataset."""
+    """The datasets in a loader or a collection of loaders; a loader that is not torch's is its own dataset."""
     return [getattr(loader, "dataset", loader) for loader in tree_leaves(loaders)]
 
 
 def _spread(count: int, most: int) -> list[int]:
-    """At most ``most`` evenly spread indices below ``count``, with 0."""
+    """At most ``most`` evenly spread indices below ``count``, beginning with 0."""
     return list(range(count)) if count <= most else [index * count // most for index in range(most)]
 
 
@@ -150,7 +150,7 @@ def _add(state: _Hash, value: Any) -> None:
     elif is_dataclass(value):
         for field in fields(value):
             _add(state, getattr(value, field.name))
-    elif hasattr(value, "__array_interface__"):  # PIL's images
+    elif hasattr(value, "__array_interface__"):  # PIL images
         _add(state, np.asarray(value))
     else:
         state.add(value if isinstance(value, bytes) else pickle.dumps(value, protocol=4))

@@ -1,4 +1,4 @@
-"""Manifest of a run: what is needed to repeat it, and at the end how long it took and what the engine held and sent."""
+"""Manifest of a run: what is needed to repeat it, then its duration and the engine's memory and communication."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ FORMAT = 1
 class RunManifest(Callback):
     """Writes ``manifest.json`` when training begins, and completes it when training ends. Rank 0 writes.
 
-    It has the configuration, the commit of the code in the working directory, the installed packages, the machine,
-    seeds, the strategy with its options, and a fingerprint of the training data; then the time that the fit took, and
-    the engine's memory and communication. ``lightning-zero report`` reads it.
+    The manifest has the configuration, the working directory's git commit, the installed packages, the machine, seeds,
+    the strategy with its options, and a fingerprint of the training data; then the duration of the fit, and the
+    engine's memory and communication. ``lightning-zero report`` reads it.
 
     Arguments:
         folder: where to write it; by default the logger's folder, or the Trainer's ``default_root_dir``.
         data: files or folders to fingerprint, as rank 0 sees them. By default samples of the training dataset are read
             once more, as ``dataset[index]``.
-        config: the configuration, such as Hydra's; by default the hyperparameters that the module and the
-            data module have saved.
+        config: the configuration, such as Hydra's; by default the saved hyperparameters of the module and the data
+            module.
 
     Raises:
-        FileNotFoundError: in ``fit``, for a path of ``data`` that does not exist.
+        FileNotFoundError: in ``fit``, if a path in ``data`` does not exist.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class RunManifest(Callback):
         config: Mapping[str, Any] | None = None,
     ) -> None:
         self._folder, self._data, self._config = folder, data, config
-        self._manifest: dict[str, Any] | None = None  # on rank 0, from the beginning of training
+        self._manifest: dict[str, Any] | None = None  # on rank 0, once training has begun
         self._began = 0.0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -127,7 +127,7 @@ class RunManifest(Callback):
         names = {"class": ", ".join(_name(type(dataset)) for dataset in datasets)}
         try:
             found = fingerprint_of_datasets(datasets) if self._data is None else self._of_files
-        except Exception as error:  # the project's dataset: a manifest does not end a training
+        except Exception as error:  # raised by the project's dataset: a manifest must not end the training run
             found = {"fingerprint": None, "method": f"{type(error).__name__}: {error}"}
         return names | found
 
@@ -136,7 +136,7 @@ class RunManifest(Callback):
 
 
 def commit_of(folder: Path) -> dict[str, Any] | None:
-    """Commit of the git repository around a folder, and whether tracked files differ from it; None outside of one."""
+    """Commit of the git repository around a folder, and whether tracked files have changed; None if there is none."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(
@@ -170,9 +170,9 @@ _SECRET = re.compile(r"(?:^|[._-])(?:password|passwd|secret|api_?key|(?:access|a
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON knows it: classes and dtypes by name, ``{"repr": ...}`` for what cannot be written.
+    """Convert a value to JSON types: classes and dtypes by name, others as ``{"repr": ...}``.
 
-    Passwords and keys, which a report is not to show, are replaced by ``"***"``.
+    Passwords and keys, which a report must not show, are replaced by ``"***"``.
     """
     if isinstance(value, Mapping):
         return {
@@ -182,7 +182,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, str):
         name, equals, _ = value.partition("=")
         value = f"{name}=***" if equals and _SECRET.search(name) else value
-        return re.sub(r"(?<=://)[^/@\s]+@", "***@", value)  # user and password in an address
+        return re.sub(r"(?<=://)[^/@\s]+@", "***@", value)  # user and password in a URL
     if isinstance(value, (Sequence, set, frozenset)) and not isinstance(value, bytes):
         return [plain(each) for each in value]
     if isinstance(value, type):
@@ -221,7 +221,7 @@ def _hyperparameters(trainer: Trainer, module: LightningModule) -> dict[str, Any
 
 
 def _strategy(trainer: Trainer) -> dict[str, Any]:
-    """The strategy's class, and of ZeRO its stage and the options that differ from their defaults."""
+    """The strategy's class, and for ZeRO the stage and the options that differ from their defaults."""
     strategy: Any = trainer.strategy
     engine = getattr(strategy, "engine", None)
     found: dict[str, Any] = {"class": _name(type(strategy)), "stage": None}
@@ -239,7 +239,7 @@ def _strategy(trainer: Trainer) -> dict[str, Any]:
 
 
 def _of_engine(engine: Engine) -> dict[str, Any]:
-    """The engine's report, and calls, elements and bytes since the beginning by kind of collective and by link."""
+    """The engine's report, and total calls, elements and bytes by kind of collective and by link."""
     counters = engine.communicator.counters
     moved = [
         {

@@ -1,4 +1,4 @@
-"""The page of a report: one HTML file that loads nothing. Needs jinja2 and matplotlib."""
+"""The page of a report: one HTML file without external resources. Needs jinja2 and matplotlib."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def render(summary: Mapping[str, Any], title: str) -> str:
 
 
 def columns_of(jobs: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """The table of jobs: by column heading, the text of each job."""
+    """The table of jobs: the text for each job by column heading."""
     names = dict.fromkeys(name for job in jobs for name in job["validation"])
     last = dict.fromkeys(name for job in jobs for name in job["last"] if not is_detail(name))
     metrics = {f"validation {name}": [number(job["validation"].get(name)) for job in jobs] for name in names}
@@ -66,7 +66,7 @@ def columns_of(jobs: list[dict[str, Any]]) -> dict[str, list[str]]:
 
 
 def _comparison(jobs: list[dict[str, Any]]) -> Iterator[Drawing]:
-    """Figures of all jobs: each metric that several jobs have, and memory."""
+    """Figures that compare jobs: each metric that several jobs have, and memory."""
     names = dict.fromkeys(name for job in jobs for name in job["metrics"] if not is_detail(name))
     for name in names:
         series = {job["label"]: job["metrics"][name] for job in jobs if name in job["metrics"]}
@@ -96,7 +96,7 @@ def _memory(job: dict[str, Any]) -> Iterator[Drawing]:
     names = {"formula": "the paper's formula", "ddp": "model states under DDP"}
     lines = {words: memory[name] for name, words in names.items() if memory[name]}
     if shares:
-        yield Drawing("peak of what a rank holds", figures.memory_bars(shares, lines))
+        yield Drawing("peak of the bytes on a rank", figures.memory_bars(shares, lines))
     if memory["over_time"]:
         peak = sum(memory["predicted"]["peak_bytes"].values()) if memory["predicted"] else None
         yield Drawing("memory over time", figures.memory_over_time(memory["over_time"], peak))
@@ -112,7 +112,7 @@ _PARTS = {"metrics": _metrics, "memory": _memory, "communication": _communicatio
 
 
 def number(value: Any) -> str:
-    """A number with five digits."""
+    """A number with five significant digits."""
     return "" if value is None else f"{value:.5g}"
 
 
@@ -123,19 +123,19 @@ def rate(job: Mapping[str, Any]) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """A time as hours, minutes and seconds; short ones as seconds."""
+    """A duration as hours, minutes and seconds, or below a minute as seconds."""
     if seconds is None:
         return ""
     return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
 
 
 def when(text: str | None) -> str:
-    """A time in UTC in readable form."""
+    """A UTC time in readable form."""
     return "" if text is None else f"{datetime.fromisoformat(text):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def percent(measured: float, predicted: float) -> str:
-    """How far a prediction is from a measurement."""
+    """The relative error of a prediction."""
     return f"{100 * (predicted - measured) / measured:+.1f} %" if measured else ""
 
 

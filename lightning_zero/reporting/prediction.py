@@ -11,18 +11,18 @@ import torch
 
 
 class NotPredicted(Exception):
-    """Why there is no prediction, as the end of a sentence."""
+    """Raised with the reason why there is no prediction, worded as the end of a sentence."""
 
 
 def predicted(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Run two steps on fake tensors as the manifest describes them, with zeros in the shape of its first batch.
+    """Run two steps on fake tensors with the manifest's settings, and zeros in the shape of the run's first batch.
 
     Returns:
-        ``peak_bytes`` by category when what the engine holds is highest, as ``Report.peak`` has it, and when the whole
-        process does (``process_peak_bytes``, with activations); ``host_bytes``; ``assumptions``.
+        ``peak_bytes``, by category when the engine holds the most, as in ``Report.peak``; ``process_peak_bytes``, when
+        the whole process does, with activations; ``host_bytes``; ``assumptions``.
 
     Raises:
-        NotPredicted: the manifest does not say enough, or its module cannot be made here.
+        NotPredicted: the manifest is incomplete, or its module cannot be made here.
     """
     from lightning_zero.planning.fake_run import fake_run
 
@@ -45,7 +45,7 @@ def predicted(manifest: Mapping[str, Any]) -> dict[str, Any]:
             accumulate=manifest["accumulate_grad_batches"],
             precision=manifest["precision"],
             clip=manifest["gradient_clip_val"],
-            transport=strategy.get("transport", "nccl"),  # DDP's buckets are the same over each
+            transport=strategy.get("transport", "nccl"),  # DDP's buckets do not depend on it
             **options,
         )
     except NotPredicted:
@@ -66,7 +66,7 @@ _ADVICE = "add the callback lightning_zero.reporting.RunManifest to the Trainer"
 
 
 def _module(manifest: Mapping[str, Any]) -> Any:
-    """The run's module: by the configuration of ``lightning-zero train``, or by its class and hyperparameters."""
+    """The run's module, from the configuration of ``lightning-zero train`` or from its class and hyperparameters."""
     from hydra.utils import instantiate
 
     if "_target_" in (manifest["config"].get("model") or {}):
@@ -80,12 +80,12 @@ def _module(manifest: Mapping[str, Any]) -> Any:
 
 
 def _restored(value: Any) -> Any:
-    """Restore a value from its form by ``manifest.plain``."""
+    """Restore a value that ``manifest.plain`` has converted."""
     if isinstance(value, list):
         return [_restored(each) for each in value]
     if isinstance(value, dict):
         if "repr" in value:
-            raise NotPredicted(f"{value['repr']} is not known from its text")
+            raise NotPredicted(f"{value['repr']} cannot be restored from its text")
         if "class" in value:
             return pkgutil.resolve_name(value["class"])
         if "dtype" in value:
@@ -95,7 +95,7 @@ def _restored(value: Any) -> Any:
 
 
 def _zeros(shape: Mapping[str, Any]) -> Any:
-    """Make a batch of zeros from its form by ``manifest.shapes_of``."""
+    """Make a batch of zeros from the result of ``manifest.shapes_of``."""
     ((kind, value),) = shape.items()
     if kind == "tensor":
         dtype, sizes = value

@@ -1,4 +1,4 @@
-"""Records of runs: what the command, the manifest and loggers have written into a folder."""
+"""Records of runs: the files that the command, ``RunManifest`` and loggers have written to a folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Curve = list[tuple[int, float]]
 OVERRIDES = ".hydra/overrides.yaml"
 _EVENTS = "events.out.tfevents.*"
 _DEPTH = 3
-"""Folders between the given one and a run's: sweeps have one, a day of runs two."""
+"""Levels of folders from the given one down to a run's: one for a sweep, two for a day of runs."""
 
 
 class ReportError(Exception):
@@ -33,13 +33,13 @@ class Run:
     """One run, or one job of a sweep.
 
     Attributes:
-        folder: where its records are.
-        label: the overrides or settings in which it differs from the other jobs, or the name of its folder.
-        overrides: Hydra's, as on the command line.
-        manifest: of ``RunManifest``; empty without one.
-        results: ``results.json`` of ``lightning-zero train``; empty without it.
+        folder: the folder with the run's records.
+        label: the overrides or settings that differ from the other jobs', or the folder's name.
+        overrides: Hydra's overrides, as on the command line.
+        manifest: the manifest from ``RunManifest``; empty if there is none.
+        results: ``results.json`` from ``lightning-zero train``; empty if there is none.
         config: the configuration, as far as it is known.
-        metrics: of loggers and of the results by name, as (step, value).
+        metrics: metrics from loggers and the results by name, as (step, value).
     """
 
     folder: Path
@@ -77,13 +77,13 @@ def read_runs(folder: Path) -> list[Run]:
 
 
 def overrides_of(folder: Path) -> list[str]:
-    """Hydra's overrides of the job in a folder; none where Hydra has written none."""
+    """Hydra's overrides for the job in a folder; empty if Hydra has written none."""
     file = folder / OVERRIDES
     return [str(override) for override in OmegaConf.load(file)] if file.exists() else []
 
 
 def labels_of(overrides: Mapping[Path, list[str]]) -> dict[Path, str]:
-    """For each job's folder, the overrides that differ between jobs; with the folder's name if these are not unique."""
+    """For each job's folder, the overrides that differ between jobs, plus the folder's name if these are not unique."""
     common = set.intersection(*map(set, overrides.values())) if len(overrides) > 1 else set()
     own = {
         job: " ".join(override for override in given if override not in common).replace('"', "")
@@ -133,7 +133,7 @@ def _read(folder: Path) -> Run:
 
 
 def _newest(files: Iterable[Path]) -> list[Path]:
-    """The newest of a logger's files, in a list; a run that was resumed in its folder may have left several."""
+    """The newest of a logger's files, in a list; a run resumed in the same folder may have left several."""
     return sorted(files, key=lambda file: file.stat().st_mtime)[-1:]
 
 
@@ -148,18 +148,18 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Hydra's configuration, or what a logger has written of the module's hyperparameters."""
+    """Hydra's configuration, or the module's hyperparameters as a logger has written them."""
     for file in (folder / ".hydra/config.yaml", *_newest(folder.rglob("hparams.yaml"))):
         if file.exists():
             try:
                 return dict(OmegaConf.to_container(OmegaConf.load(file)))  # type: ignore[arg-type]
-            except YAMLError:  # Python objects that a logger has written with their classes
+            except YAMLError:  # Python objects, which a logger has written with their classes
                 continue
     return {}
 
 
 def _read_csv(file: Path) -> dict[str, Curve]:
-    """The metrics of Lightning's CSVLogger by name."""
+    """The metrics in a CSVLogger file, by name."""
     found: dict[str, Curve] = {}
     with file.open(newline="") as stream:
         for row in csv.DictReader(stream):
@@ -174,15 +174,15 @@ def _read_csv(file: Path) -> dict[str, Curve]:
 
 
 def _read_events(folder: Path) -> dict[str, Curve]:
-    """The scalars of TensorBoard's event files in a folder by name."""
+    """The scalars in a folder's TensorBoard event files, by name."""
     if importlib.util.find_spec("tensorboard") is None:
         raise ReportError(
-            f"{folder} has records of TensorBoard, and the package tensorboard is missing: "
+            f"{folder} has TensorBoard event files, but the package tensorboard is missing: "
             'pip install "lightning_zero[tensorboard]"'
         )
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()  # 0: all of them
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()  # 0: keep all
     names = (name for name in events.Tags()["scalars"] if name not in ("epoch", "hp_metric"))
     return {name: [(each.step, each.value) for each in events.Scalars(name)] for name in names}
 

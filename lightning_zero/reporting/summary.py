@@ -1,4 +1,4 @@
-"""The contents of a report as plain values, which the page shows and ``--json`` prints."""
+"""A report's contents as plain values, which the page shows and ``--json`` prints."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from lightning_zero.reporting.records import Curve, Run
 from lightning_zero.version import __version__
 
 CATEGORIES = ("parameters", "gathered", "gradients", "reduction", "optimizer", "activations", "host")
-"""Of memory, in the order in which figures stack them."""
+"""Categories of memory, in the order in which figures stack them."""
 
 
 @dataclass(frozen=True)
 class Declared:
-    """What a user declares about one rank's device, to estimate the cost of runs; None leaves an estimate out.
+    """Declared figures for one rank's device, to estimate the cost of runs; None leaves an estimate out.
 
     Attributes:
-        price: of an hour.
-        watts: that it draws.
-        carbon: grams of CO2 a kWh.
+        price: price per hour.
+        watts: power draw.
+        carbon: grams of CO2 per kWh.
     """
 
     price: float | None = None
@@ -36,8 +36,8 @@ def summarize(
     """Describe runs.
 
     Args:
-        runs: one, or the jobs of a sweep.
-        declared: for the cost.
+        runs: one run, or the jobs of a sweep.
+        declared: figures for the cost estimate.
         predict: makes a prediction from a manifest, or raises ``NotPredicted``; None for none.
     """
     jobs = [_job(run, declared, predict) for run in runs]
@@ -116,7 +116,7 @@ def _prediction(
     manifest: Mapping[str, Any], predict: Callable[[Mapping[str, Any]], dict[str, Any]] | None
 ) -> dict[str, Any]:
     if predict is None:
-        return {"predicted": None, "not_predicted": "it was not asked for"}
+        return {"predicted": None, "not_predicted": "it was not requested"}
     try:
         return {"predicted": predict(manifest), "not_predicted": None}
     except NotPredicted as error:
@@ -124,7 +124,7 @@ def _prediction(
 
 
 def _cost(seconds: float | None, ranks: int | None, declared: Declared) -> dict[str, float]:
-    """Hours of all ranks, with the price, the energy in kWh and the CO2 in kg of what is declared; empty if unknown."""
+    """Hours summed over ranks, and from declared figures the price, energy in kWh and CO2 in kg; empty if unknown."""
     if seconds is None or ranks is None:
         return {}
     hours = seconds * ranks / 3600
@@ -139,7 +139,7 @@ def _cost(seconds: float | None, ranks: int | None, declared: Declared) -> dict[
 
 
 def groups_of(metrics: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
-    """Metrics grouped by figure: training and validation, step and epoch, or those of ZeroMonitor with one unit."""
+    """Metrics grouped by figure: training and validation, step and epoch, or ZeroMonitor's with the same unit."""
     found: dict[str, dict[str, Curve]] = {}
     for name, curve in metrics.items():
         part, _, rest = name.removeprefix(_PREFIX).partition("/")
@@ -155,7 +155,7 @@ def groups_of(metrics: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
 
 
 def is_detail(name: str) -> bool:
-    """Whether a metric is one of ZeroMonitor's many metrics of memory, communication or waits."""
+    """Whether a metric is one of ZeroMonitor's many metrics for memory, communication, time or waits."""
     return name.removeprefix(_PREFIX).partition("/")[0] in ("memory", "communication", "time", "wait")
 
 
@@ -165,7 +165,7 @@ _UNITS = ("MB", "calls", "s")
 
 
 def _memory_over_time(metrics: Mapping[str, Curve]) -> dict[str, Curve]:
-    """Bytes by category, and the highest sum so far as ``peak``, of ZeroMonitor's metrics."""
+    """Bytes by category, and the highest sum so far as ``peak``, from ZeroMonitor's metrics."""
     found = {}
     for name, curve in metrics.items():
         category = name.removeprefix(_PREFIX).removeprefix("memory/")
@@ -176,7 +176,7 @@ def _memory_over_time(metrics: Mapping[str, Curve]) -> dict[str, Curve]:
 
 
 def _throughput(run: Run) -> dict[str, Any] | None:
-    """What was counted, and how much of it a second: by the results of ``lightning-zero train``, or by ZeroMonitor."""
+    """What was counted, and the rate per second, from the results of ``lightning-zero train`` or from ZeroMonitor."""
     if run.results.get("per_second"):
         return {"counted": run.results["counted"], "per_second": run.results["per_second"]}
     found = {
@@ -184,6 +184,6 @@ def _throughput(run: Run) -> dict[str, Any] | None:
         for name, curve in run.metrics.items()
         if (match := re.fullmatch(rf"(?:{_PREFIX})?throughput/(\w+)_per_sec", name))
     }
-    general = ("samples", "batches", "flops")  # only if there is no rate that the module counts itself, such as tokens
+    general = ("samples", "batches", "flops")  # used only without a rate that the module counts itself, such as tokens
     counted = min(found, key=lambda name: general.index(name) if name in general else -1, default=None)
     return None if counted is None else {"counted": counted, "per_second": found[counted]}

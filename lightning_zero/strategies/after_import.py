@@ -1,4 +1,4 @@
-"""Import hook: import one module right after another one, whichever code imports that and whenever."""
+"""Import hook: import one module right after another is imported, no matter when and by which code."""
 
 import importlib
 import sys
@@ -13,10 +13,10 @@ _OWN = f"{__name__.partition('.')[0]}."
 
 
 def after_import(of: str, then: str) -> None:
-    """Import the module ``then`` as soon as the module ``of`` has been imported; now, if ``of`` is imported already.
+    """Import the module ``then`` as soon as the module ``of`` has been imported, or at once if it already has been.
 
-    If a module of this package imports ``of``, ``then`` is imported only after that module is complete, since ``then``
-    may import that module, too.
+    If a module of this package imports ``of``, ``then`` is imported only after that module has been executed, since
+    ``then`` may import the same module.
     """
     if of in sys.modules:
         importlib.import_module(then)
@@ -27,7 +27,7 @@ def after_import(of: str, then: str) -> None:
 
 
 class _Thread(threading.local):
-    """Imports of one thread: how many modules of this package are being executed, and what is imported after them."""
+    """One thread's imports: the number of this package's modules being executed, and the modules to import next."""
 
     def __init__(self) -> None:
         self.own = 0
@@ -35,7 +35,7 @@ class _Thread(threading.local):
 
 
 class _Finder(MetaPathFinder):
-    """Finder that wraps the loaders of modules, to act when a module is executed; a search alone has no effect."""
+    """Finder that wraps module loaders, to act when a module is executed; finding a module alone has no effect."""
 
     def __init__(self) -> None:
         self.then: dict[str, str] = {}
@@ -50,7 +50,7 @@ class _Finder(MetaPathFinder):
         spec = next((found for finder in others if (found := finder.find_spec(fullname, path, target))), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
-            if not isinstance(execute, partial):  # a loader of several modules is wrapped once
+            if not isinstance(execute, partial):  # a loader shared by several modules is wrapped once
                 spec.loader.exec_module = partial(self._execute, execute)  # type: ignore[method-assign]
         return spec
 
@@ -62,7 +62,7 @@ class _Finder(MetaPathFinder):
             execute(module)
             if then := self.then.pop(name, None):
                 thread.due.append(then)
-        finally:  # a module of this package that fails may have imported Lightning, which stays imported
+        finally:  # a failing module of this package may have imported Lightning, which stays imported
             thread.own -= is_own
             while thread.due and not thread.own:
                 importlib.import_module(thread.due.pop(0))

@@ -106,7 +106,7 @@ class FabricStrategy(ZeroProcesses):
         return _Sharded(module)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Make an optimizer update this rank's shards of all modules that it shares parameters with, now and later."""
+        """Make an optimizer update this rank's shards of each module whose parameters it holds, also of later ones."""
         check_optimizers([optimizer], self.config, ranks=self.world_size)
         known = self._known_optimizers()
         if not any(optimizer is each for each in known):
@@ -130,7 +130,7 @@ class FabricStrategy(ZeroProcesses):
         return self._state_of(optimizer, on_cpu)
 
     def _state_of(self, value: Any, leaf: Leaf) -> Any:
-        """The state dict of a module or optimizer, with ``leaf`` of each tensor; any other value as it is."""
+        """The state dict of a module or optimizer, with ``leaf`` applied to each tensor; other values as they are."""
         if isinstance(value, nn.Module):
             module = _unwrapped(value)
             for engine in self.engines:
@@ -190,7 +190,7 @@ class FabricStrategy(ZeroProcesses):
     def load_checkpoint(
         self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a full or sharded checkpoint like Fabric; each rank only reads its shards of weights and states."""
+        """Load a full or sharded checkpoint as Fabric does; each rank reads only its shards of weights and states."""
         self._alike(self._saver.finish)
         if not self._has_default_io or str(path).startswith("http"):
             remainder = super().load_checkpoint(path, state, strict, weights_only)
@@ -229,7 +229,7 @@ class FabricStrategy(ZeroProcesses):
 
 
 class _Sharded(nn.Module):
-    """Wrapper in place of DistributedDataParallel: Fabric redirects a module's other methods through its forward."""
+    """Wrapper in place of DistributedDataParallel: Fabric routes a module's other methods through the wrapper."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ _strategies: weakref.WeakSet[FabricStrategy] = weakref.WeakSet()
 
 
 def _telling(excepthook: Callable[..., Any]) -> Callable[..., None]:
-    """Wrap ``sys.excepthook`` to notify the other ranks of an exception: no code of Fabric's encloses a script."""
+    """Wrap ``sys.excepthook`` to notify the other ranks of an exception: no Fabric code encloses a user's script."""
 
     def tell(cls: type[BaseException], exception: BaseException, *rest: Any) -> None:
         for strategy in list(_strategies):

@@ -1,4 +1,4 @@
-"""The folder of a job in shared memory: its name, the processes that use it, and its removal when the job has ended."""
+"""A job's folder in shared memory: its name, the processes that use it, and its removal when the job has ended."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ _NOTE_BYTES = 256
 
 
 def name_of_job() -> str | None:
-    """The name by which processes that are started again find what those before have left; None if nothing gives one.
+    """The name by which restarted processes find what earlier ones have left; None if nothing provides a name.
 
-    It contains the command line, since several programs may run within one job of SLURM.
+    It depends on the command line, since several programs may run within one SLURM job.
     """
     run = os.environ.get("TORCHELASTIC_RUN_ID")
     if "SLURM_JOB_ID" in os.environ:
         name = f"slurm-{os.environ['SLURM_JOB_ID']}"
     elif run is None:
         return None
-    else:  # torchrun's default id is the same for all jobs, so its process tells them apart
+    else:  # torchrun's default id is the same for all jobs, so the torchrun process distinguishes them
         name = run if run != "none" else f"torchrun-{label_of(os.getppid()).rpartition('-')[0]}"
     program = zlib.crc32("\0".join([os.getcwd(), *sys.argv]).encode())
     return "".join(each if each.isalnum() or each in "-." else "_" for each in name)[:80] + f"-{program:08x}"
 
 
 class JobFolder:
-    """A job's folder, as one of its processes uses it; removed when all processes of the machine end without an error.
+    """A job's folder, as used by one of its processes; removed when all those on the machine have ended without errors.
 
     Args:
-        parent: a folder in memory, of this user alone.
-        name: of the job.
-        rank: of this process.
-        of_machine: ranks of the job on this machine.
+        parent: a folder in memory that belongs to this user alone.
+        name: the job's name.
+        rank: this process's rank.
+        of_machine: the number of the job's ranks on this machine.
 
     Raises:
         OSError: if the folder cannot be used, or another launcher's processes use it.
@@ -68,26 +68,26 @@ class JobFolder:
         if os.path.exists(own):
             _end_orphan(own, launcher)
         self._file = os.open(own, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        _lock(self._file)  # until this process ends; forked ones do not have it
+        _lock(self._file)  # held until this process ends; forked processes do not inherit the lock
         about = json.dumps([os.getpid(), launcher]).encode()
         try:
             os.pwrite(self._file, about.ljust(_NOTE_BYTES), 0)  # in place: a full tmpfs has no room for a new page
         except OSError:
-            os.close(self._file)  # other ranks wait for what an open one contains
+            os.close(self._file)  # while the file is locked, other ranks wait for its contents
             raise
-        Finalize(None, self._end_process, exitpriority=10)  # called at exit in processes of multiprocessing as well
+        Finalize(None, self._end_process, exitpriority=10)  # also called when a multiprocessing process exits
 
     def begin(self) -> None:
-        """A fit begins, or some run of this process has failed: what the job keeps stays."""
+        """Keep the folder at exit: a fit begins, or a run of this process has failed."""
         self._is_running = True
         with suppress(OSError):
             os.remove(os.path.join(self.path, f"{_ENDED}{self._rank}"))
 
     def end(self, others: list[str]) -> None:
-        """A fit has ended without an error.
+        """Note that a fit has ended without an error.
 
         Args:
-            others: files of the fit that are removed with the folder.
+            others: the fit's other files, removed with the folder.
         """
         self._is_running, self._others = False, [*self._others, *others]
 
@@ -105,7 +105,7 @@ class JobFolder:
 
 
 def _lock(file: int) -> None:
-    """Lock a file, which other ranks lock for a moment when they look whether somebody has it.
+    """Lock a file that other ranks may lock briefly, to test whether a process holds it.
 
     Raises:
         BlockingIOError: if it stays locked.
@@ -121,10 +121,10 @@ def _lock(file: int) -> None:
 
 
 def _end_orphan(path: str, launcher: str) -> None:
-    """Kill a process that uses the folder although its launcher is gone, as after a kill of torchrun alone.
+    """Kill a process that uses the folder although its launcher is gone, as when only torchrun was killed.
 
     Raises:
-        OSError: if it belongs to another launcher that lives.
+        OSError: if the process belongs to another launcher, which is still alive.
     """
     deadline, process = time.monotonic() + _PATIENCE, 0
     with suppress(FileNotFoundError), open(path, "r+") as file:
@@ -134,7 +134,7 @@ def _end_orphan(path: str, launcher: str) -> None:
                 return
             except BlockingIOError:
                 file.seek(0)
-            with suppress(ValueError):  # it is being written
+            with suppress(ValueError):  # the file is being written
                 process, its_launcher = json.loads(file.read())
                 if its_launcher.rpartition("-")[0] == launcher.rpartition("-")[0]:
                     return
@@ -153,7 +153,7 @@ def _process_in(label: str) -> int:
 
 
 def _clear_leftovers(parent: str, own: str) -> None:
-    """Remove folders of other jobs whose launchers are gone, and that have not been continued for a while."""
+    """Remove the folders of other jobs whose launchers are gone and which have not been continued for a while."""
     for job in os.scandir(parent):
         if job.name == own or not job.is_dir(follow_symlinks=False):
             continue
@@ -163,7 +163,7 @@ def _clear_leftovers(parent: str, own: str) -> None:
                 if entry.name.startswith(_PROCESS):
                     with open(entry.path) as file:
                         launchers.append(json.load(file)[1])
-            # A folder's own time does not change when files in it are overwritten.
+            # A folder's own modification time does not change when files in it are overwritten.
             files = (os.path.join(folder, name) for folder, _, names in os.walk(job.path) for name in names)
             newest = max(os.stat(path).st_mtime for path in files)
             if launchers and all(map(is_of_the_dead, launchers)) and time.time() - newest > _FORGOTTEN:

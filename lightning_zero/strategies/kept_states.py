@@ -1,4 +1,4 @@
-"""What a job has kept of a fit: which states are whole, which one it continues from, and how often it has died."""
+"""A fit's states that a job has kept: which are complete, which one it continues from, and how often it has died."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DEATHS, _FAILURES = "deaths", "failures-"
 
 
 class Strategy(Protocol):
-    """What is used of the strategy."""
+    """The part of the strategy that is used here."""
 
     global_rank: int
     local_rank: int
@@ -43,24 +43,24 @@ class Source(NamedTuple):
     attempt: int
     number: int
     path: str
-    is_within: bool = False  # saved by a callback in the middle of what follows a step, for example before a validation
+    is_within: bool = False  # saved by a callback while other work after the step is due, for example validation
 
     @property
     def rank(self) -> tuple[int, bool, int, int]:
-        """Greatest for the state that is taken first.
+        """Sort key, greatest for the state to try first.
 
-        A state in memory that is one step older than a callback's checkpoint comes before it: all that follows the step
-        is repeated.
+        A state in memory precedes a callback's checkpoint that is one step newer, so that everything after the step is
+        repeated.
         """
         return self.step - self.is_within, self.is_slots, self.attempt, self.number
 
 
 Place = tuple[str, str]
-"""A machine, and a folder there."""
+"""A machine and a folder on it."""
 
 
 class KeptStates:
-    """The states of one fit that earlier attempts of the job have left, in memory and on a disk.
+    """The states of one fit that earlier attempts of the job have left, in memory and on disk.
 
     Args:
         strategy: the fit's strategy.
@@ -69,7 +69,7 @@ class KeptStates:
         at_end: the checkpoint that is saved when a signal ends the job.
 
     Attributes:
-        attempt: the number of this attempt of the job, known from ``sources`` on.
+        attempt: the number of the job's current attempt, known once ``sources`` has been called.
     """
 
     def __init__(self, strategy: Strategy, folder: str, record: str, at_end: str) -> None:
@@ -110,13 +110,13 @@ class KeptStates:
             paths += json.load(file)
         sources = []
         for path in dict.fromkeys(paths):
-            with suppress(Exception):  # which loading it will raise
+            with suppress(Exception):  # a checkpoint that cannot be opened is not a source
                 step = open_checkpoint(path).checkpoint["global_step"]
                 sources.append(Source(step, False, -1, -1, path, is_within=path != self._at_end))
         return sources
 
     def opened(self, path: Any) -> dict[str, Any] | None:
-        """The checkpoint in slots, if the path is one of theirs. Collective.
+        """The checkpoint in the slots, if the path stands for slots. Collective.
 
         Raises:
             DamagedCheckpointError: on every rank, if a value in a slot has changed.
@@ -132,10 +132,10 @@ class KeptStates:
         return opened.checkpoint
 
     def _brought_here(self, copies: dict[About, dict[Place, str]]) -> list[Slot]:
-        """Slots of all ranks in this machine's folder; those that it lacks are sent by others. Collective.
+        """All ranks' slots in this machine's folder; other machines send those that it lacks. Collective.
 
         Raises:
-            DamagedCheckpointError: if one of them is whole nowhere, or there is no room for it.
+            DamagedCheckpointError: if a slot is intact nowhere, or there is no room for it.
         """
         mine = [path for about, held in copies.items() if (path := held.get(self._place)) and self._verifies(about)]
         bad = {path for path in mine if (slot := Slot.at(path)) is None or not slot.verify()}
@@ -163,7 +163,7 @@ class KeptStates:
         return [slot for path in paths if (slot := Slot.at(path)) is not None]
 
     def _verifies(self, about: About) -> bool:
-        """Whether this rank reads this slot of its machine's folder to verify it."""
+        """Whether this rank is the one that verifies this slot in its machine's folder."""
         neighbours = self._places[self._place]
         return neighbours[about.rank % len(neighbours)] == self._rank
 
@@ -171,12 +171,12 @@ class KeptStates:
         """Count how often the job has died after its newest step, and remove needless slots. Collective.
 
         Args:
-            source: the state that the fit has just been given.
-            newest: the newest step of which anything is kept.
-            limit: so many deaths after one step stop the job; None if this attempt has been counted.
+            source: the state that the fit has just loaded.
+            newest: the newest step whose state is kept.
+            limit: number of deaths after one step that stops the job; None if this attempt was already counted.
 
         Returns:
-            The index of the slots that the state is in: all ranks write to the slots of one index at a time.
+            The index of the slots that contain the state: all ranks write to slots with the same index at a time.
 
         Raises:
             RuntimeError: at the limit.
@@ -198,9 +198,9 @@ class KeptStates:
         if deaths >= limit:
             raise RuntimeError(
                 f"This job has ended {deaths} times in the step after step {newest}, so it is not tried again. "
-                f"The state before that step is kept in {self._folder}. Look for the reason in what the processes "
-                "wrote before they ended. Raise ResilienceConfig(deaths_at_one_step=...) to try again. To start anew, "
-                f"give another job name, or remove that folder and {os.path.dirname(self._record)}."
+                f"The state before that step is kept in {self._folder}. Look for the cause in the processes' last "
+                "output. Raise ResilienceConfig(deaths_at_one_step=...) to try again. To start anew, give the job "
+                f"another name, or remove that folder and {os.path.dirname(self._record)}."
             )
         return index
 
@@ -210,7 +210,7 @@ class KeptStates:
         return self._rank == self._places[self._place][0]
 
     def remove_all_but(self, spared: set[str]) -> None:
-        """Remove slots in this machine's folder to which no rank writes in this attempt, as after one on other ranks.
+        """Remove slots in this machine's folder that no rank writes in this attempt, left by one with other ranks.
 
         Args:
             spared: names of slots that are still needed.
@@ -228,24 +228,24 @@ class KeptStates:
 
     @property
     def _died(self) -> str:
-        """File with the newest step at each start after a death, until the fit has ended."""
+        """File that lists the newest step at each start after a death, until the fit has ended."""
         return os.path.join(self._folder, _DEATHS)
 
     @property
     def _failed(self) -> str:
-        """File with the steps after which this rank has met an error, until the fit has ended."""
+        """File that lists the steps after which this rank has failed, until the fit has ended."""
         return os.path.join(self._folder, f"{_FAILURES}{self._rank}")
 
     def failures_after(self, step: int) -> int:
-        """How often a rank has met an error after a step. Collective."""
+        """The largest number of failures of one rank after a step. Collective."""
         return max(self._strategy.all_gather_values(_lines_in(self._failed).count(str(step))))
 
     def note_failure(self, step: int) -> None:
-        """An error ends this attempt. If it comes again after the same step, the state before may be to blame."""
+        """Note that an error ends this attempt. If it recurs after the same step, the state before may be the cause."""
         _append(self._failed, step)
 
     def forget_deaths(self) -> None:
-        """The fit has ended as it should, or a signal ends the job."""
+        """Forget deaths and failures: the fit has ended normally, or a signal ends the job."""
         for path in (self._died, self._failed):
             with suppress(FileNotFoundError):
                 os.remove(path)
@@ -274,5 +274,5 @@ def _lines_in(path: str) -> list[str]:
 
 
 def _append(path: str, step: int) -> None:
-    with suppress(OSError), open(path, "a") as file:  # no room: it does not count
+    with suppress(OSError), open(path, "a") as file:  # not counted if there is no room
         file.write(f"{step}\n")

@@ -1,4 +1,4 @@
-"""Mirrors of slots on other machines: what a lost machine kept is still there."""
+"""Mirrors of slots on other machines, so that the states of a lost machine survive."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _MESSAGE = 2**26  # bytes of a file that are sent at a time
 
 
 class Mirror:
-    """Copies this rank's slots to the next machine, and writes those of the machine before here. Collective.
+    """Copies this rank's slots to the next machine, and stores the previous machine's slots on this one. Collective.
 
-    As in Gemini (SOSP 2023, section 4), a rank's mirror is as many ranks ahead as a machine has.
+    As in Gemini (SOSP 2023, section 4), a rank's mirror is as many ranks ahead as a machine has ranks.
 
     Args:
-        folder: of the slots.
-        ranks_of_machine: how many.
-        timeout: of a message.
+        folder: the slots' folder.
+        ranks_of_machine: number of ranks on each machine.
+        timeout: timeout of each message.
     """
 
     def __init__(self, folder: str, ranks_of_machine: int, timeout: timedelta | None) -> None:
@@ -38,14 +38,14 @@ class Mirror:
         return self._ring.behind
 
     def exchange(self, contents: Tensor | None, index: int) -> None:
-        """Send the contents of a slot, and write those that come from the machine before. Collective, in any thread.
+        """Send a slot's contents, and write those received from the previous machine. Collective, in any thread.
 
         Args:
-            contents: of this rank's slot; None if it has none.
-            index: of the slot.
+            contents: the contents of this rank's slot; None if there are none.
+            index: the slot's index.
 
         Raises:
-            OSError: if there is no room for what comes.
+            OSError: if there is no room for the received contents.
         """
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         sent = nothing if contents is None else contents
@@ -56,7 +56,7 @@ class Mirror:
             received, error = torch.empty(length, dtype=torch.uint8, device="cpu"), raised
         begin = SlotWriter.VALUES
         self._ring.exchange(sent[begin:], received[begin:])
-        self._ring.exchange(sent[:begin], received[:begin])  # with the header, which makes the slot whole
+        self._ring.exchange(sent[:begin], received[:begin])  # contains the header, which makes the slot complete
         if error is not None:
             raise error
 
@@ -73,17 +73,17 @@ class Mirror:
 
 
 def send_file(path: str, sender: int, receives: bool, rank: int, broadcast: Callable[[Any, int], Any]) -> str | None:
-    """Send a file of one rank to others, in parts. Collective.
+    """Send a file from one rank to others, in parts. Collective.
 
     Args:
-        path: of the file, on the rank that sends it and on those that receive it.
-        sender: its rank.
+        path: the file's path, on the sending and on the receiving ranks.
+        sender: the sending rank.
         receives: whether this rank writes the file.
-        rank: of this process.
-        broadcast: a value of one rank to all.
+        rank: this process's rank.
+        broadcast: function that broadcasts a value from one rank to all.
 
     Returns:
-        What prevented this rank from writing it.
+        What prevented this rank from writing the file, or None.
     """
     error: str | None = None
     with ExitStack() as files:

@@ -28,7 +28,7 @@ _PRECISIONS = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision"
 
 
 class EarlyUpdates:
-    """Decides before each backward of one run whether the optimizer may update during backward."""
+    """Decides before each backward pass of one run whether the optimizer may update during it."""
 
     def __init__(self, lightning: ModuleType) -> None:
         self._lightning = lightning
@@ -36,7 +36,7 @@ class EarlyUpdates:
 
     @contextmanager
     def around_backward(self, engine: Engine, trainer: Any, loss: Tensor) -> Iterator[None]:
-        """Wrap a backward of the Trainer; if allowed, updates start within the last backward before a step."""
+        """Wrap one of the Trainer's backward passes; if allowed, updates start within the last one before a step."""
         is_automatic = trainer.lightning_module.automatic_optimization  # then there is exactly one optimizer
         optimizer: Optimizer | None = trainer.optimizers[0] if is_automatic and trainer.optimizers else None
         trained = tuple(parameter.requires_grad for parameter in engine.module.parameters())
@@ -54,7 +54,7 @@ class EarlyUpdates:
 
 
 def _why_to_wait(lightning: ModuleType, trainer: Any, optimizer: Optimizer | None) -> str | None:
-    """Return the reason why updates must wait for the end of the coming backward, or None if they need not wait."""
+    """Return the reason why updates must wait for the end of the next backward pass, or None if they need not wait."""
     module, precision = trainer.lightning_module, trainer.precision_plugin
     if optimizer is None:
         return "manual optimization"
@@ -64,7 +64,7 @@ def _why_to_wait(lightning: ModuleType, trainer: Any, optimizer: Optimizer | Non
         return "gradients are clipped"
     plugins = lightning.plugins.precision
     if type(precision) not in [getattr(plugins, name) for name in _PRECISIONS]:
-        return f"{type(precision).__name__} is not a precision plugin of Lightning's"
+        return f"{type(precision).__name__} is not one of Lightning's precision plugins"
     if getattr(precision, "scaler", None) is not None:
         return "gradients are scaled, and not known to be finite"
     hooked: list[tuple[Any, tuple[str, ...], Any]] = [(module, _HOOKS_OF_MODULES, lightning.LightningModule)]
@@ -74,7 +74,7 @@ def _why_to_wait(lightning: ModuleType, trainer: Any, optimizer: Optimizer | Non
             if is_overridden(name, holder, base):
                 return f"{type(holder).__name__}.{name}"
     if any(map(has_backward_hooks, module.modules())):
-        return "hooks of modules on their backward"
+        return "backward hooks of modules"
     if any(not isinstance(getattr(hook, "__self__", None), Masters) for hook in step_pre_hooks(optimizer)):
         return "hooks before the optimizer's step"
     step = vars(optimizer).get("step")
@@ -87,8 +87,8 @@ def _why_to_wait(lightning: ModuleType, trainer: Any, optimizer: Optimizer | Non
 def _read_directly(loss: Tensor) -> set[str] | None:
     """Return the names of parameters that the loss reads outside of their modules' forward, for example in a penalty.
 
-    Such a parameter receives several gradients, so its update must wait the first time: later steps know that more
-    than one will come. Returns None if the autograd graph does not show beforehand which gradients will come.
+    Such a parameter receives several gradients, so its update must wait the first time; in later steps it is known
+    that more than one will come. Returns None if the autograd graph does not show beforehand which gradients will come.
     """
     found: set[str] = set()
     seen, ahead = set(), [loss.grad_fn]

@@ -31,8 +31,8 @@ def _holders(engine: Engine) -> str:
     held = {category: nbytes for category, nbytes in engine.report().at_rest.items() if nbytes}
     states = ", ".join(f"{category} {in_gb(held[category])}" for category in sorted(held, key=held.__getitem__)[::-1])
     rank, total = engine.communicator.everyone.rank, in_gb(sum(held.values()))
-    text = f"When it failed rank {rank} held {total} of model states and buffers"
-    text += f" ({states}), and {in_gb(_rest(engine))} of activations and all else."
+    text = f"When the allocation failed, rank {rank} held {total} of model states and buffers"
+    text += f" ({states}), and {in_gb(_rest(engine))} of activations and everything else."
     unused = _unused(engine.communicator.device)
     if unused > 0.1 * sum(held.values()):
         text += (
@@ -56,7 +56,7 @@ def _remedies(engine: Engine) -> str:
         remedies.append((rest, f'activation_checkpointing="units" frees most of the {in_gb(rest)} of activations'))
     remedies.append((rest // 2, f"half the batch with accumulate_grad_batches=2 frees up to {in_gb(rest // 2)}"))
     said = "; ".join(text for _, text in sorted(remedies, key=lambda remedy: -remedy[0]))
-    return f"What helps: {said}. lightning-zero plan says beforehand what fits."
+    return f"What helps: {said}. lightning-zero plan shows in advance what fits."
 
 
 def _rest(engine: Engine) -> int:

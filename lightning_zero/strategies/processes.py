@@ -106,14 +106,14 @@ class ZeroProcesses(ParallelStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The ranks by ``data_parallel`` and ``tensor_parallel``.
+        """The mesh of ranks, with the dimensions ``data_parallel`` and ``tensor_parallel``.
 
         Raises:
             RuntimeError: before the processes have started, and without ``tensor_parallel_size``.
         """
         if self._mesh is None:
             raise RuntimeError(
-                "There is a device mesh once the processes have started (in configure_model), and only with "
+                "The device mesh exists once the processes have started (in configure_model), and only with "
                 "ZeroStrategy(tensor_parallel_size=...)."
             )
         return self._mesh
@@ -127,7 +127,7 @@ class ZeroProcesses(ParallelStrategy):
 
     @property
     def mesh_shape(self) -> tuple[int, int] | None:
-        """Ranks along ``data_parallel`` and ``tensor_parallel`` by the options; None without a mesh."""
+        """Numbers of ranks along ``data_parallel`` and ``tensor_parallel``, by the options; None without a mesh."""
         tensor, data = self.options.tensor_parallel_size, self.options.data_parallel_size
         if tensor is None:
             return None
@@ -135,13 +135,13 @@ class ZeroProcesses(ParallelStrategy):
         return self._mesh_ranks // tensor if data == "auto" else data, tensor
 
     def _make_mesh(self) -> None:
-        """Make the mesh of the ranks, if one is wanted."""
+        """Create the mesh of ranks, if the options require one."""
         if self.mesh_shape is not None and self._mesh is None:
             self._check_mesh()
             self._mesh = device_mesh(self.root_device, *self.mesh_shape)
 
     def _check_mesh(self) -> None:
-        """Raise a ValueError if the ranks do not make the mesh that is wanted."""
+        """Raise a ValueError if the number of ranks does not fit the requested mesh."""
         size, data = self._mesh_ranks, self.options.data_parallel_size
         if self.mesh_shape is None:
             return
@@ -154,11 +154,11 @@ class ZeroProcesses(ParallelStrategy):
         if size != self.mesh_shape[0] * tensor:
             wanted = f"tensor_parallel_size={tensor}" + ("" if data == "auto" else f" and data_parallel_size={data}")
             raise ValueError(
-                f"{wanted} cannot be had with {size} rank(s) ({self.num_nodes} node(s) of {self.num_processes}): "
+                f"{wanted} is impossible with {size} rank(s) ({self.num_nodes} node(s) of {self.num_processes}): "
                 + (
                     "choose a divisor of the number of ranks."
                     if data == "auto"
-                    else "their product must be that number."
+                    else "their product must be the number of ranks."
                 )
             )
 
@@ -196,7 +196,7 @@ class ZeroProcesses(ParallelStrategy):
         if not self._is_single:
             if _distributed_is_initialized() and failure() is not None:
                 renew(**self._group_options)
-                self._mesh = None  # of groups that have failed
+                self._mesh = None  # its groups have failed
             _init_dist_connection(self.cluster_environment, self._process_group_backend, **self._group_options_at_start)
             lifelines_over()
             self._make_mesh()
@@ -235,7 +235,7 @@ class ZeroProcesses(ParallelStrategy):
 
     @contextmanager
     def _making_module(self, empty_init: bool | None) -> Iterator[None]:
-        """Context for creating a module: with ``empty_init`` without memory; otherwise on the device, if unsharded."""
+        """Context for creating a module: without memory if ``empty_init``, otherwise on the device if unsharded."""
         if empty_init:
             with _EmptyInit(), parameters_await_values():
                 yield
@@ -325,11 +325,11 @@ class ZeroProcesses(ParallelStrategy):
 
     @property
     def _assembles_in_background(self) -> bool:
-        """Whether the shards of a full checkpoint may be put together later: with a mesh they are gathered at once."""
+        """Whether the shards of a full checkpoint may be assembled later: with a mesh they are gathered at once."""
         return self._saves_in_background and self._mesh is None
 
     def _save_in_parts(self, tree: Any, rest: dict[str, Any], path: Any, storage_options: Any) -> None:
-        """Write a folder, to which each rank writes its shards of ``tree``. Collective, as ``_save_whole``."""
+        """Write a folder, to which each rank writes its shards of ``tree``. Collective, like ``_save_whole``."""
         if storage_options is not None:
             raise TypeError(
                 f"storage_options={storage_options!r} cannot be used for a sharded checkpoint: remove them, or write "
@@ -445,7 +445,7 @@ class ZeroProcesses(ParallelStrategy):
 
     @classmethod
     def _named(cls) -> dict[str, dict[str, Any]]:
-        """Options by name: ``zero1`` to ``zero3_nvme``, and ``zero3_node``."""
+        """Options by registered name: ``zero1`` to ``zero3_nvme``, and ``zero3_node``."""
         places = {"": {}, "_offload": {"offload": "cpu"}, "_nvme": {"offload": "nvme"}}
         named: dict[str, dict[str, Any]] = {
             f"zero{stage}{place}": {"stage": stage, **offload}

@@ -1,8 +1,9 @@
 """Keep the state of a fit in shared memory, and continue from it when the job's processes are started again.
 
-Between two batches, where all ranks meet anyway, each rank begins to copy its shards to one of its two slots; the copy
-runs beside the next forward and backward. A rank enters the next meeting only when its copy is whole. So when ranks
-leave a meeting, the last copy is whole on all of them, and the slot before it may be overwritten.
+Between two batches, where all ranks run a collective anyway, each rank begins to copy its shards to one of its two
+slots, in the background of the next forward and backward pass. A rank enters the next such collective only when its
+copy is complete. So when ranks leave it, the last copy is complete on all of them, and the other slot may be
+overwritten.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from lightning_zero.strategies.mirror import Mirror
 from lightning_zero.strategies.resilience_config import ResilienceConfig
 
 _MEMORY = "/dev/shm"
-_OF_TUNERS = ".lr_find_", ".scale_batch_size_"  # how checkpoints are named to which Lightning's tuners go back
-_REPEATED = 2  # errors after one step, after which an older state is taken
+_OF_TUNERS = ".lr_find_", ".scale_batch_size_"  # name prefixes of the checkpoints that Lightning's tuners restore
+_REPEATED = 2  # number of errors after one step that make the job continue from an older state
 _jobs: dict[str, JobFolder] = {}
 _fits = itertools.count()
 
@@ -51,7 +52,7 @@ class Resilience:
         config: what is kept, and where.
         strategy: the fit's strategy, whose processes have started.
         trainer: the fit's trainer.
-        job: the job's name, the same when it is started again.
+        job: the job's name, which stays the same when the job is started again.
 
     Raises:
         NoRoomError: if the folder in memory is full.
@@ -66,18 +67,18 @@ class Resilience:
         self._job = self._job_folder_at(job)
         self._folder = self._folder_in(self._job.path)
         on_disk = os.path.join(str(trainer.default_root_dir), ".lightning_zero", job)
-        self._record = os.path.join(on_disk, f"{self._fit}.json")  # of checkpoints that the fit has saved
-        self._at_end = os.path.join(on_disk, f"{self._fit}.ckpt")  # where it is saved when a signal ends it
+        self._record = os.path.join(on_disk, f"{self._fit}.json")  # lists the checkpoints that the fit has saved
+        self._at_end = os.path.join(on_disk, f"{self._fit}.ckpt")  # saved when a signal ends the fit
         self._states = KeptStates(strategy, self._folder, self._record, self._at_end)
         self._number = 0
-        self._step = -config.every_n_steps  # that the last copy, or the state that the fit continued from, is of
-        self._index = 0  # of the slot that is overwritten next
+        self._step = -config.every_n_steps  # step of the last copy, or of the state continued from
+        self._index = 0  # index of the slot that is overwritten next
         self._writers: dict[int, SlotWriter] = {}
         self._staging = CopyBuffer()
         self._executor: ThreadPoolExecutor | None = None
         self._copy: Future[None] | None = None
         self._has_warned = False
-        self._trial: str | None = None  # checkpoint that a tuner will go back to; nothing is kept until then
+        self._trial: str | None = None  # checkpoint that a tuner will restore; nothing is kept until then
         several = self._size > self._of_machine
         self._mirror = Mirror(self._folder, self._of_machine, strategy.options.group_timeout) if several else None
         Around.put(trainer._checkpoint_connector, "resume_start", self._resume)
@@ -112,8 +113,8 @@ class Resilience:
     # -- continuing -------------------------------------------------------------------------------------------------
 
     def _resume(self, resume: Callable[..., None], path: Any = None, weights_only: bool | None = None) -> None:
-        """In place of Lightning's ``resume_start``: continue from the newest state that is whole. Collective."""
-        # A tuner within the fit goes back to where it began; the training state is restored after that.
+        """Replacement for Lightning's ``resume_start``: continue from the newest intact state. Collective."""
+        # A tuner within the fit returns to its starting point; the training state is restored after that.
         is_again = self._trial is not None and str(path) == self._trial
         sources = self._states.sources()
         newest = sources[0].step if sources else 0
@@ -143,7 +144,7 @@ class Resilience:
             return
         self._step = -self._config.every_n_steps
         if self._states.attempt:
-            rank_zero_warn("No state that this job has kept or saved is whole, so it begins anew.")
+            rank_zero_warn("No state that this job has kept or saved is intact, so it begins anew.")
         resume(path, weights_only=weights_only)
 
     def opened(self, path: Any) -> dict[str, Any] | None:
@@ -157,16 +158,16 @@ class Resilience:
         return self._states.opened(path)
 
     def note_failure(self) -> None:
-        """An error ends this attempt."""
+        """Note that an error ends this attempt."""
         self._states.note_failure(self._step)
 
     # -- keeping ----------------------------------------------------------------------------------------------------
 
     def has_failed(self, *, is_end: bool = False) -> bool:
-        """Before a meeting of the ranks: wait until this rank's copy is whole, if the meeting begins the next one.
+        """Before the ranks' collective: wait until this rank's copy is complete, if the next copy is due.
 
         Args:
-            is_end: of training.
+            is_end: whether training ends.
 
         Returns:
             True if the copy could not be made.
@@ -176,7 +177,7 @@ class Resilience:
         return self._wait()
 
     def _wait(self) -> bool:
-        """Wait for the copy that is being made. True if it could not be made."""
+        """Wait for the copy in progress; return True if it could not be made."""
         copy, self._copy = self._copy, None
         error = copy.exception() if copy is not None else None
         if error is not None and not isinstance(error, OSError):
@@ -184,16 +185,16 @@ class Resilience:
         return error is not None and self._warn(error)
 
     def _is_due(self, is_end: bool) -> bool:
-        """Whether the state is to be kept now: it has changed, and was not kept for a while."""
+        """Whether the state is to be kept now: it has changed, and the interval has passed."""
         step = self._trainer.global_step - self._step
         return step < 0 or step >= (1 if is_end else self._config.every_n_steps)
 
     def keep(self, has_failed: bool, *, is_end: bool = False) -> None:
-        """After a meeting of the ranks: begin to copy the state, if it has changed.
+        """After the ranks' collective: begin to copy the state, if it has changed.
 
         Args:
-            has_failed: whether some rank's last copy could not be made; its slot is overwritten then.
-            is_end: of training.
+            has_failed: whether some rank's last copy could not be made; its slot is then overwritten.
+            is_end: whether training ends.
         """
         if has_failed:
             self._index = 1 - self._index
@@ -203,7 +204,7 @@ class Resilience:
         about = About(self._states.attempt, self._number, self._step, self._size, self._rank)
         content, own = self._strategy.state_in_parts()
         index, self._index = self._index, 1 - self._index
-        if self._number == 2:  # the first copy of this attempt is whole
+        if self._number == 2:  # the first copy of this attempt is complete
             self._states.remove_all_but(set())
         try:
             complete = self._begin(index, content, about, own)
@@ -214,7 +215,7 @@ class Resilience:
         self._copy = self._executor.submit(self._complete, complete, index)
 
     def _complete(self, complete: Callable[[], None], index: int) -> None:
-        """Complete a copy, and its mirror on another machine: the other machine waits for it in any case."""
+        """Complete a copy and send it to its mirror; after an error send nothing (the other machine waits)."""
         error = None
         try:
             complete()
@@ -237,7 +238,7 @@ class Resilience:
                     raise
 
     def _forget_a_fit(self) -> bool:
-        """Make room: remove this rank's slots of the oldest fit that has ended."""
+        """Make room: remove this rank's slots from the oldest fit that still has some."""
         own = [f"{self._rank}.{index}" for index in (0, 1)]
         if self._mirror is not None:
             own += [f"{self._mirror.of_rank}.m{index}" for index in (0, 1)]
@@ -295,7 +296,7 @@ class Resilience:
         try:
             self._strategy.save_in_parts(self._at_end)
         except CheckpointNotSavedError as error:
-            rank_zero_warn(f"{error} A signal ends this job; its state is in {self._folder} alone.")
+            rank_zero_warn(f"{error} A signal ends this job; its state is only in {self._folder}.")
             return
         rank_zero_info(
             f"A signal ends this job. Its state after step {self._trainer.global_step} was saved to {self._at_end} in "
@@ -303,10 +304,10 @@ class Resilience:
         )
 
     def close(self, *, has_ended: bool) -> None:
-        """Stop keeping. What is kept stays until the job ends: a later part of its program may fail.
+        """Stop keeping states. Kept states stay until the job ends: a later part of its program may fail.
 
         Args:
-            has_ended: the fit has ended as it should.
+            has_ended: whether the fit has ended normally.
         """
         Around.take_off(self._trainer._checkpoint_connector, "resume_start")
         try:
@@ -320,12 +321,12 @@ class Resilience:
             if self._mirror is not None:
                 self._mirror.close()
         if has_ended:
-            self._states.forget_deaths()  # the job may die in a later fit, and pass through this one again
+            self._states.forget_deaths()  # the job may die in a later fit, and repeat this one
             self._job.end([self._record, self._at_end])
 
 
 def keep_for_next_attempt() -> None:
-    """A run of this process has failed, perhaps after the fit: what its jobs keep stays in memory at its end."""
+    """Leave kept states in memory when this process ends: one of its runs has failed, perhaps after the fit."""
     for job in _jobs.values():
         job.begin()
 

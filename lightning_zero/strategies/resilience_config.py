@@ -15,12 +15,13 @@ class ResilienceConfig:
     """What a job keeps in shared memory, to continue when its processes are started again.
 
     Args:
-        every_n_steps: keep the state after every so many optimizer steps.
+        every_n_steps: number of optimizer steps between two kept states.
         path: a folder in memory (tmpfs) on each machine; None for a folder of this user's own in ``/dev/shm``. It needs
-            twice the room of the model's states of all ranks of the machine.
-        job: a name that is the same when the job is started again; None for one made of torchrun's ``--rdzv-id`` or
-            SLURM's job id, and the command line.
-        deaths_at_one_step: so many ends of the job within one kept step stop it, with an error that names the step.
+            room for twice the model states of all ranks of the machine.
+        job: a name that is the same when the job is started again; None for one derived from torchrun's
+            ``--rdzv-id`` or SLURM's job id, and the command line.
+        deaths_at_one_step: after this many failures within one kept step the job stops, with an error that names the
+            step.
 
     Raises:
         ValueError: if an argument is not one of the allowed values.

@@ -38,7 +38,7 @@ def rng_state(device: torch.device) -> Rng:
 
 
 def set_rng_state(state: Rng, device: torch.device) -> None:
-    """Set what ``rng_state`` has returned, also after ``in_tensors``. Generators missing in ``state`` do not change."""
+    """Set states from ``rng_state``, also after ``in_tensors``. Generators missing in ``state`` do not change."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     numpy = sys.modules.get("numpy")
@@ -200,7 +200,7 @@ class DataLoadingState:
 
 
 def moved(data: dict[str, Any], factor: Fraction) -> dict[str, Any]:
-    """Convert a saved position in the data for a rank whose batches have another size than those of the saving rank.
+    """Convert a saved position in the data for a rank whose batch size differs from the saving rank's.
 
     Args:
         data: the saved position: an entry ``"data"`` of a checkpoint.
@@ -233,10 +233,10 @@ def _go_by_samplers(loaders: list[Any]) -> bool:
 
 
 def _note_order(loader: Any, position: tuple[Rng | None, int] | None = None) -> None:
-    """Let a dataloader's iterators note their sampler's random state; the next one continues from ``position``."""
+    """Let a dataloader's iterators note their sampler's random state; the next iterator continues from ``position``."""
     name = "batch_sampler" if loader._auto_collation else "sampler"
     if position is not None:
-        loader._iterator = None  # persistent workers would continue the old one
+        loader._iterator = None  # persistent workers would continue the old iterator
 
     def get_iterator(create: Any) -> Any:
         nonlocal position

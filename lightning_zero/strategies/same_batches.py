@@ -13,7 +13,7 @@ from torch import nn
 from lightning_zero.engine.comm.tensor_parallel import TensorParallel
 
 _FIRST, _EVERY = 4, 100
-"""Training batches that are compared: the first few, then one of so many. A comparison copies the batch to the CPU."""
+"""Training batches to compare: the first ``_FIRST``, then one in ``_EVERY``. Comparing copies a batch to the CPU."""
 
 _DROPOUT = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout
 
@@ -22,7 +22,7 @@ class SameBatches:
     """Compares batches of tensor-parallel ranks. Collective, like the module's forward.
 
     Args:
-        sampler: what to write for a sampler that gives them the same, for the error message.
+        sampler: how to write a sampler that gives these ranks the same batches, for the error message.
     """
 
     def __init__(self, sampler: str) -> None:
@@ -30,18 +30,19 @@ class SameBatches:
         self._seen: Counter[str] = Counter()
 
     def restart(self) -> None:
-        """Begin with a first batch again."""
+        """Treat the next batch as the first again."""
         self._seen.clear()
 
     def compare(self, tensor: TensorParallel, module: nn.Module, batch: Any, step: str) -> None:
-        """Compare a batch, if it is one of those to be compared.
+        """Compare a batch with the other ranks', if a comparison is due.
 
         Args:
             batch: nested lists, tuples and dictionaries.
-            step: what it is for: of ``"training_step"`` the first batches and later ones, of others the first.
+            step: the step that takes the batch: for ``"training_step"``, the first batches and some later ones are
+                compared; otherwise only the first.
 
         Raises:
-            ValueError: on every rank, if it differs.
+            ValueError: on every rank, if the batch differs between ranks.
         """
         if tensor.size == 1:
             return
@@ -54,7 +55,7 @@ class SameBatches:
 
 
 def _warn_of_random_numbers(tensor: TensorParallel, module: nn.Module) -> None:
-    """Warn if a module drops out, and tensor-parallel ranks would drop other elements."""
+    """Warn if a module applies dropout and tensor-parallel ranks would drop different elements."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
@@ -63,10 +64,10 @@ def _warn_of_random_numbers(tensor: TensorParallel, module: nn.Module) -> None:
     for name, each in module.named_modules():
         if isinstance(each, _DROPOUT) and each.training and each.p > 0 and tensor.rank == 0:
             warnings.warn(
-                f"The states of random number generators differ between tensor-parallel ranks {tensor.ranks}, so that "
-                f"{name or 'the module'} ({type(each).__name__}) drops other elements on each, and losses and "
-                "gradients are wrong where these ranks have the same tensor. Seed all ranks alike: call "
-                "seed_everything(seed) before training, and draw no other random numbers on some ranks only.",
+                f"The states of random number generators differ between tensor-parallel ranks {tensor.ranks}, so "
+                f"{name or 'the module'} ({type(each).__name__}) drops different elements on each, and losses and "
+                "gradients are wrong where these ranks hold the same tensor. Seed all ranks alike: call "
+                "seed_everything(seed) before training, and draw no random numbers on some ranks only.",
                 stacklevel=2,
             )
             return

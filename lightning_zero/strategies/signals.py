@@ -18,12 +18,12 @@ from lightning_zero.engine.comm.process_group import named_store, rank, world_si
 from lightning_zero.strategies.resilience import Resilience
 
 _ASKED = "SIGTERM"
-_runs = itertools.count()  # names the store's keys of runs without an engine
+_runs = itertools.count()  # to name the store keys of runs without an engine
 _HANDLERS = "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"
 
 
 class Signals:
-    """Signal handlers of one Trainer run in a job with several processes; made before the trainer installs its own."""
+    """Signal handlers of one Trainer run in a job with several processes, created before the Trainer's own."""
 
     def __init__(self, trainer: Any, communicator: Communicator | None, resilience: Resilience | None) -> None:
         self._trainer, self._connector, self._communicator = trainer, trainer._signal_connector, communicator

@@ -1,4 +1,4 @@
-"""ZeRO strategy for Lightning's Trainer: implements Lightning's strategy hooks by calls of the engine."""
+"""ZeRO strategy for Lightning's Trainer: implements Lightning's strategy hooks by calling the engine."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class TrainerStrategy(TrainerCheckpoints):
             "leave use_distributed_sampler=True, or make the sampler with DistributedSampler(dataset, "
             "**trainer.strategy.distributed_sampler_kwargs)"
         )
-        self._was_sharded = False  # before this run, by an engine that it continues with
+        self._was_sharded = False  # before this run, by an engine that this run reuses
         self._backward = ExitStack()  # contexts to exit when backward ends
         super().__init__(stage=stage, **options)
 
@@ -109,15 +109,15 @@ class TrainerStrategy(TrainerCheckpoints):
             self._resilience = self._new_resilience()
 
     def _new_resilience(self) -> Resilience | None:
-        """What keeps the state of a fit, if that is wanted."""
+        """Return the ``Resilience`` of a fit, or None if no state is to be kept."""
         config, trainer = self.options.keeps, self.lightning_module.trainer
         if config is None or trainer.state.fn != TrainerFn.FITTING or trainer.fast_dev_run:
             return None
         job = config.job or self.broadcast(name_of_job())
         if job is None:
             rank_zero_warn(
-                "resilience='memory' keeps nothing in this run: no launcher would start its processes again, and "
-                "nothing names the job. Start it by torchrun --max-restarts=3 or by SLURM, or write "
+                "resilience='memory' keeps nothing in this run: no launcher would restart its processes, and the "
+                "job has no name. Start it with torchrun --max-restarts=3 or SLURM, or write "
                 "resilience=ResilienceConfig(job=...)."
             )
             return None
@@ -211,7 +211,7 @@ class TrainerStrategy(TrainerCheckpoints):
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
-        if self.engine is not None:  # `trainer.optimizers = [...]`, or a second call of `setup_optimizers`
+        if self.engine is not None:  # `trainer.optimizers = [...]`, or a second call to `setup_optimizers`
             self.engine.set_optimizers(_real(optimizers))
         self._optimizers = optimizers
         self._lightning_optimizers = [
@@ -262,7 +262,7 @@ class TrainerStrategy(TrainerCheckpoints):
         if self._resilience is not None and self._ended_by is None:
             if is_asked_to_end:
                 self._resilience.save_before_end()
-            elif isinstance(exception, Exception) and not ended_ranks():  # otherwise a kill has caused it
+            elif isinstance(exception, Exception) and not ended_ranks():  # otherwise a killed rank caused the exception
                 self._resilience.note_failure()
         self._backward.__exit__(type(exception), exception, exception.__traceback__)
         say_who_holds_memory(exception, self.engine)
@@ -307,7 +307,7 @@ class TrainerStrategy(TrainerCheckpoints):
         if resilience is not None:
             resilience.close(has_ended=self._ended_by is None)
             if self._data_loading is not None:
-                self._data_loading.restore_rng()  # if the fit had ended before, and this attempt went through it
+                self._data_loading.restore_rng()  # in case the fit had ended in an earlier attempt
         signals, self._signals = self._signals, None
         if signals is not None:
             signals.close()
@@ -344,7 +344,7 @@ class TrainerStrategy(TrainerCheckpoints):
         if shortages and not self._was_sharded and self.options.start_method == "popen":
             others = f" (and {len(shortages) - 1} more hosts or ranks lack memory)" if len(shortages) > 1 else ""
             rank_zero_warn(
-                "The module stays sharded after this run: the host memory, of which a tenth stays free, does not "
+                "The module stays sharded after this run: the host memory (a tenth of it is left free) does not "
                 f"suffice for an ordinary module and its optimizer states on every rank. {shortages[0]}{others}. Every "
                 "rank must take part in every use of the module; the next run continues with it. For all weights in "
                 "one file, call trainer.save_checkpoint('last.ckpt') on every rank and run 'lightning-zero checkpoint "
@@ -364,7 +364,7 @@ class TrainerStrategy(TrainerCheckpoints):
         """Turn the module back into an ordinary one, and keep the master weights, which a later checkpoint may need.
 
         Args:
-            error: that came before, after which the ranks do not communicate.
+            error: an earlier error, after which the ranks do not communicate.
         """
         try:
             if engine.optimizers:
@@ -380,7 +380,7 @@ class TrainerStrategy(TrainerCheckpoints):
         if self.lightning_module is not None and self._layer_sync and self.model is not None:
             self.model = self._layer_sync.revert(self.model)
         if self.lightning_module is not None and awaits_values(self.lightning_module):
-            # The run failed before deferred parameters had values: moving them would raise and hide that error.
+            # The run failed before deferred parameters had values: moving them would raise and hide the first error.
             self.lightning_module._apply(lambda t: t if is_deferred(t) else t.cpu())
             self._teardown_but_for_module()
         else:

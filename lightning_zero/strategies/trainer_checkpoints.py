@@ -35,7 +35,7 @@ from lightning_zero.strategies.resuming import DataLoadingState, in_tensors, mov
 log = logging.getLogger("lightning_zero.strategies.trainer")  # the name that projects may filter by
 
 _PATIENCE = 10.0
-"""Seconds that a failed rank which wants to save waits for the other ranks."""
+"""Seconds that a failed rank waits for the other ranks before saving."""
 
 
 class TrainerCheckpoints(ZeroProcesses):
@@ -52,10 +52,10 @@ class TrainerCheckpoints(ZeroProcesses):
         self._masters: dict[str, Tensor] = {}
         self._data_loading: DataLoadingState | None = None
         self._loaded: dict[str, Any] | None = None
-        # Rank 0's masters of the module that was fitted last, which may be saved after it has become ordinary again.
+        # Rank 0's masters of the last fitted module, which may be saved after the module has become ordinary again.
         self._masters_after_fit: WeakKeyDictionary[Any, dict[str, Tensor]] | None = None
         self._resilience: Resilience | None = None
-        self._copies_parts = False  # the checkpoint that is made is for the slots
+        self._copies_parts = False  # whether the checkpoint being made is for the slots
 
     def _convert_module(self) -> None:
         """Give the module the Trainer's precision."""
@@ -87,7 +87,7 @@ class TrainerCheckpoints(ZeroProcesses):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        return self._mesh is not None  # before, each rank has a share of some parameters in a DTensor
+        return self._mesh is not None  # until setup, divided parameters are DTensors: each rank has a share
 
     @property
     def _has_hooks(self) -> bool:
@@ -107,19 +107,19 @@ class TrainerCheckpoints(ZeroProcesses):
 
     @property
     def _takes_parts(self) -> bool:
-        """Whether each rank takes its own shards of what is saved."""
+        """Whether each rank saves or copies only its own shards."""
         return self._saves_in_parts or self._copies_parts
 
     @property
     def _leaf_for_hooks(self) -> Leaf:
-        """As ``_leaf``, for entries that the project's hooks read: these need values on every rank with hooks."""
+        """Like ``_leaf``, for entries that the project's hooks read: with hooks, every rank needs the values."""
         return self._leaf(parts=self._state_is_in_parts, keeps=self.is_global_zero or self._has_hooks)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The full state dict on rank 0; on the other ranks the same names and shapes on the meta device.
 
         If the module or a callback of the project overrides ``on_save_checkpoint``, which runs on every rank, every
-        rank has the values. For a sharded checkpoint: sharded tensors.
+        rank has the values. For a sharded checkpoint, the tensors stay sharded.
         """
         if not self._can_save():
             return {}
@@ -174,7 +174,7 @@ class TrainerCheckpoints(ZeroProcesses):
             self._resilience.note(filepath)
 
     def _tree_in(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Take out of a checkpoint what is stored in DCP's format: weights, and optimizer states by name."""
+        """Remove and return the entries that are stored in DCP's format: weights, and optimizer states by name."""
         tree, names = {}, self._names_in_optimizers()
         if checkpoint.get("state_dict"):  # DCP does not store empty containers
             tree["state_dict"] = checkpoint.pop("state_dict")
@@ -192,9 +192,9 @@ class TrainerCheckpoints(ZeroProcesses):
             self._copies_parts = before
 
     def state_in_parts(self) -> tuple[Content, dict[str, Any]]:
-        """What this rank has of a checkpoint of the run, its random states and its place in the data.
+        """This rank's part of a checkpoint of the run, its random states and its position in the data.
 
-        Collective, for ranks that have just met.
+        Collective, for ranks that have just synchronized.
         """
         with self._taking_parts():
             checkpoint = self.lightning_module.trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
@@ -203,12 +203,12 @@ class TrainerCheckpoints(ZeroProcesses):
         return content, self._data_loading.state() if self._data_loading is not None else {}
 
     def save_in_parts(self, path: Any) -> None:
-        """Save a checkpoint of the run whose shards all ranks write, where they share a folder. Collective."""
+        """Save a checkpoint of the run, to which each rank writes its shards if there is one machine. Collective."""
         with self._taking_parts() if self.num_nodes == 1 else nullcontext():
             self.lightning_module.trainer.save_checkpoint(path)
 
     def _about_checkpoint(self, *, to_resume: bool, with_data_loading: bool = True) -> dict[str, Any]:
-        """Our own entry of a checkpoint: versions, and state for which Lightning has no entry."""
+        """This package's entry in a checkpoint: versions, and state for which Lightning has no entry."""
         about: dict[str, Any] = {"format": FORMAT, "written_by": self._written_by}
         if to_resume and not self._takes_parts:  # sharded checkpoints use names anyway
             about[NAMES] = {f"optimizer_{number}": names for number, names in enumerate(self._names_in_optimizers())}
@@ -257,7 +257,7 @@ class TrainerCheckpoints(ZeroProcesses):
             return super().load_checkpoint(checkpoint_path, weights_only, **options)
         try:
             return self._opened(checkpoint_path, weights_only).checkpoint
-        except Exception as error:  # raised on every rank, though not the same on each
+        except Exception as error:  # raised on every rank, though not the same error on each
             trainer = self.lightning_module.trainer
             if not is_last(trainer, checkpoint_path):
                 raise
@@ -279,7 +279,7 @@ class TrainerCheckpoints(ZeroProcesses):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._resilience is not None and self.engine is None:
-            self._convert_module()  # as late as in Lightning, 64-true would round values to fp32 when they are loaded
+            self._convert_module()  # if converted as late as by Lightning, 64-true would round loaded values to fp32
         with self._letting_frozen_be_missing():
             check_module(self.lightning_module, checkpoint["state_dict"], strict)
             with taking_values(self.lightning_module, is_deferred) as targets:

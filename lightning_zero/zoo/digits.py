@@ -12,7 +12,7 @@ from lightning_zero.zoo.supervised import Supervised
 
 
 class DigitsData(LightningDataModule):
-    """Images of 8 x 8 pixels in 0..1, shape (1, 8, 8), with their digits; every fifth is for validation.
+    """Images of 8 x 8 pixels in [0, 1], shape (1, 8, 8), with their digits; every fifth image is for validation.
 
     Arguments:
         batch_size: Images per rank and step.

@@ -10,7 +10,7 @@ from torchmetrics.text import Perplexity
 
 from lightning_zero.zoo.supervised import Supervised
 
-VOCABULARY = 256  # every byte is a token: needs no tokenizer, and works with any file
+VOCABULARY = 256  # every byte is a token, so any file works without a tokenizer
 
 
 class Attention(nn.Module):
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Maps bytes to logits of the next byte.
+    """Maps bytes to logits for the next byte.
 
     Arguments:
         width: Number of features per token.
@@ -67,7 +67,7 @@ class GPT(nn.Module):
             self.head.weight = self.embedding.weight
 
     def reset_parameters(self) -> None:
-        """Initialize as GPT-2; also called when a model that was created on the meta device is materialised."""
+        """Initialize as in GPT-2; also called when a model that was created on the meta device is materialised."""
         for name, p in self.named_parameters():
             if p.ndim >= 2:
                 # Layers that add to the residual stream are scaled so that its variance does not grow with depth.

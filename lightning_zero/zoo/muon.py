@@ -17,11 +17,11 @@ def muon_and_adamw(
     """Make pytorch_optimizer's Muon, some of whose groups are updated by AdamW.
 
     Args:
-        params: parameters, of which Muon takes those of two dimensions; or groups, of which it takes those with
+        params: parameters, of which Muon updates those with two dimensions; or groups, of which Muon updates those with
             ``"hidden": True``. Embeddings and heads train better with AdamW (Jordan et al., "Muon", 2024).
-        lr: of Muon.
-        adamw_lr: of AdamW.
-        weight_decay: of matrices.
+        lr: Muon's learning rate.
+        adamw_lr: AdamW's learning rate.
+        weight_decay: weight decay of matrices.
     """
     from pytorch_optimizer import Muon
 
@@ -41,12 +41,12 @@ def muon_and_adamw(
 
 
 def groups_of(module: nn.Module, optimizer: Any) -> list[dict[str, Any]]:
-    """A module's parameters in groups: matrices, and without weight decay biases, norms and the like.
+    """Return a module's parameters in groups: matrices, and (without weight decay) biases, norms and the like.
 
     Args:
-        module: whose repeated blocks are in ``nn.ModuleList`` or ``nn.Sequential``, by numbers.
-        optimizer: makes an optimizer from them, for example ``partial(torch.optim.AdamW, lr=1e-3)``. Where it is
-            ``muon_and_adamw``, the matrices of blocks are a group of their own.
+        module: a module whose repeated blocks are numbered, as in ``nn.ModuleList`` or ``nn.Sequential``.
+        optimizer: makes an optimizer from the groups, for example ``partial(torch.optim.AdamW, lr=1e-3)``. With
+            ``muon_and_adamw``, the matrices in blocks are a separate group.
     """
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     matrices = {name: p for name, p in trained.items() if p.ndim >= 2}

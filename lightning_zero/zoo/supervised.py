@@ -45,7 +45,7 @@ class Supervised(LightningModule):
         warmup, total_steps = self.warmup_steps, int(self.trainer.estimated_stepping_batches)
 
         def scale(step: int) -> float:
-            """Hand-written: torch's cosine saves its length, so a resumed run with more steps would begin to rise."""
+            """Hand-written: torch's cosine saves its length, so the rate would rise if a run is resumed for longer."""
             if step < warmup:
                 return (step + 1) / warmup
             progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))

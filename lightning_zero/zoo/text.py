@@ -1,4 +1,4 @@
-"""Windows of bytes from text files; by default from the source of the running Python's standard library."""
+"""Windows of bytes from text files, by default from the source code of the running Python's standard library."""
 
 import os
 import sysconfig

@@ -43,7 +43,7 @@ WRONG = [
     ("resume=/no/such.ckpt", "resume=/no/such.ckpt: no such checkpoint"),
     ("trainer.devices=-1", "trainer.devices=-1: expected a whole number, 1 or more"),
     ("trainer=cpu trainer.devices=auto", "trainer.devices=auto: on a CPU, give the number of processes"),
-    ("trainer.num_nodes=2", "trainer.num_nodes=2: start one process a rank by torchrun or srun"),
+    ("trainer.num_nodes=2", "trainer.num_nodes=2: start one process per rank with torchrun or srun"),
     ("trainer.accelerator=abacus", "trainer.accelerator=abacus: You selected an invalid accelerator name"),
     ("trainer.precision=half", "trainer.precision=half: expected 64, 32, 16, "),
     ("trainer.gradient_clip_val=some", "trainer.gradient_clip_val=some: expected a number, 0 or more, or null"),
@@ -117,7 +117,7 @@ def test_job_of_a_sweep_with_a_wrong_value_does_not_keep_the_others_from_trainin
     code, output, errors = finish(start("train", "-m", *TINY, *overrides, folder=tmp_path))
     assert code == 2
     assert "lightning-zero train: model.heads=3 must divide width=32" in errors and "Traceback" not in errors
-    objective = "objective=lossy is none of the validation metrics, so a search finds nothing to minimize. Write "
+    objective = "objective=lossy is not one of the validation metrics, so a search finds nothing to minimize. Write "
     assert f"train: {objective}objective=loss or objective=perplexity.\n" in errors
     assert "1 of 2 jobs" in output and "failed" in output
     assert not (tmp_path / "sweep/0/results.json").exists()

@@ -314,7 +314,7 @@ def test_a_prefix_can_be_chosen(tmp_path, capsys):
     assert run("export", path, tmp_path / "all" / "model.safetensors") == 0
     assert {name.split(".")[0] for name in load_file(tmp_path / "all" / "model.safetensors")} == {"student", "teacher"}
     assert not (tmp_path / "all" / "config.json").exists()
-    assert "several models of transformers (student, teacher)" in capsys.readouterr().err
+    assert "several transformers models (student, teacher)" in capsys.readouterr().err
 
     assert run("export", path, tmp_path / "one" / "model.safetensors", "--strip-prefix", "teacher.") == 0
     model = GPT2LMHeadModel.from_pretrained(tmp_path / "one")
@@ -698,7 +698,7 @@ def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path, capsys):
     path = save({"state_dict": {"w": torch.ones(3)}}, tmp_path / "a.ckpt")
     for form in FORMS:
         assert run("convert", path, tmp_path, "--to", form, "--overwrite") == 1
-        assert f"{tmp_path} is a folder with other contents than a checkpoint (a.ckpt)" in capsys.readouterr().err
+        assert f"{tmp_path} is a folder with contents other than a checkpoint (a.ckpt)" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["a.ckpt"]
 
 

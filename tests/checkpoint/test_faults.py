@@ -380,7 +380,7 @@ def test_a_folder_with_something_else_in_it_is_not_replaced(tmp_path, form, name
             saver.save_in_parts({"state_dict": values}, {}, f"{tmp_path}/{name}", {}, 0, lambda own: [own])
 
     if name != "link":
-        with pytest.raises(CheckpointNotSavedError, match=r"out/? is a folder with other contents .*\(results.csv\)"):
+        with pytest.raises(CheckpointNotSavedError, match=r"out/? is a folder with contents other .*\(results.csv\)"):
             act()
     else:
         act()  # no more than the link is lost
@@ -419,13 +419,13 @@ def refused_on_every_rank(folder, what):
             saver = Saver(in_background)
             path = out if rank == 0 else folder / "another"  # rank 0's counts
             with pytest.raises(
-                CheckpointNotSavedError, match="is a folder with other contents than a checkpoint"
+                CheckpointNotSavedError, match="is a folder with contents other than a checkpoint"
             ) as told:
                 saver.save_in_parts({"state_dict": {"a": torch.ones(3)}}, {}, path, {}, rank, gather)
             assert f"rank 0 could not write it: IsADirectoryError: {out} " in str(told.value)
 
     assert run_ranks(act) == [0, 0]
-    with pytest.raises(CheckpointNotSavedError, match="is a folder with other contents than a checkpoint"):
+    with pytest.raises(CheckpointNotSavedError, match="is a folder with contents other than a checkpoint"):
         save("full", out, 2.0)
     assert contents(folder) == before
 
@@ -466,7 +466,7 @@ def test_a_device_is_not_replaced(tmp_path, form):
     with pytest.raises(CheckpointNotSavedError, match="pipe is neither a file nor a folder"):
         save(form, tmp_path / "pipe", 1.0)
     assert names_in(tmp_path) == ["pipe"] and not (tmp_path / "pipe").is_file()
-    with pytest.raises(CheckpointNotSavedError, match="/ is a folder with other contents"):
+    with pytest.raises(CheckpointNotSavedError, match="/ is a folder with contents other than a checkpoint"):
         save(form, "/", 1.0)
 
 

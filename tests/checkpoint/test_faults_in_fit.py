@@ -360,7 +360,7 @@ def of_another_model(folder: Path, form: str) -> None:
     for optimizer, what in (
         (two_optimizers, r"has the state of 1 optimizer\(s\), but configure_optimizers returns 2"),
         (two_groups, r"saved with 1 param group\(s\) of \d+ parameters, but now there are 2 of 1, \d+"),
-        (other_order, r"exp_avg of its parameter number \d+ has the shape"),
+        (other_order, r"exp_avg of parameter number \d+ has the shape"),
     ):
         module = Learner(optimizer=optimizer, batches=2)
         module.automatic_optimization = optimizer is not two_optimizers

@@ -497,8 +497,8 @@ NO_CHECKPOINT = {
     "an empty folder": (make_folder, FileNotFoundError, "x is an empty folder"),
     "a folder of something else": (lambda p: make_folder(p, "a.ckpt", "b"), ValueError, r"contains a\.ckpt, b"),
     "a folder of DeepSpeed's": (lambda path: make_folder(path, "latest"), ValueError, "import deepspeed"),
-    "a text": (make_text, ValueError, r"x \(9 bytes\) is not a checkpoint: it is neither a file of torch\.save"),
-    "another archive": (make_zip, ValueError, "it is a zip archive that torch.save has not written"),
+    "a text": (make_text, ValueError, r"x \(9 bytes\) is not a checkpoint: it is neither a torch\.save file"),
+    "another archive": (make_zip, ValueError, "it is a zip archive not written by torch.save"),
     "a list": (lambda path: torch.save([1], path), ValueError, "it contains a list instead of a dictionary"),
     "a number": (lambda path: path.write_bytes(pickle.dumps(7, 2)), ValueError, "cannot be read as a checkpoint"),
 }

@@ -200,7 +200,7 @@ def compiled():
             inner.compile(backend="aot_eager")
         engine = Engine(module, stage=3, activation_checkpointing="units")
         if around:
-            with pytest.raises(RuntimeError, match="of a Sequential inside of compiled code: compile the checkpointed"):
+            with pytest.raises(RuntimeError, match="on a Sequential inside compiled code: compile the checkpointed"):
                 module(x)
         else:
             module(x).backward()

@@ -89,7 +89,7 @@ def test_uneven_shares_are_warned_of_from_twice_the_mean():
         warn_if_uneven([BucketLayout.of([("head", torch.Size([4096]))], 8)])  # cut anywhere
         warn_if_uneven(layouts([512], ranks=2))
         warn_if_uneven(layouts([640, 320], [320], ranks=4))  # 640 of a mean of 320
-    with pytest.warns(UserWarning, match=r"over 4 ranks: one rank owns 2\.3 .*'weight800', has 57% of them"):
+    with pytest.warns(UserWarning, match=r"over 4 ranks: one rank owns 2\.3 .*'weight800', has 57% of these elements"):
         warn_if_uneven(layouts([800, 300], [300], ranks=4))
 
 

@@ -349,7 +349,7 @@ def test_there_is_nothing_to_divide_of_inputs_that_differ(run_on):
 
 
 def refuse_parts() -> None:
-    with pytest.raises(ValueError, match="partition_activations=True divides what tensor-parallel ranks"):
+    with pytest.raises(ValueError, match="partition_activations=True divides inputs that tensor-parallel ranks share"):
         Engine(Deep(), [], stage=3, activation_checkpointing=WideBlock, partition_activations=True)
     with pytest.raises(ValueError, match="write activation_checkpointing='units'"):
         Engine(Deep(), [], stage=3, partition_activations=True)
@@ -468,7 +468,7 @@ def alike_at_first() -> None:
     engine = Engine(model, [], mesh=mesh, stage=3, activation_checkpointing=WideBlock, partition_activations=True)
     model(torch.randn(2, LENGTH, WIDE, generator=torch.Generator().manual_seed(0))).backward()
     loss = model(torch.randn(2, LENGTH, WIDE, generator=torch.Generator().manual_seed(1 + rank())))
-    with pytest.raises(RuntimeError, match="alike in their first forward, and have different ones now"):
+    with pytest.raises(RuntimeError, match="module in their first forward, and have different ones now"):
         loss.backward()
     engine.close(communicate=False)
 

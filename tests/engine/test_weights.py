@@ -205,9 +205,9 @@ def does_not_fit():
         load_weights(ordinary, "wrong.pt")
     with pytest.raises(ValueError, match=r"^wrong.pt does not fit Net: size mismatch .* Nothing was loaded\.$"):
         load_weights(ordinary, "wrong.pt", strict=False)
-    with pytest.raises(FileNotFoundError, match="nowhere.pt does not exist: load_weights takes a file of weights"):
+    with pytest.raises(FileNotFoundError, match="nowhere.pt does not exist: load_weights takes a weights file"):
         load_weights(ordinary, "nowhere.pt")
-    with pytest.raises(FileNotFoundError, match="^. has no weights: it requires one of model.safetensors, "):
+    with pytest.raises(FileNotFoundError, match="^. has no weights: it must contain one of model.safetensors, "):
         load_weights(ordinary, ".")
     torch.save({f"model.{name}": value for name, value in before.items()}, "prefixed.pt")
     for strict in (True, False):

@@ -136,7 +136,7 @@ def test_a_stream_is_not_read_for_the_choice(run_on):
         run_on(2, trained, strategy="zero_auto", stream=True),
     )
     assert [each["taken"] for each in found] == [each["taken"] for each in expected]
-    assert found[0]["choice"].why[0].startswith("zero_auto: zero1, since this training cannot be planned")
+    assert found[0]["choice"].why[0].startswith("zero_auto: zero1, since this training run cannot be planned")
     assert all(map(torch.equal, expected[0]["weights"], found[0]["weights"]))
 
 

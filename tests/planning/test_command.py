@@ -163,7 +163,7 @@ def test_the_table_ends_with_advice(capsys):
 
 def test_what_fits_nowhere_is_said_with_the_way_out(capsys):
     assert main([*PROJECT, "--stage", "1", "--memory", "10KB"]) == 0
-    assert "Nothing fits: the least is zero1" in capsys.readouterr().out
+    assert "Nothing fits: the smallest is zero1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_what_fits_nowhere_is_said_with_the_way_out(capsys):
         (["tests.planning.projects:LooksAtWeights", *PROJECT[2:]], "could not be made on the meta device"),
         (["tests.planning.projects:Block", "width=8", *PROJECT[2:]], "must be a LightningModule, and is a Block"),
         (["no_script.py"], "'no_script.py' must be a script, package.module:Name, or name=value of a configuration"),
-        (["tests/planning/projects.py"], "tests/planning/projects.py ended without a call of Trainer.fit"),
+        (["tests/planning/projects.py"], "tests/planning/projects.py ended without a call to Trainer.fit"),
         (["model=gpt_huge"], "model=gpt_huge: no such option; there are gpt_medium, gpt_small, gpt_tiny, vit_tiny"),
         ([*PROJECT, "--ranks", "0"], "ranks=0 must be a whole number, 1 or more"),
         ([*PROJECT[:2], "--batch", "float[4]", "four[4]"], "'four[4]' must be package.module:function, or tensors"),

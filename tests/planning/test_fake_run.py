@@ -230,7 +230,7 @@ def test_projects_are_planned_as_they_are(project, stage):
     runs = [fake_run(make_module, sample, ranks=4, stage=stage, with_values=real) for real in (False, True)]
     assert runs[0].numel == sum(parameter.numel() for parameter in make_module().parameters())
     assert runs[0].peak_bytes == runs[1].peak_bytes and runs[0].peak_bytes["optimizer"] > 0
-    left_out = ["training takes the most (validation_step did not run)"] if project == "llama" else []
+    left_out = ["training needs the most memory (validation_step did not run)"] if project == "llama" else []
     assert list(runs[0].assumptions) == left_out
 
 

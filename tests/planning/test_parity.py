@@ -66,4 +66,4 @@ def test_a_script_is_probed_with_its_own_batches(tmp_path, text):
     assert code == 0 and found["is_equal"]
     done = run(*script, "--", "--width", "32")
     assert done.returncode == 2
-    assert "3 steps of 2 ranks take 12 batches, and the project gives 2." in done.stderr
+    assert "3 steps of 2 ranks need 12 batches, but the project gives 2." in done.stderr

@@ -260,7 +260,9 @@ def test_why_there_is_no_prediction_is_said(project: Path, tmp_path: Path) -> No
 
     assert "add the callback lightning_zero.reporting.RunManifest" in why(lambda found: found.pop("batch"))
     assert "is in a script" in why(lambda found: found["model"].update({"class": "__main__:Net"}))
-    assert "is not known from its text" in why(lambda found: found["strategy"]["options"].update(units={"repr": "<f>"}))
+    assert "cannot be restored from its text" in why(
+        lambda found: found["strategy"]["options"].update(units={"repr": "<f>"})
+    )
     assert "is planned neither as ZeRO nor as DDP" in why(
         lambda found: found["strategy"].update({"class": "a:FSDP", "stage": None})
     )
@@ -355,7 +357,7 @@ def test_a_logger_and_packages_that_are_not_installed_are_named_in_one_line(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "tensorboard", None)  # Python then finds no such package
     assert refused("job") == (
-        "lightning-zero report: job/logs has records of TensorBoard, and the package tensorboard is missing: "
+        "lightning-zero report: job/logs has TensorBoard event files, but the package tensorboard is missing: "
         'pip install "lightning_zero[tensorboard]"\n'
     )
     monkeypatch.setitem(sys.modules, "jinja2", None)

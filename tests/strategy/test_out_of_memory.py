@@ -31,7 +31,7 @@ def test_out_of_memory_names_holders_and_priced_remedies(run_on, stage):
     for number, said in enumerate(run_on(2, error_of, stage=stage)):
         first, holders, remedies = said.splitlines()[-3:]
         assert "can't allocate memory" in said
-        assert holders.startswith(f"When it failed rank {number} held ") and "optimizer" in holders
+        assert holders.startswith(f"When the allocation failed, rank {number} held ") and "optimizer" in holders
         assert remedies.startswith("What helps: ") and 'offload="nvme"' in remedies
         assert ("stage=3" in remedies) == (stage < 3)
         assert len(re.findall(r"frees [^;]*?[\d.e-]+ GB", remedies)) == (4 if stage < 3 else 3)

@@ -86,7 +86,7 @@ def test_a_job_continues_after_a_rank_was_killed_in_each_of_two_attempts(stage, 
     assert len(ends) == 2 and len(beginnings) == 6
     for end, beginning in zip(ends, beginnings[2::2]):
         assert beginning - end < 10
-    assert "This process leaves, so that the agent can start all again" in found.stderr
+    assert "This process exits, so that the agent can restart all processes" in found.stderr
 
 
 @pytest.mark.exhaustive

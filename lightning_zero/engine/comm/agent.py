@@ -1,4 +1,4 @@
-"""The agent of a machine: torchelastic starts its processes, and starts all again when one has died."""
+"""A machine's agent: torchelastic starts the processes, and restarts all of them when one has died."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.run import config_from_args, get_args_parser
 
 
 def number_of_gpus() -> int:
-    """GPUs of this machine, of any make."""
+    """The number of GPUs on this machine, from any vendor."""
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
@@ -21,10 +21,10 @@ def run_processes(options: Mapping[str, Any], function: Callable[..., None], *ar
 
     Args:
         options: torchrun's options, by their long names without dashes.
-        function: at the top of a module; called in processes that are forked or spawned.
+        function: defined at the top level of a module; called in forked or spawned processes.
 
     Returns:
-        What has failed when there are no restarts left, otherwise None.
+        A description of the failure if no restarts are left, otherwise None.
 
     Raises:
         ValueError: if an option is wrong.

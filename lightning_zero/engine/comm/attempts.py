@@ -1,8 +1,8 @@
-"""Attempts of a job whose processes an agent (torchrun) starts again after one has died.
+"""Attempts at a job whose processes an agent (torchrun) restarts after one has died.
 
-All attempts share the agent's store, where the processes of the one before have left their addresses, to which new ones
-would connect. So each attempt has keys of its own there. A number from the environment cannot tell attempts apart:
-TORCHELASTIC_RESTART_COUNT counts the restarts of one machine (pytorch/pytorch issue 108158).
+All attempts share the agent's store, where the processes of the previous attempt have left their addresses, to which
+new ones would connect. So each attempt has its own keys there. A number from the environment cannot tell attempts
+apart: TORCHELASTIC_RESTART_COUNT counts the restarts of one machine (pytorch/pytorch issue 108158).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from datetime import timedelta
 from lightning_zero.engine.comm.process_group import Store, TCPStore, named_store
 
 _KEY = "lightning_zero/attempt"
-_GRACE = 0.3  # seconds in which a process whose peer is gone may still say so
+_GRACE = 0.3  # seconds for which a process whose peer is gone can still report this
 
 
 def store_of_attempt(address: str, port: int, rank: int, size: int, timeout: timedelta) -> Store | None:
-    """The part of the agent's store for the processes of this attempt; None where no agent has one. Collective.
+    """The part of the agent's store for the processes of this attempt; None if no agent provides one. Collective.
 
     Args:
-        address, port: the store's.
+        address, port: the store's address and port.
         timeout: how long to wait for the other processes.
 
     Raises:
-        RuntimeError: if not all processes have come in time.
+        RuntimeError: if some process has not arrived in time.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
@@ -40,7 +40,7 @@ def store_of_attempt(address: str, port: int, rank: int, size: int, timeout: tim
 
 
 def _gather(store: Store, size: int, timeout: timedelta) -> str:
-    """On the first rank: choose a name, and confirm it to all that have come under it."""
+    """On the first rank: choose a name, and confirm it to all ranks that have registered under it."""
     name = secrets.token_hex(8)
     store.set(_KEY, name)
     guests = [f"{_KEY}/{name}/{rank}" for rank in range(1, size)]
@@ -50,7 +50,7 @@ def _gather(store: Store, size: int, timeout: timedelta) -> str:
 
 
 def _join(store: Store, rank: int, deadline: float) -> str:
-    """Come under the first rank's name, until it confirms: what is in the store may be of an attempt before."""
+    """Register under the first rank's name until that rank confirms: the store may hold an earlier attempt's values."""
     own, name = secrets.token_hex(8), ""
     while time.monotonic() < deadline:
         if store.check([_KEY]) and (found := store.get(_KEY).decode()) != name:
@@ -60,7 +60,7 @@ def _join(store: Store, rank: int, deadline: float) -> str:
         if name and store.check([came]) and own in json.loads(store.get(came)):
             return name
         time.sleep(0.01)
-    raise RuntimeError(f"Rank {rank} waited for rank 0 of this attempt, which has not come. Did its process start?")
+    raise RuntimeError(f"Rank {rank} waited for rank 0 of this attempt, which has not arrived. Did its process start?")
 
 
 def will_be_repeated() -> bool:
@@ -72,14 +72,16 @@ def will_be_repeated() -> bool:
 
 
 def leave_soon(reason: str) -> None:
-    """End this process in a moment, whatever it does: the next attempt begins when all processes of this one are gone.
+    """End this process in a moment, whatever it is doing: the next attempt begins once all old processes are gone.
 
     Args:
         reason: printed first.
     """
 
     def leave() -> None:
-        print(f"This process leaves, so that the agent can start all again: {reason}.", file=sys.stderr, flush=True)
+        print(
+            f"This process exits, so that the agent can restart all processes: {reason}.", file=sys.stderr, flush=True
+        )
         sys.stdout.flush()
         os._exit(1)
 

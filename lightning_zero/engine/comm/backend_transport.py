@@ -1,4 +1,4 @@
-"""Transport by the backend's own collectives: NCCL, and any other backend but Gloo."""
+"""Transport over the backend's own collectives: for NCCL, and any other backend except Gloo."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_zero.engine.plan.layout import ShardRanges
 class BackendTransport(Transport):
     """All-gathers and reduce-scatters of the backend, which sums encoded values in the codec's dtype.
 
-    Slices are of one length, as these collectives require.
+    Slices of unequal lengths are passed as lists of tensors.
 
     Args:
-        gathers, reductions: a group for each. Ranks whose data differ may complete a gradient before or after the next
-            gather starts, and in one group's queue the two would have to come in one order.
+        gathers, reductions: a process group for each. Ranks with different data may complete a gradient before or after
+            the next gather starts; in a single group's queue, all ranks would need the same order.
     """
 
     def __init__(self, gathers: ProcessGroup, reductions: ProcessGroup) -> None:
@@ -43,7 +43,7 @@ class BackendTransport(Transport):
         else:
             encoded = [(codec.size(begin), codec.size(end)) for begin, end in ranges]
             work = dist.reduce_scatter(mine, slices_of(all_of_it, encoded), group=self._reductions, async_op=True)
-        # the input is kept until the current stream has waited for its reader
+        # the input is kept until the current stream has waited for the collective that reads it
         return Started([work.wait], [sent], lambda: codec.decode(shard, stop - start, dtype))
 
     def reduction_bytes(self, flat: Tensor, ranges: Ranges, codec: Codec) -> int:
@@ -56,5 +56,5 @@ def _are_equal(ranges: Ranges) -> bool:
 
 
 def _as_real(tensor: Tensor) -> Tensor:
-    """NCCL has no complex dtypes; sums of these are sums of their parts."""
+    """View complex values as pairs of real ones, whose sums are the same: NCCL has no complex dtypes."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -1,7 +1,7 @@
 """Background work on values that the engine keeps: copies for a checkpoint, and updates of offloaded states.
 
-Parameters' shards, optimizer states and tensors that users made of parameters are read and written at a few places in
-the engine, each of which calls ``synchronize`` first. Forward and backward need not: they read what was gathered.
+Parameters' shards, optimizer states and tensors that users derived from parameters are read and written at a few places
+in the engine, each of which calls ``synchronize`` first. Forward and backward need not: they read gathered values.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if hasattr(os, "register_at_fork"):
 
 
 class BackgroundWork:
-    """A task of another thread; until it ends, no other thread reads or writes the values it works on.
+    """A task in another thread; until it ends, no other thread reads or writes the values it works on.
 
-    As a context it ends when the context does.
+    As a context manager, it ends when the context does.
 
     Args:
         owner: the object that is responsible for the task's errors: ``wait`` raises them, and so does ``synchronize``
@@ -46,16 +46,16 @@ class BackgroundWork:
         self.end(error)
 
     def end(self, error: BaseException | None = None) -> None:
-        """The task is done, or has failed. Only the first call counts."""
+        """Mark the task as done, or as failed. Only the first call counts."""
         if not self._ended.is_set():
-            self._error, self._cut_short = error, None  # which usually refers to the owner of this work
+            self._error, self._cut_short = error, None  # ``cut_short`` usually refers to this work's owner
             self._ended.set()
 
     def wait(self) -> None:
         """Wait until the task is done.
 
         Raises:
-            Exception: that ended it, where it has an owner; each time.
+            Exception: the task's error, at each call, if the task has an owner.
         """
         self._ended.wait()
         if self._owner is not None and self._error is not None:
@@ -88,10 +88,10 @@ def synchronize(*owners: object) -> None:
     """Wait for all background work on the engine's values.
 
     Args:
-        owners: the owners whose errors are raised; errors of other owners are kept until these call this function.
+        owners: the owners whose errors are raised; errors for other owners are kept until those owners are passed.
 
     Raises:
-        Exception: of a failed task of these owners.
+        Exception: the error of a failed task of these owners.
     """
     if _under_way:
         works = list(_under_way)

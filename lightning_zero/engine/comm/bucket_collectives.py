@@ -1,4 +1,4 @@
-"""Collectives of flat buffers between some ranks, over one transport, and those that are in flight."""
+"""Collectives on flat buffers between some ranks, over one transport, and collectives in flight."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Pending:
     Args:
         what: what the collective is for, in words, for the error message.
         started: the transport's part; by default nothing is left to wait for.
-        watch: watches the wait; required if there are handles to wait for.
+        watch: watches the wait; required if there is anything to wait for.
     """
 
     def __init__(self, what: str, started: Started | None = None, watch: Watch | None = None) -> None:
@@ -30,7 +30,7 @@ class Pending:
         self._ordinal = watch.begin(what) if watch is not None else 0
 
     def wait(self) -> Any:
-        """Wait for it on the current stream (NCCL) or thread (Gloo), and return its result.
+        """Wait for the collective on the current stream (NCCL) or thread (Gloo), and return its result.
 
         Raises:
             RuntimeError: if another rank failed, or did not take part within the process group's timeout.
@@ -51,7 +51,7 @@ class Pending:
 
 
 def end_with(owner: Any, running: list[Pending]) -> None:
-    """When the owner is deleted, end its running collectives: other ranks need them to end."""
+    """When the owner is deleted, finish its running collectives: other ranks depend on them."""
     weakref.finalize(owner, _let_go, running).atexit = False
 
 
@@ -61,15 +61,15 @@ def _let_go(running: list[Pending]) -> None:
 
 
 class BucketCollectives:
-    """Collectives of flat buffers between the ranks along some dimensions of the mesh.
+    """Collectives on flat buffers between the ranks along some dimensions of the mesh.
 
     Args:
-        transport: the transport between these ranks; None if there is one alone.
+        transport: the transport between these ranks; None if there is only one.
         counters: count what is communicated.
         across: the ranks, numbered along the dimensions, whose slices cross between machines on the way from or to this
-            one.
-        watch: watches the waits; None if there is one rank alone.
-        link: the link by which the other slices travel; None for that of the counters.
+            rank.
+        watch: watches the waits; None if there is only one rank.
+        link: the link by which the other slices travel; None for the counters' default link.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class BucketCollectives:
         self._link = "within" if across else link
 
     def all_gather(self, full: Tensor, ranges: Ranges, number: int, what: str) -> Pending:
-        """``Transport.all_gather``; ``what`` it is, for the error message."""
+        """See ``Transport.all_gather``; ``what`` names the collective in the error message."""
         if self._transport is None:
             return Pending(what)
         crossing = sum(self._crossing(ranges))
@@ -96,13 +96,14 @@ class BucketCollectives:
     def exchange_changes(
         self, full: Tensor, ranges: Ranges, number: int, own: Tensor, new: Tensor, what: str
     ) -> Pending:
-        """Bring a buffer up to date by changes; see ``Transport.exchange_changes``.
+        """Update a buffer by exchanging changes; see ``Transport.exchange_changes``.
 
-        Messages of other machines' ranks count as if they were as long as this one's, those of this machine as values.
+        Messages from other machines' ranks count as if they were as long as this rank's; those within this machine, as
+        plain values.
 
         Args:
             own: this rank's slice of the buffer, with the former values.
-            new: its values, in any dtype.
+            new: the slice's new values, in any dtype.
         """
         assert self._transport is not None
         with explained(what):
@@ -118,18 +119,18 @@ class BucketCollectives:
 
         Args:
             flat: 1-D and contiguous. Its contents are used up.
-            codec: encodes what travels. Over Gloo and shared memory what comes is added up in the buffer's own dtype,
-                to this rank's own slice as it is; other backends add up in the codec's.
+            codec: encodes what travels. Over Gloo and shared memory, received values are added up in the buffer's own
+                dtype, to this rank's unencoded slice; other backends add up in the codec's dtype.
             what: what the sum is, for the error message.
         """
-        assert self._transport is not None, "a bucket keeps its gradients as they come over one rank"
+        assert self._transport is not None, "over one rank, a bucket keeps its gradients as they come"
         self._count_reduction(flat.numel(), ranges, codec, flat.itemsize)
         with explained(what):
             return Pending(what, self._transport.reduce_scatter(flat, ranges, codec), self._watch)
 
     @property
     def takes_spans(self) -> bool:
-        """Whether ``reduce_spans`` is offered: what is reduced need not be in one buffer."""
+        """Whether ``reduce_spans`` is supported: the values to reduce need not be in one buffer."""
         return self._transport is not None and self._transport.takes_spans
 
     def reduce_spans(self, spans: list[list[Span]], dtype: torch.dtype, factor: float, what: str) -> Pending:
@@ -148,7 +149,7 @@ class BucketCollectives:
         return [stop - start for start, stop in (ranges[rank] for rank in self._across)]
 
     def _count_reduction(self, numel: int, ranges: Ranges, codec: Codec, itemsize: int) -> None:
-        """Count a reduction of elements that have so many bytes where they are not encoded."""
+        """Count a reduction; ``itemsize`` is the number of bytes of an element that is not encoded."""
         assert self._transport is not None
         crossing = self._crossing(ranges)
         rest = numel - sum(crossing)
@@ -158,7 +159,7 @@ class BucketCollectives:
         )
 
     def _count(self, kind: str, crossing: int, crossing_bytes: int, rest: int, rest_bytes: int) -> None:
-        """Count a collective: elements that cross between machines by that link, and the rest by the other."""
+        """Count a collective: elements that cross between machines as "across", and the rest by ``_link``."""
         if crossing:
             self._counters.add(kind, crossing, crossing_bytes, "across")
         self._counters.add(kind, rest, rest_bytes, self._link)

@@ -1,4 +1,4 @@
-"""Exchanges of two halves, the second of which needs the result of the first."""
+"""Exchanges in two halves, the second of which needs the result of the first."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lightning_zero.engine.comm.transport import Started
 
 
 class Chain:
-    """Begins second halves in background threads, so that callers do not wait for the first.
+    """Begins second halves in background threads, so that callers do not wait for the first halves.
 
-    Each has a thread of its own, since ranks may begin gathers in different orders. These are daemons, no executor's:
-    they wait for other ranks, and must not keep the interpreter from ending.
+    Each exchange has its own thread, since ranks may begin gathers in different orders. The threads are daemons, not an
+    executor's: they wait for other ranks, and must not keep the interpreter from exiting.
     """
 
     def __init__(self) -> None:
-        self._halfway: set[threading.Event] = set()  # of exchanges, set when the second half begins
+        self._halfway: set[threading.Event] = set()  # one per exchange, set when its second half begins
 
     def start(
         self, first: Started, then: Callable[[Any], Started], after: threading.Event | None = None
@@ -28,7 +28,7 @@ class Chain:
         """Chain two exchanges into one: a thread awaits the first, and then begins the second with its result.
 
         Args:
-            after: the former exchange's event: the second half begins once it is set, in one order on all ranks.
+            after: the previous exchange's event: the second half begins once it is set, in the same order on all ranks.
 
         Returns:
             The whole exchange, and an event that is set once its second half has begun or has failed to begin.

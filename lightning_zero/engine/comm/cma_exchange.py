@@ -1,7 +1,7 @@
 """Exchanges between ranks of one machine, which read each other's memory where the system permits that.
 
-Over Gloo bytes go through the loopback device: into the kernel, out of it, by several threads. Here there is one copy,
-by cross-memory attach (``process_memory.py``), and sockets only carry signals: what is ready, and what has been read.
+Over Gloo, several threads copy bytes into the kernel and out of it (the loopback device). Here there is one copy, by
+cross-memory attach (``process_memory.py``), and sockets only carry signals: what is ready, and what has been read.
 Measured in ``docs/explanation/performance.md``.
 """
 
@@ -30,7 +30,7 @@ from lightning_zero.engine.plan.topology import Topology
 
 _ADDRESS = struct.Struct("<q")
 _PATIENCE = 30.0  # seconds to connect
-_CHUNK = 2**15  # elements that are added up at a time: they stay in the cache, and the thread takes no more cores
+_CHUNK = 2**15  # elements added up at a time: they stay in the cache, and the thread uses no further cores
 
 _exchanges_of_process: weakref.WeakSet[CrossMemoryExchanges] = weakref.WeakSet()
 
@@ -47,13 +47,13 @@ class Exchange:
 
     def __init__(self, kept: Any, take: Callable[[int, int, int], None], timeout: timedelta) -> None:
         self._kept, self.take, self._timeout = kept, take, timeout
-        self.taken = 0  # peers, in their order
+        self.taken = 0  # peers read so far, in their order
         self._over = threading.Event()
         self._failure: str | None = None
 
     def end(self, failure: str | None = None) -> None:
         self._failure = failure
-        self._kept, self.take = None, lambda *_: None  # which hold on to tensors
+        self._kept, self.take = None, lambda *_: None  # both hold on to tensors
         self._over.set()
 
     def wait(self) -> None:
@@ -72,13 +72,13 @@ class CrossMemoryExchanges:
     """Exchanges with the other ranks of a group, which are all on this machine.
 
     Args:
-        rank: this one's.
-        peers: rank, process and sockets of each other one, in the order in which gradients are added up; the second
-            socket is for small messages.
+        rank: this process's rank.
+        peers: rank, process and two sockets of each other rank, in the order in which gradients are added up; the
+            second socket is for small messages.
         timeout: the timeout of each exchange.
 
     Attributes:
-        small: exchanges that need no reading of memory.
+        small: exchanges of small messages, which read no memory.
     """
 
     def __init__(
@@ -87,19 +87,19 @@ class CrossMemoryExchanges:
         self._rank, self._timeout, self._process = rank, timeout, os.getpid()
         self._ranks = [other for other, _, _, _ in peers]
         self._processes = [process for _, process, _, _ in peers]
-        # Of the attributes below. Reentrant: a garbage collection may end the transport from inside any allocation.
+        # Guards the attributes below. Reentrant: garbage collection may end the transport during any allocation.
         self._lock = threading.RLock()
-        self._exchanges: dict[Key, Exchange] = {}  # under way; whoever takes one out ends it
-        self._failure: str | None = None  # of all that is begun from here on
+        self._exchanges: dict[Key, Exchange] = {}  # in flight; the thread that removes one ends it
+        self._failure: str | None = None  # of all exchanges begun from here on
         self._closing = False
-        self._late: deque[Key] = deque()  # begun when messages of others had come already
+        self._late: deque[Key] = deque()  # begun after messages from peers had arrived
         self._awake, self._woken = socket.socketpair()
         self._awake.setblocking(False)  # a full socket wakes the thread as well
-        # messages under a key contain an exchange's addresses; under the key with ~tag, that a peer has read
+        # a message under a key has an exchange's address; one under the key with ~tag says that a peer has read
         self._signals = SmallMessages([(other, line) for other, _, line, _ in peers], timeout, self._wake)
         self.small = SmallMessages([(other, line) for other, _, _, line in peers], timeout, self._wake)
         _exchanges_of_process.add(self)
-        # No executor: it runs as long as the group, and the interpreter must not wait for it at exit.
+        # Not an executor's: the thread runs as long as the group, and the interpreter must not wait for it at exit.
         self._thread = threading.Thread(target=self._run, name="lightning_zero-shared-memory", daemon=True)
         self._thread.start()
 
@@ -108,7 +108,7 @@ class CrossMemoryExchanges:
 
         Args:
             tag: every rank begins the exchanges of one tag in the same order.
-            slices: 1-D, one a rank.
+            slices: 1-D, one per rank.
         """
 
         def take(position: int, process: int, address: int) -> None:
@@ -130,9 +130,9 @@ class CrossMemoryExchanges:
             tag: see ``gather``.
             own: this rank's spans of the sum, one after another; other ranks have spans of the same lengths.
             sent: for each rank, the spans that it is to add to its own.
-            wire: the dtype of what travels.
-            factor: the number to multiply all values by before they are added up; or the sum, if it is a power of two,
-                which gives the same digits.
+            wire: the dtype in which values travel.
+            factor: multiplies all values before they are added up; a power of two multiplies the sum instead, which
+                gives the same digits.
         """
         dtype = next((span.values.dtype for span in own if span.values is not None), wire)
         total = torch.empty(sum(span.numel for span in own), dtype=dtype, device="cpu")
@@ -180,7 +180,7 @@ class CrossMemoryExchanges:
             failure = self._failure
             if failure is None:
                 self._exchanges[key] = exchange
-            is_late = key in self._signals.received  # of what comes from here on the thread finds the exchange
+            is_late = key in self._signals.received  # for later messages the thread finds the exchange
         if failure is not None:
             exchange.end(failure)
             return exchange
@@ -191,7 +191,7 @@ class CrossMemoryExchanges:
         return exchange
 
     def _end(self, key: Key, failure: str | None = None) -> None:
-        """End an exchange, unless another thread has."""
+        """End an exchange, unless another thread already has."""
         with self._lock:
             exchange = self._exchanges.pop(key, None)
         if exchange is not None:
@@ -292,7 +292,7 @@ class CrossMemoryExchanges:
         return bool(poll.poll(0))
 
     def _lose(self, position: int, failure: str = "") -> None:
-        """Handle a peer that has closed its connection, perhaps normally while other peers still exchange."""
+        """Handle a peer that has closed its connection, perhaps normally while other peers are still exchanging."""
         failure = failure or f"rank {self._ranks[position]} closed the connection"
         with self._lock:
             self._failure = self._failure or failure
@@ -317,7 +317,7 @@ def connect(
     exchange_objects: Callable[[Any], list[Any]],
     groups_of: Callable[[Topology], Topology] = lambda topology: topology,
 ) -> tuple[Topology, CrossMemoryExchanges | None]:
-    """Find which ranks share a machine, and connect those of each group, numbered by their places. Collective.
+    """Find which ranks share a machine, and connect the ranks of each group, numbered by place in it. Collective.
 
     Args:
         timeout: the timeout of each later exchange.
@@ -326,8 +326,8 @@ def connect(
             a group.
 
     Returns:
-        The machines of all ranks; and the exchanges of this one's group, None on every rank if some rank cannot read
-        the memory of another one of its group, or if groups have one rank or different numbers of them.
+        The machines of all ranks; and the exchanges within this rank's group, None on every rank if some rank cannot
+        read the memory of another rank in its group, or if groups have one rank or different numbers of ranks.
     """
     probe = torch.randint(2**62, (8,), generator=torch.Generator().manual_seed(os.getpid()), device="cpu")
     with ExitStack() as stack:
@@ -335,12 +335,12 @@ def connect(
         with suppress(OSError):
             if process_memory.is_supported():
                 listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-                listener.bind("")  # the system chooses a name, which is not a file's
+                listener.bind("")  # the system chooses a name, without a file
                 listener.listen(socket.SOMAXCONN)
                 where = listener.getsockname(), probe.data_ptr(), probe.tolist()
                 said = process_memory.memory_domain(), os.getpid(), *where
         every = exchange_objects(said)
-        # A rank that cannot say it is on a machine of its own.
+        # A rank that cannot report its machine counts as alone on one.
         topology = Topology(tuple(number if each is None else each[0] for number, each in enumerate(every)))
         groups = groups_of(topology)
         if None in every or (not groups.has_two_levels and len(groups.nodes) > 1):
@@ -360,10 +360,10 @@ def connect(
         if any(exchange_objects(error is not None)):
             return topology, None
         processes = [each[1] for each in told]
-        while len(lines) < 2 * (size - 1):  # all have connected, so accepting does not block
+        while len(lines) < 2 * (size - 1):  # all ranks have connected, so accepting does not block
             line, _ = listener.accept()
             process, _, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            if process in processes:  # any process may connect
+            if process in processes:  # other processes may connect, too
                 lines[tuple(map(int, line.recv(32).split()))] = line
         stack.pop_all()
         listener.close()
@@ -373,7 +373,7 @@ def connect(
 
 
 def machines_of(exchange_objects: Callable[[Any], list[Any]]) -> Topology:
-    """Which ranks share a machine, as far as they can say; another one may be taken for a machine of its own.
+    """Which ranks share a machine, as far as they can tell; a rank that cannot tell counts as alone on a machine.
 
     Args:
         exchange_objects: all-gathers a small object.

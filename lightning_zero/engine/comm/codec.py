@@ -1,4 +1,4 @@
-"""Encodings in which gradients, and changes of parameters, are sent between ranks."""
+"""Encodings in which gradients and parameter changes are sent between ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class Cast:
-    """Sends values in another dtype; if it is their own dtype, this is the identity, which copies nothing."""
+    """Sends values in a given dtype; values that have this dtype already are not copied."""
 
     dtype: torch.dtype
 
@@ -50,11 +50,11 @@ class Cast:
 
 @dataclass(frozen=True)
 class Quantised:
-    """Sends fp32 values as integers of few bits, with one fp32 scale for each block of neighbouring values.
+    """Sends fp32 values as low-bit integers, with one fp32 scale for each block of neighbouring values.
 
     The largest magnitude of a block becomes the largest integer. (Dettmers et al., "8-bit Optimizers via Block-wise
-    Quantization", ICLR 2022, section 2.1; Wang et al., "ZeRO++", ICLR 2024, section 3.3.) A value that is
-    not finite makes its whole block so, and an overflow is still found.
+    Quantization", ICLR 2022, section 2.1; Wang et al., "ZeRO++", ICLR 2024, section 3.3.) A non-finite
+    value makes its whole block non-finite, so overflows are still found.
 
     Args:
         bits: the number of bits of an integer.
@@ -76,7 +76,7 @@ class Quantised:
         padded = torch.nn.functional.pad(values.float(), (0, blocks * self.block - len(values)))
         padded = padded.view(blocks, self.block)
         scales = padded.abs().amax(1, keepdim=True).div_(2 ** (self.bits - 1) - 1)
-        scales.clamp_(min=torch.finfo(torch.float32).tiny)  # of a block of zeros
+        scales.clamp_(min=torch.finfo(torch.float32).tiny)  # for blocks of zeros
         integers = (padded / scales).round_().to(torch.int8).view(-1)
         encoded = integers.view(torch.uint8) if self.bits == 8 else _packed(integers.add_(8).view(torch.uint8), 4)
         return torch.cat([scales.view(-1).view(torch.uint8), encoded])
@@ -95,7 +95,7 @@ class Quantised:
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes of 2 or 4 bits into bytes, each of which has one code from each of ``8 / bits`` equal parts."""
+    """Pack codes of 2 or 4 bits into bytes; each byte has one code from each of ``8 / bits`` equal parts."""
     many = 8 // bits
     parts = torch.nn.functional.pad(codes, (0, -len(codes) % many)).tensor_split(many)
     packed = parts[0].clone()
@@ -105,25 +105,25 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
 
 
 def _unpacked(packed: Tensor, bits: int) -> Tensor:
-    """Unpack the bytes of ``_packed``, with its padding."""
+    """Unpack the bytes of ``_packed``, including its padding."""
     return torch.cat([packed >> bits * place & 2**bits - 1 for place in range(8 // bits)])
 
 
-# Changes of 16-bit floats are differences of their bit patterns, most of which are small. A message has a header with
-# the width of a code; then, in 16 bits each, differences that are too large for a code (escapes); then a code of 2, 4
-# or 8 bits for each element. The width with the shortest message is taken, or the plain values, if these are shorter.
+# Changes to 16-bit floats are sent as differences between bit patterns, most of which are small. A message has a header
+# with the width of a code; then, in 16 bits each, differences that are too large for a code (escapes); then a code of
+# 2, 4 or 8 bits for each element. The width with the shortest message is used, or plain values if these are shorter.
 
 _HEADER = 8  # bytes, the first of which is the width in bits; 0 for plain values
 _LARGEST = {2: 1, 4: 7, 8: 126}
-"""The largest difference, in both directions, that a code of each width can have. One code is for escapes."""
+"""The largest difference, in either direction, that a code of each width can hold. One code is for escapes."""
 
 
 def encode_changes(values: Tensor, new: Tensor) -> Tensor:
     """Encode the difference between new and former values as bytes, and update the values in place.
 
     Args:
-        values: 1-D, of 16-bit floats; the receivers have the same.
-        new: their new values, of any dtype.
+        values: the former values: 1-D, 16-bit floats; the receivers have the same.
+        new: the new values, in any dtype.
     """
     new = new.to(values.dtype)
     difference = new.view(torch.int16) - values.view(torch.int16)
@@ -144,7 +144,7 @@ def encode_changes(values: Tensor, new: Tensor) -> Tensor:
 
 
 def apply_changes(values: Tensor, message: Tensor) -> None:
-    """Update the same former values in place by a message of ``encode_changes``."""
+    """Update the same former values in place with a message from ``encode_changes``."""
     bits, message = int(message[0]), message[_HEADER:]
     if not bits:
         values.view(torch.uint8).copy_(message)

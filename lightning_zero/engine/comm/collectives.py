@@ -30,8 +30,8 @@ from lightning_zero.engine.plan.topology import Topology
 if TYPE_CHECKING:
     from lightning_zero.engine.comm.tensor_parallel import DeviceMesh
 
-# Of messages, by tag: those of the control plane, whose second is of small messages; of reductions; and of gathers, one
-# for each bucket.
+# Message tags: of the control plane, which uses the next one for small messages; of reductions; and of bucket 0's
+# gathers, with the other buckets' after it.
 _CONTROL_TAG, _REDUCE_TAG, _GATHER_TAG = 7697, 7701, 7702
 
 _communicators = itertools.count()
@@ -43,7 +43,7 @@ class Gathering(NamedTuple):
     Attributes:
         ranks: their numbers in the data-parallel group.
         place: this rank's index among them.
-        control: the control plane between them alone.
+        control: the control plane between these ranks only.
     """
 
     ranks: Sequence[int]
@@ -52,13 +52,13 @@ class Gathering(NamedTuple):
 
 
 class Everyone(NamedTuple):
-    """All ranks that have a module: those of the data-parallel group, times those of tensor parallelism.
+    """All ranks that hold a module: the data-parallel ranks times the tensor-parallel ranks.
 
     Attributes:
         rank, size: this rank's number, and the number of ranks.
         control: the control plane.
-        watch: watches their waits; None if there is one rank alone.
-        name: a name that is the same on every rank, and new each time; empty if there is one rank alone.
+        watch: watches their waits; None if there is only one rank.
+        name: the same on every rank, and new for each communicator; empty if there is only one rank.
     """
 
     rank: int
@@ -75,7 +75,7 @@ class Communicator:
         group: the process group, ``None`` for the default one; ignored where none is initialised.
         device: the device of the flat buffers.
         shard_within: see ``EngineConfig``.
-        mesh: a device mesh with the data-parallel and the tensor-parallel dimension, in place of a group.
+        mesh: a device mesh with the data-parallel and the tensor-parallel dimension, instead of a group.
 
     Attributes:
         rank, size: this rank's number in the group, and the group's size.
@@ -85,8 +85,8 @@ class Communicator:
         mesh: the mesh of ranks: two-dimensional if collectives have two levels, or shards are within groups of ranks.
         control: the control plane.
         shards_within: whether parameters are sharded within groups of ranks.
-        is_on_one_machine: whether all ranks are known to be.
-        may_compress: whether they are not, and what crosses can be encoded: from a CPU, over Gloo.
+        is_on_one_machine: whether all ranks are known to be on one machine.
+        may_compress: whether values cross between machines and can be encoded for this: from a CPU, over Gloo.
         gathering: the ranks between which parameters are gathered; fewer than all where shards are within groups.
         watch: watches the waits for other ranks; only with several ranks.
     """
@@ -128,18 +128,18 @@ class Communicator:
         self._timeout = process_group.timeout_of(self.group, self.device)
         has_cpu = process_group.serves_cpu(everywhere)
         control_group = everywhere if has_cpu else self._new_group("gloo", [all_ranks])
-        # rank 0 gives the name of what is kept in the store: a failure may have left the ranks' counts apart
+        # rank 0 chooses the name for keys in the store: after a failure the ranks' counts may differ
         number = torch.tensor(next(_communicators), device="cpu")
         with explained("setting up the sharded module"):
             dist.broadcast(number, all_ranks[0], control_group)
         name = f"{all_ranks[0]}/{number.item()}"
-        # the modules of a process have engines of their own, which begin to communicate in an order that data decide
+        # each module of a process has its own engine, and the order in which engines communicate may depend on data
         first_tag = int(number) % 2**11 << 20
         control_tag = first_tag + _CONTROL_TAG
         self.watch, rank = Watch(everywhere, name), process_group.rank(everywhere)
         control = ControlPlane(control_group, all_ranks, rank, self.watch, self.counters, control_tag)
         self.everyone = Everyone(rank, len(all_ranks), control, self.watch, name)
-        self._control_group, self._numbers = control_group, list(range(self.size))  # as the watch knows the ranks
+        self._control_group, self._numbers = control_group, list(range(self.size))  # numbers as the watch uses them
         if self.tensor.size == 1:
             self.control = control
             return first_tag
@@ -159,7 +159,7 @@ class Communicator:
         """Choose the quickest transports between the ranks. Collective.
 
         Raises:
-            ValueError: if parameters cannot be sharded within such groups of ranks.
+            ValueError: if parameters cannot be sharded within groups as ``shard_within`` describes.
         """
 
         def groups_of(topology: Topology) -> Topology:
@@ -216,7 +216,7 @@ class Communicator:
             self._along[ALL] = self._collectives(both, [column[place] for place in elsewhere])
 
     def _among(self, ranks: Sequence[int]) -> Watch:
-        """The watch over waits of some ranks of the group."""
+        """The watch over the waits of some of the group's ranks."""
         return self.watch.among([self._numbers[rank] for rank in ranks])
 
     @property
@@ -225,7 +225,7 @@ class Communicator:
         return list(zip(*self.tensor.groups)) if self.tensor.size > 1 else [self._ranks]
 
     def _renumbered(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Groups of the group's ranks, as these are numbered in the default group."""
+        """Groups of this group's ranks, renumbered as in the default group."""
         return [[self._ranks[rank] for rank in ranks] for ranks in groups]
 
     def _collectives(self, transport: Transport, across: Sequence[int] = ()) -> BucketCollectives:
@@ -234,11 +234,11 @@ class Communicator:
     def _transport(
         self, backend: str, groups: Sequence[Sequence[int]] | None, gather_tag: int, reduce_tag: int
     ) -> GlooTransport | BackendTransport:
-        """A transport between the ranks of that group which has this one; without groups, between all. Collective."""
+        """A transport within the group that contains this rank; without groups, between all ranks. Collective."""
         if backend == "gloo":
             members = None if groups is None else next(ranks for ranks in groups if self.rank in ranks)
             return GlooTransport(self.group, gather_tag, reduce_tag, members)
-        # What others ask of the group (Lightning once a batch) would wait for all gathers that came before it.
+        # In the group itself, other collectives (Lightning's, once a batch) would wait for all earlier gathers.
         between = self._alike if groups is None else self._renumbered(groups)
         return BackendTransport(*(self._new_group(backend, between) for _ in ("gathers", "reductions")))
 
@@ -249,7 +249,7 @@ class Communicator:
     # -- other values on the group's device -------------------------------------------------------------------------
 
     def broadcast_ranges(self, flat: Tensor, ranges: list[tuple[int, int]], what: str) -> None:
-        """Fill ``flat`` from its owners, ``ranges[r]`` from rank r: one broadcast each, for what is rare."""
+        """Fill ``flat`` from its owners, ``ranges[r]`` from rank r: one broadcast each, for rare uses."""
         if self.size == 1:
             return
         waits = []
@@ -261,7 +261,7 @@ class Communicator:
         Pending(what, Started(waits, [flat]), self.watch).wait()
 
     def all_reduce(self, tensor: Tensor, op: Any = None) -> Tensor:
-        """Reduce a small tensor in place over all ranks, on their own device: from offloaded state over NCCL too."""
+        """Reduce a small tensor in place over all ranks, on their device: NCCL then reduces offloaded state, too."""
         if self.everyone.size == 1:
             return tensor
         on_device = tensor.to(self.device)
@@ -273,7 +273,7 @@ class Communicator:
         return tensor.copy_(on_device) if on_device is not tensor else tensor
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """One rank's value of a tensor, in place."""
+        """Broadcast one rank's value of a tensor, in place."""
         if self.size > 1:
             self.counters.add("control", tensor.numel(), tensor.nbytes)
             group = self._control_group if tensor.device.type == "cpu" else self.group
@@ -282,7 +282,7 @@ class Communicator:
         return tensor
 
     def copy_from_first(self, tensors: list[Tensor]) -> None:
-        """Rank 0's values of several tensors, in place, in few messages."""
+        """Broadcast rank 0's values of several tensors, in place, in few messages."""
         if self.size == 1:
             return
         tensors = [tensor for tensor in tensors if tensor.numel()]
@@ -294,14 +294,14 @@ class Communicator:
                 process_group.broadcast_coalesced(self.group, on_device, MESSAGE_BYTES)
 
     def activation_parts(self) -> ActivationParts:
-        """What divides activations, in a group of its own beside the module's collectives. Collective."""
+        """The object that divides activations, with a group apart from the module's collectives. Collective."""
         backend = process_group.backend_name(self.group, self.device)
         return ActivationParts(self.tensor, self._new_group(backend, self.tensor.groups))
 
     # -- groups and waits -------------------------------------------------------------------------------------------
 
     def waiting(self, what: str, everyone: bool = True) -> AbstractContextManager[None]:
-        """Around a wait for other ranks in something that is none of the engine's own; see ``Watch.waiting``.
+        """Context of a wait for other ranks outside of the engine's own collectives; see ``Watch.waiting``.
 
         Args:
             what: a name, the same on every rank.
@@ -312,21 +312,21 @@ class Communicator:
         return self.everyone.watch.waiting(what, None if everyone else 0)
 
     def background_group(self) -> ProcessGroup | None:
-        """A group for a thread that communicates beside all else, over the CPU. Collective, the first time.
+        """A group for a thread that communicates in the background, over the CPU. The first call is collective.
 
         None with one rank.
         """
         if self.size > 1 and self._background_group is None:
-            # Together: from then on each waits in the store, where the end of a rank does not reach it.
-            self.control.any_rank([False], "making a group for the background")
+            # All ranks first meet here: each then waits in the store, where it would not notice that another has ended.
+            self.control.any_rank([False], "making the background group")
             self._background_group = self._new_group("gloo", self._alike)
         return self._background_group
 
     def _new_group(self, backend: str, groups: Sequence[Sequence[int]]) -> ProcessGroup:
-        """Make several groups, with the timeout that the user has chosen; returns the one of this rank. Collective.
+        """Make several groups with the user's timeout; returns the one that contains this rank. Collective.
 
         Args:
-            groups: ranks as numbered in the default group. Every rank is in one of them.
+            groups: ranks as numbered in the default group. Every rank is in one group.
         """
         own = process_group.rank()
         with explained("making a group"):
@@ -337,7 +337,7 @@ class Communicator:
         return self._own_groups[-1]
 
     def close(self) -> None:
-        """End the watch over its waits, the transport, and the groups that it made."""
+        """Close the watch over the waits and the transports, and end the groups made here."""
         if self.everyone.watch is not None:
             for collectives in self._along.values():
                 collectives.close()

@@ -1,6 +1,6 @@
 """Exchanges of small Python values between ranks over the CPU; parameters and gradients go by transports.
 
-No device is synchronised for it: all tensors here are small ones in the host's memory.
+They synchronise no device: all tensors here are small, and in host memory.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ MESSAGE_BYTES = 2**25
 
 
 class ControlPlane:
-    """Exchanges of Python values between the ranks of a group. With one rank values are returned unchanged.
+    """Exchanges of Python values between the ranks of a group. With one rank, values are returned unchanged.
 
     Args:
         group: a process group that communicates over the CPU; None with one rank.
-        ranks: the group's, as numbered in the default group.
+        ranks: the group's ranks, as numbered in the default group.
         rank: this rank's number in the group.
         watch: watches the waits; None with one rank.
         counters: count calls of kind "control".
@@ -34,7 +34,7 @@ class ControlPlane:
 
     Attributes:
         tag: the given tag.
-        small: exchanges messages up to ``SMALL`` bytes in the quickest way, where the ranks share a machine.
+        small: exchanges messages of up to ``SMALL`` bytes in the quickest way, where the ranks share a machine.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class ControlPlane:
         """Whether each flag is set on any rank. Every rank passes the same number of flags.
 
         Args:
-            what: it is about, for the error message.
+            what: what the flags are about, for the error message.
         """
         if self._is_alone:
             return list(flags)
         return list(map(bool, self._maximum(torch.tensor(flags, dtype=torch.uint8, device="cpu"), what).tolist()))
 
     def gather_numbers(self, number: int, what: str) -> list[int]:
-        """Every rank's number, of 0 or more, in the order of ranks."""
+        """Every rank's number (0 or more), in the order of ranks."""
         if self._is_alone:
             return [number]
         numbers = torch.zeros(len(self._ranks), dtype=torch.int64, device="cpu")
@@ -85,7 +85,7 @@ class ControlPlane:
         return tensor
 
     def numbers_of_first(self, numbers: Sequence[int]) -> list[int]:
-        """Rank 0's numbers. Every rank passes the same number of them."""
+        """Rank 0's numbers. Every rank passes equally many."""
         if self._is_alone:
             return list(numbers)
         tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
@@ -147,7 +147,7 @@ class ControlPlane:
             work.wait()
 
     def hear(self, rank: int, count: int, what: str) -> list[int]:
-        """Receive ``count`` numbers that a rank sends by ``tell``."""
+        """Receive ``count`` numbers that a rank sends with ``tell``."""
         message = torch.empty(count, dtype=torch.int64, device="cpu")
         with self._watch.waiting(what, ordinal=0):
             dist.recv(message, self._ranks[rank], self._group, tag=self.tag)

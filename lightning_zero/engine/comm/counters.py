@@ -1,4 +1,4 @@
-"""Counters of the communication of an engine's ranks."""
+"""Counters of the communication between an engine's ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Literal
 
 Link = Literal["within", "across"]
-"""Whether the ranks of a group share a machine, or are spread over several (also where that is not known)."""
+"""Whether the ranks of a group share a machine, or are spread over several (also if this is not known)."""
 
 
 class Counters:
@@ -15,8 +15,8 @@ class Counters:
     One all-gather of a bucket counts the whole padded bucket once, as the paper counts its communication volume
     (SC20, section 7): the wire carries (N - 1) / N of it each way.
 
-    Where ranks are on several machines, slices of ranks that are on this rank's count as within, all others as across;
-    where collectives have two levels, those that this rank exchanges with other machines do.
+    With ranks on several machines, slices of ranks on this machine count as "within", all others as "across"; where
+    collectives have two levels, only slices that this rank exchanges with other machines count as "across".
 
     Attributes:
         link: the link that ``add`` counts for by default.
@@ -49,7 +49,7 @@ class Counters:
 
 
 def by_kind(counter: Counter[tuple[str, Link]]) -> dict[str, int]:
-    """The counts of one kind over all links."""
+    """The counts by kind, summed over links."""
     found: Counter[str] = Counter()
     for (kind, _), count in counter.items():
         found[kind] += count
@@ -57,7 +57,7 @@ def by_kind(counter: Counter[tuple[str, Link]]) -> dict[str, int]:
 
 
 def by_link(counter: Counter[tuple[str, Link]]) -> dict[str, int]:
-    """The counts of one link over all kinds, 0 included."""
+    """The counts by link, summed over kinds, zeros included."""
     found: Counter[str] = Counter(within=0, across=0)
     for (_, link), count in counter.items():
         found[link] += count

@@ -1,11 +1,11 @@
-"""End waits for other ranks with an error if a rank failed, was killed, or the ranks wait for each other for ever.
+"""End waits for other ranks with an error if a rank fails or is killed, or the ranks wait for each other for ever.
 
-Whatever the reason, the first one goes to all ranks over the lifelines, and ends all waits there within seconds.
+The first such reason goes to all ranks over the lifelines, and ends all waits there within seconds.
 
 A rank that has waited for a while sends the first rank what it waits for, and what it has begun before. Two such
 notices can prove a deadlock: rank r waits for a collective that rank s has not begun, and s, which can begin nothing
 before its own wait is over, waits for one that r has not begun (or for a rank that waits for r, and so on). A rank that
-is merely slow waits for nothing, and so is never taken for one that diverged.
+is merely slow waits for nothing, and so is never mistaken for one that diverged.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from lightning_zero.engine.comm.lifelines import LEFT, LOST, TICK, WAITS, Lifeli
 from lightning_zero.engine.comm.process_group import DistError, ProcessGroup, default_store
 from lightning_zero.io.beats import note_waiting
 
-_FAILED, _REFUSED = "failed", "refused"  # kinds of message; the second ends the waits that may be refused, no others
-_AT_ONCE = 0.5  # seconds within which ranks fail at once
-_MOMENT = 1.0  # seconds after which it is known everywhere why a rank has closed its connections
+_FAILED, _REFUSED = "failed", "refused"  # kinds of message; the second only ends waits that may be refused
+_AT_ONCE = 0.5  # seconds within which failures count as simultaneous
+_MOMENT = 1.0  # seconds after which every rank knows why another has closed its connections
 
 _UNUSED_TAG = 7699
-_SIGNS_OF_GLOO = "gloo/", "pair closure"  # in its messages, which have no class of their own
+_SIGNS_OF_GLOO = "gloo/", "pair closure"  # in messages of Gloo's errors, which have no class of their own
 
 listeners: dict[str, Callable[[], None]] = {}
 """Reactions to messages of other kinds (``Lifelines.say``), called in the thread of the lifelines."""
 
 
 class _Wait(NamedTuple):
-    key: str  # of the engine and what it waits for
+    key: str  # the engine's name, and what the rank waits for
     what: str
-    ordinal: int  # counts the waits of this key; 0 where not every rank takes part, so that nothing can be concluded
+    ordinal: int  # counts waits with this key; 0 if not every rank takes part, so that no deadlock can be concluded
     since: float
-    may_be_refused: bool  # whether the run can continue after an error of this wait
+    may_be_refused: bool  # whether the run can continue after this wait has failed
     members: Sequence[int] = ()  # ranks that take part; empty for all
 
 
 class _Watchdog(Lifelines):
-    """The lifelines of a group, and its waits in all engines: ranks may wait for each other in two of them.
+    """The lifelines of a group, and its waits in all engines: ranks may wait for each other in different engines.
 
     Attributes:
         ended: ranks of the group whose processes have ended.
         failure: why the run cannot continue.
-        refusal: which ranks wait for each other, if that ends this rank's present wait, and none but those like it.
+        refusal: which ranks wait for each other, if that ends this rank's present wait, but not the run.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -75,8 +75,8 @@ class _Watchdog(Lifelines):
         if kind in (LOST, LEFT):
             self.ended.add(rank)
         if kind == LOST:
-            text = f"rank {self._ranks[rank]} was killed, or its process has crashed. What it has written may say why; "
-            text += "the system's log does if memory has run out"
+            text = f"rank {self._ranks[rank]} was killed, or its process has crashed. Its output may say why; "
+            text += "the system's log does if memory ran out"
         if kind in (LOST, _FAILED):
             self.failure = self.failure or text
             if kind == LOST and will_be_repeated():
@@ -111,7 +111,7 @@ class _Watchdog(Lifelines):
             yield
         except RuntimeError as error:
             reason = reason_soon()
-            cause = error if reason is None else None  # its text about closed connections explains nothing then
+            cause = error if reason is None else None  # else its text about closed connections explains nothing
             raise RuntimeError(f"{wait.what} did not complete: {reason or self._blame(error)}") from cause
         finally:
             self._wait = outer
@@ -137,7 +137,7 @@ class _Watchdog(Lifelines):
                 if self._wait is wait and self._announced is not wait:
                     self._announced = wait
                     text = json.dumps([*wait, self._begun.copy(), self._closed_engines])
-                    if self._rank == 0:  # this thread would also have to read what it sends, of any length
+                    if self._rank == 0:  # this thread would also have to read its own message, of any length
                         self._take(WAITS, 0, text)
                     else:
                         self.say(WAITS, text)
@@ -157,13 +157,13 @@ class _Watchdog(Lifelines):
                 return
             end_all_waits(
                 f"the ranks wait for each other for ever: {where}. Every rank must run the same units in the same "
-                "order, forward and backward: no 'if' on the rank or on its data around them. Forwards without a "
-                "backward may differ in number inside of 'with lightning_zero.uneven_forwards(module):', which every "
-                "rank enters."
+                "order, forward and backward: no 'if' on the rank or on its data around them. Forward passes without a "
+                "backward pass may differ in number inside 'with lightning_zero.uneven_forwards(module):', which every "
+                "rank must enter."
             )
 
     def _cycle(self, path: list[int]) -> list[int] | None:
-        """Extend a path of ranks, of which each waits for the next, to a cycle; None if there is no cycle."""
+        """Extend a path of ranks, each waiting for the next, to a cycle; None if there is no cycle."""
         wait = self._notices[path[-1]][0]
         for other, (_, begun, closed) in self._notices.items():
             takes_part = not wait.members or other in wait.members
@@ -176,7 +176,7 @@ class _Watchdog(Lifelines):
 
 
 def _engine_in(key: str) -> str:
-    """The name of the engine in the key of a wait."""
+    """The engine's name in a wait's key."""
     return key.partition(": ")[0]
 
 
@@ -185,7 +185,7 @@ class Watch:
 
     Args:
         group: the process group.
-        name: the engine's name, the same on every rank and new each time.
+        name: the engine's name, the same on every rank and new for each engine.
         members: the ranks of the group that wait for each other; by default all.
     """
 
@@ -193,7 +193,7 @@ class Watch:
         self._group, self._name, self._members, self._watchdog = group, name, members, lifelines_over(group)
 
     def among(self, members: Sequence[int]) -> Watch:
-        """The watch over waits of some of the ranks."""
+        """The watch over the waits of some of the ranks."""
         return Watch(self._group, self._name, list(members))
 
     def begin(self, what: str) -> int:
@@ -203,16 +203,16 @@ class Watch:
     def waiting(
         self, what: str, ordinal: int | None = None, may_be_refused: bool = False
     ) -> AbstractContextManager[None]:
-        """Around anything in which this rank waits for others.
+        """Context in which this rank waits for others.
 
         Args:
             what: a name, the same on every rank.
-            ordinal: the result of ``begin``, by default of one that begins here; 0 if only some ranks take part.
-            may_be_refused: whether ``refusal`` is looked at inside, in place of an end to all waits of all ranks.
+            ordinal: the result of ``begin``, which is called here by default; 0 if only some ranks take part.
+            may_be_refused: whether code inside checks ``refusal``, so that a deadlock need not end all waits.
 
         Raises:
-            RuntimeError: for one that is raised inside, saying why if that is known: which rank failed, or which ranks
-                wait for each other.
+            RuntimeError: in place of one raised inside, with the reason if it is known: which rank failed, or which
+                ranks wait for each other.
         """
         ordinal = self.begin(what) if ordinal is None else ordinal
         key = f"{self._name}: {what}"
@@ -229,7 +229,7 @@ class Watch:
 
     @property
     def refusal(self) -> str:
-        """Which ranks wait for each other, this one among them in its present wait."""
+        """Which ranks wait for each other, including this rank in its present wait."""
         return self._watchdog.refusal
 
 
@@ -237,7 +237,7 @@ _watchdogs: dict[ProcessGroup, _Watchdog] = {}
 
 
 def lifelines_over(group: ProcessGroup | None = None) -> _Watchdog:
-    """The lifelines of a process group, as long as it exists. The first call is collective."""
+    """The lifelines of a process group, for as long as the group exists. The first call is collective."""
     group = group or process_group.default_group()
     for gone in set(_watchdogs).difference(process_group.all_groups()):
         _watchdogs.pop(gone).close()
@@ -248,7 +248,7 @@ def lifelines_over(group: ProcessGroup | None = None) -> _Watchdog:
 
 @contextmanager
 def explained(what: str, kind: type[RuntimeError] = RuntimeError) -> Iterator[None]:
-    """Context of a wait outside of engines: an error that another rank's failure has caused says so.
+    """Context of a wait outside of engines: an error caused by another rank's failure says so.
 
     Args:
         what: what the wait is for, in words.
@@ -264,7 +264,7 @@ def explained(what: str, kind: type[RuntimeError] = RuntimeError) -> Iterator[No
 
 
 def explain(error: BaseException) -> None:
-    """Add the reason to the transport's error that has ended a wait in the project's own code after a failure."""
+    """Explain a transport's error that ended a wait in the project's own code: its text becomes the reason."""
     is_of_gloo = type(error) is RuntimeError and any(sign in str(error) for sign in _SIGNS_OF_GLOO)
     is_of_transport = isinstance(error, DistError) or is_of_gloo
     if is_of_transport and (reason := reason_soon()) is not None:
@@ -272,7 +272,7 @@ def explain(error: BaseException) -> None:
 
 
 def failure() -> str | None:
-    """Why the run over the default process group cannot continue, if some rank has failed, or was killed."""
+    """Why the run over the default process group cannot continue, if a rank has failed or was killed."""
     return next((watchdog.failure for watchdog in list(_watchdogs.values()) if watchdog.failure is not None), None)
 
 
@@ -285,9 +285,9 @@ def reason_soon() -> str | None:
 
 
 def fail(reason: str) -> None:
-    """Send every rank of the default process group the failure of this one, and end their waits.
+    """Report this rank's failure to every rank of the default process group, and end their waits.
 
-    The process group is unusable then. But if all ranks fail at once, none waits, and the group stays intact.
+    The process group is unusable afterwards. But if all ranks fail at once, none waits, and the group stays intact.
     """
     if failure() is not None or not _all_fail():
         end_all_waits(reason)
@@ -298,7 +298,7 @@ def _all_fail() -> bool:
     with suppress(RuntimeError):  # the store's host may be gone
         number, deadline = store.add(key, 1), time.monotonic() + _AT_ONCE
         while time.monotonic() < deadline:
-            if store.add(key, 0) >= number + -number % size:  # with all that have failed together before
+            if store.add(key, 0) >= number + -number % size:  # counts earlier failures of all ranks, too
                 return True
             time.sleep(0.01)
     return False
@@ -326,8 +326,8 @@ def _sever(group: ProcessGroup) -> None:
             backend.abort()
             continue
         # Gloo closes all connections when one receive times out (its abort() does not end waits). A receive from a rank
-        # that is gone fails at once and closes none, so there is one from each rank; after the first timeout the others
-        # fail at once.
+        # that is gone fails at once and closes none, so this receives from each rank; after the first timeout the
+        # others fail at once.
         for peer in range(group.size()):
             if peer != group.rank():
                 with suppress(RuntimeError):

@@ -1,7 +1,7 @@
 """Transport over Gloo: direct exchanges between pairs of ranks, straight between the slices of the flat buffers.
 
 They overlap with computation and are several times as fast as Gloo's own collectives (see
-``docs/development/benchmarks.md``). Each rank adds in an order of its own that is always the same, whatever came first.
+``docs/development/benchmarks.md``). Each rank adds in a fixed order of its own, whatever arrives first.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class GlooTransport(Transport):
     """Sends and receives between each pair of ranks; sums in the dtype in which gradients are kept.
 
     Args:
-        group: a process group of Gloo.
-        gather_tag: the tag of bucket 0's gathers; those of the others follow. Ranks that gather in another order wait,
-            and never mix buckets up.
+        group: a Gloo process group.
+        gather_tag: the tag of bucket 0's gathers; the other buckets' tags follow. Ranks that gather in different
+            orders wait, and never mix up buckets.
         reduce_tag: the tag of reductions.
-        members: the ranks of the group that exchange; slices are theirs, in this order. By default all.
+        members: the group's ranks that take part, in the order of their slices; by default all.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class GlooTransport(Transport):
         members = range(len(every)) if members is None else members
         self._ranks, self._rank = [every[member] for member in members], list(members).index(own)
         size = len(self._ranks)
-        # (rank to send to, rank to receive from) in a ring, so that no rank is first for all others
+        # (rank to send to, rank to receive from) in a ring, so that no rank is every other rank's first peer
         self._peers = [((self._rank + k) % size, (self._rank - k) % size) for k in range(1, size)]
         self._chain = Chain()
 
@@ -51,9 +51,9 @@ class GlooTransport(Transport):
         return Started([work.wait for work in works], [full])
 
     def exchange_changes(self, full: Tensor, ranges: Ranges, number: int, message: Tensor) -> Started:
-        # ``data``, as autograd counts no writes by gathers
+        # ``data``, so that autograd does not count a gather's writes
         slices, tag = slices_of(full.data, ranges), self._gather_tag + number
-        # The receivers do not know how long a message is: its length comes first.
+        # Receivers do not know how long a message is, so its length comes first.
         length = torch.tensor([len(message)], device="cpu")
         lengths = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in self._peers]
         come: list[Any] = []
@@ -72,7 +72,7 @@ class GlooTransport(Transport):
             for work, received, (_, source) in zip(works, messages, self._peers):
                 work.wait()
                 apply_changes(slices[source], received)
-            for work in sent:  # here, as nobody may wait for the whole
+            for work in sent:  # here, since the whole exchange may never be awaited
                 work.wait()
             return Started([], [])
 
@@ -80,7 +80,7 @@ class GlooTransport(Transport):
 
     def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
         slices, dtype = slices_of(flat, ranges), flat.dtype
-        # a copy, where the others are encoded, so that the buffer need not be kept for it
+        # a copy if the other slices are encoded, so that the buffer need not be kept for this one
         own = slices[self._rank] if codec.dtype == dtype else slices[self._rank].clone()
         works: list[Any] = []
         sent, received = [], []

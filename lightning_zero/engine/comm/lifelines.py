@@ -1,4 +1,4 @@
-"""TCP connections between the processes of a group, by which every rank learns at once that another has ended.
+"""TCP connections between the processes of a group, through which every rank learns at once that another has ended.
 
 A collective fails when its connections close, but a wait in the process group's store does not, nor does a wait for a
 rank that itself waits for the ended process. So each rank has a connection to the first rank, which the system closes
@@ -28,15 +28,15 @@ from lightning_zero.engine.comm.process_group import ProcessGroup
 log = logging.getLogger(__name__)
 
 PATIENCE = 3.0
-"""Seconds that a rank waits before it sends what it waits for to the first rank."""
+"""Seconds that a rank waits before it notifies the first rank of its wait."""
 
 LOST, LEFT, WAITS, TICK = "lost", "left", "waits", "tick"
 """Kinds of message: a rank's process was killed or has crashed; a rank's process has ended normally; what a rank waits
-for, which only the first rank receives; and one that each rank sends to itself several times in ``PATIENCE``."""
+for, which only the first rank receives; and a tick that each rank sends to itself several times per ``PATIENCE``."""
 
-_CLOSED = "closed"  # a rank has closed its connection, and its process continues
-_TIMEOUT = 10.0  # seconds that a rank waits for the address of the first one, and for its answer
-_PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6}  # seconds, seconds, and unanswered ones
+_CLOSED = "closed"  # a rank has closed its connection, but its process continues
+_TIMEOUT = 10.0  # seconds that a rank waits for the first rank's address, and for its answer
+_PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6}  # seconds, seconds, and unanswered probes
 
 _all: weakref.WeakSet[Lifelines] = weakref.WeakSet()
 
@@ -45,16 +45,16 @@ class Lifelines:
     """This rank's connection to the first rank of its group; on the first rank, the connections of all.
 
     Args:
-        group: all of its ranks make this at the same point.
+        group: the process group, all of whose ranks create this object at the same point.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
         self._rank, self._process = process_group.rank(group), os.getpid()
         store = process_group.default_store()
         key = f"lightning_zero/lifelines/{','.join(map(str, process_group.ranks_of(group)))}"
-        self._closed: set[int] = set()  # ranks whose connections have ended, or may end, without news
+        self._closed: set[int] = set()  # ranks whose connections have ended, or may end, without being reported
         self._ends: list[bytes] = []  # messages about ended ranks, for ranks that connect later
-        self._lock = threading.RLock()  # of what is sent; reentrant, since a signal handler may send
+        self._lock = threading.RLock()  # guards sending; reentrant, since a signal handler may send
         self._listener: socket.socket | None = None
         self._line: socket.socket | None
         if self._rank == 0:
@@ -65,15 +65,15 @@ class Lifelines:
         else:
             self._line = _connect(store, key, self._rank)
             self._lines = [_Line(self._line, 0)] if self._line is not None else []
-        # No executor: it runs as long as the group, and the interpreter must not wait for it at exit.
+        # Not an executor's: the thread runs as long as the group, and the interpreter must not wait for it at exit.
         self._thread = threading.Thread(target=self._run, name="lightning_zero-lifelines", daemon=True)
         self._thread.start()
         _all.add(self)
-        # processes of multiprocessing do not run `atexit`
+        # multiprocessing's processes do not run `atexit`
         self._at_exit = util.Finalize(None, self._part, (LEFT,), exitpriority=100)
 
     def hear(self, kind: str, rank: int, text: str) -> None:
-        """Handle a message: its kind, its rank in the group, and a text. Called in the thread."""
+        """Handle a message: its kind, the group's rank that sent it or was lost, and a text. Called in the thread."""
         raise NotImplementedError
 
     def say(self, kind: str, text: str = "") -> None:
@@ -158,13 +158,13 @@ class Lifelines:
 
 
 class _Line:
-    """One end of a connection, and the rank that has the other end, once it is known."""
+    """One end of a connection, and the rank at the other end, once it is known."""
 
     def __init__(self, connected: socket.socket, rank: int | None = None) -> None:
         self.socket, self.rank, self._rest = connected, rank, b""
 
     def read(self) -> list[Any] | None:
-        """Wait for messages, of (kind, rank, text); None at the end of the connection."""
+        """Wait for messages, each (kind, rank, text); None at the end of the connection."""
         try:
             data = self.socket.recv(2**16)
         except OSError:
@@ -197,7 +197,7 @@ def _connect(store: Any, key: str, rank: int) -> socket.socket | None:
         for host in dict.fromkeys((address, _host_of(store))):
             with suppress(OSError):
                 return _introduced(host, port, _message(token, rank))
-        time.sleep(0.1)  # the address may be that of an earlier group in the same store
+        time.sleep(0.1)  # the address may be from an earlier group in the same store
     log.debug("rank %d has no lifeline: %s", rank, error or "the first rank does not answer")
     return None
 
@@ -207,9 +207,9 @@ def _introduced(host: str, port: int, introduction: bytes) -> socket.socket:
     connected = socket.create_connection((host, port), timeout=_TIMEOUT)
     try:
         connected.sendall(introduction)
-        while (byte := connected.recv(1)) != b"\n":  # the welcome, and nothing of what follows it
+        while (byte := connected.recv(1)) != b"\n":  # the welcome, and nothing after it
             if not byte:
-                raise ConnectionError  # it is not the first rank
+                raise ConnectionError  # the other end is not the first rank
     except OSError:
         connected.close()
         raise
@@ -233,7 +233,7 @@ def _listener() -> socket.socket:
 
 
 def _host_of(store: Any) -> str:
-    """Address of the process group's store as this rank has connected to it."""
+    """The address at which this rank has connected to the process group's store."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return getattr(store, "host", "localhost")
@@ -251,7 +251,7 @@ def _own_address(store: Any) -> str:
 
 
 def _close_copies() -> None:
-    """Close a forked process's copies, which would keep connections open after this process has ended."""
+    """Close a forked process's copies, which would keep connections open after its parent has ended."""
     for lifelines in _all:
         lifelines._close_sockets()
 

@@ -1,4 +1,4 @@
-"""Phases of an engine's units: labels for profilers, and seconds for a monitor."""
+"""Phases of an engine's units: labels for profilers, and timings for a monitor."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _NOTHING = nullcontext()
 
 
 class Phases:
-    """Around each phase of a unit: a label while a profiler runs, and a clock while ``measures`` is set.
+    """Contexts of a unit's phases: a label while a profiler runs, and a timer while ``measures`` is set.
 
-    While neither is the case, a phase costs a function call and two comparisons.
+    Otherwise a phase costs a function call and two comparisons.
 
     Attributes:
         measures: whether to measure; a monitor sets it.
@@ -39,7 +39,7 @@ class Phases:
         Args:
             phase: what is done.
             unit: the name of the unit; the root unit's is "".
-            on_stream: measure how long the current stream of an accelerator takes, which the host does not wait for.
+            on_stream: measure the time on an accelerator's current stream, for which the host does not wait.
         """
         if not self.measures and not is_profiling():
             return _NOTHING
@@ -65,7 +65,7 @@ class Phases:
                 self._ahead.append((key, before, after))
 
     def take(self) -> dict[tuple[str, str], float]:
-        """Seconds by (phase, unit) since the last call; phases that the device has not ended come next time."""
+        """Seconds by (phase, unit) since the last call; phases that the device has not completed come next time."""
         while self._ahead and self._ahead[0][2].query():
             key, before, after = self._ahead.popleft()
             self._seconds[key] += before.elapsed_time(after) / 1000

@@ -39,7 +39,7 @@ def pretended(rank: int, size: int) -> Iterator[None]:
     """Context in which this process has a default group whose other ranks do not exist; collectives change nothing.
 
     Raises:
-        ValueError: if it has process groups already.
+        ValueError: if this process already has process groups.
     """
     if all_groups():
         raise ValueError(
@@ -54,12 +54,12 @@ def pretended(rank: int, size: int) -> Iterator[None]:
 
 
 def world_size(group: ProcessGroup | None = None) -> int:
-    """Ranks of a process group, None for the default one; 1 where there is none."""
+    """The number of ranks in a process group, None for the default one; 1 if there is none."""
     return dist.get_world_size(group or dist.group.WORLD) if is_initialized() else 1
 
 
 def rank(group: ProcessGroup | None = None) -> int:
-    """This process's rank in a group, None for the default one; 0 where there is none."""
+    """This process's rank in a group, None for the default one; 0 if there is none."""
     return dist.get_rank(group or dist.group.WORLD) if is_initialized() else 0
 
 
@@ -88,7 +88,7 @@ def all_groups() -> list[ProcessGroup]:
 
 
 def new_group(ranks: list[int], backend: str, timeout: timedelta | None) -> ProcessGroup:
-    """Make a group of some ranks of the default group, in this order. Collective over all of its ranks."""
+    """Make a group of some ranks of the default group, in this order. Collective over the default group."""
     return dist.new_group(ranks, timeout=timeout, backend=backend, sort_ranks=False)
 
 
@@ -106,27 +106,27 @@ def destroy(group: ProcessGroup | None = None) -> None:
 
 
 def backend_name(group: ProcessGroup | None = None, device: torch.device | None = None) -> str:
-    """The backend's name in lower case, such as "nccl" or "gloo"; with a device, of the backend that serves it."""
+    """The backend's name in lower case, such as "nccl" or "gloo"; with a device, that of the backend that serves it."""
     return dist.get_backend(group) if device is None else backend_of(group or default_group(), device).name().lower()
 
 
 def backend_of(group: ProcessGroup, device: torch.device) -> Any:
-    """The object by which a group communicates for a device."""
+    """The object through which a group communicates for a device."""
     return group._get_backend(device)
 
 
 def backends_of(group: ProcessGroup) -> list[Any]:
-    """The objects by which a group communicates, one for each type of device."""
+    """The objects through which a group communicates, one for each type of device."""
     return [group._get_backend(device) for device in group._device_types]
 
 
 def serves_cpu(group: ProcessGroup) -> bool:
-    """Whether a group communicates from the CPU's memory."""
+    """Whether a group can communicate tensors in CPU memory."""
     return "cpu:" in dist.get_backend_config(group)
 
 
 def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta | None:
-    """The timeout of a group's collectives for a device; None if the backend keeps none."""
+    """The timeout of a group's collectives for a device; None if the backend has none."""
     return getattr(getattr(backend_of(group, device), "options", None), "_timeout", None)
 
 
@@ -139,12 +139,12 @@ def default_store() -> Store:
 
 
 def named_store(name: str, store: Store | None = None) -> Store:
-    """A part of a store, None for that of the default process group, whose keys begin with a name."""
+    """The part of a store whose keys begin with a name; None for the default process group's store."""
     return dist.PrefixStore(name, store or default_store())
 
 
 def new_connection(store: Store) -> Store:
-    """Another connection to the same store: a thread that waits blocks its connection for all others."""
+    """Another connection to the same store: a waiting thread blocks its connection for all other threads."""
     return store.clone() if hasattr(store, "clone") else store
 
 
@@ -162,7 +162,7 @@ def barrier(device: torch.device | None = None) -> None:
 
 
 def broadcast_object(value: Any, source: int) -> Any:
-    """One rank's picklable value, over the default group."""
+    """Broadcast one rank's picklable value over the default group."""
     holder = [value]
     dist.broadcast_object_list(holder, source)
     return holder[0]
@@ -176,7 +176,7 @@ def all_gather_objects(value: Any, group: ProcessGroup | None = None) -> list[An
 
 
 def broadcast_coalesced(group: ProcessGroup, tensors: Sequence[Tensor], message_bytes: int) -> None:
-    """Values of the group's first rank for several tensors, in place, in messages of about so many bytes."""
+    """Broadcast the first rank's values of several tensors, in place, in messages of about ``message_bytes``."""
     dist._broadcast_coalesced(group, list(tensors), message_bytes, 0)
 
 

@@ -1,8 +1,8 @@
-"""Reading the memory of another process of this machine, and the permission to do so.
+"""Reading the memory of another process on this machine, and the permission to do so.
 
 ``process_vm_readv`` is Linux's cross-memory attach, which MPI libraries and UCX use between processes of a node. Linux
-lets processes of one user read each other's memory. Where ``kernel.yama.ptrace_scope`` is 1 (Ubuntu's default) a
-process has to allow it; where it is above, it is forbidden.
+lets processes of one user read each other's memory. Where ``kernel.yama.ptrace_scope`` is 1 (Ubuntu's default), the
+process that is read has to allow it; above 1, reading is forbidden.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Range(ctypes.Structure):
 
 
 def _reader() -> Any:
-    """The system's function; None if it has none."""
+    """The system's ``process_vm_readv``; None if there is none."""
     if sys.platform != "linux":
         return None
     function = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
@@ -38,12 +38,12 @@ _read = _reader()
 
 
 def is_supported() -> bool:
-    """Whether the system has the function."""
+    """Whether the system has ``process_vm_readv``."""
     return _read is not None
 
 
 def read_memory(process: int, address: int, target: Tensor) -> None:
-    """Fill a contiguous CPU tensor with bytes of another process's memory.
+    """Fill a contiguous CPU tensor with bytes from another process's memory.
 
     Raises:
         OSError: if the process is gone, or the system forbids it.
@@ -59,16 +59,16 @@ def read_memory(process: int, address: int, target: Tensor) -> None:
 
 
 def let_read(ancestor: int) -> bool:
-    """Let a process and its descendants read this one's memory, if only Yama forbids that.
+    """Let a process and its descendants read this one's memory, where only Yama forbids this.
 
-    With each rank's own parent, ranks can that one process has started, or rank 0 all others (``prctl(2)``,
-    PR_SET_PTRACER).
+    If each rank names its own parent, ranks can read each other's memory where one process has started all ranks, or
+    rank 0 all others (``prctl(2)``, PR_SET_PTRACER).
 
     Args:
         ancestor: the process; 0 takes the permission back.
 
     Returns:
-        Whether Yama takes such permissions.
+        Whether Yama accepts such permissions.
     """
     prctl = ctypes.CDLL(None).prctl
     prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]

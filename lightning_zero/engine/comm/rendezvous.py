@@ -21,10 +21,11 @@ class Absence:
     """Ranks that have no input left, and only take part in gathers; set by the join of uneven inputs.
 
     Attributes:
-        ranks: the absent ones.
-        announce: to be called with a bucket's number before its gather, for the absent ranks to take part; None if none
-            are absent, or another rank announces.
-        is_turn: within a turn of uneven inputs: ranks between which parameters are not gathered may be elsewhere.
+        ranks: the absent ranks.
+        announce: to be called with a bucket's number before its gather, so that absent ranks take part; None if no rank
+            is absent, or another rank announces.
+        is_turn: whether a turn of uneven inputs is running: ranks with which this rank shares no gathers may be at
+            another point.
     """
 
     ranks: list[int] = field(default_factory=list)
@@ -40,9 +41,9 @@ class Rendezvous:
         timeout: seconds to wait for the other ranks.
 
     Attributes:
-        meetings: how many took place.
-        is_closed: after the engine's end.
-        absence: ranks that cannot come.
+        meetings: the number of meetings so far.
+        is_closed: whether the engine has ended.
+        absence: ranks that cannot take part.
     """
 
     def __init__(self, communicator: Communicator, timeout: float) -> None:
@@ -71,7 +72,7 @@ class Rendezvous:
                 f"{what} is still sharded over {self._size} ranks, and the run that sharded it has ended, so its full "
                 "value cannot be gathered. If the run failed, call Trainer.fit, validate, test or predict with this "
                 "module again on all ranks, which unshards it first; or make a new module and load a checkpoint. A "
-                "copy that was made on some ranks only stays sharded: make it on every rank."
+                "copy made on only some ranks stays sharded: make it on every rank."
             )
         watch = self._watch
         assert watch is not None, "several ranks wait for each other"
@@ -85,7 +86,7 @@ class Rendezvous:
             )
 
     def _exchange(self, what: str, watch: Watch) -> str:
-        """Wait for the other ranks; returns why there is no rendezvous: what other ranks request. Empty if all agree.
+        """Wait for the other ranks; returns why the rendezvous failed (other ranks' requests); empty if all agree.
 
         The store is polled, since the end of a rank does not end a wait in the store.
         """
@@ -94,10 +95,10 @@ class Rendezvous:
         self._store.set(keys[self._rank], what)
         deadline, pause = time.monotonic() + self._timeout, 1e-4
         while not self._store.check(keys):  # one request for all of them
-            ended = set(watch.ended)  # read before the store: a rank may come and then end
+            ended = set(watch.ended)  # read before the store: a rank may arrive and then end
             if failure() is not None or any(not self._store.check([keys[rank]]) for rank in ended):
                 raise RuntimeError("cancelled")
-            if watch.refusal:  # this rendezvous has failed: the next one has its number, as on the other ranks
+            if watch.refusal:  # this rendezvous has failed: the next one reuses its number, as on the other ranks
                 self.meetings = number
                 self._store.delete_key(keys[self._rank])
                 return watch.refusal
@@ -113,7 +114,7 @@ class Rendezvous:
 
     @contextmanager
     def met(self, what: str) -> Iterator[None]:
-        """Context with one rendezvous at its beginning for all collectives inside, the same on every rank."""
+        """Context with one rendezvous at its start for all collectives inside, which are the same on every rank."""
         self.meet(what)
         with self.have_met():
             yield
@@ -142,5 +143,5 @@ class Rendezvous:
             )
 
     def close(self) -> None:
-        """Close the rendezvous, and end an absence that a failure has interrupted."""
+        """Close the rendezvous, and clear an absence that a failure has left behind."""
         self.is_closed, self.absence = self._size > 1, Absence()

@@ -1,4 +1,4 @@
-"""A new process group between the same processes, in the place of one whose run has failed."""
+"""A new process group of the same processes, in place of one whose run has failed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def have_all_come(state: Any, patience: float) -> bool:
     """Whether every rank of the default process group passes the same value within some seconds, after a failure.
 
     Args:
-        state: the value that this rank passes, as JSON accepts it.
-        patience: seconds that rank 0, which decides, waits for the others, and they for it.
+        state: this rank's value, which JSON can encode.
+        patience: seconds that rank 0, which decides, waits for the others, and they for rank 0.
     """
     if ended_ranks():
         return False
@@ -39,15 +39,15 @@ def have_all_come(state: Any, patience: float) -> bool:
 
 
 def renew(**options: Any) -> None:
-    """Put a new default process group in the place of one whose run failed. Collective.
+    """Put a new default process group in place of one whose run failed. Collective.
 
-    It meets in the same store, where it has keys of its own, so that no message of the old one reaches it.
+    The new group uses the same store with keys of its own, so that no message of the old group reaches it.
 
     Args:
-        options: arguments of ``torch.distributed.init_process_group`` beside backend, store, rank and world size.
+        options: arguments of ``torch.distributed.init_process_group`` except backend, store, rank and world size.
 
     Raises:
-        RuntimeError: if the process of a rank has ended.
+        RuntimeError: if a rank's process has ended.
     """
     if ended := sorted(ended_ranks()):
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Messages around a ring of ranks, in a group of their own, so that a background thread may exchange them."""
+"""Messages around a ring of ranks, in a separate process group, so that a background thread may exchange them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _MESSAGE = 2**26  # bytes
 
 
 class Ring:
-    """Each rank sends to the one that is so many ranks ahead, and receives from the one as far behind. Collective.
+    """A ring: each rank sends to the rank ``distance`` ahead, and receives from the one as far behind. Collective.
 
     Args:
-        distance: the number of ranks from one to the next.
-        timeout: the timeout of a message; None for the backend's own.
+        distance: the receiver's rank minus the sender's.
+        timeout: the timeout of a message; None for the backend's default.
     """
 
     def __init__(self, distance: int, timeout: timedelta | None) -> None:
@@ -37,7 +37,7 @@ class Ring:
         return int(received)
 
     def exchange(self, sent: Tensor, received: Tensor) -> None:
-        """Send a tensor on the CPU, and fill another with what arrives. One of them may be empty on some ranks."""
+        """Send a CPU tensor, and fill another with the received one. Either may be empty on some ranks."""
         works = [begin_send(part, self._group, self._ahead) for part in sent.split(_MESSAGE) if len(part)]
         for part in received.split(_MESSAGE):
             if len(part):

@@ -12,9 +12,9 @@ from lightning_zero.engine.comm.transport import Ranges, Span, Started, Transpor
 
 
 class SharedMemoryTransport(Transport):
-    """Exchanges in one copy; sums in the dtype in which gradients are kept, in the order of Gloo's transport.
+    """Exchanges with a single copy; sums in the dtype in which gradients are kept, in the order of ``GlooTransport``.
 
-    Codecs must encode each element alone, as those that cast do: large ranges are added up in parts.
+    Codecs must encode each element independently, as casts do: large ranges are added up in parts.
 
     Args:
         exchanges: the exchanges with the other ranks.

@@ -1,8 +1,8 @@
-"""Messages of some KiB between ranks of one machine: small values, and the signals of large exchanges.
+"""Messages of a few KiB between ranks of one machine: small values, and the signals of large exchanges.
 
-A large exchange wakes a thread, which reads the other process's memory: some hundred microseconds whatever is in it,
-and Gloo's collectives take more. A message of some KiB is in the kernel as soon as it is sent, and the thread that
-waits for it receives it from there: some ten microseconds.
+A large exchange wakes a thread, which reads the other process's memory: some hundred microseconds whatever its
+size, and Gloo's collectives take longer. A message of a few KiB is in the kernel as soon as it is sent, and the waiting
+thread receives it from there: some ten microseconds.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 SMALL = 2**16
-"""Bytes for one rank up to which an exchange is small. A socket's buffer holds some of these."""
+"""The bytes per rank up to which an exchange is small. A socket's buffer holds a few such messages."""
 
 Key = tuple[int, int]
-"""Of an exchange: a tag, and how many of that tag this rank has begun before, in an order that all ranks have."""
+"""An exchange's key: its tag, and how many with that tag this rank has begun before, in the same order on all ranks."""
 
 _HEAD = struct.Struct("<qq")  # a key
-_SLICE = 20  # milliseconds after which a wait looks whether another thread has received its message
+_SLICE = 20  # milliseconds after which a wait checks whether another thread has received its message
 
 
 class SmallMessages:
@@ -53,16 +53,16 @@ class SmallMessages:
         self.received: dict[Key, dict[int, bytes]] = {}
         self.lost: set[int] = set()
         self._timeout, self._wake = timeout.total_seconds(), wake
-        # Reentrant: a garbage collection may end an engine, and so begin or end exchanges, in any allocation.
-        self._lock = threading.RLock()  # of what is received, where several threads wait
-        self._begun: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)  # exchanges, by tag
+        # Reentrant: garbage collection may end an engine, and so begin or end exchanges, during any allocation.
+        self._lock = threading.RLock()  # guards received messages, for which several threads may wait
+        self._begun: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)  # counts exchanges by tag
         self._unsent: list[deque[bytes]] = [deque() for _ in peers]
         self._failure: str | None = None
         for connected in self.sockets:
             connected.setblocking(False)
 
     def begin(self, tag: int) -> Key:
-        """The key of the next exchange of a tag."""
+        """The key of the next exchange with a tag."""
         return tag, next(self._begun[tag])
 
     def send(self, tag: int, messages: Sequence[bytes]) -> Key:
@@ -72,7 +72,7 @@ class SmallMessages:
         return key
 
     def post(self, key: Key, messages: Iterable[tuple[int, bytes]]) -> None:
-        """Send messages of an exchange to some peers, by position. They may overtake unsent ones, as keys differ."""
+        """Send messages of an exchange to some peers, by position. They may overtake unsent ones, whose keys differ."""
         head, are_unsent = _HEAD.pack(*key), False
         for position, message in messages:
             try:
@@ -90,7 +90,7 @@ class SmallMessages:
         return any(self._unsent)
 
     def send_unsent(self) -> None:
-        """Send what the sockets take at once. Called in one other thread."""
+        """Send the unsent messages that the sockets accept at once. Called in one other thread."""
         for unsent, connected in zip(self._unsent, self.sockets):
             try:
                 while unsent:
@@ -102,7 +102,7 @@ class SmallMessages:
                 unsent.clear()
 
     def register(self, poll: select.poll, receives: bool) -> None:
-        """Register for a poll: sockets that can send unsent messages and, if ``receives``, arriving messages."""
+        """Register the sockets with a poll: to send unsent messages and, if ``receives``, to receive messages."""
         for position, connected in enumerate(self.sockets):
             events = select.POLLOUT if self._unsent[position] else 0
             if position not in self.lost and (events := events | (select.POLLIN if receives else 0)):
@@ -112,7 +112,7 @@ class SmallMessages:
         """Wait for the messages of an exchange.
 
         Args:
-            positions: the positions of the peers that send one, by default all.
+            positions: the positions of the peers that send a message, by default all.
 
         Raises:
             RuntimeError: if a peer closed its end, or a message did not come in time.
@@ -129,18 +129,18 @@ class SmallMessages:
                 missing = self.lost.difference(found).intersection(wanted)
             if missing:
                 raise RuntimeError(self._failure or f"rank {self.ranks[min(missing)]} closed the connection")
-            if poll is None:  # one a wait: threads may not share any
+            if poll is None:  # one per wait: threads may not share a poll
                 deadline, poll = time.monotonic() + self._timeout, select.poll()
                 self.register(poll, receives=True)
             elif time.monotonic() > deadline:
                 raise RuntimeError(f"not finished after {self._timeout:.0f} s")
-            poll.poll(_SLICE)  # another thread may take in what it announces
+            poll.poll(_SLICE)  # another thread may receive the message that it announces
 
     def take_in(self, ready: Container[int] | None = None) -> list[Key]:
-        """Receive the messages that have come; the exchanges they are of.
+        """Receive the messages that have arrived; returns the keys of their exchanges.
 
         Args:
-            ready: descriptors of sockets that have one at least, from each of which one is received.
+            ready: descriptors of sockets with at least one message, from each of which one is received.
         """
         keys = []
         for position, connected in enumerate(self.sockets):
@@ -150,7 +150,7 @@ class SmallMessages:
                 except BlockingIOError:
                     break
                 except ConnectionResetError:
-                    continue  # the peer left something unread; what it has sent before that comes next
+                    continue  # the peer left messages unread; those that it has sent come next
                 except OSError:
                     message = b""
                 if not message:
@@ -176,13 +176,13 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 
 def fill(tensor: Tensor, message: bytes) -> None:
-    """Fill a contiguous CPU tensor, without a new version of it: autograd may have saved views of the same values."""
+    """Fill a contiguous CPU tensor, without incrementing its version: autograd may have saved views of its values."""
     assert len(message) == tensor.nbytes, f"another rank sent {len(message)} bytes where {tensor.nbytes} were expected"
     ctypes.memmove(tensor.data_ptr(), message, len(message))
 
 
 def tensor_of(message: bytes, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Make a tensor of a message's bytes."""
+    """Make a tensor from a message's bytes."""
     made = torch.empty(shape, dtype=dtype, device="cpu")
     fill(made, message)
     return made

@@ -20,8 +20,8 @@ class Streams:
         device: the device that the module computes on.
 
     Attributes:
-        home: the stream of the module's forward, on which gradients are reduced: not those that parts of the module may
-            compute on. None on the CPU.
+        home: the stream of the module's forward, on which gradients are reduced; parts of the module may compute on
+            other streams. None on the CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,7 +29,7 @@ class Streams:
         self.home: torch.Stream | None = None
 
     def begin_forward(self) -> None:
-        """The current stream is the one of the module's forward from here on."""
+        """Record the current stream as that of the module's forward."""
         self.home = current_stream(self._device)
 
     @cached_property
@@ -41,8 +41,8 @@ class Streams:
 def own_stream(device: torch.device) -> torch.Stream:
     """The calling thread's own stream of a device.
 
-    Always the same one: torch has 32 streams of a device, which it gives out in turn, those of collectives among them.
-    A new thread's current device is the first one, where every rank of a machine would otherwise create a context.
+    Always the same stream: torch hands out 32 streams per device in turn, those of collectives among them. A new
+    thread's current device is the first one, where every rank of a machine would otherwise create a context.
     """
     streams: dict[torch.device, torch.Stream] = _own.__dict__.setdefault("streams", {})
     if device not in streams:
@@ -58,7 +58,7 @@ def current_stream(device: torch.device) -> torch.Stream | None:
 
 
 def at(home: torch.Stream | None) -> AbstractContextManager[Any]:
-    """Make a stream current, once it has waited for the one that is; does nothing if they are the same, or on a CPU."""
+    """Make a stream current once it has waited for the present one; does nothing if both are equal, or on the CPU."""
     if home is None or (stream := torch.accelerator.current_stream(home.device)) == home:
         return nullcontext()
     home.wait_stream(stream)
@@ -68,7 +68,7 @@ def at(home: torch.Stream | None) -> AbstractContextManager[Any]:
 def wait_for(others: Iterable[torch.Stream | None], stream: torch.Stream | None) -> None:
     """Let a stream wait for others, before it uses what they have computed, or frees memory that they have used.
 
-    For the latter ``record_stream`` would do as well, but after it the allocator cannot tell for a while what is free.
+    For memory, ``record_stream`` would work as well, but after it the allocator cannot tell for a while what is free.
     """
     for other in others:
         if stream is not None and other is not None and other != stream:

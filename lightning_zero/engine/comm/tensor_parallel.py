@@ -1,8 +1,8 @@
-"""Tensor parallelism beside ZeRO: the ranks that share each tensor, and the tensors as the module computes with them.
+"""Tensor parallelism together with ZeRO: the ranks that share each tensor, and the tensors as the module uses them.
 
 A project divides its module's parameters over the ``tensor_parallel`` dimension of a device mesh and makes them
-DTensors. The engine works on each rank's own share of them, along ``data_parallel``; only while a module computes are
-they DTensors again.
+DTensors. The engine works on each rank's own share of these, along ``data_parallel``; they are DTensors again only
+while a module computes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DATA, TENSOR = "data_parallel", "tensor_parallel"
 
 
 def device_mesh(device: torch.device, data_parallel_size: int, tensor_parallel_size: int) -> DeviceMesh:
-    """The mesh of all ranks; those of one tensor-parallel group are neighbours. Collective."""
+    """The mesh of all ranks; ranks of one tensor-parallel group are neighbours. Collective."""
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh(device.type, (data_parallel_size, tensor_parallel_size), mesh_dim_names=(DATA, TENSOR))
@@ -59,8 +59,8 @@ class Placed:
     """A parameter as the project has divided it.
 
     Attributes:
-        share: of its shape.
-        placements, stride: of the DTensor; no placements for an ordinary tensor.
+        share: this rank's share.
+        placements, stride: the DTensor's; ``placements`` is None for an ordinary tensor.
     """
 
     share: Share
@@ -72,15 +72,15 @@ class TensorParallel:
     """The ranks along the tensor-parallel dimension that share the tensors of one engine's module.
 
     Args:
-        mesh: with both dimensions; None without tensor parallelism, where nothing is ever communicated.
+        mesh: a mesh with both dimensions; None without tensor parallelism: then nothing is communicated here.
 
     Attributes:
-        rank, size: along the dimension.
-        ranks: as numbered in the default group; only if there are several.
-        groups: those of all tensor-parallel groups; likewise.
-        group: of these ranks; likewise.
-        control: for Python values.
-        counters: of all that is communicated here.
+        rank, size: this rank's number along the dimension, and the number of ranks.
+        ranks: these ranks, as numbered in the default group; only if there are several.
+        groups: the ranks of each tensor-parallel group; likewise.
+        group: the process group of these ranks; likewise.
+        control: the control plane, for Python values.
+        counters: count what is communicated here.
     """
 
     def __init__(self, mesh: DeviceMesh | None, counters: Counters) -> None:
@@ -97,9 +97,9 @@ class TensorParallel:
         """Begin to communicate.
 
         Args:
-            watch: over the waits.
-            control_group: of the same ranks, over the CPU.
-            tag: of messages.
+            watch: watches the waits.
+            control_group: a group of the same ranks, over the CPU.
+            tag: the tag of messages.
         """
         self._watch, self._control_group = watch, control_group
         self.control = ControlPlane(control_group, self.ranks, self.rank, watch, self.counters, tag)
@@ -110,7 +110,7 @@ class TensorParallel:
         """How a parameter is divided.
 
         Raises:
-            ValueError: if it is not divided along the mesh's dimension, or not in a way that a rank can own.
+            ValueError: if it is a DTensor on another mesh, or its placement is neither Shard nor Replicate.
         """
         if not is_dtensor(tensor):
             return Placed(Share(tensor.shape, None, self.rank, self.size))
@@ -144,11 +144,11 @@ class TensorParallel:
     # -- collectives ------------------------------------------------------------------------------------------------
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Around a wait for these ranks."""
+        """Context of a wait for these ranks."""
         return self._watch.waiting(what)
 
     def whole(self, own: Tensor, share: Share) -> Tensor:
-        """A tensor from the shares of all ranks, each with the shape of its share. Collective where it is divided."""
+        """Gather a tensor from the ranks' shares, which may differ in shape. Collective if the tensor is divided."""
         if share.dimension is None:
             return own
         most = share.shape_of(0)
@@ -170,7 +170,7 @@ class TensorParallel:
         return tensor
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """The first rank's values, in place."""
+        """Broadcast the first rank's values, in place."""
         if self.size > 1:
             self.counters.add("control", tensor.numel(), tensor.nbytes)
             group = self._control_group if tensor.device.type == "cpu" else self.group
@@ -183,7 +183,7 @@ class TensorParallel:
 
         Args:
             batch: nested lists, tuples and dictionaries.
-            sampler: what to write for a sampler that gives them the same.
+            sampler: what to write for a sampler that gives these ranks the same data.
         """
         if self.size == 1:
             return
@@ -197,7 +197,7 @@ class TensorParallel:
         raise ValueError(
             f"Tensor-parallel ranks {self.ranks} compute one forward together, but their batches differ in "
             f"{', '.join(f'batch{name}' for name in different[:5])}. Give them the same data: "
-            f"{sampler}, and seed alike what draws random numbers in the dataset."
+            f"{sampler}, and seed the dataset's random numbers alike."
         )
 
 
@@ -205,12 +205,12 @@ class ActivationParts:
     """Divides activations that are identical on all tensor-parallel ranks: each rank keeps one part.
 
     Args:
-        tensor: the ranks.
-        group: of the same ranks, for this alone.
+        tensor: the tensor-parallel ranks.
+        group: a group of the same ranks, for activations alone.
 
     Attributes:
-        rank, size: of the ranks.
-        is_first: whether this is the first of them.
+        rank, size: this rank's number, and the number of ranks.
+        is_first: whether this is the first rank.
     """
 
     def __init__(self, tensor: TensorParallel, group: ProcessGroup) -> None:
@@ -218,9 +218,9 @@ class ActivationParts:
         self.rank, self.size, self.is_first = tensor.rank, tensor.size, tensor.rank == 0
 
     def agree(self, values: Mapping[int, Tensor]) -> frozenset[int] | None:
-        """The keys of the tensors that all ranks have alike. Collective.
+        """The keys of the tensors that are identical on all ranks. Collective.
 
-        None if these values cannot tell: tensors of one value (zeros, to try a model) are alike by chance.
+        None if the values prove nothing: constant tensors (zeros, to try a model) may be identical by chance.
         """
         digests = {key: _digest(value) for key, value in values.items()}
         everywhere = self._tensor.control.gather_objects(digests)
@@ -238,7 +238,7 @@ class ActivationParts:
 
         Args:
             flat: 1-D, with this rank's range in its place.
-            mark: ``mark_of`` the tensor that this rank had; on a device its difference ends the program there.
+            mark: ``mark_of`` the tensor that this rank had; on a device, a difference between ranks ends the program.
 
         Raises:
             RuntimeError: in the wait, if ranks had different tensors.
@@ -260,15 +260,15 @@ class ActivationParts:
                 assert_on_device(are_alike)
             elif not are_alike:
                 raise RuntimeError(
-                    "partition_activations: tensor-parallel ranks had the input of a checkpointed module alike in "
-                    "their first forward, and have different ones now, as with sequence parallelism. Leave it out."
+                    "partition_activations: tensor-parallel ranks had the same input to a checkpointed module in their "
+                    "first forward, and have different ones now, as with sequence parallelism. Leave the option out."
                 )
 
         return wait
 
 
 def mark_of(tensor: Tensor) -> Tensor:
-    """A number, on the tensor's device, that differs between tensors that differ, but for a rare chance."""
+    """A number, on the tensor's device, that almost always differs between different tensors."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return tensor.detach().view(integers).sum(dtype=torch.int64)
 
@@ -277,14 +277,14 @@ _GATHER = "a gather of activations over tensor-parallel ranks"
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Whether a tensor is divided over ranks by torch."""
+    """Whether a tensor is a DTensor, which torch divides over ranks."""
     return type(tensor).__name__ == "DTensor"
 
 
 def are_divided(types: Iterable[type]) -> bool:
-    """Whether classes of tensors that torch divides over ranks, or that are on their way between them, are among these.
+    """Whether any of these classes is for tensors that torch divides over ranks, or is communicating between them.
 
-    Such a tensor consists of others, on which a dispatch mode sees each operator again if it returns NotImplemented.
+    Such a tensor wraps others; a dispatch mode that returns NotImplemented sees each operator again on those.
     """
     return any(each.__name__ in ("DTensor", "AsyncCollectiveTensor") for each in types)
 
@@ -299,7 +299,7 @@ def has_dtensors(module: nn.Module) -> bool:
 
 
 def in_full(tensor: Tensor) -> Tensor:
-    """The full value of a DTensor, collective; any other tensor as it is."""
+    """The full value of a DTensor (collective); any other tensor unchanged."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 

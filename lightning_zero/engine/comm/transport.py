@@ -1,4 +1,4 @@
-"""The interface that all transports have: how buckets are gathered, and their gradients reduced."""
+"""The interface of all transports: how buckets are gathered, and their gradients reduced."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def slices_of(flat: Tensor, ranges: Ranges) -> list[Tensor]:
 
 
 class Span(NamedTuple):
-    """Neighbouring elements of a range that is reduced: 1-D; None for zeros."""
+    """Neighbouring elements of a range to reduce; ``values`` is 1-D, or None for zeros."""
 
     numel: int
     values: Tensor | None
@@ -50,8 +50,8 @@ class Transport(ABC):
     """Moves flat buffers, which are 1-D and contiguous.
 
     Attributes:
-        takes_spans: whether ``reduce_spans`` is offered.
-        encodes_within: whether gradients are encoded on their way between ranks of one machine, too.
+        takes_spans: whether ``reduce_spans`` is supported.
+        encodes_within: whether gradients are also encoded between ranks of one machine.
     """
 
     takes_spans: bool = False
@@ -69,11 +69,11 @@ class Transport(ABC):
         """
 
     def encode_changes(self, own: Tensor, new: Tensor) -> Tensor:
-        """The message of ``exchange_changes`` from this rank's slice, which is changed, to its new values."""
+        """Encode a message for ``exchange_changes``, and update this rank's slice to its new values."""
         return encode_changes(own, new)
 
     def exchange_changes(self, full: Tensor, ranges: Ranges, number: int, message: Tensor) -> Started:
-        """Bring a flat buffer up to date that is the same on every rank, except for changes of this rank's own slice.
+        """Update a flat buffer that is the same on every rank, except for the changes to each rank's own slice.
 
         Args:
             full, ranges, number: see ``all_gather``.

@@ -1,8 +1,8 @@
-"""Transport between several machines with several ranks each: an element comes to each machine once.
+"""Transport between several machines with several ranks each: every element reaches each machine once.
 
 A rank's column is the slices of all ranks with the same local index, one per machine. A gather first fetches this
 rank's column from the other machines, and then the other columns from the ranks of its machine. A reduction first sums
-within each machine, and then sums each column across the machines. With M machines of G ranks a machine sends
+within each machine, and then sums each column across the machines. With M machines of G ranks, a machine sends
 (M - 1) / M of a buffer; direct exchanges between all ranks would send G times as much.
 """
 
@@ -65,7 +65,7 @@ class TwoLevelTransport(Transport):
         return self._then_across(first, list(pairwise(ends)), Cast(dtype))
 
     def _gather_within(self, first: Started, full: Tensor, ranges: Ranges, number: int) -> Started:
-        """Once this rank's column is there, gather the others from the ranks of this machine."""
+        """Once this rank's column has arrived, gather the others from the ranks of this machine."""
         columns = self._column_ranges(ranges)
         return self._chain.start(first, lambda _: self._within.all_gather(full, columns, number))[0]
 

@@ -1,4 +1,4 @@
-"""Assign the parameters of units to buckets, and shard each bucket once its values are there."""
+"""Assign the parameters of units to buckets, and shard each bucket once its values are available."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ _CAST_ATTRIBUTES = frozenset(
 
 
 class UncutBucket:
-    """A bucket before its parameters, in the order of the layout, are sharded: memory for their full values.
+    """A bucket before sharding: its parameters, in the order of the layout, and memory for their full values.
 
     ``fields`` are the dtypes of offloaded optimizer states by name; empty while no optimizer is known.
-    ``gradient_codec`` is of gradients that cross between machines; None for that of all others.
+    ``gradient_codec`` encodes gradients sent between machines; None for the codec of all other gradients.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class UncutBucket:
         self._number, self._unit_name, self._shared = number, unit_name, shared
         self._states: DiskStates | None = None
         self._flat: Tensor | None = None  # full values, allocated at the first use
-        # Created early, when the module has no other buffers yet: a new tensor has memory for a moment.
+        # Created early, while the module has no other buffers: a new tensor briefly has memory.
         self._full = without_memory(self.layout.padded_numel, plan.compute_dtype, plan.device)
 
     def reserve(self, swap: Swap) -> None:
@@ -98,7 +98,7 @@ class UncutBucket:
         return self._flat
 
     def cut(self, sources: list[Source]) -> Bucket:
-        """Shard the parameters: each becomes a sharded tensor. Collective. To be called once.
+        """Shard the parameters: each becomes a sharded tensor. Collective; must be called only once.
 
         Where a source has no values on rank 0, they were written to ``room``.
         """
@@ -109,7 +109,7 @@ class UncutBucket:
             run = list(group)
             for segment, source in run:
                 begin, end = segment.start, segment.stop
-                if everywhere:  # what this rank keeps is enough
+                if everywhere:  # copy only the range that this rank keeps
                     begin = min(max(begin, first), end)
                     end = max(min(end, last), begin)
                 if source.values is not None and (everywhere or communicator.rank == 0):
@@ -155,15 +155,15 @@ def assign_to_buckets(
     optimizers: Sequence[Optimizer],
     shared: SharedByBuckets,
 ) -> list[list[UncutBucket]]:
-    """The buckets of each unit, each with parameters of one (compute dtype, dtype, requires_grad, codec, whole).
+    """The buckets of each unit, each with one kind of parameter: (compute dtype, dtype, requires_grad, codec, whole).
 
-    A unit of more than ``config.bucket_numel`` or ``most_numel`` elements is split into several buckets of one kind.
+    One kind is split into several buckets if it exceeds ``config.bucket_numel`` or ``most_numel`` elements.
     """
     tensor = shared.communicator.tensor
     shares = {name: tensor.placed(name, p).share for plan in plans for name, p in plan.parameters.items()}
     named = ((name, p, shares[name]) for plan in plans for name, p in plan.parameters.items())
     check_not_divided(optimizers, config, named)
-    # by the largest share, so that tensor-parallel ranks decide alike
+    # of the largest share, so that tensor-parallel ranks make the same decisions
     numels = {name: share.shape_of(0).numel() for name, share in shares.items()}
     numel_that_stay = 0
     if config.offloads is not None:
@@ -177,7 +177,7 @@ def assign_to_buckets(
     nodes = ranks // mesh.size(placements.parameters.over) if placements.parameters.is_sharded else 1
     is_kept_whole = kept_whole(optimizers, config, ranks=ranks)
     compression = config.compresses if shared.communicator.may_compress else None
-    parts: list[tuple[int, Any, list[tuple[str, nn.Parameter]]]] = []  # each of a unit, by its number, and of a kind
+    parts: list[tuple[int, Any, list[tuple[str, nn.Parameter]]]] = []  # (unit number, kind, members)
     for of_unit, plan in enumerate(plans):
         kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in plan.parameters.items():
@@ -227,7 +227,7 @@ def assign_to_buckets(
 
 
 def _gradient_codec_of(parameter: nn.Parameter, compression: CompressionConfig | None) -> Codec | None:
-    """Of a parameter's gradient between machines; None for that of all other gradients."""
+    """The codec for a parameter's gradient between machines; None for the codec of all other gradients."""
     if compression is None or compression.gradients is None:
         return None
     if parameter.dtype not in (torch.float32, *LOW_PRECISION) or compression.exempts(parameter):
@@ -236,7 +236,7 @@ def _gradient_codec_of(parameter: nn.Parameter, compression: CompressionConfig |
 
 
 def check_compression(config: EngineConfig, units: Sequence[Sequence[UncutBucket]], communicator: Communicator) -> None:
-    """Warn on rank 0 if less is compressed than was asked for.
+    """Warn on rank 0 if less is compressed than was requested.
 
     Raises:
         NothingToCompressError: if nothing can be compressed although there are several machines.
@@ -249,8 +249,8 @@ def check_compression(config: EngineConfig, units: Sequence[Sequence[UncutBucket
     idle = []
     if compression.parameters is not None and not any(bucket.plan.sends_changes for bucket in buckets):
         idle.append(
-            "no parameters: that requires trained parameters in 16 bits (precision='bf16-mixed' or 'bf16-true') of "
-            "which every machine has a copy (stage=1, stage=2, or shard_within with several ranks a machine)"
+            "no parameters: that requires trained parameters in 16 bits (precision='bf16-mixed' or 'bf16-true') with "
+            "a copy on every machine (stage=1, stage=2, or shard_within with several ranks per machine)"
         )
     if compression.gradients is not None and not any(bucket.gradient_codec for bucket in buckets):
         idle.append(
@@ -280,10 +280,10 @@ def _compute_dtype_of(parameter: nn.Parameter, plan: UnitPlan, name: str, wanted
 
 
 def _is_cast_by_autocast(owner: Owner) -> bool:
-    """Whether autocast casts a parameter at each use, so that gathering it in that dtype gives the same numbers.
+    """Whether autocast casts a parameter at each use, so that gathering it in autocast's dtype gives the same numbers.
 
-    Of other layers this is unknown, or casting ahead is wrong: an embedding would sum up the gradients of a row in low
-    precision, kernels of normalisation and of ``nn.Bilinear`` would refuse their weights, and sums overflow in fp16.
+    For other layers this is unknown, or casting early is wrong: an embedding would sum the gradients of a row in low
+    precision, normalisation and ``nn.Bilinear`` kernels would reject their weights, and sums would overflow in fp16.
     """
     forward = getattr(owner.module.forward, "__func__", None)
     if type(owner.module).__name__ == "Conv1D" and type(owner.module).__module__ == "transformers.pytorch_utils":
@@ -308,7 +308,7 @@ def _split(
 
 
 def reserve_disk(swap: Swap, units: Sequence[Sequence[UncutBucket]], communicator: Communicator) -> None:
-    """Reserve disk space for all offloaded states; an OSError on every rank if one rank's disk lacks it. Collective."""
+    """Reserve disk space for all offloaded states; an OSError on every rank if any disk lacks space. Collective."""
     error = None
     try:
         for bucket in chain.from_iterable(units):

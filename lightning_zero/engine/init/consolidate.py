@@ -23,10 +23,10 @@ def consolidate(module: nn.Module, timeout: float) -> None:
 
     Args:
         module: a module with the same structure on every rank.
-        timeout: seconds to wait for the other ranks, as the engine's ``handshake_timeout``.
+        timeout: seconds to wait for the other ranks, like the engine's ``handshake_timeout``.
 
     Raises:
-        ValueError: if the shards were made by another number of ranks, or in another order of ranks.
+        ValueError: if the shards were made by a different number of ranks, or with ranks in a different order.
     """
     with torch.no_grad():
         for parameter in module.parameters():
@@ -73,6 +73,6 @@ def consolidate(module: nn.Module, timeout: float) -> None:
 
 
 def _left_in(module: nn.Module) -> dict[str, Bucket]:
-    """Buckets of the parameters that a closed engine has left sharded, by the parameter's name."""
+    """The bucket of each parameter that a closed engine left sharded, by the parameter's name."""
     slots = {name: slot for name, p in module.named_parameters() if (slot := slot_of(p)) is not None}
     return {name: slot.bucket for name, slot in slots.items() if slot.bucket.rendezvous.is_closed}

@@ -18,7 +18,7 @@ from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, in_memory
 
 
 def defer(parameter: nn.Parameter, values: Tensor) -> None:
-    """Make a parameter a lazy tensor with these values; on the meta device they are missing."""
+    """Turn a parameter into a lazy tensor with these values; values on the meta device are missing."""
     become(parameter, nn.Parameter(LazyTensor.of(values, parameter.dtype), parameter.requires_grad))
 
 
@@ -38,7 +38,7 @@ def awaits_values(module: nn.Module) -> bool:
 
 @contextmanager
 def parameters_await_values() -> Iterator[None]:
-    """Context in which modules create parameters, and nothing else, on the meta device until values are loaded."""
+    """Context in which modules create parameters, but nothing else, on the meta device until values are loaded."""
 
     def await_values(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if type(parameter) is nn.Parameter:
@@ -56,7 +56,7 @@ _may_wait: ContextVar[bool] = ContextVar("values may wait", default=False)
 
 @contextmanager
 def values_may_wait() -> Iterator[None]:
-    """Context for code that makes a module for an engine to shard: values loaded into it may stay in their files."""
+    """Context for code that makes a module for an engine to shard: values loaded into the module may stay in files."""
     token = _may_wait.set(True)
     try:
         yield
@@ -117,8 +117,8 @@ def taking_values(module: nn.Module, of: Callable[[Tensor], bool]) -> Iterator[l
 def give_values(targets: list[LoadTarget], *, wait: bool) -> None:
     """Give tensors the values that ``taking_values`` recorded. No communication, not even for sharded tensors.
 
-    With ``wait`` parameters on the meta device become lazy tensors, and parameters that are lazy always stay so;
-    otherwise they take the memory of the values, or a copy where the dtype differs.
+    With ``wait``, parameters on the meta device become lazy tensors; otherwise they take the memory of the values, or a
+    copy where the dtype differs. Lazy parameters always stay lazy.
     """
     with torch.no_grad():
         for target in targets:

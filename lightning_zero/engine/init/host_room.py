@@ -1,5 +1,5 @@
-"""Check on all ranks together whether there is memory for something, before anything is changed: for offloaded states
-and for parameters that one rank owns as a whole when an engine is made, for the ordinary module when it ends.
+"""Check on all ranks together, before anything is changed, whether there is enough memory: for offloaded states and
+parameters that one rank owns as a whole when an engine is made, and for the ordinary module when the engine closes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from lightning_zero.io.swap import BUFFERS
 def memory_for(shards: Iterable[tuple[ResidencyPlan, list[int] | None]], offload: OffloadConfig) -> Counter[str]:
     """Bytes of host memory, by purpose, that a rank needs for offloaded states.
 
-    If the device that computes is the CPU, optimizer states and gradients are in its memory anyway. For other devices
-    host memory is pinned, which torch allocates in powers of two.
+    If the compute device is the CPU, optimizer states and gradients are in host memory anyway. For other devices host
+    memory is pinned, and torch allocates pinned memory in powers of two.
 
     Args:
         shards: the plan of each bucket, and the bytes per element of its optimizer states; None for frozen parameters.
@@ -74,7 +74,7 @@ def check_room(
     """Raise a ValueError on every rank if a machine lacks host memory for the states of its ranks. Collective.
 
     Args:
-        sources: where the parameters' values are; those in host memory free it when they move to another device.
+        sources: sources of the parameters' values; those in host memory free it when they move to another device.
         units: the buckets of each unit.
         has_optimizers: whether the optimizers are known; otherwise two states are assumed, as for Adam.
     """
@@ -104,9 +104,9 @@ def check_room(
 def check_room_of_owners(
     sources: Mapping[str, Source], units: Sequence[Sequence[UncutBucket]], communicator: Communicator
 ) -> None:
-    """Raise a ValueError on every rank if one lacks memory for the largest parameter that it owns. Collective.
+    """Raise a ValueError on every rank if any rank lacks memory for the largest parameter that it owns. Collective.
 
-    Only what is certain to come is counted: the reduced gradient, and the master weight if it is not there yet.
+    Only memory that is certain to be needed is counted: for the reduced gradient, and for a missing master weight.
     """
     every = chain.from_iterable(units)
     whole = [bucket for bucket in every if bucket.layout.is_whole and bucket.parameters[0].requires_grad]
@@ -147,7 +147,7 @@ def without_room_for_whole(
     for bucket in buckets:
         need["parameters"] += bucket.layout.numel * bucket.dtype.itemsize
         for slot in slots_of(bucket):
-            need["tensors made of parameters"] += sum(
+            need["tensors derived from parameters"] += sum(
                 tensor.numel() * tensor.dtype.itemsize for tensor in slot.derived.values() if not tensor.is_parameter
             )
         if keeps_masters and bucket.master_dtype != bucket.dtype:
@@ -155,7 +155,7 @@ def without_room_for_whole(
         if communicator.device.type == "cpu":  # one bucket at a time is gathered there
             gathered = bucket.layout.padded_numel * bucket.master_dtype.itemsize
             need["a gathered bucket"] = max(need["a gathered bucket"], gathered)
-    # past the mapping's own ``values``, which waits for updates and raises their errors
+    # bypasses the mapping's own ``values``, which waits for updates and raises their errors
     states = tree_leaves([list(dict.values(optimizer.state)) for optimizer in optimizers])
     own_states = sum(value.numel() * value.dtype.itemsize for value in states if isinstance(value, Tensor))
     need["optimizer states"] = sum(
@@ -188,12 +188,12 @@ def _without_room(
     may_take: float = 1.0,
     device: torch.device | None = None,
 ) -> list[Shortage]:
-    """The places that lack memory for the needs of their ranks together, the same on every rank. Collective.
+    """The places that lack memory for all their ranks together; every rank gets the same list. Collective.
 
     Args:
         need: what this rank needs, in bytes by purpose.
-        freed: bytes that this rank frees before it takes what it needs.
-        may_take: the part of the available memory that may be taken.
+        freed: bytes that this rank frees before it allocates what it needs.
+        may_take: the fraction of the available memory that may be taken.
         device: the device whose memory this rank takes; by default the host's memory.
     """
     host = this_machine()
@@ -239,7 +239,7 @@ def available_memory(root: Path = Path("/")) -> int | None:
 
 
 def left_to_process(root: Path = Path("/")) -> int | None:
-    """Bytes that this process may still take by its own limits, ``RLIMIT_DATA`` and ``RLIMIT_AS``; None without any."""
+    """Bytes that this process's own limits, ``RLIMIT_DATA`` and ``RLIMIT_AS``, still allow; None if there are none."""
     used = dict(line.split()[:2] for line in _lines(root / "proc/self/status") if line.startswith("Vm"))
     found = []
     for line in _lines(root / "proc/self/limits"):
@@ -257,7 +257,7 @@ def _left_in_groups(top: Path, group: Path) -> Iterator[int]:
             values = [line.strip() for name in (limit, usage) for line in _lines(folder / name)]
             if len(values) == 2 and all(value.isdigit() for value in values):
                 cached = dict(line.split() for line in _lines(folder / "memory.stat"))
-                # version 1 also has totals that include subgroups; the kernel frees pages of files on demand
+                # version 1 also has totals that include subgroups; the kernel frees cached file pages on demand
                 given_back = sum(
                     int(cached.get(f"total_{name}", cached.get(name, 0))) for name in ("active_file", "inactive_file")
                 )

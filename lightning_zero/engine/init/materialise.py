@@ -2,7 +2,7 @@
 
 A module that was made on the meta device is initialised in the order of ordinary construction: submodules before the
 module that contains them. Each tensor is written straight into the flat buffer of its bucket, and a bucket is sharded
-when its unit is complete. If a module initialises parameters of complete units inside of it, their shards are written.
+when its unit is complete. If a module initialises parameters of complete units inside it, their shards are written.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _lacking(
     """Names, with the owner's class, of new tensors that neither their module nor its ancestors can initialise."""
     has_initialiser = has_initialiser or bool(_initialisers(module, ancestors))
     for name in (*module._parameters, *module._buffers):
-        source = sources.get(f"{prefix}{name}")  # a tied parameter is there under its first name
+        source = sources.get(f"{prefix}{name}")  # a tied parameter is listed under its first name
         if source is not None and source.is_new and not has_initialiser:
             yield f"{prefix}{name}", type(module).__name__
     for name, child in module.named_children():
@@ -55,7 +55,7 @@ def _lacking(
 
 
 def detach_kept_graphs(module: nn.Module) -> None:
-    """Detach tensors that modules keep of a forward, as old ``weight_norm`` does: their graphs hold parameters."""
+    """Detach tensors that modules keep from a forward, as old ``weight_norm`` does: their graphs hold parameters."""
     for inner in module.modules():
         for attribute, value in vars(inner).items():
             if isinstance(value, Tensor) and value.grad_fn is not None:
@@ -63,7 +63,7 @@ def detach_kept_graphs(module: nn.Module) -> None:
 
 
 class Materialiser:
-    """Materialises and shards the units of one module: the unsharded buckets of each, with values from sources."""
+    """Materialises and shards the units of one module: fills each unit's buckets with values from their sources."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Materialiser:
     ) -> None:
         self._module, self._uncut, self._sources = module, uncut, sources
         self._communicator, self._rendezvous = communicator, rendezvous
-        # Numbers of units, by the module whose completion completes the unit.
+        # Unit numbers, by the module whose completion completes the unit.
         self._unit_of = {id(module if plan.is_root else plan.blocks[-1]): number for number, plan in enumerate(plans)}
         self._buckets: list[list[Bucket]] = [[] for _ in uncut]
         self._new_parameters = {
@@ -157,9 +157,9 @@ class Materialiser:
 
     @contextmanager
     def _only_new_in_reach(self, module: nn.Module) -> Iterator[None]:
-        """Context for a module's initialiser: tensors that have values are on the meta device, so writes are lost."""
+        """Context for a module's initialiser: tensors with values become meta tensors, so writes to them are lost."""
         rooms: dict[int, Tensor] = {}
-        divided: list[tuple[Tensor, Tensor, Share]] = []  # whole parameters; of each, this rank's room and its share
+        divided: list[tuple[Tensor, Tensor, Share]] = []  # (whole parameter, this rank's room for it, its share)
         places: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
         for inner in module.modules():
             for name, parameter in inner._parameters.items():
@@ -168,14 +168,14 @@ class Materialiser:
                 if id(parameter) not in self._new_parameters:
                     instead = _on_meta(parameter)
                 elif inner is module and id(parameter) in self._initialised:
-                    # tied: its first owner has initialised it; this one draws its random numbers and drops them
+                    # tied: initialised by its first owner; this owner's random numbers are drawn, and dropped
                     instead = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._communicator.device)
                     instead = nn.Parameter(instead, parameter.requires_grad)
                 elif id(parameter) in rooms:
                     instead = rooms[id(parameter)]
                 else:
                     room = instead = rooms[id(parameter)] = self._room_of(parameter)
-                    if room.shape != parameter.shape:  # initialised as a whole, like one that is not divided
+                    if room.shape != parameter.shape:  # initialised as a whole, like an undivided parameter
                         instead = _unset(torch.empty(parameter.shape, dtype=room.dtype, device=room.device))
                         instead = rooms[id(parameter)] = nn.Parameter(instead, parameter.requires_grad)
                         divided.append((instead, room, self._share_of(parameter)))
@@ -234,9 +234,9 @@ class Materialiser:
 def _initialisers(module: nn.Module, ancestors: list[nn.Module]) -> list[Callable[[], Any]]:
     """The functions that initialise a module, in the order of ordinary construction.
 
-    First its own method, by torch's convention (attention and transformer modules of torch have a leading underscore);
-    then what a model around it applies to each of its modules (``self.apply(self._init_weights)``: transformers, timm,
-    minGPT); then what PEFT calls on its adapters.
+    First its own method, by torch's convention (with a leading underscore in torch's attention and transformer
+    modules); then the method that an enclosing model applies to all its modules (``self.apply(self._init_weights)``:
+    transformers, timm, minGPT); then the method that PEFT calls on its adapters.
     """
     own = [getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters")]
     applied = [getattr(model, "_init_weights", None) for model in (module, *reversed(ancestors))]

@@ -56,9 +56,9 @@ def restore_parameters(
 def _derived(
     buckets: Sequence[Bucket], communicator: Communicator, communicate: bool
 ) -> dict[BucketSlot, list[ShardedTensor]]:
-    """Tensors that user code derived from parameters and still holds: all aliases, and others that every rank holds.
+    """Tensors that user code derived from parameters and still holds: aliases, and other tensors that all ranks hold.
 
-    They are matched by the order of their creation; if ranks have created different numbers, none is matched.
+    Tensors are matched between ranks by order of creation; if ranks have created different numbers, none is matched.
     """
     derived = {slot: slot.derived for bucket in buckets if bucket.parameters for slot in slots_of(bucket)}
     kept = {

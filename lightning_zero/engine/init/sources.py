@@ -24,7 +24,7 @@ _MEMORY, _NOWHERE = "memory", "nowhere"
 class Source(NamedTuple):
     """Source of the values of one parameter or buffer."""
 
-    values: Tensor | None  # this rank's
+    values: Tensor | None  # this rank's values
     everywhere: bool  # every rank has the same values, and takes its part of them; otherwise rank 0 broadcasts
     is_new: bool  # no rank has values: the module has to initialise them
 
@@ -32,7 +32,7 @@ class Source(NamedTuple):
 class MappedFiles:
     """The files that are mapped into this process's memory, as by ``torch.load(mmap=True)`` and safetensors.
 
-    Torch does not expose whether a tensor's memory is a file's; Linux does. On other systems no file is found.
+    Linux exposes whether a tensor's memory is mapped from a file; torch does not. On other systems no file is found.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class MappedFiles:
                     self._mappings.append((start, stop, int(line[2], 16), path))
 
     def range_of(self, tensor: Tensor) -> tuple[Any, ...] | None:
-        """The range of a file that is a tensor's memory, for ranks to compare; None also if it was written to since."""
+        """The file range that a tensor maps, for ranks to compare; None if there is none, or if it was written to."""
         if tensor.device.type != "cpu" or not tensor.numel() or not tensor.is_contiguous():
             return None
         address = tensor.data_ptr()
@@ -60,7 +60,7 @@ class MappedFiles:
         except OSError:
             size = -1  # deleted since; the mapping is still valid
         name = os.path.basename(path.removesuffix(" (deleted)"))
-        # A file of this name and size on another machine may still have other values there: compare the first ones.
+        # On another machine, a file of this name and size may still have other values: compare the first values, too.
         first = tuple(tensor.detach().view(-1)[:4].double().tolist()) if not tensor.is_complex() else ()
         return name, size, offset + address - start, str(tensor.dtype), first
 
@@ -72,14 +72,14 @@ def _is_written(start: int, stop: int) -> bool:
         with open("/proc/self/pagemap", "rb", buffering=0) as file:
             file.seek(8 * first)
             entries = bytearray(file.read(8 * (last - first)))
-            flags = torch.frombuffer(entries, dtype=torch.int64) >> 61  # 1: of a file, 2: swapped out, 4: present
+            flags = torch.frombuffer(entries, dtype=torch.int64) >> 61  # 1: file-backed, 2: swapped out, 4: present
             return bool(((flags & 6 != 0) & (flags & 1 == 0)).any())
     except (OSError, ValueError):
         return True  # unknown
 
 
 def check_ordinary(module: nn.Module, *, may_be_divided: bool) -> None:
-    """Raise a ValueError if a parameter is neither an ordinary tensor nor, where it may be, a DTensor."""
+    """Raise a ValueError if a parameter is neither an ordinary tensor nor, where allowed, a DTensor."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, ShardedTensor):
             raise ValueError(f"{name} is sharded already: a module belongs to one engine at a time.")
@@ -93,7 +93,7 @@ def check_ordinary(module: nn.Module, *, may_be_divided: bool) -> None:
 
 
 def common_device(plans: list[UnitPlan]) -> torch.device:
-    """The device of all parameter values, the CPU if there are none yet; a ValueError if they are on several."""
+    """The device of all parameter values, or the CPU if there are none; raises a ValueError if they are on several."""
     found = None
     for name, parameter in (named for plan in plans for named in plan.parameters.items()):
         if not is_on_meta(parameter):
@@ -127,7 +127,7 @@ def agree_on_sources(module: nn.Module, communicator: Communicator) -> dict[str,
     """
     mapped = MappedFiles()
     values = {}
-    mine: dict[str, tuple[Any, Any]] = {}  # by name, what ranks have to agree on, and where the values are
+    mine: dict[str, tuple[Any, Any]] = {}  # by name: (what ranks have to agree on, origin of the values)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         found = values[name] = None if is_on_meta(tensor) else own_share(tensor)
         is_parameter = isinstance(tensor, nn.Parameter)

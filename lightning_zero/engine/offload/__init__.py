@@ -1,1 +1,1 @@
-"""Offload of model states: storage outside of the device's memory, and updates of offloaded states."""
+"""Offload of model states: storage outside the device's memory, and updates of offloaded states."""

@@ -14,11 +14,11 @@ from lightning_zero.io.disk import aligned, aligned_memory
 from lightning_zero.io.swap import SwapFile
 
 WRITES = 2
-"""Writes that may be pending at once. Their buffers are all the host memory that a disk needs."""
+"""Writes that may be pending at once. Their buffers are all the host memory that disk storage needs."""
 
 
 class Memory:
-    """Scratch storage in memory; the host's may be pinned, so that a GPU copies to and from it in the background."""
+    """Scratch storage in memory; host memory may be pinned, so that a GPU copies to and from it in the background."""
 
     def __init__(self, device: torch.device, is_pinned: bool = False) -> None:
         self.device, self._is_pinned = device, is_pinned
@@ -45,7 +45,7 @@ class Disk:
     """Scratch storage in an unnamed file.
 
     One thread does all writes and reads in the order of the calls, so a read comes after the write of its bytes, and a
-    write to reused space comes after the reads of the former bytes.
+    write to reused space comes after the reads of the old bytes.
     """
 
     def __init__(self, folder: str, is_pinned: bool) -> None:

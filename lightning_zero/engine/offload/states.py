@@ -24,23 +24,23 @@ from lightning_zero.io.disk import ALIGNMENT, aligned, aligned_memory
 from lightning_zero.io.swap import Extent, Ring, SwapFile
 
 MASTERS, PARAMETERS = "the masters", "the parameters"
-"""Fields that are not optimizer states: the master weights, which are first, and their copy in the compute dtype."""
+"""Fields that are not optimizer states: the master weights, which come first, and their copy in the compute dtype."""
 
 _NONE: Mapping[str, torch.dtype] = MappingProxyType({})
 
 
 class Swap:
-    """The files of an engine's buckets in a folder, and the buffers for their updates by ``sub_group`` elements."""
+    """The files of an engine's buckets in a folder, and the buffers to update ``sub_group`` elements at a time."""
 
     def __init__(self, folder: str, sub_group: int) -> None:
         self._folder, self._files = folder, weakref.WeakSet[SwapFile]()
         self.sub_group = aligned(sub_group)  # so that a field of any dtype is aligned
         self._ring = Ring(0)
-        # Apart from the ring's threads: these may wait for an update, which waits for the ring.
+        # Separate from the ring's threads, since a reader may wait for an update, which waits for the ring.
         self.reader = ThreadPoolExecutor(2, "lightning_zero-fetch")
 
     def open(self, nbytes: int) -> SwapFile:
-        """Create a file; an OSError if the disk lacks space."""
+        """Create a file; raises an OSError if the disk lacks space."""
         file = SwapFile(self._folder, nbytes)
         self._files.add(file)
         return file
@@ -57,7 +57,7 @@ class Swap:
         return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
 
     def ring(self, nbytes: int) -> Ring:
-        """The ring of buffers, for extents of up to so many bytes."""
+        """The ring of buffers, for extents of up to ``nbytes`` bytes."""
         if nbytes > self._ring.nbytes:
             self._ring = Ring(0)  # first free the old one
             self._ring = Ring(nbytes)
@@ -65,13 +65,13 @@ class Swap:
 
 
 class DiskStates:
-    """Tensors of one length, called fields, in a file of sub-groups; an OSError if the disk lacks space.
+    """Tensors of equal length, called fields, in a file of sub-groups; raises an OSError if the disk lacks space.
 
     Args:
         name: the bucket's name, for errors.
         numel: elements of each field.
         dtype: the dtype of the master weights, which are the first field.
-        fields: dtypes of the other fields by name. The attribute has those of all fields.
+        fields: dtypes of the other fields by name. The attribute has the dtypes of all fields.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class DiskStates:
     ) -> None:
         self.swap, self.name, self.numel, self.dtype = swap, name, numel, dtype
         self.fields: Mapping[str, torch.dtype] = {MASTERS: dtype, **fields}
-        self.count = -(-numel // swap.sub_group)  # of sub-groups
+        self.count = -(-numel // swap.sub_group)  # number of sub-groups
         self._file = swap.open(sum(map(self._nbytes, range(self.count))))
 
     def add_fields(self, fields: Mapping[str, torch.dtype]) -> None:
@@ -106,7 +106,7 @@ class DiskStates:
 
     @property
     def nbytes(self) -> int:
-        """Of the file."""
+        """The file's size."""
         return self._file.nbytes
 
     # -- by sub-group -----------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class DiskStates:
         return index * self.swap.sub_group, min((index + 1) * self.swap.sub_group, self.numel)
 
     def _nbytes(self, index: int) -> int:
-        """Bytes of a sub-group; all but the last have those of the first."""
+        """Bytes of a sub-group; all but the last are as large as the first."""
         start, stop = self.range_of(index)
         return sum(aligned((stop - start) * dtype.itemsize) for dtype in self.fields.values())
 
@@ -157,7 +157,7 @@ class DiskStates:
             self._file.write(memory, position)
 
     def _parts(self, field: str, start: int, stop: int) -> Iterator[tuple[slice, int, memoryview, Tensor]]:
-        """By sub-group a part of ``[start, stop)``, the aligned position of its bytes, memory for them and its view."""
+        """Per sub-group: a part of ``[start, stop)``, the aligned position of its bytes, their memory, and its view."""
         dtype, sub_group = self.fields[field], self.swap.sub_group
         for index in range(start // sub_group, -(-stop // sub_group)):
             first, last = self.range_of(index)
@@ -170,7 +170,7 @@ class DiskStates:
             yield slice(low - start, high - start), position, memory, elements
 
     def tensor(self, field: str, start: int, stop: int) -> LazyTensor:
-        """A range of a field as a lazy tensor: read at each use of its values, written at once."""
+        """A range of a field as a lazy tensor: read at each use of its values, written immediately."""
 
         def read(low: int, high: int) -> Tensor:
             return self.read(field, start + low, start + high)

@@ -1,7 +1,7 @@
 """Updates of offloaded master weights in a background thread, bucket by bucket, while the device computes.
 
-(Ren et al., "ZeRO-Offload", ATC 2021, section 4.3, where the update starts after the whole backward and
-training waits for all of it; here both are done bucket by bucket.)
+(Ren et al., "ZeRO-Offload", ATC 2021, section 4.3, where the update starts after the whole backward pass and
+training waits for the whole update; here both happen bucket by bucket.)
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class Updates:
     """A thread that updates master weights, in the order in which updates are submitted."""
 
     def __init__(self, overlap: bool = True, gradients: bool = False) -> None:
-        self.overlap = overlap  # otherwise ``optimizer.step`` waits until all updates are done
-        self.gradients = gradients  # are kept in host memory
-        self._copier: Updates | None = None  # another thread, since this one may be waiting for its copies
+        self.overlap = overlap  # if False, ``optimizer.step`` waits until all updates are done
+        self.gradients = gradients  # whether gradients are kept in host memory
+        self._copier: Updates | None = None  # has its own thread, since the update thread may be waiting for copies
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: Thread | None = None
         self._streams: list[DiskUpdate] = []
 
     def submit(self, act: Callable[[], None]) -> BackgroundWork:
-        """Run a function after all those submitted before; returns work to wait for."""
+        """Run a function after all those submitted earlier; returns work to wait for."""
         work = BackgroundWork(self)
 
         def run() -> None:
@@ -62,7 +62,7 @@ class Updates:
         return targets, self._copier.submit(on_own_stream(device, copy))
 
     def stream(self, states: Sequence[DiskStates]) -> DiskUpdate:
-        """Start to read states from a disk for an update in this order."""
+        """Start reading states from a disk, in this order, for an update."""
         update = DiskUpdate(states, self)
         self._streams = [*(each for each in self._streams if each.waiting), update]
         self._put(update.run)
@@ -70,7 +70,7 @@ class Updates:
 
     def _put(self, run: Callable[[], None]) -> None:
         if self._thread is None:
-            # No executor: the interpreter must not wait for it at exit, as it may be waiting for a gradient.
+            # Not an executor: at exit the interpreter would wait for the thread, which may be waiting for a gradient.
             self._thread = Thread(target=_work, args=(self._queue,), name="lightning_zero-update", daemon=True)
             self._thread.start()
             weakref.finalize(self, self._queue.put, None)
@@ -114,9 +114,9 @@ OnSubGroup = Callable[[int, int, dict[str, Tensor]], None]
 
 
 class DiskUpdate:
-    """An update of states on a disk: streams sub-groups through memory, each when its bucket's gradient is there.
+    """An update of states on a disk: streams sub-groups through memory, each once its bucket's gradient is available.
 
-    The states are in the order in which their gradients come; ``owner`` gets the error of a failure.
+    The states are in the order in which their gradients arrive; ``owner`` receives the error if the update fails.
     """
 
     def __init__(self, states: Sequence[DiskStates], owner: Updates) -> None:
@@ -127,11 +127,11 @@ class DiskUpdate:
         self._written = {each: BackgroundWork(owner, is_awaited=False) for each in states}
 
     def give(self, states: DiskStates, act: OnSubGroup | None, *, until_written: bool = False) -> BackgroundWork | None:
-        """Set the function for the sub-groups of one bucket; None to do nothing. To be called for each bucket.
+        """Set the function for the sub-groups of one bucket; None to do nothing. Must be called for each bucket.
 
         The work returned ends when the function is done, or with ``until_written`` when the result is on the disk. It
         is None if another thread has dropped the bucket in ``synchronize``: then another ``DiskUpdate`` has to update
-        it.
+        the bucket.
         """
         with self._lock:
             if self._acts[states].done():
@@ -183,9 +183,9 @@ class DiskUpdate:
 
 
 def on_own_stream(device: torch.device, act: Callable[P, None]) -> Callable[P, None]:
-    """Make a function run on a stream of its own, after the work that is queued on the device now.
+    """Wrap a function to run on its own stream, after the work that is queued on the device now.
 
-    Its copies to and from the host then overlap with computation.
+    The function's copies to and from the host then overlap with computation.
     """
     if device.type == "cpu":
         return act
@@ -202,13 +202,13 @@ def on_own_stream(device: torch.device, act: Callable[P, None]) -> Callable[P, N
 
 
 class Update(NamedTuple):
-    """An optimizer's update of one parameter group, with its present options: schedulers may change them later.
+    """An optimizer's update of one parameter group, with a copy of its options, which schedulers may change later.
 
-    Hooks of users are called once for the optimizer's step, not for each update.
+    User hooks are called once per optimizer step, not for each update.
     """
 
     kind: type[Optimizer]
-    unhooked: type[Optimizer]  # derived from it, with a ``step`` that calls no hooks
+    unhooked: type[Optimizer]  # a subclass of ``kind``, whose ``step`` calls no hooks
     attributes: dict[str, Any]  # of the optimizer
     group: dict[str, Any]
     dtype: torch.dtype  # of step counts
@@ -244,18 +244,18 @@ class Update(NamedTuple):
             "param_groups": [{**self.group, "params": parameters}],
             "state": defaultdict(dict, {p: state for p, state in zip(parameters, states) if state}),
         }
-        self.unhooked.step(alone)  # not that of the instance, which schedulers replace
+        self.unhooked.step(alone)  # not the instance's ``step``, which schedulers replace
         after = [alone.state[parameter] for parameter in parameters]
         for each, before in zip(after, states):
             if before:
                 continue
-            # New step counts have the default dtype, which another thread may have set for its forward.
+            # New step counts have the default dtype, which another thread may have changed for its forward.
             counts = {key: value for key, value in each.items() if isinstance(value, Tensor) and value.dim() == 0}
             each |= {key: value.to(self.dtype) for key, value in counts.items() if value.is_floating_point()}
         return after
 
     def fields(self, dtype: torch.dtype, shape: tuple[int, ...] = (1,)) -> dict[str, torch.dtype]:
-        """Dtypes of the per-element optimizer states of a tensor, found by an update of a small one."""
+        """Dtypes of a tensor's per-element optimizer states, found by updating a small tensor."""
         tried = torch.zeros(shape, dtype=dtype, device="cpu")
         state = self.act(tried, torch.zeros_like(tried), {})
         return {key: value.dtype for key, value in state.items() if isinstance(value, Tensor) and value.shape == shape}
@@ -264,7 +264,7 @@ class Update(NamedTuple):
 def fields_by_parameter(
     optimizers: Sequence[Optimizer],
 ) -> Callable[..., dict[str, torch.dtype]]:
-    """Make a function that gives the dtypes of optimizer states, by name, for parameters with masters of some dtype."""
+    """Make a function that gives the dtypes of optimizer states, by name, for parameters and their masters' dtype."""
     group_of = {
         id(parameter): (optimizer, group)
         for optimizer in optimizers
@@ -279,7 +279,7 @@ def fields_by_parameter(
             key = id(group), dtype
             if key not in known:
                 update = Update.of(optimizer, group, torch.device("cpu"))
-                # of a whole one only the size is asked, by an estimate; and it may not take a matrix of zeros
+                # for whole parameters the sizes are only estimated: the optimizer may reject a matrix of zeros
                 with suppress(Exception) if whole else nullcontext():
                     known[key] = update.fields(dtype, (2, 2) if whole else (1,))
             fields.update(known.get(key, {}))
@@ -290,14 +290,14 @@ def fields_by_parameter(
 
 @cache
 def _without_hooks(kind: Any) -> type[Optimizer]:
-    """A class derived from an optimizer's, without the wrapper that torch adds to ``step``, which calls all hooks."""
+    """A subclass of an optimizer class, without the wrapper that torch adds to ``step`` and that calls all hooks."""
 
     def unhooked(base: Any) -> Callable[..., Any]:
         step = vars(base)["step"]
         return step.__wrapped__ if getattr(step, "hooked", False) else step
 
     bases = [base for base in kind.__mro__[:-1] if "step" in vars(base)]
-    steps = tuple(vars(base)["step"] for base in bases)  # which tests of projects replace
+    steps = tuple(vars(base)["step"] for base in bases)  # projects' tests may replace these
     if (known := _unhooked.get(kind)) is not None and known[0] == steps:
         return known[1]
     # in the method resolution order each unwrapped ``step`` comes before the class that it is taken from

@@ -1,4 +1,4 @@
-"""What optimizer classes need: any part of a parameter, whole parameters, or all of them at once. A table."""
+"""A table of what optimizer classes need: any part of a parameter, whole parameters, or all parameters at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Known(NamedTuple):
     """What a class needs.
 
     Attributes:
-        cls: the class of the table that an optimizer is of, or derived from.
+        cls: the class in the table: the optimizer's class, or a base class.
         need: what an optimizer of the class with these options needs.
         why: the reason why it needs more than single elements.
     """
@@ -31,7 +31,7 @@ class Known(NamedTuple):
 
 
 def known_class(optimizer: Optimizer) -> Known | None:
-    """What the table says of an optimizer's class, or of the nearest base class that is in it; None if none is."""
+    """What the table says about an optimizer's class, or else its nearest base class; None if neither is in it."""
     for cls in type(optimizer).__mro__:
         found = _TABLE.get((cls.__module__.partition(".")[0], cls.__name__))
         if found is None:
@@ -68,7 +68,7 @@ _NEEDS: dict[str, dict[Need, dict[str, tuple[str, ...]]]] = {
         },
         Need.MODEL: {
             "it takes inner products of whole gradients and calls the closure several times": ("LBFGS",),
-            "it takes sparse gradients, which cannot be laid in a flat buffer": ("SparseAdam",),
+            "it takes sparse gradients, which cannot be laid out in a flat buffer": ("SparseAdam",),
         },
     },
     "transformers": {Need.PARAMETER: {_FACTORED: ("Adafactor",)}},
@@ -122,4 +122,4 @@ _OPTIONS: dict[str, tuple[Need, str]] = {
     "cautious": (Need.PARAMETER, "cautious divides by the mean of a mask over each parameter"),
     "pre_norm": (Need.MODEL, "pre_norm divides by the norm of all gradients"),
 }
-"""Options, of an optimizer or a group, by which a class needs more than the table says."""
+"""Options of an optimizer or a group that make a class need more than the table says."""

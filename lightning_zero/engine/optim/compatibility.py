@@ -21,14 +21,14 @@ ELEMENTWISE = frozenset(TORCHS_ELEMENTWISE)
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], config: EngineConfig, *, ranks: int) -> None:
-    """Refuse optimizers that would train otherwise than without sharding.
+    """Refuse optimizers that would train differently than without sharding.
 
     Args:
-        ranks: the number of ranks that shard parameters. One rank alone has whole ones, unless it offloads states.
+        ranks: the number of ranks that shard parameters. A single rank has whole parameters, unless it offloads states.
 
     Raises:
-        TypeError: if one needs other parameters than the one that it updates, or its class is not known and no option
-            says what it needs, or the option is wrong.
+        TypeError: if an optimizer needs other parameters than the one that it updates, if its class is not known and no
+            option says what it needs, or if the option is wrong.
     """
     if ranks > 1 or config.offloads_optimizer:
         for optimizer in optimizers:
@@ -70,8 +70,8 @@ def _check(optimizer: Optimizer, config: EngineConfig, ranks: int) -> None:
     if _has_overrides(optimizer):
         raise TypeError(
             f"{name} has overrides of bitsandbytes' GlobalOptimManager for some parameters, which it looks up by a "
-            "tensor's identity or place, and shards have others. Give these parameters to an optimizer of their own, "
-            f"such as {name.removesuffix('8bit')}32bit, or use {instead}."
+            "tensor's identity or place, but shards are different tensors. Give these parameters to a separate "
+            f"optimizer, such as {name.removesuffix('8bit')}32bit, or use {instead}."
         )
     if config.offloads_optimizer and getattr(optimizer, "is_paged", False):
         raise TypeError(
@@ -81,7 +81,7 @@ def _check(optimizer: Optimizer, config: EngineConfig, ranks: int) -> None:
 
 
 def _has_overrides(optimizer: Optimizer) -> bool:
-    """Whether other settings apply to some parameters than those of the optimizer and its groups."""
+    """Whether some parameters have settings other than those of the optimizer and its groups."""
     manager: Any = getattr(optimizer, "mng", None)
     if type(manager).__name__ != "GlobalOptimManager":
         return False
@@ -91,7 +91,7 @@ def _has_overrides(optimizer: Optimizer) -> bool:
 
 
 def _known(optimizer: Optimizer) -> Known | None:
-    """What the table says of a class, unless its ``step`` may do more than that of the class in the table."""
+    """What the table says about a class, unless its ``step`` may do more than the table class's ``step``."""
     known = known_class(optimizer)
     return known if known is not None and steps_as(optimizer, known.cls) else None
 
@@ -101,7 +101,7 @@ def _needs_whole(known: Known | None, declared: Any) -> bool:
 
 
 def kept_whole(optimizers: Iterable[Optimizer], config: EngineConfig, *, ranks: int) -> Callable[[str, Tensor], bool]:
-    """Make a function that says, of a parameter and its name, whether one rank has to own it as a whole.
+    """Make a predicate of (name, parameter): whether one rank has to own the parameter as a whole.
 
     Args:
         ranks: see ``check_optimizers``.
@@ -124,10 +124,10 @@ def kept_whole(optimizers: Iterable[Optimizer], config: EngineConfig, *, ranks: 
 def check_not_divided(
     optimizers: Iterable[Optimizer], config: EngineConfig, parameters: Iterable[tuple[str, Tensor, Share]]
 ) -> None:
-    """Raise a TypeError if an optimizer needs a parameter as a whole that tensor parallelism divides.
+    """Raise a TypeError if tensor parallelism divides a parameter that an optimizer needs as a whole.
 
     Args:
-        parameters: the module's: the name and the share of each.
+        parameters: the module's parameters, each with its name and share.
     """
     parameters = [each for each in parameters if each[-1].is_divided]
     is_kept_whole = kept_whole(optimizers if parameters else (), config, ranks=2)
@@ -136,7 +136,7 @@ def check_not_divided(
             raise TypeError(
                 f"The optimizer of '{name}' needs whole parameters, and tensor parallelism gives each of {share.count} "
                 "ranks a part of it. Give such parameters to an elementwise optimizer "
-                f"({', '.join(sorted(ELEMENTWISE))}), or leave them out of the plan of tensor parallelism."
+                f"({', '.join(sorted(ELEMENTWISE))}), or leave them out of the tensor-parallel plan."
             )
 
 
@@ -146,9 +146,9 @@ def is_torchs_elementwise(cls: type) -> bool:
 
 
 def steps_as(optimizer: Optimizer, known: type) -> bool:
-    """Whether ``step`` does no more with parameters than that of a base class.
+    """Whether ``step`` does no more with parameters than a base class's ``step``.
 
-    A class of torch's own counts as itself, also where something has wrapped its ``step`` (a profiler, a mock).
+    A class of torch's own counts as itself, even if something has wrapped its ``step`` (a profiler, a mock).
     """
     classes = type(optimizer).__mro__
     steps = [vars(cls)["step"] for cls in classes[: classes.index(known)] if "step" in vars(cls)]
@@ -157,10 +157,10 @@ def steps_as(optimizer: Optimizer, known: type) -> bool:
 
 
 def _only_wraps(step: Any, attributes: dict[str, Any]) -> bool:
-    """Whether a ``step`` reaches parameters by ``super().step()`` alone, as far as its source can show that.
+    """Whether a ``step`` reaches parameters only through ``super().step()``, as far as its source shows.
 
-    Of the optimizer it may use attributes that are numbers, strings and the like. It may not pass the optimizer on,
-    call other methods or read ``param_groups``, in which there are parts of parameters while the optimizer updates.
+    It may use the optimizer's attributes that are numbers, strings and the like. It may not pass the optimizer on, call
+    other methods or read ``param_groups``, which hold parts of parameters during an update.
     """
     try:
         (function,) = ast.parse(textwrap.dedent(inspect.getsource(step))).body

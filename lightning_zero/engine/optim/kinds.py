@@ -1,9 +1,9 @@
-"""Entries of an optimizer's state are of three kinds, by which they are split, gathered and loaded.
+"""The three kinds of entries in an optimizer's state, each split, gathered and loaded in its own way.
 
-By element: one number for each element of the parameter (``exp_avg``), sharded as the parameter is.
+By element: one number for each element of the parameter (``exp_avg``), sharded like the parameter.
 Small: a count or an option that all ranks hold alike (``step``), sent between ranks with the names of entries.
 Owned: other tensors of a parameter that one rank has as a whole (factors, preconditioners, quantised blocks), also
-within lists and dicts, and within tensors that consist of others. Its owner has them.
+within lists and dicts, and within tensors made of other tensors. Only the owner has them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Small:
     """Describes a small entry to other ranks, with its value.
 
     Args:
-        is_on_device: whether each rank keeps it on its own device, with the parameter, and not in the host's memory.
+        is_on_device: whether each rank keeps the entry on its own device, with the parameter, not in host memory.
     """
 
     def __init__(self, value: Any, dtype: torch.dtype | None = None, is_on_device: bool = False) -> None:
@@ -36,18 +36,18 @@ class Small:
         self.is_on_device = is_on_device or isinstance(value, Tensor) and value.device.type != "cpu"
 
     def of_parameter(self, device: torch.device) -> Any:
-        """A copy for one parameter on a device: no two share one, also after pickling."""
+        """A copy for one parameter on a device: no two parameters share a copy, even after pickling."""
         value = copied(self.value)
         return value.to(device) if self.is_on_device else value
 
     def __reduce__(self) -> Any:
         if not isinstance(self.value, Tensor):
             return Small, (self.value,)
-        return Small, (self.value.tolist(), self.value.dtype, self.is_on_device)  # a tensor takes ten times longer
+        return Small, (self.value.tolist(), self.value.dtype, self.is_on_device)  # a tensor pickles ten times slower
 
 
 class Owned(NamedTuple):
-    """Describes a tensor to ranks that do not have it; ``number`` counts those of an entry."""
+    """Describes a tensor to ranks that do not have it; ``number`` counts the tensors of an entry."""
 
     number: int
     shape: torch.Size
@@ -66,10 +66,10 @@ _CLASS, _CONTEXT, _PERMUTED = "__tensor_class__", "__context__", "permuted"
 
 
 def in_plain_tensors(value: Any) -> Any:
-    """An entry with each tensor that consists of others (an 8-bit one) as a dict of these and of what it is.
+    """Replace each tensor of an entry that is made of other tensors (an 8-bit one) by a dict of these and its class.
 
-    A tensor whose dimensions lie in another order in memory becomes such a dict, too: products with it would be rounded
-    otherwise if they did not.
+    A tensor whose dimensions lie in another order in memory becomes such a dict too: in the usual order, products with
+    it would be rounded differently.
     """
     if isinstance(value, dict):
         return {key: in_plain_tensors(item) for key, item in value.items()}
@@ -85,7 +85,7 @@ def in_plain_tensors(value: Any) -> Any:
 
 
 def as_made_of_tensors(tree: Any) -> Any:
-    """Undo ``in_plain_tensors``, where the tensors have values, and their class is torchao's or imported already."""
+    """Undo ``in_plain_tensors`` where the tensors have values and their class is torchao's or already imported."""
     return walk(tree, _put_together, lambda part: isinstance(part, dict) and _CLASS in part)
 
 
@@ -115,7 +115,7 @@ def _order_in_memory(tensor: Tensor) -> list[int] | None:
 
 
 def described(value: Any) -> Any:
-    """What other ranks are sent of an entry that one rank owns: its tensors' shapes, and all else in it."""
+    """Describe an entry that one rank owns to other ranks: its tensors' shapes, and everything else in it."""
     count = iter(range(sys.maxsize))
     return _with_tensors(value, lambda tensor: Owned(next(count), tensor.shape, tensor.dtype), Small)
 
@@ -136,7 +136,7 @@ def _with_tensors(value: Any, of_tensor: Callable[[Tensor], Any], of_rest: Calla
 
 
 def resolved(entry: Any, of_owned: Callable[[Owned], Any], device: torch.device) -> Any:
-    """An entry as ``described``, with tensors in the place of their descriptions."""
+    """A ``described`` entry, with tensors in place of their descriptions."""
     if isinstance(entry, Owned):
         return of_owned(entry)
     if isinstance(entry, Small):
@@ -153,7 +153,7 @@ def copied(value: Any) -> Any:
 
 
 def comparable(value: Any) -> Any:
-    """A small entry as something to compare: masters are shared by parameters whose small entries are equal."""
+    """A small entry in a comparable form: parameters whose small entries are equal share a master."""
     if not isinstance(value, Tensor):
         return repr(value)
     return float(value) if value.numel() == 1 else id(value)
@@ -167,5 +167,5 @@ def placed(key: str, value: Any, group: dict[str, Any], device: torch.device) ->
         return value
     if group.get("capturable") or group.get("fused"):
         return value.to(device, torch.float32, copy=True)
-    # An optimizer may have made it elsewhere, with a default device of the user's; a kernel for the CPU needs it there.
+    # An optimizer may have made it on the user's default device; a CPU kernel needs it on the CPU.
     return value.to("cpu", copy=True) if device.type == "cpu" else copied(value)

@@ -1,6 +1,6 @@
-"""What an optimizer is given in the place of neighbouring parameters: this rank's part of them, as one tensor.
+"""Masters, which an optimizer updates in place of neighbouring parameters: this rank's part of them, as one tensor.
 
-One rank that updates parameters where they are has each as a whole, and in its shape: there any optimizer may be used.
+A single rank without offloaded states has each parameter whole, in its shape: any optimizer may be used there.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ class Master:
     """This rank's part of a run of neighbouring segments, as one leaf over the bucket's shard.
 
     Attributes:
-        first, last: the segments, inclusive.
-        range: the range of the shard that they have.
-        tensor: what the optimizer updates, 1-D over several ranks; empty where the rank owns nothing of the segments.
-        device: the device that updates it.
+        first, last: indices of the first and last segment, inclusive.
+        range: the segments' range of the shard.
+        tensor: the tensor that the optimizer updates, 1-D with several ranks; empty if the rank owns none of the
+            segments.
+        device: the device that updates the tensor.
     """
 
     def __init__(self, run: list[BucketSlot]) -> None:
@@ -32,7 +33,7 @@ class Master:
         owned = [slot.local_range for slot in run if slot.local_numel]
         self.range = slice(owned[0].start, owned[-1].stop) if owned else slice(0, 0)
         part = self.bucket.residency.leaf(self.range)
-        # A scalar stays 1-D, by which its state is told from a count of steps.
+        # A scalar stays 1-D, which distinguishes its state from a step count.
         shape = run[0].share.own_shape
         has_shape = is_whole(self.bucket) and shape != () and part.numel() == shape.numel()
         self.tensor = nn.Parameter(part.view(shape) if has_shape else part)
@@ -45,17 +46,17 @@ class Master:
 
     @property
     def is_here(self) -> bool:
-        """Whether this rank updates it: it owns some of it, or there is nothing to own, as DDP's optimizer does."""
+        """Whether this rank updates the master: it owns some of it, or there is nothing to own (as under DDP)."""
         return self.tensor.numel() > 0 or all(slot.share.own_shape.numel() == 0 for slot in self.slots)
 
     def values(self) -> Tensor:
-        """What is updated, where it is in memory."""
+        """The values to update; empty if they are on a disk."""
         if self.bucket.states is not None:
             return torch.empty(0, dtype=self.tensor.dtype, device="cpu")
         return self.tensor.detach()
 
     def stored(self, key: str) -> Tensor:
-        """A state of it that is on a disk."""
+        """A state of the master that is on a disk."""
         assert self.bucket.states is not None
         return self.bucket.states.tensor(key, self.range.start, self.range.stop)
 
@@ -79,8 +80,8 @@ def is_alone(bucket: Bucket) -> bool:
 def runs_of(slots: list[BucketSlot]) -> list[list[BucketSlot]]:
     """Maximal runs of adjoining segments, in the order of each bucket.
 
-    Over a gap a run would end in the middle of what a kernel treats as the end of a parameter (see ``ALIGNMENT``). Over
-    one rank gradients are not laid out as a bucket, so that each parameter is a run of its own; as in a whole bucket.
+    A run across a gap would give kernels other tensor ends than the full parameters have (see ``ALIGNMENT``). With
+    one rank gradients are not laid out as a bucket, so each parameter is a run of its own, as in a whole bucket.
     """
     by_bucket: dict[Bucket, list[BucketSlot]] = {}
     for slot in slots:
@@ -122,10 +123,10 @@ def restore_digits(slot: BucketSlot, saved: Tensor) -> None:
 
 
 class SparseRows:
-    """The rows of one parameter that backward has given a sparse gradient since ``p.grad`` was reset. Over one rank.
+    """The rows of one parameter that backward has given a sparse gradient since ``p.grad`` was reset. With one rank.
 
-    For an optimizer that takes sparse gradients: gradients are kept dense, which does not tell a row of zeros from one
-    that was not used.
+    For an optimizer that takes sparse gradients: gradients are kept dense, which does not distinguish a row of zeros
+    from an unused row.
     """
 
     def __init__(self, slot: BucketSlot) -> None:
@@ -146,7 +147,7 @@ class SparseRows:
         return gradient
 
     def of(self, gradient: Tensor) -> Tensor:
-        """The gradient with these rows alone; as it is, if it did not come as a sparse one."""
+        """The gradient with only these rows; unchanged if it did not come as a sparse one."""
         if self._rows is None:
             return gradient
         return torch.sparse_coo_tensor(

@@ -3,7 +3,7 @@
 Between steps an optimizer's ``param_groups`` hold the module's own parameters, so that everything that users do with
 them works. During the update each group holds its masters instead: one 1-D tensor for each run of neighbouring segments
 of a bucket, this rank's part only, so that the update is a handful of kernels over 1/N of the elements (P_os in the
-paper, section 5.1). Over one rank that is one master for each parameter, in its shape and order.
+paper, section 5.1). With one rank there is one master for each parameter, in its shape and order.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Masters:
     """The step of one optimizer.
 
     Args:
-        optimizer: the user's; the user alone keeps it alive.
-        owner: the engine, notified before and after each update, and where a closure is called within one.
+        optimizer: the user's optimizer, which only the user keeps alive.
+        owner: the engine, notified before and after each update, and when a closure is called within an update.
 
     Attributes:
         states: the masters and their state.
-        is_closed: after ``close``.
-        awaits_step: after a backward in which updates may have begun, until the optimizer's step.
+        is_closed: whether ``close`` was called.
+        awaits_step: whether updates may have begun in a backward and the optimizer's step has not followed yet.
         hooks_after_update: see ``after_updates``.
     """
 
@@ -56,7 +56,7 @@ class Masters:
         self._replaced: list[list[Any]] | None = None  # during a step, the module's parameters by group
         self._active: list[Master] = []
         self._signature: Any = None
-        self._arranged: list[list[Master | Tensor]] = []  # by group: masters, and what is not the engine's
+        self._arranged: list[list[Master | Tensor]] = []  # by group: masters, and parameters of no engine
         self._arranged_in: dict[Bucket, list[tuple[int, Master]]] = {}  # the same masters with their group's number
         self._begun: set[Bucket] = set()
         self._offloaded = OffloadedStep()
@@ -76,12 +76,12 @@ class Masters:
         ]
         if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
             optimizer.load_state_dict = self._load  # type: ignore[method-assign]
-        # before the users' own, so that these see the module's parameters
+        # before the users' hooks, so that these see the module's parameters
         call_first(self._handles[1])
         self._adopt(dict(optimizer.state))  # Adagrad's accumulators exist from the start
 
     def join(self, owner: Owner) -> None:
-        """Update the parameters of one more engine as well: the optimizer holds some of its module's. Collective."""
+        """Also update the parameters of another engine, whose module's parameters the optimizer holds. Collective."""
         self.states.join(owner)
         self._signature = None
         state: dict[Any, dict[str, Any]] = self.states.by_master
@@ -90,7 +90,7 @@ class Masters:
             self._adopt({**self.states.by_parameter(in_parts), **before})
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        """``load_state_dict`` of a class that has one of its own."""
+        """``load_state_dict`` for a class that overrides it."""
         self._signature = None
         own = {handle.id for handle in self._handles}
         hooks = {name: getattr(self.states.optimizer, name) for name in LOAD_HOOKS}
@@ -121,9 +121,9 @@ class Masters:
             self._swap_in()
             return None
 
-        # By a closure in any case, so that the users' step hooks, which come before it, see the module's parameters.
+        # Always in a closure, so that the users' step hooks, which run before it, see the module's parameters.
         def closure_then_swap() -> Any:
-            if self._replaced is not None:  # LBFGS calls the closure again, on what it has written so far
+            if self._replaced is not None:  # LBFGS calls the closure again, on the values written so far
                 self._put_back()
                 for owner in self.states.owners:
                     owner.show(self._buckets)
@@ -137,7 +137,7 @@ class Masters:
 
     def _swap_in(self) -> None:
         if self._replaced is not None:
-            return  # the ``step`` of a subclass has called that of its base class
+            return  # the ``step`` of a subclass has called its base class's ``step``
         self._begin_update()
         for owner in self.states.owners:
             for bucket in owner.buckets:
@@ -177,7 +177,7 @@ class Masters:
         return [master]
 
     def _begin_update(self) -> None:
-        """Masters are about to change, unless some have begun to: nothing may still be reading them."""
+        """Prepare for a change of the masters, unless some updates have begun: nothing may still be reading them."""
         if not self._begun:
             for owner in self.states.owners:
                 owner.begin_update()
@@ -187,7 +187,7 @@ class Masters:
         """Update the offloaded masters of a bucket before ``optimizer.step`` is called.
 
         Args:
-            shards: the gradient of each parameter of the bucket, by its index, as it will be then.
+            shards: the gradient of each parameter of the bucket, by its index, as ``step`` will find it.
             order: the buckets that come next, as far as this is known.
         """
         masters = [master for _, master in self._arranged_in.get(bucket, ())]
@@ -208,7 +208,7 @@ class Masters:
         def gradient_of(master: Master) -> Tensor:
             return shards[master.first].range_of(master.range).view(master.tensor.shape)
 
-        # by a callable: the gradient may still be on its way
+        # a callable, since the gradient may still be on its way
         self._update_offloaded(bucket, {master: partial(gradient_of, master) for master in masters})
 
     def _update_offloaded(self, bucket: Bucket, gradients: Mapping[Master, Any]) -> None:
@@ -264,14 +264,14 @@ class Masters:
                 master.tensor.grad = None
 
     def _arrange(self, groups: list[dict[str, Any]]) -> None:
-        """Lay each group's parameters that have a gradient out as masters: usually the same as last time."""
+        """Arrange each group's parameters that have a gradient as masters, usually the same as last time."""
         signature = [[(id(p), p.grad is None) for p in group["params"]] for group in groups]
         if signature == self._signature:
             return
         self._signature, self._active, self._arranged, self._arranged_in = None, [], [], {}
         for number, group in enumerate(groups):
             slots = {p: slot for p in group["params"] if (slot := slot_of(p)) is not None}
-            # Where the optimizer is given whole parameters, it finds those without a gradient in their places, too.
+            # An optimizer that updates whole parameters also finds those without a gradient in their places.
             kept = [p for p in group["params"] if p.grad is not None or p not in slots or is_alone(slots[p].bucket)]
             trained = [p for p in kept if p in slots and (p.grad is not None or p.requires_grad)]
             masters = self.states.masters_over([slots[p] for p in trained])
@@ -291,8 +291,8 @@ class Masters:
         if (shard := shard_of_all(master.slots)) is not None:
             values = shard.range_of(master.range)
         else:
-            # User code has put its own gradients in p.grad. Ranks that own nothing of the master do the same: one from
-            # another parameter is gathered.
+            # User code has put its own gradients in p.grad. Ranks that own nothing of the master do the same: a
+            # gradient derived from another parameter is gathered.
             values = torch.zeros(master.tensor.numel(), dtype=master.tensor.dtype, device=master.device)
             for slot, gradient in zip(master.slots, gradients):
                 values[master.part_of(slot)] = local_range_of(gradient, slot)
@@ -325,7 +325,7 @@ class Masters:
 
 
 def _as_placed(parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """A parameter's state, by element in DTensors where the parameter will be one again."""
+    """A parameter's state, with entries by element as DTensors if the parameter will be a DTensor again."""
     slot = slot_of(parameter)
     if slot is None or slot.placed.placements is None:
         return state
@@ -342,7 +342,7 @@ _masters_of: weakref.WeakKeyDictionary[Optimizer, Masters] = weakref.WeakKeyDict
 
 
 def masters_of(optimizer: Optimizer, owner: Owner) -> Masters:
-    """The masters of an optimizer for one more engine: new ones, if it has none. Collective."""
+    """The masters of an optimizer for another engine; new masters if it has none. Collective."""
     masters = _masters_of.get(optimizer)
     if masters is None:
         return Masters(optimizer, owner)
@@ -353,7 +353,7 @@ def masters_of(optimizer: Optimizer, owner: Owner) -> Masters:
 def after_updates(optimizer: Optimizer, hook: Callable[[list[Tensor]], None]) -> RemovableHandle:
     """Register a hook that is called after each update by an optimizer, before the new parameters are gathered.
 
-    So that elementwise writes to parameters in it (``p.mul_(mask)``) reach all ranks by the gather that follows anyway.
+    Elementwise writes to parameters in the hook (``p.mul_(mask)``) reach all ranks by the gather that follows anyway.
 
     Args:
         optimizer: an engine's optimizer, or any other.
@@ -369,7 +369,7 @@ def after_updates(optimizer: Optimizer, hook: Callable[[list[Tensor]], None]) ->
 
 
 def give_owners(late: list[Bucket], buckets: list[Bucket], all_masters: list[Masters]) -> None:
-    """Cut some of an engine's buckets anew, so that one rank has each of their parameters whole. Collective."""
+    """Reshard some of an engine's buckets so that each of their parameters is whole on one rank. Collective."""
     ranks = late[0].layout.world_size
     loads = [0] * ranks  # by position, as owners are
     for layout in (bucket.layout for bucket in buckets if bucket.layout.is_whole):
@@ -389,7 +389,7 @@ def give_owners(late: list[Bucket], buckets: list[Bucket], all_masters: list[Mas
 
 
 def masters_that_hold(parameter: Tensor) -> Masters | None:
-    """The masters of the optimizer in whose groups a parameter is, if an engine keeps any."""
+    """The masters of the optimizer whose groups contain a parameter; None if no engine keeps any."""
     for optimizer, masters in _masters_of.items():
         if any(held is parameter for group in optimizer.param_groups for held in group["params"]):
             return masters

@@ -1,4 +1,4 @@
-"""Tries an optimizer on small tensors, to refute what a user says of its class. That nothing refutes it proves nothing:
+"""Tries an optimizer on small tensors, to refute what a user has declared about its class. A pass proves nothing:
 some optimizers with global quantities behave as if they had none in the first steps.
 """
 
@@ -21,25 +21,25 @@ class Refutation(str):
     """What the probe saw.
 
     Attributes:
-        is_of_parts: whether a part of a parameter was updated otherwise than in the whole.
+        is_of_parts: whether a part of a parameter was updated differently than within the whole.
     """
 
     is_of_parts = False
 
 
 def what_refutes(optimizer: Optimizer, *, is_elementwise: bool) -> Refutation | None:
-    """Compare updates of two parameters together with those of each alone, and of wholes with those of their parts.
+    """Compare updates of two parameters together with updates of each alone, and of wholes with those of their parts.
 
     Args:
-        is_elementwise: whether parts are compared, too.
+        is_elementwise: whether parts are compared too.
 
     Returns:
-        What was seen that refutes it; None if nothing was, or if the optimizer cannot be tried.
+        The observation that refutes the declaration; None if there is none, or if the optimizer cannot be tried.
     """
     try:
         with torch.random.fork_rng(devices=[]):
             return _seen(optimizer, is_elementwise)
-    except Exception:  # of the optimizer, which may need what the probe does not give: other shapes, a closure
+    except Exception:  # from the optimizer, which may need other shapes or a closure
         return None
 
 
@@ -56,7 +56,7 @@ def _seen(optimizer: Optimizer, is_elementwise: bool) -> Refutation | None:
             if not torch.equal(alone, together[index]):
                 return Refutation(
                     "the update of a parameter depends on the others: on random gradients it differs by "
-                    f"{(alone - together[index]).abs().max():.1e} from that of the same parameter alone"
+                    f"{(alone - together[index]).abs().max():.1e} from the update of the same parameter alone"
                 )
         if is_elementwise:
             half = values[0].numel() // 2

@@ -61,7 +61,7 @@ class Owner(Protocol):
 class StateMapping(defaultdict[Any, dict[str, Any]]):
     """``optimizer.state`` by master. For a parameter of the module it returns the parameter's state in sharded tensors.
 
-    Over one rank, where each parameter has a master in its shape, it returns the optimizer's own entries.
+    With one rank, where each parameter has a master in its shape, it returns the optimizer's own entries.
 
     Raises:
         TypeError: where user code would replace or remove the state of one parameter.
@@ -153,12 +153,12 @@ class MasterStates:
 
     def join(self, owner: Owner) -> None:
         """Add the engine of one more module whose parameters the optimizer holds."""
-        if not self.owners:  # those of deleted modules
+        if not self.owners:  # the modules have been deleted
             self._ledger, self._bytes = owner.ledger, Counter()
         self._owners = [weakref.ref(each) for each in (*self.owners, owner)]
 
     def synchronize(self) -> None:
-        """Wait for background work, and raise what ended that of the engines whose parameters the optimizer holds."""
+        """Wait for background work of the engines whose parameters the optimizer holds, and raise its errors."""
         synchronize(*(owner.background for owner in self.owners))
 
     # -- which masters there are ------------------------------------------------------------------------------------
@@ -196,13 +196,13 @@ class MasterStates:
                 }
 
     def measure(self) -> None:
-        """Enter the bytes of optimizer state in the ledger, when state has come into being or gone."""
+        """Enter the bytes of optimizer state in the ledger, if state has been created or removed."""
         optimizer = self.reference()
         if optimizer is not None and is_synchronized() and len(optimizer.state) != self._measured:
             self._measured = len(optimizer.state)
             offloaded = {id(master.tensor) for master in self._master_of.values() if master.bucket.updates is not None}
             held = Counter[str]()
-            # past the mapping's ``items``: no background work is on it, and errors of updates are raised elsewhere
+            # bypasses the mapping's ``items``: no background work uses it, and update errors are raised elsewhere
             for tensor, state in dict.items(optimizer.state):
                 held["host" if id(tensor) in offloaded else "optimizer"] += sum(
                     value.nbytes
@@ -223,7 +223,7 @@ class MasterStates:
     # -- by parameter -----------------------------------------------------------------------------------------------
 
     def has_state(self, slot: BucketSlot) -> bool:
-        """Whether a parameter has been updated, or its state been loaded."""
+        """Whether a parameter has been updated, or its state has been loaded."""
         master = self._master_of.get(slot)
         return master is not None and (not is_alone(slot.bucket) or dict.__contains__(self.by_master, master.tensor))
 
@@ -232,11 +232,11 @@ class MasterStates:
         return self.masters_over([slot])[0].tensor
 
     def by_parameter(self, leaf: Leaf, parameters: Sequence[Tensor] | None = None) -> States:
-        """The state by parameter: foreign parameters first, then the module's that have some. Collective.
+        """The state by parameter: foreign parameters first, then the module's that have state. Collective.
 
         Args:
-            leaf: what becomes of each tensor; ``in_parts`` leaves entries by element as sharded tensors over what the
-                masters have.
+            leaf: what each tensor becomes; ``in_parts`` leaves entries by element as sharded tensors over the masters'
+                entries.
             parameters: the parameters to return; by default all that the optimizer holds.
         """
         if parameters is None:
@@ -259,18 +259,18 @@ class MasterStates:
             self.put_back()
 
     def before_state_dict(self, optimizer: Optimizer) -> None:
-        """The hook before ``state_dict()``: torch finds state by parameter."""
+        """Hook before ``state_dict()``: provide the state by parameter, as torch expects it."""
         self.put_back()
         states = self.by_parameter(self._leaf)
         self._own, optimizer.state = optimizer.state, defaultdict(dict, states)
 
     def put_back(self, *_: Any) -> None:
-        """The hook after ``state_dict()``: undo the one before. Also after a call of ``state_dict()`` that raised."""
+        """Hook after ``state_dict()``: undo ``before_state_dict``. Also called if ``state_dict()`` has raised."""
         if self._own is not None:
             self.optimizer.state, self._own = self._own, None
 
     def _met(self, slots: list[BucketSlot]) -> AbstractContextManager[None]:
-        """Around collectives for the state of some parameters, which every rank must have asked for."""
+        """Context for collectives on the state of some parameters, which every rank must have requested."""
         what = f"the state of {type(self.optimizer).__name__}"
         return slots[0].bucket.rendezvous.met(what) if slots else nullcontext()
 
@@ -289,7 +289,7 @@ class MasterStates:
                     else of_rest(in_plain_tensors(value))
                     for key, value in self.by_master.get(master.tensor, {}).items()
                 }
-        # other ranks know the dtypes and the small entries of parameters that this one owns nothing of
+        # other ranks know the dtypes and the small entries of parameters that this rank owns no part of
         known: dict[int, dict[str, Any]] = {}
         for found in slots[0].bucket.communicator.control.gather_objects(own):
             known = found | known
@@ -323,11 +323,11 @@ class MasterStates:
     # -- by master --------------------------------------------------------------------------------------------------
 
     def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The hook before ``load_state_dict()``: states that masters get go by parameter, and so past torch's cast.
+        """Hook before ``load_state_dict()``: give masters' states by parameter, so that torch does not cast them.
 
         torch casts states that it finds by number to the dtype of the parameter, and keeps others as they are.
         """
-        self.synchronize()  # an update that is still to begin would find no state
+        self.synchronize()  # an update that has not begun yet would find no state
         groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved_groups]:
             return state_dict  # torch names the mismatch
@@ -337,14 +337,14 @@ class MasterStates:
         for index, parameter in zip(saved, parameters):
             if index in state_dict["state"]:
                 state, is_ours = state_dict["state"][index], slot_of(parameter) is not None
-                # of ours a copy: torch replaces counts in it that are no tensors
+                # a copy of ours, since torch replaces counts in it that are not tensors
                 states[parameter if is_ours else index] = dict(state) if is_ours else state
         return {**state_dict, "state": states}
 
     def load(self, state_dict: dict[str, Any], hooks: dict[str, Any]) -> None:
-        """Load by a method of the optimizer's class that is not torch's, which may write to ``state`` by parameter.
+        """Load by the own method of the optimizer's class, which may write to ``state`` by parameter.
 
-        It loads into a stand-in, with parameters of the same shapes that have no memory.
+        The method loads into a stand-in, whose parameters have the same shapes but no memory.
 
         Args:
             hooks: attributes of the stand-in, without the engine's hooks.
@@ -370,9 +370,9 @@ class MasterStates:
         self.adopt({parameter_of.get(key, key): state for key, state in alone.state.items()})
 
     def adopt(self, states: States) -> None:
-        """Cut state by parameter into the state of masters, which takes the place of all that was there."""
+        """Split state by parameter into the state of masters, which replaces all former state."""
         self.synchronize()
-        states = walk(states, in_full, is_dtensor)  # made over a module's DTensors, before it was sharded
+        states = walk(states, in_full, is_dtensor)  # made for DTensors before their module was sharded
         optimizer = self.optimizer
         self._master_of.clear()
         self._measured = -1
@@ -403,7 +403,7 @@ class MasterStates:
         self.measure()
 
     def _cut(self, master: Master, group: dict[str, Any], states: list[dict[str, Any]]) -> dict[str, Any]:
-        """The state of one master, of that of its parameters, whose small entries are equal."""
+        """The state of one master, from the states of its parameters, whose small entries are equal."""
         return {
             key: self._cut_entry(key, master, group, [state[key] for state in states])
             if is_by_element(key, first, master.slots[0].shape)
@@ -428,12 +428,12 @@ class MasterStates:
 
 
 def _held_here(entry: Any) -> Any:
-    """An entry whose tensors were cut by ``OwnedSlot``, on their owner, as ordinary tensors."""
+    """An entry with the tensors of an ``OwnedSlot`` as ordinary tensors, on their owner."""
     return walk(entry, lambda t: t.local.view(t.shape) if isinstance(t, ShardedTensor) else t)
 
 
 def _initial(key: str, slot: BucketSlot, group: dict[str, Any]) -> Tensor:
-    """This rank's values of an entry that exists from the start (Adagrad's), while the parameter had no values."""
+    """This rank's values of an entry that exists from the start (Adagrad's), made while the parameter had no values."""
     if key == "sum" and "initial_accumulator_value" in group:
         return torch.full((slot.local_numel,), group["initial_accumulator_value"], dtype=torch.float64, device="cpu")
     raise RuntimeError(
@@ -447,7 +447,7 @@ def make_room(optimizer: Optimizer) -> None:
     """Make room on disks for all entries that an optimizer's update needs.
 
     Raises:
-        OSError: if there is not enough.
+        OSError: if there is not enough room.
     """
     members: dict[DiskStates, list[Tensor]] = {}
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -455,7 +455,7 @@ def make_room(optimizer: Optimizer) -> None:
         if slot is not None and slot.bucket.states is not None:
             members.setdefault(slot.bucket.states, []).append(parameter)
     if not members:
-        return  # as without offload, where each change of what has gradients comes here
+        return  # as without offload, where each change in which parameters have gradients leads here
     fields_of = fields_by_parameter([optimizer])
     for states, parameters in members.items():
         fields = fields_of(parameters, states.dtype)

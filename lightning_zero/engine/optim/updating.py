@@ -1,4 +1,4 @@
-"""Updates outside of the optimizer's own step: of large masters in chunks, and of offloaded ones in the background."""
+"""Updates outside the optimizer's own step: large masters in chunks, and offloaded masters in the background."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ CHUNK_NUMEL = 2**18
 def gains_by_chunks(kind: type, group: dict[str, Any], values: Tensor) -> bool:
     """Whether an update in chunks is faster, by an optimizer of this class with these options.
 
-    Unless it is fused, an optimizer of torch passes over a tensor once for each of its operations (Adam nine times),
-    and a tensor larger than the cache comes from memory each time. Fake tensors have no memory.
+    Unless it is fused, a torch optimizer passes over a tensor once for each of its operations (Adam nine times), and a
+    tensor larger than the cache comes from memory each time. Fake tensors have no memory.
     """
     if values.numel() < 2 * CHUNK_NUMEL or values.device.type != "cpu" or isinstance(values, FakeTensor):
         return False
@@ -74,14 +74,14 @@ class OffloadedStep:
             bucket: bucket.states
             for bucket in buckets
             if bucket.states is not None
-            and (bucket not in self._streams or bucket.states not in self._streams[bucket].waiting)  # it was cut short
+            and (bucket not in self._streams or bucket.states not in self._streams[bucket].waiting)  # it was stopped
         }
         if on_disk:
             stream = next(iter(on_disk)).background.stream(list(on_disk.values()))
             self._streams |= dict.fromkeys(on_disk, stream)
 
     def drop(self) -> None:
-        """Read nothing more for which no update was given."""
+        """Stop reading states for which no update was given."""
         for stream in self._streams.values():
             stream.drop()
         self._streams = {}
@@ -94,7 +94,7 @@ class OffloadedStep:
         gradients: Mapping[Master, Any],
         shown: Tensor | None,
     ) -> BackgroundWork:
-        """Let the masters of a bucket be updated in a thread, with the options that their groups have now.
+        """Update the masters of a bucket in a thread, with the options that their groups have now.
 
         Args:
             masters: the bucket's masters, each with the number of its group.
@@ -110,9 +110,9 @@ class OffloadedStep:
         update = _BucketUpdate(optimizer, partial(bucket.phases, "update", bucket.unit_name), wanted, shown)
         if bucket.states is None:
             return bucket.background.submit(on_own_stream(device, update.in_memory))
-        update.in_memory(only_empty=True)  # which are in no chunk
+        update.in_memory(only_empty=True)  # empty masters are in no chunk
         on_disk = on_own_stream(device, update.on_disk)
-        # without another place for the new values a gather will read them from the disk
+        # without ``shown``, a gather will read the new values from the disk
         while (work := self._streams[bucket].give(bucket.states, on_disk, until_written=shown is None)) is None:
             self.read_ahead([bucket])
         return work
@@ -154,7 +154,7 @@ class _BucketUpdate(NamedTuple):
             self._show(slice(low, high), values)
             if PARAMETERS in fields:
                 fields[PARAMETERS][inside] = values
-            if high == master.range.stop:  # only now, as all chunks have the same count of steps before
+            if high == master.range.stop:  # only now, so that all chunks start from the same step count
                 states[master.tensor] = {
                     key: master.stored(key) if key in fields else value for key, value in after.items()
                 }

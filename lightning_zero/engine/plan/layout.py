@@ -6,7 +6,7 @@
     shards   |        rank 0        |        rank 1        |        rank 2        | rank 3    |
 
 Segments start at multiples of ``ALIGNMENT`` elements so that a view of one is as well aligned as an ordinary tensor
-(vector loads, cuBLAS). Shards are equal so that one collective moves them, for which the end is padded.
+(vector loads, cuBLAS). Shards are equal, with padding at the end, so that one collective moves them.
 
 In a *whole* bucket, for optimizers that need whole matrices, each segment has one owner, and a rank's shard is a run of
 whole segments, which may be empty (see ``ownership``)::
@@ -34,7 +34,7 @@ from lightning_zero.engine.plan.share import Share
 ALIGNMENT = 32
 
 Spans = list[tuple[int, int | None, int]]
-"""A range in order, as (elements, index of the segment or None for a gap, start in the segment)."""
+"""The spans of a range, in order: (elements, index of the segment or None for a gap, start in the segment)."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Segment:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of what the range holds."""
+        """The shape of the parameter, or of this rank's share of it."""
         return self.share.own_shape
 
     @property
@@ -63,11 +63,11 @@ class Segment:
 class BucketLayout:
     """The positions of parameters and of ranks' shards in a flat buffer. Arithmetic only.
 
-    ``world_size`` ranks have a shard each, and ``rank`` is this one. ``order`` is the position of each rank's shard
-    among the shards; None if it is the rank.
-    ``nodes`` machines have all parameters at rest each: a rank has those of its own shard and of the adjacent shards of
-    the ranks with its place on the other machines, together its *part*. With 1 the part is the shard.
-    ``owners`` are the positions that have the segments of a whole bucket, ascending; None where shards are equal.
+    ``world_size`` ranks have a shard each, and ``rank`` is this rank. ``order`` has the position of each rank's shard
+    among the shards; None if positions equal ranks.
+    Each of ``nodes`` machines has all parameters at rest: a rank has those of its own shard and of the adjacent shards
+    of the ranks with its local index on the other machines, together its *part*. For ``nodes=1`` the part is the shard.
+    ``owners`` has the position of each segment's owner in a whole bucket, ascending; None where shards are equal.
     ``padded_to`` is the length of the flat buffer; None if it ends with the last shard that is needed.
     """
 
@@ -90,7 +90,7 @@ class BucketLayout:
         order: tuple[int, ...] | None = None,
         nodes: int = 1,
     ) -> BucketLayout:
-        """Place the parameters one after another, as they are given: by names and shapes, or shares of these."""
+        """Place the parameters one after another, in the given order: (name, shape) or (name, share)."""
         segments, position = [], 0
         for name, shape in named:
             share = shape if isinstance(shape, Share) else Share(torch.Size(shape))
@@ -100,7 +100,7 @@ class BucketLayout:
         return cls(tuple(segments), world_size, owned, rank=rank, order=order, nodes=nodes)
 
     def with_owners(self, owners: Sequence[int]) -> BucketLayout:
-        """The same buffer, of which each segment has one owner."""
+        """The same buffer, with one owner for each segment."""
         return replace(self, owners=tuple(owners), padded_to=self.padded_numel)
 
     @property
@@ -110,7 +110,7 @@ class BucketLayout:
 
     @property
     def mean(self) -> float:
-        """What a sum over the ranks is multiplied by for their mean."""
+        """The factor that turns a sum over the ranks into their mean."""
         return 1.0 / self.world_size
 
     @property
@@ -149,12 +149,12 @@ class BucketLayout:
 
     @property
     def part_ranges(self) -> Sequence[tuple[int, int]]:
-        """``[start, stop)`` of the part of each rank that a gather of the bucket is between."""
+        """``[start, stop)`` of the part of each rank in the group that gathers the bucket."""
         return [self._part_at(n) for n in range(self.world_size // self.nodes)] if self.nodes > 1 else self.shard_ranges
 
     @property
     def ranges_in_part(self) -> Sequence[tuple[int, int]]:
-        """``[start, stop)`` within this rank's part, of the shard of each rank that has the same part."""
+        """``[start, stop)`` of each shard in this rank's part, relative to the start of the part."""
         begin, first = self.own_part[0], self.position(self.rank) // self.nodes * self.nodes
         shards = map(self._range_at, range(first, first + self.nodes))
         return [(start - begin, stop - begin) for start, stop in shards]
@@ -183,7 +183,7 @@ class BucketLayout:
 
     @property
     def shard_ranges(self) -> Sequence[tuple[int, int]]:
-        """``shard_range`` of every rank. Computed when asked for: each of a thousand ranks needs its own alone."""
+        """``shard_range`` of every rank. Computed on access: each of a thousand ranks needs only its own."""
         return ShardRanges(self)
 
     def owned_range(self, first: int, last: int, rank: int) -> tuple[int, int]:
@@ -225,7 +225,7 @@ class BucketLayout:
 
 
 class ShardRanges(Sequence[tuple[int, int]]):
-    """``shard_range`` of every rank; ``are_equal`` says whether they are equally long, without looking at each."""
+    """``shard_range`` of every rank; ``are_equal`` tells whether they have equal lengths, without computing each."""
 
     def __init__(self, layout: BucketLayout) -> None:
         self._layout, self.are_equal = layout, not layout.is_whole

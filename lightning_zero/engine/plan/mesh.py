@@ -9,10 +9,10 @@ from math import prod
 from lightning_zero.engine.plan.topology import Topology
 
 NODE, LOCAL = "node", "local"
-"""The dimensions: machines, and the ranks of each."""
+"""The dimensions: machines, and the ranks of each machine."""
 
 ALL = (LOCAL, NODE)
-"""Both, in the order of shards: ranks with the same local index have adjacent ones."""
+"""Both dimensions, in the order of shards: ranks with the same local index have adjacent shards."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Mesh:
     Attributes:
         dimensions: the size of each dimension, by name.
         rank: this process's rank.
-        places: each rank's index along each dimension; None if all are ranks of one machine.
+        places: each rank's index along each dimension; None if all ranks are on one machine.
     """
 
     dimensions: Mapping[str, int]
@@ -36,7 +36,7 @@ class Mesh:
 
     @classmethod
     def of(cls, topology: Topology, rank: int) -> Mesh:
-        """Machines with equally many ranks."""
+        """A mesh of machines with the same number of ranks each."""
         nodes = topology.nodes
         places = {each: (node, local) for node, ranks in enumerate(nodes) for local, each in enumerate(ranks)}
         return cls({NODE: len(nodes), LOCAL: len(nodes[0])}, rank, tuple(places[each] for each in sorted(places)))
@@ -54,6 +54,6 @@ class Mesh:
         return number
 
     def order(self, over: Sequence[str]) -> tuple[int, ...] | None:
-        """The position of every rank along these dimensions, which are all; None if positions equal ranks."""
+        """The position of every rank along these dimensions (all of the mesh's); None if positions equal ranks."""
         positions = tuple(self.position(rank, over) for rank in range(len(self.places or ())))
         return None if positions == tuple(range(len(positions))) else positions

@@ -1,4 +1,4 @@
-"""Owners of the parameters of whole buckets (see ``layout``), with their elements balanced over all units."""
+"""Owners of the parameters in whole buckets (see ``layout``), balanced by elements over all units."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from lightning_zero.engine.plan.layout import BucketLayout
 
 MOST_UNEVEN = 2.0
-"""Users are warned if the largest load is more than so many times the mean."""
+"""Users are warned if the largest load is more than this many times the mean."""
 
 _SWEEPS = 4
 _CHOICES = 4
-"""Ranks that are tried for each segment of a bucket, the least loaded ones, where there are more."""
+"""Ranks that are tried for each segment of a bucket: where there are more, only the least loaded ranks."""
 
 
 def balanced_owners(
@@ -22,15 +22,15 @@ def balanced_owners(
 ) -> list[list[int]]:
     """The owner of each segment, by its position in the order of shards; ascending in each bucket.
 
-    So a rank's shard of a bucket is one run of segments, and no segment has to move. Buckets are assigned one after
+    Thus a rank's shard of a bucket is one run of segments, and no segment has to move. Buckets are assigned one after
     another, each in the best way given the others, those with the largest segments first; then again, since the other
-    assignments have changed. With ranks enough to choose from, the most loaded rank comes as close to the mean as with
+    assignments have changed. With enough ranks to choose from, the most loaded rank comes as close to the mean as with
     segments assigned freely (largest first, to the least loaded rank).
 
     Args:
         buckets: elements of each segment, by bucket.
-        ranks: how many.
-        loads: the elements of other buckets that each already owns.
+        ranks: the number of ranks.
+        loads: the elements of other buckets that each rank already owns.
 
     Returns:
         For each bucket the owners of its segments.
@@ -49,7 +49,7 @@ def balanced_owners(
 
 
 def imbalance(buckets: Sequence[Sequence[int]], owners: Sequence[Sequence[int]], ranks: int) -> float:
-    """The load of the most loaded rank over the mean."""
+    """The largest load of a rank, divided by the mean load."""
     loads = [0] * ranks
     for of_bucket, numels in zip(owners, buckets):
         for rank, numel in zip(of_bucket, numels):
@@ -58,7 +58,7 @@ def imbalance(buckets: Sequence[Sequence[int]], owners: Sequence[Sequence[int]],
 
 
 def warn_if_uneven(layouts: Sequence[BucketLayout]) -> None:
-    """Warn if one rank owns far more than the mean of whole parameters: a step takes as long as its updates."""
+    """Warn if one rank's whole parameters far exceed the mean: a step takes as long as that rank's updates."""
     whole = [layout for layout in layouts if layout.owners is not None]
     numels = [[segment.numel for segment in layout.segments] for layout in whole]
     ranks = whole[0].world_size if whole else 1
@@ -67,17 +67,18 @@ def warn_if_uneven(layouts: Sequence[BucketLayout]) -> None:
         largest = max((segment for layout in whole for segment in layout.segments), key=lambda segment: segment.numel)
         warnings.warn(
             f"Parameters that are updated as a whole are unevenly distributed over {ranks} ranks: one rank owns "
-            f"{uneven:.1f} times the mean number of elements, so the others wait for it. The largest parameter, "
-            f"'{largest.name}', has {largest.numel / sum(map(sum, numels)):.0%} of them. Use fewer ranks for this "
-            "model, or give large parameters to an elementwise optimizer such as AdamW: those are sharded evenly.",
+            f"{uneven:.1f} times the mean number of elements, so the other ranks wait for it. The largest "
+            f"parameter, '{largest.name}', has {largest.numel / sum(map(sum, numels)):.0%} of these elements. Use "
+            "fewer ranks for this model, or give large parameters to an elementwise optimizer such as AdamW: those are "
+            "sharded evenly.",
             stacklevel=2,
         )
 
 
 def _runs(numels: Sequence[int], loads: list[int]) -> list[int]:
-    """Cut one bucket into runs for ascending ranks, so that the sum of the squares of loads is least.
+    """Cut one bucket into runs for ascending ranks, minimising the sum of squared loads.
 
-    By dynamic programming over the ranks: the least cost of the first segments, for each number of them.
+    Dynamic programming over the ranks: ``costs[n]`` is the least cost of assigning the first ``n`` segments.
     """
     tried = range(len(loads))
     if len(loads) > _CHOICES * len(numels):
@@ -86,7 +87,7 @@ def _runs(numels: Sequence[int], loads: list[int]) -> list[int]:
     for numel in numels:
         ends.append(ends[-1] + numel)
     costs = [0.0] + [float("inf")] * len(numels)
-    cuts: list[list[int]] = []  # by rank, where its run begins if it ends before each segment
+    cuts: list[list[int]] = []  # by rank, the start of its run for each possible end
     for rank in tried:
         after, begins = list(costs), list(range(len(ends)))
         for stop in range(1, len(ends)):

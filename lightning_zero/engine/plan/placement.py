@@ -31,10 +31,10 @@ class Placements:
     def model_state_bytes(
         self, numel: int, mesh: Mesh, *, parameter_bytes: int, master_bytes: int = 4, trains: bool = True
     ) -> int:
-        """Bytes of model states per rank, by the paper's formula with Adam and the dtypes of this engine.
+        """Bytes of model states per rank, by the paper's formula for Adam and this engine's dtypes.
 
         A master weight as wide as its parameter *is* the rank's own slice of the parameter. A low-precision copy of
-        what is sharded like the master weights exists only while it is gathered. So neither is counted twice.
+        parameters sharded like the master weights exists only while gathered. So neither is counted twice.
 
         Args:
             numel: Psi, the number of parameter elements.
@@ -68,7 +68,7 @@ _STAGES = {
 
 
 def placements_of(stage: int | str, *, shards_within: bool = False) -> Placements:
-    """The placements of a stage, given by number or by a name from the literature; a ValueError if there is none.
+    """The placements of a stage, given by number or by a name from the literature; raises a ValueError for others.
 
     Args:
         shards_within: whether each machine has all parameters (stage 3 only).

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Rows(NamedTuple):
-    """Where a range of this rank's share is in the whole tensor, both seen as matrices of equally many rows.
+    """The position of a range of this rank's share in the whole tensor, both as matrices with the same number of rows.
 
     Attributes:
         start, stop: the rows of the flattened whole tensor that contain the range.
@@ -50,7 +50,7 @@ class Share:
 
     @property
     def is_counted_here(self) -> bool:
-        """Whether sums over all ranks count this rank's elements: of ranks that have the same, one does."""
+        """Whether sums over all ranks count this rank's elements: of ranks with the same elements, only one counts."""
         return self.is_divided or self.index == 0
 
     def of_another(self, shape: torch.Size) -> Share:
@@ -68,7 +68,7 @@ class Share:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Of this rank's share in the whole tensor."""
+        """The offsets of this rank's share in the whole tensor."""
         return tuple(self._start(self.index) if each == self.dimension else 0 for each in range(len(self.shape)))
 
     def shape_of(self, index: int) -> torch.Size:
@@ -89,7 +89,7 @@ class Share:
         return value.narrow(self.dimension, self._start(self.index), self.length(self.index))
 
     def rows(self, start: int, stop: int) -> Rows:
-        """Where the elements ``[start, stop)`` of this rank's flattened share come from; a range that is not empty."""
+        """Where elements ``[start, stop)`` of this rank's flattened share come from; the range must not be empty."""
         assert self.dimension is not None
         inner = prod(self.shape[self.dimension + 1 :])
         begin, width = self._start(self.index) * inner, self.shape[self.dimension] * inner

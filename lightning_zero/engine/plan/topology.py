@@ -34,10 +34,10 @@ class Topology:
         return len(self.nodes) > 1 and len(sizes) == 1 and sizes != {1}
 
     def groups(self, size: int | str) -> Topology:
-        """Ranks in groups, machine by machine, which take the place of machines.
+        """A topology of groups of ranks, filled machine by machine, in place of machines.
 
         Args:
-            size: the size of each group; ``"node"`` for that of a machine.
+            size: the size of each group; ``"node"`` for all ranks of a machine.
 
         Raises:
             ValueError: if groups of this size are not possible.
@@ -48,7 +48,7 @@ class Topology:
             numbers = _proper_divisors(ranks) if gcd(*sizes) == 1 else _divisors(gcd(*sizes))
             mend = f"write the number of ranks of a group, {_listed(numbers, 'or')}" if numbers else "leave it out"
             raise ValueError(
-                "shard_within='node' needs the same number of ranks on each machine, and the machines run "
+                "shard_within='node' needs the same number of ranks on each machine, but the machines run "
                 f"{_listed(sizes, 'and')} ranks: {mend}."
             )
         size = sizes[0] if size == "node" else size
@@ -76,7 +76,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _proper_divisors(ranks: int) -> list[int]:
-    """Sizes of groups that are smaller than all ranks together, which would be stage 3."""
+    """Group sizes except that of one group of all ranks, which would be stage 3."""
     return _divisors(ranks)[:-1]
 
 

@@ -11,20 +11,20 @@ from torch import nn
 from lightning_zero.engine.config import Modules
 
 LARGE_LAYER = 2**20
-"""Parameters above which a layer outside of every block is a unit of its own (an embedding, a head); less in models
-where one of ``LEAST_UNITS`` equal parts has fewer."""
+"""Elements above which a layer outside every block is a unit of its own (an embedding, a head); fewer in models where
+one of ``LEAST_UNITS`` equal parts has fewer."""
 
 UNIT_NUMEL = 2**20
-"""Parameters up to which neighbouring blocks are merged into one unit: in smaller messages latency dominates."""
+"""Elements up to which neighbouring blocks are merged into one unit: in smaller messages latency dominates."""
 
 LEAST_UNITS = 4
-"""Least number of units after merging, if there are as many blocks: fewer would gather most of a model at once.
+"""Least number of units after merging, if there are that many blocks: fewer would gather most of a model at once.
 
-On two ranks with default options, four equal units bound what is in reduction at once to the bytes of all parameters,
-and with what is gathered at stage 3 to 7/4 of them: 1/4 and 7/16 of DDP's 16 bytes a parameter."""
+On two ranks with default options, four equal units limit the data in reduction at once to the bytes of all
+parameters, and together with gathered data at stage 3 to 7/4 of them: 1/4 and 7/16 of DDP's 16 bytes per parameter."""
 
 TINY = 2**16
-"""Parameters up to which all units of a model are resident: gathered from the start of forward to the end of backward,
+"""Elements up to which all units of a model are resident: gathered from the start of forward to the end of backward,
 as the root unit is. In such models messages dominate the time of a step, and buffers take kilobytes."""
 
 
@@ -41,7 +41,7 @@ class UnitPlan:
     """A unit before it is sharded.
 
     Attributes:
-        name: qualified name of the block, or of the first and the last; the root's is ``""``.
+        name: qualified name of the block, or of the first and the last block; the root unit's is ``""``.
         blocks: modules whose forward gathers the unit. The root unit is gathered by the step; it has blocks only where
             the whole module is small.
         parameters, owners: the unit's, by qualified name, each once, in the order of ``root.named_parameters()``.
@@ -61,18 +61,18 @@ class UnitPlan:
 def plan_units(root: nn.Module, units: Modules = "auto", unit_numel: int | None = None) -> list[UnitPlan]:
     """Choose the units of a module, the root unit first.
 
-    Automatic blocks are modules that every rank runs whatever its data: the children of an ``nn.Sequential``, composite
-    blocks repeated in an outermost ``nn.ModuleList``, and large layers outside of both. The stages of a hierarchical
-    vision model, each wider than the one before, are divided into their blocks. A list of experts or heads, chosen by
-    data, stays inside its block. Each block is a unit, or several small blocks are. Parameters tied across units belong
-    to the root unit.
+    Automatic blocks are modules that every rank runs regardless of its data: the children of an ``nn.Sequential``,
+    composite blocks repeated in an outermost ``nn.ModuleList``, and large layers outside both. The stages of a
+    hierarchical vision model, each wider than the one before, are divided into their blocks. A list of experts or
+    heads, chosen by data, stays inside its block. Each block becomes a unit, or several small blocks become one
+    together. Parameters tied across units belong to the root unit.
 
     Args:
         root: the whole module.
         units: ``"auto"``; a module class or several; or a predicate of (qualified name, module).
-        unit_numel: parameters up to which neighbours in a list or sequence are merged into one unit, and up to which a
-            whole module is one unit. None for no merging if units are not automatic; otherwise for ``UNIT_NUMEL``, or
-            less if merging would leave fewer than ``LEAST_UNITS`` without the root unit.
+        unit_numel: elements up to which neighbours in a list or sequence are merged into one unit, and up to which a
+            whole module is one unit. None means no merging if units are not automatic; otherwise ``UNIT_NUMEL``, or
+            less if merging would leave fewer than ``LEAST_UNITS`` besides the root unit.
     """
     is_automatic = unit_numel is None and units == "auto" and UNIT_NUMEL > 0
     if unit_numel is None:
@@ -115,7 +115,7 @@ def share_of(root: nn.Module) -> int:
 def _merged(root: nn.Module, blocks: list[tuple[str, nn.Module]], unit_numel: int, least: int) -> list[UnitPlan]:
     """Make a unit of each block, or of several consecutive blocks that have up to ``unit_numel`` elements together.
 
-    Merging stops earlier if it would leave fewer than ``least`` units and there are as many blocks.
+    Merging stops earlier if it would leave fewer than ``least`` units, provided there are that many blocks.
     """
     if least > 1:
         unit_numel = min(unit_numel, -(-sum(_numel(block) for _, block in blocks) // least))
@@ -143,7 +143,7 @@ def _follow_one_another(root: nn.Module, name: str, other: str) -> bool:
 
 
 def select_modules(root: nn.Module, wanted: Modules, *, option: str) -> list[tuple[str, nn.Module]]:
-    """The outermost modules, with their qualified names, that a user's option selects; a ValueError if it selects none.
+    """The outermost modules, with their qualified names, that a user's option selects; a ValueError if there are none.
 
     Args:
         wanted: a module class or several; or a predicate of (qualified name, module).
@@ -187,7 +187,7 @@ def _automatic(prefix: str, module: nn.Module, large: int) -> Iterator[tuple[str
         elif repeated or (in_sequence and not _holds_units(child)):
             yield path, child
         elif isinstance(child, (nn.ModuleList, nn.ModuleDict)) and not _is_repeated_blocks(child):
-            continue  # heads or experts, chosen by data: part of the module that chooses
+            continue  # heads or experts, chosen by data: part of the module that chooses them
         elif not _is_composite(child) and _numel(child, recurse=False) >= large:
             yield path, child
         else:
@@ -205,7 +205,7 @@ def _is_repeated_blocks(module: nn.Module) -> bool:
 def _are_stages(module: nn.Module) -> bool:
     """Whether the children are stages of a hierarchical model: three or more of one class, all of different shapes.
 
-    Layers of a transformer, with or without experts, have one or two sets of shapes, so they are not taken for stages.
+    Transformer layers, with or without experts, have one or two sets of shapes, so they are not mistaken for stages.
     """
     children = [child for child in module.children() if _has_parameters(child)]
     shapes = {tuple(parameter.shape for parameter in child.parameters()) for child in children}

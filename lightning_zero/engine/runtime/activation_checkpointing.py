@@ -21,7 +21,7 @@ from lightning_zero.engine.runtime.activation_offload import ActivationStore
 from lightning_zero.engine.runtime.compile_hooks import OwnHook
 from lightning_zero.engine.runtime.saved_tensors import is_watched_by_others
 
-# This function of torch can be driven by hooks, but takes all options by position; later versions have more of them.
+# This torch function can be driven by hooks, but takes all options by position; later versions have more options.
 _OPTIONS = {
     name: parameter.default
     for name, parameter in inspect.signature(checkpoint_generator).parameters.items()
@@ -32,8 +32,8 @@ _OPTIONS = {
 class CheckpointedModule:
     """Hooks that checkpoint one module until they are removed.
 
-    The schedule's hooks are around these: a unit is gathered before its region begins, and again within the region when
-    the module is called for recomputation. ``store`` offloads the module's inputs until then.
+    The schedule's hooks run outside these: a unit is gathered before its region begins, and again within the region
+    when the module is recomputed. ``store`` offloads the module's inputs until recomputation.
     """
 
     def __init__(self, module: nn.Module, store: ActivationStore | None = None) -> None:
@@ -46,7 +46,7 @@ class CheckpointedModule:
         ]
 
     def recover(self) -> None:
-        """End regions whose forward was interrupted by Ctrl-C or ``sys.exit``; torch calls no forward hooks then."""
+        """End regions whose forward was interrupted by Ctrl-C or ``sys.exit``; torch then calls no forward hooks."""
         while self._regions:
             self._regions.pop().close()
 
@@ -59,9 +59,9 @@ class CheckpointedModule:
     def _before(self, from_compiled: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._recomputing:
             if from_compiled and not is_compiled(module):
-                # a recomputation would not be compiled, and would save other tensors
+                # a recomputation would not be compiled, and would save different tensors
                 raise RuntimeError(
-                    f"activation_checkpointing= of a {type(module).__name__} inside of compiled code: compile the "
+                    f"activation_checkpointing= on a {type(module).__name__} inside compiled code: compile the "
                     "checkpointed modules themselves (block.compile()) instead of the modules around them."
                 )
             region = self._region(module, args, kwargs)
@@ -82,7 +82,7 @@ class CheckpointedModule:
         if not self._recomputing and self._regions:
             next(self._regions.pop(), None)
 
-    # As a context: a recomputation of a region, of which there is one for each backward through it.
+    # As a context manager: one recomputation of a region, entered once for each backward pass through the region.
 
     def __enter__(self) -> None:
         self._recomputing += 1

@@ -1,14 +1,14 @@
-"""Activation offload and partitioning: move the inputs of checkpointed modules away between forward and backward.
+"""Activation offload and partitioning: move inputs of checkpointed modules off the device until backward.
 
 (P_a and P_a+cpu in Rajbhandari et al., "ZeRO", SC20, section 6.1; "ZeRO-Infinity", SC21, section 5.1.2.) Checkpointing
-keeps one input per module; offload moves this input, too, while other modules compute. Where tensor-parallel ranks
-have the same input, each keeps a part of it, and the parts are gathered on the way back:
+keeps one input per module; offload moves this input too, while other modules compute. Where tensor-parallel ranks
+have the same input, each rank keeps one part, and the parts are gathered in backward:
 
     forward     | unit 1     | unit 2     | unit 3         copies:  | out: input 1 | out: input 2 |
     backward    | unit 3     | unit 2     | unit 1         copies:  | in: input 2  | in: input 1  |
 
-The device's memory of an input is released when the next unit begins, so the last unit's input is still on the device
-when backward begins. In backward each input is copied back while the following unit of forward is recomputed.
+An input's device memory is released when the next unit begins, so the last unit's input is still on the device when
+backward begins. In backward each input is copied back while the unit that came next in forward is recomputed.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ from lightning_zero.engine.runtime.saved_tensors import Saved
 from lightning_zero.engine.state.ledger import Ledger
 
 LEAST = 2**16
-"""Smallest size in bytes of a tensor that is moved: below it the copy costs more than the memory is worth."""
+"""Minimum size in bytes of a tensor to move: below this, the copy costs more than the memory is worth."""
 
 
-_PLAIN = (Tensor, FakeTensor)  # not other subclasses, which may have state besides their memory
+_PLAIN = (Tensor, FakeTensor)  # no other subclasses, which may have state besides their memory
 
 
 class ActivationStore:
     """Moves inputs of checkpointed modules, or all but this rank's part, out of device memory, and back in backward.
 
-    Dense floating-point tensors of at least ``LEAST`` bytes are moved, each once. Not moved are
+    Dense floating-point tensors of at least ``LEAST`` bytes are moved, each once. The following are not moved:
 
     - tensors that are saved under the user's saved-tensor hooks (an enclosing region, ``save_on_cpu``), which keep or
       drop them in their own way;
     - leaves that require gradients, including parameters: their gradient accumulation node keeps them in any case;
-    - inputs of several modules (an attention mask, rotary embeddings): the caller keeps them alive meanwhile, so
+    - inputs of several modules (an attention mask, rotary embeddings): the caller keeps them alive anyway, so
       nothing would be gained, and backward would fetch them once for each module.
 
     Args:
-        device: the device whose memory is relieved.
-        place: the place that tensors are moved to.
-        moves_whole: whether tensors that ranks do not share are moved, too.
-        parts: divides tensors that all tensor-parallel ranks have; None to move these as a whole.
+        device: the device whose memory is freed.
+        place: where tensors are moved to.
+        moves_whole: whether tensors that ranks do not share are moved too.
+        parts: divides tensors that all tensor-parallel ranks share; None to move these tensors whole.
         ledger: counts the memory of kept tensors.
     """
 
@@ -90,7 +90,7 @@ class ActivationStore:
         self._last: weakref.ref[_Region] | None = None
 
     def begin_forward(self) -> None:
-        """Note that a forward of the root module begins.
+        """Record that a forward of the root module begins.
 
         Earlier graphs may be kept on some ranks only, so collectives must not depend on their inputs.
         """
@@ -126,7 +126,7 @@ class ActivationStore:
         return run, tuple(saved.values()), {}, self._moving(moved)
 
     def _forms_of(self, module: nn.Module, leaves: list[Any], call: str) -> dict[int, type[_Form]]:
-        """How each argument that is moved is kept, by its ``id``. Collective the first time, where ranks may share.
+        """Map the ``id`` of each argument to move to its form. Collective on the first call if inputs are partitioned.
 
         Args:
             call: describes the structure of the arguments, the same on every rank.
@@ -140,7 +140,7 @@ class ActivationStore:
         return forms | {id(leaf): _SharedForm for leaf in shared}
 
     def _alike_in(self, module: nn.Module, leaves: list[Any], call: str, worth: Mapping[int, Tensor]) -> frozenset[int]:
-        """Numbers of the arguments that are the same on all tensor-parallel ranks; the first call compares them."""
+        """Indices of the arguments that are the same on all tensor-parallel ranks; the first call compares them."""
         known = self._alike.setdefault(module, {})
         if call not in known:
             assert self._parts is not None
@@ -154,7 +154,8 @@ class ActivationStore:
                 self._has_warned = True
                 warnings.warn(
                     f"partition_activations: the inputs of {type(module).__name__} differ between tensor-parallel "
-                    "ranks, as when sequence parallelism has divided them already. They are not partitioned.",
+                    "ranks, for example because sequence parallelism has already divided them. They are not "
+                    "partitioned.",
                     stacklevel=2,
                 )
         return known[call]
@@ -166,12 +167,12 @@ class ActivationStore:
             and tensor.layout is torch.strided
             and tensor.is_floating_point()
             and not (tensor.is_leaf and tensor.requires_grad)
-            and LEAST <= tensor.nbytes <= tensor.untyped_storage().nbytes()  # expanded ones have more
+            and LEAST <= tensor.nbytes <= tensor.untyped_storage().nbytes()  # false for expanded tensors
         )
 
     @contextmanager
     def _moving(self, moved: dict[int, type[_Form]]) -> Iterator[None]:
-        """Context in which tensors that autograd saves are moved if their ``id`` is among the given ones.
+        """Context in which tensors that autograd saves are moved if their ``id`` is in ``moved``.
 
         Autograd restores the graph of a saved tensor, so a moved input has its graph when it is unpacked.
         """
@@ -217,10 +218,10 @@ class ActivationStore:
 
 
 class _Region:
-    """Tensors moved in one forward of a checkpointed module. It refers to them weakly, and they refer to it."""
+    """Tensors moved in one forward of a checkpointed module, held by weak references; each tensor holds the region."""
 
     def __init__(self, previous: weakref.ref[_Region] | None) -> None:
-        self._kept: list[weakref.ref[Kept]] = []  # in an order that is the same on every rank
+        self._kept: list[weakref.ref[Kept]] = []  # in the same order on every rank
         self.previous = previous  # the region of the previous module, which is the next in backward
 
     def add(self, kept: Kept) -> None:
@@ -275,7 +276,7 @@ class Kept:
             self._forget()
 
     def fetch(self) -> None:
-        """Start to copy the values back to the device, unless they are there or being copied."""
+        """Start to copy the values back to the device, unless they are already there or on their way."""
         if self._original is not None or self._arriving is not None:
             return
         target = self._form.empty()
@@ -324,28 +325,28 @@ class Kept:
 
 
 class _Form:
-    """Memory layout of a tensor, with the alignment of its first element, which may affect kernels' order of sums.
+    """Memory layout of a tensor, with its first element's alignment, which may affect the order in which kernels sum.
 
     Attributes:
-        nbytes: the number of bytes that are kept.
+        nbytes: the number of kept bytes.
     """
 
     def __init__(self, tensor: Tensor, parts: ActivationParts | None = None) -> None:
         self._size, self._stride, self.nbytes = tensor.size(), tensor.stride(), tensor.nbytes
         self._dtype, self._device = tensor.dtype, tensor.device
         self._dense = torch.empty_like(tensor, device="meta").stride()  # the same order of dimensions, without gaps
-        self._lead = tensor.data_ptr() % 64 // tensor.element_size()  # elements after a multiple of 64 bytes
+        self._lead = tensor.data_ptr() % 64 // tensor.element_size()  # elements past a multiple of 64 bytes
 
     @property
     def is_dense(self) -> bool:
         return self._stride == self._dense
 
     def kept_of(self, tensor: Tensor) -> Tensor:
-        """Return the part of the tensor, or of one made by ``empty``, that is kept."""
+        """Return the kept part of the tensor, or of a tensor made by ``empty``."""
         return tensor
 
     def in_place(self, memory: Tensor) -> Tensor:
-        """View bytes as the elements that are kept, without gaps."""
+        """View bytes as the kept elements, without gaps."""
         return memory[: self.nbytes].view(self._dtype).as_strided(self._size, self._dense)
 
     def completes(self, target: Tensor) -> Callable[[], Any] | None:
@@ -363,7 +364,7 @@ class _Form:
 
 
 class _SharedForm(_Form):
-    """A dense tensor that is identical on all tensor-parallel ranks: each keeps an equal range, the last ones less."""
+    """A dense tensor identical on all tensor-parallel ranks: each rank keeps an equal range, the last ranks less."""
 
     def __init__(self, tensor: Tensor, parts: ActivationParts | None) -> None:
         super().__init__(tensor)
@@ -392,8 +393,8 @@ class _Copied(NamedTuple):
     """A copy that has begun, and what follows it.
 
     Attributes:
-        event: an event at their end, on a stream; None if there is no stream.
-        wait: waits for the rest, in any thread; None if nothing is left.
+        event: an event on a stream, after both; None if there is no stream.
+        wait: waits for what follows the copy, in any thread; None if there is nothing to wait for.
     """
 
     event: torch.Event | None
@@ -401,10 +402,10 @@ class _Copied(NamedTuple):
 
 
 class _Copies:
-    """Copies between device and host, on streams of their own where the device has streams; on a CPU plain copies.
+    """Copies between device and host, on dedicated streams if the device has streams; plain copies on a CPU.
 
     Device memory is allocated and freed on the current stream. Events order copies and computation; an event is None
-    where there is nothing to wait for.
+    if there is nothing to wait for.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -450,7 +451,7 @@ class _Copies:
 
 
 def activation_store(config: EngineConfig, communicator: Communicator, ledger: Ledger) -> ActivationStore | None:
-    """Make the store for inputs of checkpointed modules by the options; None if inputs are not moved."""
+    """Make the store for inputs of checkpointed modules, as the options require; None if inputs are not moved."""
     offload, device = config.offloads, communicator.device
     target = offload.activations if offload is not None else None
     if target is None and not config.partition_activations:

@@ -25,7 +25,7 @@ def untraced(function: Callable[[Any], Any]) -> Any:
 
 
 class OwnHook:
-    """A hook of the engine on a module. Copies and pickles of the module have a hook without effect instead.
+    """An engine hook on a module. Copies and pickles of the module have a no-op hook instead.
 
     Args:
         function: its first argument is whether the hook is called from compiled code.
@@ -35,7 +35,7 @@ class OwnHook:
         self._function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        compiler = set_eval_frame(None)  # not by ``untraced``, to save one call at each forward of each module
+        compiler = set_eval_frame(None)  # without ``untraced``, to save one call in each module's forward
         try:
             return self._function(compiler is not None, *args, **kwargs)
         finally:

@@ -1,8 +1,8 @@
 """Join of uneven inputs: a rank with no forward left to compute takes part in the all-gathers of the others.
 
 A turn is one batch of an evaluation loop, or one forward of a text generation. Ranks first exchange their positions
-(the dataloader of the next batch, the end of a generation, or the end of the loop). Ranks that are behind run their
-forward; the others take part in the gathers that the lowest of their ranks announces.
+(the next batch's dataloader, the end of a generation, or the end of the loop). Ranks that are behind run their
+forward; the others take part in the gathers that the lowest running rank announces.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Join:
     """Decides which ranks run a forward next, and lets the absent ranks take part in their gathers.
 
     While ranks are absent, parameters that user code reads are gathered by bucket, which absent ranks can take part in.
-    Operations that absent ranks cannot know of (a write, a sum over shards of another tensor) raise an error.
+    Operations that absent ranks cannot know about (a write, a sum over shards of another tensor) raise an error.
 
-    Where each machine has all parameters, its ranks take turns without the others.
+    Where each machine has all parameters, its ranks take turns independently of other machines.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Join:
     ) -> None:
         self._ranks, self._place, self._control = communicator.gathering
         self._rendezvous, self._schedule, self._buckets = rendezvous, schedule, buckets
-        self._position = 0  # index of the dataloader of this rank's present batch
+        self._position = 0  # index of the dataloader that this rank's current batch is from
 
     def take(self, position: int | None) -> None:
         """End this rank's turn; return when its next turn begins or all ranks are at the end. See ``take_turn``."""
@@ -51,7 +51,7 @@ class Join:
 
     @contextmanager
     def each_forward(self, module: nn.Module) -> Iterator[None]:
-        """Context in which ranks may run different numbers of a module's or submodules' forwards. Collective."""
+        """Context in which ranks may run different numbers of forwards of a module or its submodules. Collective."""
         is_sharded = any(isinstance(parameter, ShardedTensor) for parameter in module.parameters())
         if self._schedule.is_joining or not is_sharded:  # as within ``full_parameters``
             yield
@@ -128,7 +128,7 @@ class Join:
 
 
 class JoinedMethod:
-    """Replaces a module's ``generate``, so that transformers and PEFT call a joined method with a forward per token.
+    """Replaces a module's ``generate``, so that transformers and PEFT call a method that joins the ranks' forwards.
 
     Copies and pickles of the module have the original method.
     """
@@ -143,7 +143,7 @@ class JoinedMethod:
 
     @staticmethod
     def is_method_of(module: nn.Module) -> bool:
-        """Whether the module has such a method from its class, not replaced by the user."""
+        """Whether the module has a ``generate`` method from its class, not replaced by the user."""
         method = getattr(module, "generate", None)
         return isinstance(method, MethodType) and method.__func__ is getattr(type(module), "generate", None)
 

@@ -31,12 +31,12 @@ _END = "the end of backward"
 
 @dataclass
 class _Expectation:
-    """What earlier backwards over the same set of trainable parameters looked like."""
+    """What earlier backward passes over the same set of trainable parameters looked like."""
 
     counts: list[list[int]]  # by bucket, how many gradients each parameter gets on this rank until it is complete
     order: list[int]  # buckets with gradients on any rank, in the order of reduction; the same on every rank
     observed: bool = False
-    late: set[int] = field(default_factory=set)  # got a gradient after their reduction; the same on every rank
+    late: set[int] = field(default_factory=set)  # buckets with a gradient after their reduction; same on every rank
 
 
 @dataclass
@@ -51,20 +51,21 @@ class _Backward:
     sent: set[tuple[int, int]] = field(default_factory=set)  # (bucket, parameter) with a gradient in a reduction
     completed: list[int] = field(default_factory=list)
     in_flight: deque[tuple[int, Pending]] = field(default_factory=deque)
-    crossing: deque[tuple[int, Pending]] = field(default_factory=deque)  # between machines, where they have parameters
+    crossing: deque[tuple[int, Pending]] = field(default_factory=deque)  # over machines that have all parameters
     shards: dict[int, dict[int, GradientShard]] = field(default_factory=dict)
 
 
 class GradientReducer:
     """Collects local gradients, reduces each bucket once it is complete, and sets ``p.grad``.
 
-    Buckets are reduced in one order, whatever a rank's data: a complete bucket waits for those before it. Buckets
-    without gradients on this rank are reduced as zeros at the end of backward, where ranks exchange what they used.
+    Buckets are reduced in one order, whatever a rank's data: a complete bucket waits for the buckets before it. Buckets
+    without gradients on this rank are reduced as zeros at the end of backward, where ranks exchange which parameters
+    they used.
 
     Args:
         reduce_dtype, chunk_numel: see ``BucketGradients``.
         in_flight: how many reductions, each with its buffer, may be running at once.
-        overlap: False waits for each reduction where it is started.
+        overlap: False to wait for each reduction right after starting it.
         reduces_every_backward: False at stage 1, where ``no_sync`` accumulates locally.
     """
 
@@ -112,7 +113,7 @@ class GradientReducer:
         for leaf in (slot.view, slot.parameter):
             requires_grad = leaf.requires_grad
             leaf.requires_grad_(True)  # a frozen parameter may be unfrozen later
-            # torch's own method, as a sharded parameter overrides it for hooks of users
+            # torch's own method, as a sharded parameter overrides it for user hooks
             self._hooks.append(Tensor.register_post_accumulate_grad_hook(leaf, slot.take_gradient))
             leaf.requires_grad_(requires_grad)
 
@@ -130,7 +131,7 @@ class GradientReducer:
         self._added = number, index
 
     def _take(self, number: int, index: int, leaf: Tensor) -> None:
-        """Take the gradient of a leaf: of the ordinary parameter that a forward used, or of the sharded one itself."""
+        """Take the gradient of a leaf: the ordinary parameter that a forward used, or the sharded parameter itself."""
         if getattr(leaf, "_hooks_before_reduction", None):
             call_hooks_before_reduction(leaf)
         gradients, gradient = self._gradients[number], leaf.grad
@@ -156,8 +157,8 @@ class GradientReducer:
     def leave_unit(self, unit: Unit) -> None:
         """Backward leaves a unit for the last time: reduce its buckets, with zeros for missing gradients.
 
-        Otherwise deadlock is possible: a rank with all gradients waits in the reduction for this rank, which waits in a
-        gather of the next unit for that rank. Gradients that come later are reduced at the end.
+        Otherwise ranks may deadlock: a rank with all gradients waits for this rank in the reduction, while this rank
+        waits for it in the next unit's gather. Gradients that come later are reduced at the end of backward.
         """
         backward = self._backward
         if backward is None or unit.depth or not self._synchronises:
@@ -169,7 +170,7 @@ class GradientReducer:
         self._launch_in_order(backward)
 
     def _begin(self, leaf: Tensor | None = None) -> _Backward:
-        """The running backward; the first gradient starts it, which is the present one of ``leaf``."""
+        """Return the running backward, or start one for its first gradient, which ``leaf`` holds."""
         if self._backward is None:
             counts = [
                 [int(bucket.parameter(i).requires_grad) for i in range(len(bucket.views))] for bucket in self._buckets
@@ -183,7 +184,7 @@ class GradientReducer:
                 missing=[sum(count > 0 for count in counts) for counts in expectation.counts],
             )
             # Without ``synchronise`` a backward at stage 1 is not reduced, unless some ``p.grad`` shows an earlier
-            # reduction: that is sharded, and a rank's local gradient cannot be added to it.
+            # reduction, which is sharded: a rank's local gradient cannot be added to it.
             must = self.synchronise or self._reduces_every_backward or self._communicator.size == 1
             self._synchronises = must or self._shows_reduced(leaf)
             for gradients in self._gradients:
@@ -243,13 +244,13 @@ class GradientReducer:
     def _finish_reduction(self, backward: _Backward, number: int, pending: Pending) -> None:
         bucket = self._buckets[number]
         shards = backward.shards[number] = self._gradients[number].finish_reduction(pending)
-        # If a unit ran twice, the other run's backward may need its values although all gradients are there.
+        # If a unit ran twice, the other run's backward may need its values even once all gradients have arrived.
         is_done = all(backward.counts[number]) and number not in backward.left and not self._units[number].ran_twice
         if self.on_reduced is not None and backward.expectation.observed and is_done:
             order = [self._buckets[number] for number in backward.expectation.order]
             self.on_reduced(bucket, shards, order)
 
-    # -- at its end -------------------------------------------------------------------------------------------------
+    # -- at the end of backward -------------------------------------------------------------------------------------
 
     def _at_end(self) -> None:
         """Final callback of the backward in which the first gradient was computed; called by the autograd engine."""

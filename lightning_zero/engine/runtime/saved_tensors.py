@@ -1,4 +1,4 @@
-"""Saved-tensor hooks: regather parameters that backward needs; also copies of released values that outlive forward."""
+"""Saved-tensor hooks that regather parameters for backward; copies of values that would outlive their buffer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
 
 class SavedTensors:
-    """Gathers a unit again when backward unpacks a saved tensor of it whose buffer was released.
+    """Gathers a unit again when backward unpacks one of its saved tensors after the buffer was released.
 
     Usually the hook on the gradient of a unit's output has gathered the unit already. The exceptions are tensors that
     leave the unit in another way (a loss kept as an attribute), and graphs that are used twice.
@@ -47,7 +47,7 @@ class SavedTensors:
         outer = hooks_on_top()
         bucket_of, showing = self._bucket_of, self._bucket_showing
 
-        # Called for every saved tensor, often more than a thousand times a step, so its time counts.
+        # Called for every saved tensor, often more than a thousand times a step, so speed matters.
         @untraced
         def pack(tensor: Tensor) -> Any:
             if type(tensor) is Tensor and tensor.layout is torch.strided:
@@ -70,7 +70,7 @@ class SavedTensors:
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Context without the hooks that ``watch`` pushed, unless hooks of the user are on top of them."""
+        """Context without the hooks that ``watch`` pushed, unless user hooks are on top of them."""
         aside = self.stop()
         try:
             yield
@@ -80,7 +80,7 @@ class SavedTensors:
                 self._watching.append(hooks)
 
     def stop(self) -> list[Any]:
-        """Remove the hooks of every ``watch``, unless hooks of the user are on top of them; returns those removed."""
+        """Remove the hooks of every ``watch``, unless user hooks are on top of them; returns the removed hooks."""
         stopped = []
         while self._watching and hooks_on_top() == self._watching[-1]:
             stopped.append(self._watching.pop())
@@ -88,15 +88,15 @@ class SavedTensors:
         return stopped
 
     def outlive(self, output: Any) -> Any:
-        """A module's output, with tensors over buffers that are about to be released replaced by copies."""
-        if isinstance(output, Tensor):  # as of most modules
+        """A module's output, with copies in place of tensors over buffers that are about to be released."""
+        if isinstance(output, Tensor):  # as for most modules
             return output if self._bucket_showing(output) is None else output.clone()
         if any(self._bucket_showing(tensor) is not None for tensor in tensors_in(output)):
             return tree_map_only(Tensor, lambda t: t if self._bucket_showing(t) is None else t.clone(), output)
         return output
 
     def outlive_attributes(self, attributes: Attributes) -> None:
-        """As ``outlive``, for attributes that a forward has set, such as ``self.row = self.weight[0]``."""
+        """Like ``outlive``, for attributes that a forward has set, such as ``self.row = self.weight[0]``."""
         for holder, name in attributes.that_may_hold_tensors():
             kept = self.outlive(holder[name])
             if kept is not holder[name]:
@@ -139,12 +139,12 @@ class Attributes:
 
 
 class Saved(NamedTuple):
-    """A tensor saved by autograd, stored as autograd itself would without hooks.
+    """A tensor saved by autograd, stored as autograd itself would store it without hooks.
 
     Attributes:
-        tensor: detached: a node that saved its own output would be a reference cycle otherwise.
+        tensor: detached, since a node that saves its own output would otherwise form a reference cycle.
         version: the tensor's version when it was saved.
-        bucket: the bucket whose buffer holds it, if the buffer may be released meanwhile.
+        bucket: the bucket whose buffer holds the tensor, if the buffer may be released before backward.
     """
 
     tensor: Tensor
@@ -163,7 +163,7 @@ class Saved(NamedTuple):
         """The tensor.
 
         Raises:
-            RuntimeError: as autograd's own, if it has been written to since it was saved.
+            RuntimeError: like autograd's own, if the tensor has been written to since it was saved.
         """
         if self.bucket is not None:
             self.bucket.gather()
@@ -178,7 +178,7 @@ class Saved(NamedTuple):
 
 
 def is_watched_by_others() -> bool:
-    """Whether saved-tensor hooks of others are active: of a checkpointed region, or of ``save_on_cpu``."""
+    """Whether saved-tensor hooks other than the engine's are active: a checkpointed region's or ``save_on_cpu``'s."""
     hooks = hooks_on_top()
     while hooks is not None and hasattr(hooks[0], "outer"):  # ours, which pass other tensors on to the outer hooks
         hooks = hooks[0].outer

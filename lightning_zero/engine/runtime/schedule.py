@@ -37,16 +37,16 @@ class Unit:
 
     def __init__(self, plan: UnitPlan, buckets: list[Bucket]) -> None:
         self.name, self.is_root, self.buckets = plan.name, plan.is_root, buckets
-        self.is_resident = plan.is_resident  # gathered from the start of a window to the end of the backward after it
+        self.is_resident = plan.is_resident  # gathered from the start of a window to the end of the next backward
         self.numel = sum(parameter.numel() for parameter in plan.parameters.values())
         self.ran: set[Scope] = set()  # scopes that ran with a graph since the last backward
         self.ran_twice = False  # whether one of its scopes ran twice since the last backward
-        self.turns = 0  # times it began in forward with a graph and has not been left in backward yet
+        self.turns = 0  # forward turns with a graph that backward has not left yet
         self.stays = all(bucket.is_replicated for bucket in buckets)  # unsharded at rest
         self.held = False  # not to be released now: a resident unit within a window, or any unit under ``torch.func``
         self.depth = 0  # number of nested forwards
         self.outstanding = False  # ran under grad since the last backward
-        self.labels: list[Any] = []  # a profiler's, of the nested forwards
+        self.labels: list[Any] = []  # profiler labels of the nested forwards
 
     def __repr__(self) -> str:
         return f"Unit({self.name or 'root'}: {self.numel} elements in {len(self.buckets)} bucket(s))"
@@ -63,7 +63,7 @@ class Unit:
     def prefetch(self) -> None:
         """Start to gather ahead of need, unless the unit's update may still be running: the gather would wait for it.
 
-        Every rank decides alike; whether an update has ended in fact would differ between ranks.
+        Every rank decides alike; whether an update has actually ended would differ between ranks.
         """
         if not any(bucket.is_updated_late for bucket in self.buckets):
             self.gather()
@@ -80,8 +80,8 @@ class Unit:
 class Schedule:
     """Gathers each unit before its forward and its backward, and releases it when another unit begins.
 
-    A unit is not released when it is left: backward begins with the last unit of forward, and several modules of one
-    unit may run one after another.
+    A unit is not released as soon as its forward ends: backward begins with the last unit of forward, and several
+    modules of one unit may run one after another.
 
     Args:
         units: the root unit first, if there is one.
@@ -102,7 +102,7 @@ class Schedule:
         self._saved = SavedTensors([bucket for unit in units for bucket in unit.buckets])
         self.is_joining = False  # ranks run different numbers of forwards, whose order does not predict the next step's
         self._watched = False
-        self._keeping = 0  # nested transforms of ``torch.func``
+        self._keeping = 0  # nested ``torch.func`` transforms
         self._scopes: list[Scope] = []
         self._ran: list[Unit] = []
 
@@ -139,9 +139,9 @@ class Schedule:
             scope.remove()
 
     def recover(self, windows: int) -> None:
-        """Reset forwards that Ctrl-C or ``sys.exit`` has interrupted, leaving so many windows open.
+        """Reset forwards that Ctrl-C or ``sys.exit`` has interrupted, leaving ``windows`` windows open.
 
-        Torch calls no forward hooks for these.
+        Torch calls no forward hooks for interrupted forwards.
         """
         for scope in self._scopes:
             scope.recover()
@@ -196,7 +196,7 @@ class Schedule:
                 self._saved.outlive_attributes(scope.attributes)
             if torch.is_grad_enabled() and not unit.stays and not unit.held:
                 for tensor in tensors_in(output):
-                    if tensor.grad_fn is not None:  # a leaf would keep the hook for ever
+                    if tensor.grad_fn is not None:  # a leaf would keep the hook forever
                         tensor.register_hook(begin_backward)
             self._leave(unit, scope)
             return output
@@ -208,7 +208,7 @@ class Schedule:
         ]
 
     def _take_over(self, module: nn.Module, region: Scope) -> None:
-        """Swap in the root unit's parameters where compiled code begins, as hooks within it would break the graph."""
+        """Swap in the root unit's parameters where compiled code begins: hooks inside it would break the graph."""
         region.may_take_over = False
         inside = {id(inner) for inner in module.modules()}
         for scope in [scope for scope in self._scopes if scope.is_root]:
@@ -220,15 +220,16 @@ class Schedule:
                 region.recurrent += scope.recurrent
 
     def check_in_place(self) -> None:
-        """Raise if parameters of the module have been replaced, which the engine would not train."""
+        """Raise if parameters of the module have been replaced: the engine would not train the new ones."""
         for holder, attribute, parameter, _ in (entry for scope in self._scopes for entry in scope.entries):
             found = holder.get(attribute)
             if found is not parameter and isinstance(found, nn.Parameter):
                 name = parameter.slot.name  # type: ignore[attr-defined]
                 raise RuntimeError(
-                    f"'{name}' was replaced by another parameter while the module is sharded, and would not be "
-                    "trained. Write the values into it (with torch.no_grad(): parameter.copy_(values); load_state_dict "
-                    "without assign=True), or replace it before the strategy sets the module up, in configure_model()."
+                    f"'{name}' was replaced by another parameter while the module was sharded; the new one would not "
+                    "be trained. Write the values into the old one (with torch.no_grad(): parameter.copy_(values); "
+                    "load_state_dict without assign=True), or replace it before the strategy sets the module up, in "
+                    "configure_model()."
                 )
 
     # -- forward ----------------------------------------------------------------------------------------------------
@@ -323,7 +324,7 @@ class Schedule:
             self.release_if_idle(before)
 
     def _prefetch(self, upcoming: list[Unit], *, only_outstanding: bool = False) -> None:
-        """Gather the next units ahead of need; start to read the units after these from the disk."""
+        """Gather the next units ahead of need; start to read the units after these from disk."""
         for number, unit in enumerate(upcoming):
             if unit.outstanding or not only_outstanding:
                 if number < self.prefetch:
@@ -341,7 +342,7 @@ class Schedule:
             # Tensors saved for a second backward would not be watched, and would be read after their release.
             raise RuntimeError(
                 f"backward(create_graph=True) through unit {unit.name!r}, whose parameters are released, is possible "
-                "only inside of training_step, or of 'with engine.window():' around forward and both backwards."
+                "only inside training_step, or inside 'with engine.window():' around forward and both backward passes."
             )
         if not self._is_backward:
             queue_callback(weakly(self._end_of_backward))  # weakly: the callback must not keep the engine alive
@@ -365,9 +366,9 @@ class Schedule:
 
     @contextmanager
     def keeping_gathered(self) -> Iterator[None]:
-        """Context for a transform of ``torch.func``: removes the engine's saved-tensor hooks and keeps units gathered.
+        """Context for a ``torch.func`` transform: removes the engine's saved-tensor hooks and keeps units gathered.
 
-        Units that run in the context stay gathered until the next window, as graphs made in it cannot regather them.
+        Units that run in the context stay gathered until the next window, since graphs made there cannot regather them.
         """
         self._keeping += 1
         for unit in self.units:
@@ -380,12 +381,12 @@ class Schedule:
                 self._keeping -= 1
 
     def _end_of_backward(self) -> None:
-        # not at the end of a backward within another one, which continues: reentrant activation checkpointing
+        # not at the end of a nested backward, after which the outer one continues: reentrant activation checkpointing
         if current_autograd_node() is None:
             self.end_differentiation()
 
     def end_differentiation(self) -> None:
-        """Release what a backward or ``torch.autograd.grad`` has gathered."""
+        """Release the units that a backward or ``torch.autograd.grad`` has gathered."""
         if not self._keeping:
             self._turn_to(None)
             for unit in self.units:

@@ -1,4 +1,4 @@
-"""Scopes: modules in whose forward sharded parameters are replaced by the ordinary ones of the gathered buffer."""
+"""Scopes: modules in whose forward sharded parameters are replaced by ordinary ones over the gathered buffer."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class Call(Enum):
     """How a running forward of a module treats parameters."""
 
     REPLACED = "all are replaced by the user's"
-    WATCHED = "views, and what autograd saves is watched: outside of a window"
+    WATCHED = "views, and tensors that autograd saves are watched: outside a window"
     ORDINARY = "views"
 
 
 class Scope:
-    """A module in whose forward some of a unit's parameters are ordinary ones, and the dicts that hold them."""
+    """A module in whose forward some of a unit's parameters are ordinary, and the dicts that hold these parameters."""
 
     def __init__(self, module: nn.Module, is_root: bool) -> None:
-        self.module, self.is_root = weakref.ref(module), is_root  # of the root unit
+        self.module, self.is_root = weakref.ref(module), is_root  # whether of the root unit
         self.handles: list[Any] = []
         self.may_take_over = False  # see ``Schedule._take_over``
         self.entries: list[tuple[dict[str, Any], str, nn.Parameter, Tensor]] = []
-        # What modules compute with where it is not the view itself, by view; and where such tensors are now.
+        # By view, makes the tensor that modules compute with instead of the view; then where such tensors are set now.
         self.shown: dict[Tensor, Callable[[], Tensor]] = {}
         self._shown_now: list[tuple[dict[str, Any], str, nn.Parameter, Tensor]] = []
         self.recurrent: list[weakref.ref[nn.RNNBase]] = []
@@ -52,7 +52,7 @@ class Scope:
 
     @property
     def is_replaced(self) -> bool:
-        """Whether all its parameters are replaced, as within ``full_parameters``: nothing is gathered then."""
+        """Whether all the module's parameters are replaced, as within ``full_parameters``; then nothing is gathered."""
         if self.depth:
             return False
         for holder, name, parameter, _ in self.entries:  # at each call of each module; usually the first entry decides
@@ -100,7 +100,7 @@ class Scope:
 
 
 def regions(root: nn.Module, owners: set[int]) -> Iterator[nn.Module]:
-    """Modules around the owners (given by ``id``) where compiled code may begin.
+    """Modules that contain the owners (given by ``id``) and where compiled code may begin.
 
     These are the root; its children, which compiled methods of the root call; and modules that are compiled already.
     """

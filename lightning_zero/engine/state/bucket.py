@@ -4,7 +4,7 @@
 stage and state                 masters                ``full``              ``views`` show
 ==============================  =====================  ====================  =====================
 1, 2 in fp32                    slice of ``full``      all values            ``full``
-1, 2 in low precision           in fp32, apart         all values            ``full``
+1, 2 in low precision           separate, in fp32      all values            ``full``
 3 at rest                       the rank's values      zero bytes            NaN
 3 gathered                      the rank's values      all values            ``full``
 ==============================  =====================  ====================  =====================
@@ -15,7 +15,7 @@ Where each machine has all parameters (``shard_within``) the masters in fp32 are
 
               gather               wait              release, or a failure
     SHARDED ----------> GATHERING ------> GATHERED ----------------------> SHARDED
-                          ^    refresh     |    | refresh after an update in the background, over one rank
+                          ^    refresh     |    | refresh after an update in the background, with one rank
                           +----------------+    v
                           +------ wait ------ STALE
 """
@@ -54,15 +54,15 @@ from lightning_zero.engine.tensor.unsharded_param import View, mark_seen, may_be
 class BucketState(Enum):
     """The content of ``full``."""
 
-    SHARDED = "nothing that counts: this rank has its own values only"
-    GATHERING = "the masters' values, which are on their way"
+    SHARDED = "nothing valid: this rank has only its own values"
+    GATHERING = "the masters' values, which are still arriving"
     GATHERED = "the masters' values"
     STALE = "values from before the last update; the next wait gathers"
 
 
 @dataclass
 class BackgroundUpdate:
-    """The last update of the master weights in the background, until ``full`` shows its result."""
+    """The last background update of the master weights, until ``full`` shows its result."""
 
     work: BackgroundWork
     is_early: bool  # it may begin in backward; the same on every rank
@@ -72,7 +72,7 @@ class BackgroundUpdate:
 
 
 class SharedByBuckets(NamedTuple):
-    """What all buckets of an engine have in common; ``updates`` runs updates of offloaded master weights."""
+    """Objects that all buckets of an engine share; ``updates`` runs updates of offloaded master weights."""
 
     communicator: Communicator
     rendezvous: Rendezvous
@@ -86,18 +86,19 @@ class Bucket:
     """The parameters of one (unit, dtype, requires_grad), one after another in a flat buffer.
 
     Args:
-        parameters: the module's own, in the order of the layout.
+        parameters: the module's own parameters, in the order of the layout.
         full: the flat buffer, 1-D, in the compute dtype; with memory only where all values stay gathered.
-        part: what gathers start from, where each machine has all parameters; else None, and it is ``residency``.
+        part: what gathers start from, where each machine has all parameters; None if they start from ``residency``.
         number: the bucket's number among all buckets, the same on every rank.
-        gradient_codec: the codec of gradients that cross between machines; None for that of all others.
+        gradient_codec: the codec of gradients sent between machines; None for the codec of all other gradients.
 
     Attributes:
         update: the last background update, if ``full`` does not show its result yet.
         views: views of ``full``: the ordinary parameters that modules compute with.
         parameters: weak references; empty once the parameters are ordinary again.
-        awaits_refresh: within the hooks between an update and the gather that shows it.
-        was_written: since the last one that showed an update, other than by updates: perhaps not alike on all ranks.
+        awaits_refresh: whether hooks are running between an update and the gather that shows its result.
+        was_written: whether values were written, other than by updates, since the last gather that showed an update;
+            ranks may differ.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class Bucket:
 
     @property
     def over(self) -> tuple[str, ...]:
-        """The dimensions of the mesh along which the bucket is gathered and its gradients are reduced first."""
+        """The mesh dimensions along which the bucket is gathered and its gradients are reduced first."""
         return (LOCAL,) if self.part is not None else ALL
 
     @property
@@ -187,7 +188,7 @@ class Bucket:
         return self._buffer.segments[index]
 
     def has_master(self, master: Any) -> None:
-        """Register a master weight tensor, which may be a tensor over ``full``, as long as it lives."""
+        """Register a master weight tensor, which may lie over ``full``, for as long as it lives."""
         if self.is_in_buffer:
             self._buffer.masters.add(master)
 
@@ -210,10 +211,10 @@ class Bucket:
             self.residency.fetch(update.work if update is not None else None)
 
     def gather(self, *, refresh: bool = False, by_changes: bool = False) -> None:
-        """Start to fill ``full``; call ``wait`` before reading it. No effect where it is filled, unless ``refresh``.
+        """Start to fill ``full``; call ``wait`` before reading it. No effect if it is filled, unless ``refresh``.
 
         Args:
-            by_changes: send changes of values, which needs that all ranks had the same before.
+            by_changes: send changes of values, which requires that all ranks had the same values before.
         """
         if self.state in (BucketState.GATHERING, BucketState.GATHERED) and not refresh:
             return
@@ -223,8 +224,8 @@ class Bucket:
     def _gather(self, by_changes: bool) -> None:
         if self.has_begun:
             raise RuntimeError(
-                f"Unit {self.unit_name!r} is used again in a backward in which its update has begun. Write "
-                "OffloadConfig(overlap=False), with which updates begin after backward."
+                f"Unit {self.unit_name!r} is used again in a backward pass in which its update has begun. Set "
+                "OffloadConfig(overlap=False): updates then begin after backward."
             )
         self._finish_gather()
         update = self.update
@@ -244,15 +245,15 @@ class Bucket:
         self.state = BucketState.GATHERING
 
     def _own_values(self) -> Tensor | None:
-        """The values that a gather starts from; None where these are in ``full`` already."""
+        """The values that a gather starts from; None if they are already in ``full``."""
         if self.part is None:
             return self.residency.own_values()
-        if self.update is not None:  # of a step that has failed since
+        if self.update is not None:  # from a step that has failed since
             self._refresh_part(self.part, by_changes=False)
         return self.part.values()
 
     def _start_gather(self, own: Tensor | None, by_changes: bool) -> Pending:
-        """Copy this rank's values to their slice, unless they are there, and start the all-gather."""
+        """Copy this rank's values to their slice, unless they are already there, and start the all-gather."""
 
         def gather() -> Pending:
             if own is not None and by_changes and not self._is_left:
@@ -270,7 +271,7 @@ class Bucket:
         what = f"the gather of unit {self.unit_name!r}"
         if own is None or own.device == self.full.device:
             return gather()
-        # A copy from the host is on a stream of its own, so that it overlaps with computation.
+        # A copy from the host runs on a separate stream, so that it overlaps with computation.
         stream, device = self.streams.copies, self.full.device
         stream.wait_event(torch.accelerator.current_stream(device).record_event())
         with stream:
@@ -284,7 +285,7 @@ class Bucket:
         return Pending(what, Started([], [own], finish))
 
     def wait(self) -> None:
-        """Wait until ``full`` is filled, with the result of the last update, and so is ``part``."""
+        """Wait until ``full`` and ``part`` are filled with the result of the last update."""
         if self.part is not None:
             self.part.values()
         if self.state is BucketState.STALE:
@@ -369,13 +370,13 @@ class Bucket:
         self.update = BackgroundUpdate(begin(shown), is_early, awaits_step, writes_to_buffer, was_kept)
 
     def correct_update(self, part: slice, values: Tensor) -> None:
-        """After a write to a range of the master weights, write to what the last update has shown of them."""
+        """After a write to a range of the master weights, write to ``full`` too if the last update did."""
         if self.update is not None and self.update.writes_to_buffer:
             self.full.data[self._shard][part].copy_(values)
 
     @property
     def sends_changes(self) -> bool:
-        """Whether an update is sent to other machines as changes of what they have, unless that was written to."""
+        """Whether an update is sent to other machines as changes of their values, unless those were written to."""
         return self.residency.plan.sends_changes
 
     def refresh(self, by_changes: bool = False) -> bool:
@@ -400,7 +401,7 @@ class Bucket:
         return is_kept
 
     def _refresh_part(self, part: NodePart, by_changes: bool) -> None:
-        """Start to fetch what other machines have updated."""
+        """Start to fetch the values that other machines have updated."""
         if self.update is not None:
             with self.phases("wait for update", self.unit_name):
                 self.update.work.wait()
@@ -438,7 +439,7 @@ class Bucket:
         self._pending.clear()
         if not self.is_replicated and self.is_ready:
             self._free()
-        if self.part is not None:  # what came from other machines may be from before or after an update
+        if self.part is not None:  # values from other machines may be from before or after an update
             self.layout = replace(self.layout, nodes=1)
             self.residency.leave_part(self.layout)
             self.part.abandon()
@@ -447,9 +448,9 @@ class Bucket:
         self.state = BucketState.SHARDED  # a replicated buffer may be partly overwritten
 
     def rejoin(self, communicator: Communicator, rendezvous: Rendezvous) -> None:
-        """Use other communication between the same ranks, after a failure of the former."""
+        """Use a new communicator for the same ranks, after a failure of the former one."""
         self.communicator, self.rendezvous = communicator, rendezvous
-        self._is_left = self.layout.order is not None  # whatever order the shards of the new communicator have
+        self._is_left = self.layout.order is not None  # whatever shard order the new communicator has
 
     def leave_disk(self, may_read: bool) -> None:
         """Move the master weights to memory, before their file is removed."""

@@ -32,12 +32,12 @@ class BucketGradients:
     """Local gradients of a bucket's parameters, in one flat buffer or separate, and their mean over ranks.
 
     Args:
-        reduce_dtype: dtype of gradients in collectives; None, or a dtype no narrower, for that of accumulation.
+        reduce_dtype: dtype of gradients in collectives; None, or a wider dtype, for the dtype of accumulation.
         chunk_numel: elements above which the gradient of one parameter is reduced in chunks of about that size.
 
     Attributes:
-        reduces: whether gradients of the present backward are reduced at its end.
-        crosses: whether they are summed over machines, too, where each machine has all parameters.
+        reduces: whether gradients of the current backward are reduced at its end.
+        crosses: whether they are also summed over machines, where each machine has all parameters.
         flat: the flat buffer, if there is one.
     """
 
@@ -56,7 +56,7 @@ class BucketGradients:
         # Within a machine nothing is encoded if sums over machines follow.
         self._first_codec = Cast(self._dtype) if bucket.part is not None else self._codec
         are_small = layout.numel <= _SMALL * len(layout.segments)
-        # The gradient itself is as large as the parameter; its reduction need not take as much once more.
+        # The gradient itself is as large as the parameter; its reduction need not take that much memory again.
         is_alone_and_large = len(layout.segments) == 1 and layout.numel > chunk_numel and communicator.size > 1
         # Reduce without a copy into one buffer; not with many small gradients, where the calls cost more than the copy,
         # and not where a large gradient would be cast as a whole.
@@ -70,7 +70,7 @@ class BucketGradients:
             self._reduces_in_spans or communicator.size == 1 or copied_together or self._chunk_numel is not None
         )
         self._category = "gradients" if is_alone_and_large else "reduction"
-        # Gradients that are kept separately are counted where they are not copied to a flat buffer soon.
+        # Gradients that are kept separately are counted unless they are soon copied to a flat buffer.
         self._is_counted_apart = self._reduces_in_spans or self._chunk_numel is not None
         self._shares = {
             number: segment.share for number, segment in enumerate(layout.segments) if segment.share.is_divided
@@ -87,7 +87,7 @@ class BucketGradients:
         """Add a local gradient of one parameter; the caller must not use the tensor afterwards.
 
         Args:
-            gradient: a tensor in the parameter's full shape, or in that of this rank's share of it.
+            gradient: a tensor in the parameter's full shape, or in the shape of this rank's share.
         """
         self._turn_to_current_stream()
         if isinstance(gradient, ShardedTensor):
@@ -96,7 +96,7 @@ class BucketGradients:
             gradient = gradient.to_dense()
         if (
             share := self._shares.get(index)
-        ) is not None and gradient.shape == share.shape:  # of a use of it as a whole
+        ) is not None and gradient.shape == share.shape:  # from a use of the whole parameter
             gradient = share.own(gradient)
         stays_apart = gradient.numel() <= _SMALL or (self._may_all_stay_apart and self.flat is None)
         if stays_apart and self.reduces and not self._filled[index]:
@@ -136,7 +136,7 @@ class BucketGradients:
         return gradient
 
     def _turn_to_current_stream(self) -> None:
-        """Make the current stream wait for the one that earlier gradients came on.
+        """Make the current stream wait for the stream that earlier gradients came on.
 
         Autograd computes a gradient on the stream of its forward, and a module may use streams of its own.
         """
@@ -153,7 +153,7 @@ class BucketGradients:
         return any(self._filled)
 
     def show_unsynchronised(self) -> list[BucketSlot]:
-        """Make ``p.grad`` the local gradient, as DDP does under ``no_sync``; returns the slots with hooks of users."""
+        """Make ``p.grad`` the local gradient, as DDP does under ``no_sync``; returns the slots with user hooks."""
         shown = [slot for slot, filled in zip(slots_of(self.bucket), self._filled) if filled]
         for slot in shown:
             gradient, flat = slot.parameter.grad, self._flat_view(slot.index)
@@ -187,13 +187,13 @@ class BucketGradients:
         self._unsynchronised.clear()
 
     def shows_unsynchronised(self, index: int, gradient: Tensor) -> bool:
-        """Whether a gradient is a view of the flat buffer, as ``show_unsynchronised`` returned it."""
+        """Whether a gradient is a view of the flat buffer, as ``show_unsynchronised`` set it."""
         if self.flat is None or not self._filled[index] or isinstance(gradient, WrapperTensor):
             return False
         return gradient.data_ptr() == self._flat_view(index).data_ptr() != 0
 
     def _take_local(self) -> None:
-        """Accumulate ordinary tensors in ``p.grad``: they are this rank's own, and DDP would reduce them, too."""
+        """Accumulate ordinary tensors in ``p.grad``: they are local to this rank, and DDP would reduce them too."""
         for slot in slots_of(self.bucket):
             gradient = slot.parameter.grad
             if gradient is not None and not isinstance(gradient, WrapperTensor):
@@ -225,7 +225,7 @@ class BucketGradients:
     def start_reduction(self) -> Pending:
         """Start to sum the gradients over ranks, with zeros for parameters without a gradient.
 
-        Where each machine has all parameters, over its ranks; ``start_crossing`` is next.
+        Where each machine has all parameters, the sum is over its ranks only; ``start_crossing`` follows.
         """
         self._turn_to_current_stream()
         self._take_local()
@@ -262,9 +262,9 @@ class BucketGradients:
         return f"the gradient reduction of unit {self.bucket.unit_name!r}"
 
     def start_crossing(self, pending: Pending) -> Pending | None:
-        """Once the sum within the machine is there, start to sum over machines, what was accumulated before as well.
+        """Once the sum within the machine has arrived, start to sum it over machines, with what was accumulated before.
 
-        None where nothing is to be summed over machines in this backward.
+        None if this backward sums nothing over machines.
         """
         if self.bucket.part is None or not self.crosses:
             return None
@@ -293,7 +293,7 @@ class BucketGradients:
         return total
 
     def _mean_of(self, pending: Pending) -> Tensor | dict[int, Tensor]:
-        """Wait for the first reduction of gradients; what follows is a sum of parts of the mean."""
+        """Wait for the first reduction of gradients, and take the mean; a reduction after it sums parts of the mean."""
         total = self._sum_of(pending)
         if isinstance(total, Tensor) and not self._can_take_mean_first:
             total.mul_(self._mean)
@@ -322,7 +322,7 @@ class BucketGradients:
         return Pending(what, Started([], [], reduction.finish))
 
     def _sum_over_machines(self, part: Tensor) -> Tensor:
-        """Complete a sum that was left within a machine. Collective."""
+        """Complete a sum that was taken only within a machine. Collective."""
         self.bucket.rendezvous.meet(
             f"the gradients of unit {self.bucket.unit_name!r}, which are summed within machines"
         )
@@ -339,7 +339,7 @@ class BucketGradients:
         return apart
 
     def _start_in_chunks(self, chunk_numel: int) -> Pending:
-        """``start_reduction`` of the gradient of the bucket's one parameter."""
+        """``start_reduction`` for the gradient of a bucket's only parameter, in chunks."""
         gradient, factor = next((each.view(-1) for each in self._apart.values()), None), self._mean
         if (flat := self.flat) is not None:  # what was accumulated without synchronisation
             self.flat, factor = None, 1.0
@@ -369,14 +369,14 @@ class BucketGradients:
 
         def finish() -> Tensor:
             total = reduction.finish()
-            for stream in streams:  # before the memory of the gradient is used again
+            for stream in streams:  # before the gradient's memory is reused
                 wait_for([current_stream(total.device)], stream)
             return total
 
         return Pending(self._what, Started([], [], finish))
 
     def _complete_flat(self) -> Tensor:
-        """Take the flat buffer, with gradients that were kept separately, and zeros for missing gradients."""
+        """Take the flat buffer, including separately kept gradients, and zeros for missing gradients."""
         flat = self._make_flat() if self.flat is None else self.flat
         apart, filled = self._take_apart(), self._filled
         self._filled = [False] * len(filled)
@@ -403,7 +403,7 @@ class BucketGradients:
         return flat
 
     def finish_reduction(self, pending: Pending) -> dict[int, GradientShard]:
-        """Wait for a reduction and add the mean over ranks to the gradient shards, which are by parameter's index."""
+        """Wait for a reduction and add the mean over ranks to the gradient shards; returns them by parameter index."""
         with torch.no_grad():
             has_crossed = self.bucket.part is not None and self.crosses
             total = self._sum_of(pending) if has_crossed else self._mean_of(pending)
@@ -413,7 +413,7 @@ class BucketGradients:
                 incomplete = self._accumulate_within(total, slots)
                 return {slot.index: incomplete for slot in slots}
             reduced: list[tuple[list[BucketSlot], Spans, int]]
-            if isinstance(total, dict):  # one rank: separate gradients of those parameters that got one
+            if isinstance(total, dict):  # one rank: a separate gradient for each parameter that got one
                 totals = list(total.values())
                 reduced = [([slots[i]], [(segments[i].numel, i, 0)], segments[i].start) for i in total]
             else:
@@ -445,7 +445,7 @@ class BucketGradients:
         return shard
 
     def _accumulating_shard(self, slots: list[BucketSlot]) -> GradientShard | None:
-        """The shard that all ``.grad`` show which are not None, with zeros for the others; None if there is no such."""
+        """The shard that every ``.grad`` other than None shows, with zeros for the others; None if there is none."""
         held = [slot for slot in slots if slot.parameter.grad is not None]
         shard, dropped = shard_of_all(held), set(slots).difference(held)
         if shard is not None:

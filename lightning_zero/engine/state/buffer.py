@@ -26,7 +26,7 @@ def without_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tens
 class GatheredBuffer:
     """The full parameters of a bucket, one after another.
 
-    Device memory is allocated and freed on one stream, which waits for all streams that used it before the free.
+    Device memory is allocated and freed on one stream, which first waits for all streams that used the memory.
     ``masters`` are the master weight tensors over the buffer.
     """
 
@@ -37,14 +37,14 @@ class GatheredBuffer:
         self.masters: weakref.WeakSet[Any] = weakref.WeakSet()
         self._own_holders: int | None = None  # the engine's tensors over the buffer, without masters; None: not counted
         self._allocated_on: torch.Stream | None = None  # None on the CPU
-        self._arrived: torch.Event | None = None  # recorded when the first stream had waited for the gather
+        self._arrived: torch.Event | None = None  # recorded once the first stream has waited for the gather
         self._used_on: list[torch.Stream] = []
         if stays:
             ledger.add("parameters", self._nbytes)
             self._find_segments()
 
     def allocate(self) -> None:
-        """Allocate the memory, unless there is some."""
+        """Allocate the memory, unless it is already allocated."""
         if self.tensor.untyped_storage().nbytes():
             return
         self.tensor.untyped_storage().resize_(self._nbytes)
@@ -67,7 +67,7 @@ class GatheredBuffer:
     # -- streams ----------------------------------------------------------------------------------------------------
 
     def arrived(self) -> None:
-        """Note that the current stream has waited for a gather."""
+        """Record that the current stream has waited for a gather."""
         if (stream := current_stream(self.tensor.device)) is not None:
             self._arrived, self._used_on = stream.record_event(), [stream]
 
@@ -82,11 +82,11 @@ class GatheredBuffer:
     # -- tensors over the buffer ------------------------------------------------------------------------------------
 
     def count_holders(self, others: int) -> None:
-        """Count the engine's own tensors over the buffer, unless that is done; user code has none yet.
+        """Count the engine's own tensors over the buffer, unless they are counted already; user code has none yet.
 
         Args:
-            others: the number of tensors over the buffer beside ``tensor`` and ``segments``. There may be more for a
-                moment: a thread of Gloo drops what it has broadcast after the end of the wait for the broadcast.
+            others: the number of tensors over the buffer in addition to ``tensor`` and ``segments``. There may briefly
+                be more: a Gloo thread drops the tensor of a broadcast only after the wait for the broadcast has ended.
         """
         if self._own_holders is None:
             of_this_call = 1

@@ -1,7 +1,7 @@
-"""The reduction of one very large gradient in chunks: the buffers do not grow with the gradient.
+"""Reduction of one very large gradient in chunks, with buffers that do not grow with the gradient.
 
 (Constant-size buffers, C_B in Rajbhandari et al., "ZeRO", SC20, section 6.2.) A chunk consists of a piece of each
-rank's range, so that what comes back is a piece of this rank's shard.
+rank's range, so that each rank receives a piece of its own shard.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class ChunkedReduction:
 
     Args:
         gradient: a 1-D tensor in any dtype, without padding at its end; None for zeros.
-        ranges: ``[start, stop)`` of each rank, equally long, or all but one of them empty.
+        ranges: ``[start, stop)`` of each rank: all of equal length, or all but one empty.
         own_numel: number of elements in this rank's range.
         collectives: the collectives between these ranks.
         codec: encodes the chunks that are sent.
         factor: the number to multiply the gradient by first.
-        chunk_numel: elements of a chunk, about.
+        chunk_numel: approximate number of elements in a chunk.
         like: an empty tensor of the result's dtype, on its device.
-        what: what the sum is, for the error message.
+        what: describes the sum, for error messages.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ChunkedReduction:
     ) -> None:
         self._gradient, self._ranges, self._collectives, self._codec = gradient, ranges, collectives, codec
         self._factor, self._like, self._ledger, self._what = factor, like, ledger, what
-        self._length = max(stop - start for start, stop in ranges)  # others are empty
+        self._length = max(stop - start for start, stop in ranges)  # of each range that is not empty
         chunks = max(-(-max(stop for _, stop in ranges) // chunk_numel), 1)
         self._step = max(-(-self._length // chunks // ALIGNMENT) * ALIGNMENT, ALIGNMENT)
         self._starts = deque(range(0, self._length, self._step))
@@ -84,7 +84,7 @@ class ChunkedReduction:
         self._running.append((start, self._collectives.reduce_scatter(flat, ranges, self._codec, self._what), nbytes))
 
     def _copy_into(self, chunk: Tensor, start: int) -> None:
-        """The elements from ``start`` of each range, cast and then multiplied, in a row each; padding is zero."""
+        """Copy each range's elements from ``start`` on into a row, cast and then multiplied; padding is zero."""
         filled, width, length = 0, chunk.shape[1], self._length
         if self._gradient is not None:
             whole = len(self._gradient) // length

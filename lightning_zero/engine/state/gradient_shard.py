@@ -1,4 +1,4 @@
-"""The reduced gradient of a bucket: each rank holds a shard, ranges of which ``p.grad`` shows."""
+"""The reduced gradient of a bucket: each rank holds a shard, and ``p.grad`` shows ranges of the shard."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Count:
 
 
 class Accumulated(NamedTuple):
-    """A sum within a machine of this rank's part of a bucket, and what completes it."""
+    """This rank's part of a bucket, summed within a machine, and the function that completes the sum."""
 
     part: Tensor
     sum_over_machines: Callable[[Tensor], Tensor]
@@ -56,20 +56,20 @@ class Accumulated(NamedTuple):
 class GradientShard:
     """This rank's shard of a bucket's reduced gradient. It lives as long as some ``p.grad`` shows a range of it.
 
-    With one rank each parameter has a shard of its own, so that nothing is laid out for a reduction and nothing copied.
+    With one rank each parameter has a shard of its own, so that no gradient is copied to a layout for a reduction.
     Only ``p.grad`` says which values are live: ranges that no ``.grad`` shows are never read.
 
-    Where each machine has all parameters, micro-batches that are not synchronised are summed within a machine alone, in
-    ``accumulated``. Whoever reads the gradient before the next synchronised backward completes the sum over machines.
+    Where each machine has all parameters, micro-batches that are not synchronised are summed only within a machine, in
+    ``accumulated``. Reading the gradient before the next synchronised backward completes the sum over machines.
 
     Args:
         spans: layout of ``flat``, see ``BucketLayout.spans_of``.
         start: the position of ``flat`` within this rank's shard of the bucket.
-        arrival: background copy of the values; None if they are there.
+        arrival: background copy of the values; None if they have arrived.
 
     Attributes:
         accumulated: sums within this machine; None if there are none. ``flat`` is a range of it.
-        is_taken: after ``take``: the values are in a reduction.
+        is_taken: whether ``take`` was called: the values are in a reduction.
     """
 
     def __init__(
@@ -123,9 +123,9 @@ class GradientShard:
         """Add a sum within this machine.
 
         Args:
-            part: the sum, of this rank's part of the bucket.
-            own: this rank's shard of it.
-            sum_over_machines: completes it; gives this rank's shard.
+            part: the sum for this rank's part of the bucket.
+            own: the range of ``part`` that is this rank's shard.
+            sum_over_machines: completes the sum; returns this rank's shard.
         """
         if self.accumulated is not None:
             self.accumulated.part.add_(part)
@@ -138,43 +138,43 @@ class GradientShard:
         self.accumulated = Accumulated(part, sum_over_machines)
 
     def is_kept(self, slot: BucketSlot) -> bool:
-        """Whether somebody holds a tensor that shows the gradient of a parameter, in ``.grad`` or elsewhere."""
+        """Whether any live tensor shows the gradient of a parameter, in ``.grad`` or elsewhere."""
         return any(shown.slot is slot for shown in self._shown)
 
     def clear(self, index: int, in_part: slice) -> None:
         """Set one parameter's gradient to zero, since nothing shows it any more.
 
         Args:
-            in_part: its range of this rank's part of the bucket.
+            in_part: the parameter's range within this rank's part of the bucket.
         """
         self.parts()[index].zero_()
         if self.accumulated is not None:
             self.accumulated.part[in_part].zero_()
 
     def take(self) -> Tensor | None:
-        """Hand over the sums within this machine, to be completed; another shard then takes this one's place."""
+        """Hand over the sums within this machine, to be completed; another shard then replaces this one."""
         if self.accumulated is None:
             return None
         self.is_taken = True
         return self.accumulated.part
 
     def complete(self) -> None:
-        """Sum over machines what has been summed within them. Collective."""
+        """Sum the accumulated sums over machines. Collective."""
         if self.accumulated is not None and not self.is_taken:
             total = self.accumulated.sum_over_machines(self.accumulated.part)
-            self.accumulated = None  # now, since other ranks may have refused
+            self.accumulated = None  # only now, since other ranks may have refused
             self._move(total)
             self._count.set(total.nbytes)
 
     def _move(self, flat: Tensor) -> None:
-        """Let this shard, and all that show a range of it, have other values."""
+        """Replace the values of this shard, and of all gradients that show a range of it."""
         self._flat = flat
         parts = self.parts()
         for shown in self._shown:
             shown.local.data = parts[shown.slot.index]
 
     def take_over(self, slots: list[BucketSlot]) -> None:
-        """Add the sharded gradients in the parameters' ``.grad``; those that show an earlier shard show this one."""
+        """Add the sharded gradients in the parameters' ``.grad``; those that showed an earlier shard now show this."""
         # An ordinary tensor in ``.grad`` is this rank's own and has been reduced with the gradients.
         held = [(slot, gradient) for slot in slots if isinstance(gradient := slot.parameter.grad, WrapperTensor)]
         parts = self.parts() if held else {}
@@ -199,13 +199,13 @@ class GradientShard:
 
 
 def shown_by(gradient: Tensor | None, slot: BucketSlot) -> ShownGradient | None:
-    """What a parameter's ``.grad`` shows of a reduction; None if the user has set it to another tensor."""
+    """The ``ShownGradient`` of a parameter's ``.grad``; None if the user has set it to another tensor."""
     shown = gradient.keep if isinstance(gradient, ShardedTensor) else None
     return shown if isinstance(shown, ShownGradient) and shown.slot is slot else None
 
 
 def shard_of_all(slots: list[BucketSlot]) -> GradientShard | None:
-    """The shard that all these parameters' ``.grad`` show; None if they do not show one and the same."""
+    """The shard that all these parameters' ``.grad`` show; None if they do not all show the same one."""
     shown = [shown_by(slot.parameter.grad, slot) for slot in slots]
     shards = {each.shard if each is not None else None for each in shown}
     return shards.pop() if len(shards) == 1 else None

@@ -15,10 +15,10 @@ from lightning_zero.engine.tensor.sharded_tensor import flat_range
 
 
 class NodePart:
-    """The parameters of this rank's shard, and of the shards of the ranks with its place on the other machines.
+    """The parameters of this rank's shard, and of the shards of the ranks in the same place on the other machines.
 
-    Gathers of the bucket start from it, between the ranks of a machine. Shards cross between machines once after each
-    change, and all ranks with the same place have the same values.
+    Gathers of the bucket start from this part, between the ranks of a machine. Shards are exchanged between machines
+    once after each change, and all ranks in the same place have the same values.
 
     Args:
         values: a 1-D tensor in the dtype of the gathered buffer.
@@ -84,7 +84,7 @@ class NodePart:
         self.values()[start:stop].copy_(flat_range(value.expand(segment.shape), start + begin, stop + begin))
 
     def _range_of(self, segment: Segment) -> tuple[int, int]:
-        """The range of this part that a parameter has; it may be empty."""
+        """A parameter's range within this part; it may be empty."""
         start, stop = (min(max(each - self._begin, 0), len(self._values)) for each in (segment.start, segment.stop))
         return start, stop
 

@@ -28,13 +28,13 @@ class Medium(Enum):
 
     BUFFER = "this rank's slice of the gathered buffer"
     PART = "this rank's slice of its part of the parameters, where each machine has all of them"
-    DEVICE = "memory of their own on the device that computes"
+    DEVICE = "separate memory on the device that computes"
     HOST = "the host's memory"
     DISK = "a file"
 
 
 SHOWN = (Medium.BUFFER, Medium.PART)
-"""Media that are a slice of memory which gathers fill, too."""
+"""Media that are slices of memory that gathers fill as well."""
 
 _MEDIA = {None: None, "cpu": Medium.HOST, "nvme": Medium.DISK}
 
@@ -47,13 +47,13 @@ class ResidencyPlan:
     """
 
     layout: BucketLayout
-    device: torch.device  # that computes
+    device: torch.device  # the device that computes
     master_dtype: torch.dtype
     compute_dtype: torch.dtype  # of the gathered buffer
     is_replicated: bool  # the gathered buffer keeps all values at rest
     masters: Medium
     copy: Medium | None
-    sends_changes: bool  # of what other machines have, after an update, which therefore may not write to it
+    sends_changes: bool  # an update sends changes of the values that other machines have, and must not overwrite these
 
     @classmethod
     def of(
@@ -70,7 +70,7 @@ class ResidencyPlan:
     ) -> ResidencyPlan:
         """Plan from the stage, the offload options (None if this bucket stays on the device) and the dtypes.
 
-        ``compresses`` says that changes of parameters in 16 bits are sent where other machines have the former values.
+        ``compresses``: changes of 16-bit parameters are sent where other machines have the former values.
         Frozen parameters have no separate master weights.
         """
         parameters_on = _MEDIA[offload.parameters] if offload is not None else None
@@ -109,7 +109,7 @@ class ResidencyPlan:
         """Whether a background update may write its result to the gathered buffer as well.
 
         False where gathers can start from master weights in the compute dtype, or from a copy of them, and where they
-        send changes of what the buffer has.
+        send changes of the buffer's values.
         """
         if self.sends_changes:
             return False
@@ -130,7 +130,7 @@ class ResidencyPlan:
             yield "parameters", self.copy, shard * self.compute_dtype.itemsize
 
     def reserve(self, swap: Swap, name: str, fields: Mapping[str, torch.dtype]) -> DiskStates:
-        """Reserve disk space for the master weights and the given optimizer states; OSError if the disk lacks it."""
+        """Reserve disk space for the master weights and the given optimizer states; OSError if there is too little."""
         if self.copy is Medium.DISK:
             fields = {PARAMETERS: self.compute_dtype, **fields}
         return DiskStates(swap, name, self.shard_numel, self.master_dtype, fields)
@@ -156,7 +156,7 @@ class Residency:
     ) -> None:
         self.plan, self.states, self._ledger = plan, states, ledger
         self._fetched: Future[Tensor] | None = None
-        self._values = own  # of no elements if they are on a disk
+        self._values = own  # empty if they are on a disk
         if plan.masters is Medium.DISK:
             self._write(0, own.to("cpu", plan.master_dtype))
             self._values = torch.empty(0, dtype=plan.master_dtype, device="cpu")
@@ -188,11 +188,11 @@ class Residency:
         return self._values[part] if self.states is None else self.states.read(MASTERS, part.start, part.stop)
 
     def at_rest(self, part: slice) -> Tensor:
-        """As ``part``; if on a disk, a lazy tensor that is read when its values are needed."""
+        """Like ``part``; if on a disk, a lazy tensor that is read when its values are needed."""
         return self._values[part] if self.states is None else self.states.tensor(MASTERS, part.start, part.stop)
 
     def leaf(self, part: slice) -> Tensor:
-        """As ``part``; if on a disk, a meta tensor of the same shape."""
+        """Like ``part``; if on a disk, a meta tensor of the same shape."""
         if self.states is None:
             return self._values[part]
         return torch.empty(part.stop - part.start, dtype=self.plan.master_dtype, device="meta")
@@ -212,7 +212,7 @@ class Residency:
             self.states.write(field, start, values)
 
     def follow(self, part: slice, written: Tensor) -> None:
-        """Copy values written to parameters to the master weights, except where these already round to them."""
+        """Copy values written to parameters to the master weights, except where the masters already round to them."""
         master = self.part(part)
         written = written.to(master.device)
         if written.dtype == master.dtype:
@@ -222,7 +222,7 @@ class Residency:
         self.written(part, master)
 
     def own_values(self) -> Tensor | None:
-        """The values that a gather starts from; None where these are in what is gathered already."""
+        """The values that a gather starts from; None if they are already in the memory to gather."""
         if Medium.PART in (self.plan.masters, self.plan.copy):
             return None
         if self.copy is not None or self.plan.masters is Medium.BUFFER:
@@ -265,14 +265,14 @@ class Residency:
         self._count(self._values, self._values.nbytes - (0 if is_shown else former.nbytes))
 
     def cut_anew(self, layout: BucketLayout, own: Tensor, in_part: Tensor | None) -> Residency:
-        """The residency of another cut of the same bucket, with this rank's values; this one is at its end."""
+        """The residency for a new sharding of the same bucket, with this rank's values; replaces this one."""
         for kept, medium in ((self._values, self.plan.masters), (self.copy, self.plan.copy)):
             if kept is not None and medium not in SHOWN:
                 self._count(kept, -kept.nbytes)
         return Residency(replace(self.plan, layout=layout), own, None, self._ledger, in_part)
 
     def leave_part(self, layout: BucketLayout) -> None:
-        """Take this rank's values for its own alone, by a layout without parts. Their memory stays where it is."""
+        """Keep only this rank's own values, with a layout without parts. Their memory stays where it is."""
         masters, copy = (Medium.DEVICE if m is Medium.PART else m for m in (self.plan.masters, self.plan.copy))
         assert masters is not None
         self.plan = replace(self.plan, layout=layout, masters=masters, copy=copy)

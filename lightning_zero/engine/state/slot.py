@@ -21,7 +21,7 @@ from lightning_zero.engine.tensor.unsharded_param import may_be_written
 
 
 class BucketSlot:
-    """A parameter's range of a bucket, for its sharded tensors (see ``sharded_tensor.Slot``)."""
+    """A parameter's range of a bucket, for its sharded tensors (see ``tensor.slot.Slot``)."""
 
     def __init__(self, bucket: Bucket, index: int) -> None:
         segment = bucket.layout.segments[index]
@@ -37,7 +37,7 @@ class BucketSlot:
         self._remembered: Counter[str] = Counter()
 
     def find_range(self) -> None:
-        """Set the range that this rank has by the bucket's layout."""
+        """Set this rank's range of the parameter from the bucket's layout."""
         layout, index = self.bucket.layout, self.index
         start, stop = layout.owned_range(index, index, layout.rank)
         self.offset, self.local_numel = start - layout.segments[index].start, stop - start
@@ -147,7 +147,7 @@ class BucketSlot:
         return self.bucket.communicator.tensor.whole(self.collect_share(local), self.share)
 
     def collect_share(self, local: Tensor) -> Tensor:
-        """As ``collect``, of this tensor-parallel rank's share. Collective where it is sharded."""
+        """Like ``collect``, for this tensor-parallel rank's share. Collective where it is sharded."""
         bucket, local = self.bucket, local.to(self.device)
         if bucket.layout.world_size == 1:
             return local.view(self.share.own_shape)
@@ -164,7 +164,7 @@ class BucketSlot:
         return True
 
     def ranges(self) -> list[tuple[int, int]]:
-        """As of any slot."""
+        """See ``tensor.slot.Slot``."""
         layout, first = self.bucket.layout, self.bucket.layout.segments[self.index].start
         owned = (layout.owned_range(self.index, self.index, rank) for rank in range(layout.world_size))
         return [(start - first, stop - first) for start, stop in owned]
@@ -183,10 +183,10 @@ class BucketSlot:
 
 
 class OwnedSlot(BucketSlot):
-    """The slot of another tensor of a parameter that one rank has as a whole: that rank has all of it.
+    """The slot of another tensor of a parameter that one rank owns as a whole: the owner has the whole tensor.
 
     Args:
-        slot: the parameter's slot, in a whole bucket.
+        slot: the parameter's slot, in a bucket of whole parameters.
         name: the tensor's name, for messages.
     """
 
@@ -198,7 +198,7 @@ class OwnedSlot(BucketSlot):
         self.offset, self.local_numel = 0, shape.numel() if is_here else 0
 
     def ranges(self) -> list[tuple[int, int]]:
-        """As of any slot."""
+        """See ``tensor.slot.Slot``."""
         ranks = range(self.bucket.layout.world_size)
         return [(0, self.shape.numel() if rank == self._owner else 0) for rank in ranks]
 
@@ -217,7 +217,7 @@ def make_sharded(bucket: Bucket, parameters: list[nn.Parameter]) -> None:
 
 @torch.no_grad()
 def cut_anew(bucket: Bucket, owners: Sequence[int]) -> None:
-    """Cut a bucket anew, so that one rank has each parameter as a whole. Collective. No gradients may be shown."""
+    """Reshard a bucket so that each parameter is whole on one rank. Collective. No gradients may be shown."""
     slots = slots_of(bucket)
     values = [slot.collect_share(slot.local_parameter()) for slot in slots]
     derived = [(each, each.whole()) for slot in slots for each in slot.derived.values() if not each.is_parameter]

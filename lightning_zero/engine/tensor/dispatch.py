@@ -72,7 +72,7 @@ def _kind_of(func: Any) -> tuple[_Handler | None, bool]:
 
     Returns:
         The handler to try before the operator runs on full values, and whether full values without communication give
-        the same result, with nothing written to.
+        the same result, and nothing is written.
     """
     if func in _HANDLERS:
         return _HANDLERS[func], False
@@ -97,17 +97,17 @@ def _at_hand(args: Any) -> list[Any] | None:
                 return None
             found.append(whole)
         elif isinstance(arg, (list, tuple)):
-            return None  # which may contain sharded tensors
+            return None  # the list may contain sharded tensors
         else:
             found.append(arg)
     return found
 
 
 def _act_on_whole(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator on full values, and write those back that it may have changed."""
+    """Run an operator on full values, and write back those that it may have changed."""
     written: list[tuple[WrapperTensor, Tensor]] = []
     targets = _targets(func)
-    is_collective = func.namespace == "c10d"  # whose schema names no outputs
+    is_collective = func.namespace == "c10d"  # its schema names no outputs
 
     def to_whole(value: Any, is_written: bool) -> Any:
         if not isinstance(value, WrapperTensor):
@@ -134,7 +134,7 @@ def _act_on_whole(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _act_locally(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a pointwise operator on local ranges; NotImplemented where full values give another result."""
+    """Run a pointwise operator on local ranges; NotImplemented where full values have to be used."""
     leaves, spec = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     sharded = [tensor for tensor in tensors if isinstance(tensor, ShardedTensor)]
@@ -149,7 +149,7 @@ def _act_locally(func: Any, args: Any, kwargs: Any) -> Any:
     # one sharded value. A write is assumed to be the same on all ranks, as under DDP.
     if plain and not in_place or slot.shape != torch.broadcast_shapes(slot.shape, *(tensor.shape for tensor in plain)):
         return NotImplemented
-    # Full values without communication are cheaper, and bit-equal to DDP. But a write must reach wider master weights.
+    # Full values without communication are cheaper, and bit-equal to DDP's; but writes must reach wider master weights.
     is_wider = in_place and sharded[0].local.dtype != sharded[0].dtype
     if not is_wider and all(tensor.whole_at_hand() is not None for tensor in sharded):
         return NotImplemented
@@ -175,7 +175,7 @@ def _act_locally(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _beside(value: Tensor, local: Tensor) -> Tensor:
-    """Move a value to the device of the local range: offloaded ranges are computed with on the host."""
+    """Move a value to the device of the local range: operators on offloaded ranges run on the host."""
     return value if value.device == local.device else value.to(local.device)
 
 
@@ -231,7 +231,7 @@ def _local_arguments(value: Any, local: Tensor) -> Any:
 
 
 def _norms_of_list(tensors: list[ShardedTensor], order: float) -> list[Tensor]:
-    """Norms of many sharded tensors with one reduction, as clipping by norm needs them."""
+    """Norms of many sharded tensors with one reduction, as needed for clipping by norm."""
     slot = tensors[0].slot
     parts = [_partial_norm(tensor, order).to(slot.device) for tensor in tensors]
     names = [tensor.slot.name for tensor in tensors]
@@ -243,7 +243,7 @@ def _norms_of_list(tensors: list[ShardedTensor], order: float) -> list[Tensor]:
 
 
 def _counted(part: Tensor, tensor: ShardedTensor) -> Tensor:
-    """This rank's part of a sum over ranks: of tensor-parallel ranks that have the same elements, one counts them."""
+    """This rank's part of a sum over ranks: if tensor-parallel ranks have the same elements, only one counts them."""
     return part if tensor.slot.share.is_counted_here else torch.zeros_like(part)
 
 
@@ -269,7 +269,7 @@ def _finish_norm(parts: Tensor, order: float, slot: Slot, what: str | None = Non
 
 
 def _extreme_over_ranks(parts: Tensor, slot: Slot, sign: int, what: str | None = None) -> Tensor:
-    """Maximum over ranks, or minimum for sign -1. NaN is reduced apart: backends differ in a maximum with NaN."""
+    """Maximum over ranks, or minimum for sign -1. NaN is reduced separately: backends differ in a maximum with NaN."""
     nan = parts.isnan()
     flagged = torch.stack([(sign * parts).masked_fill(nan, -float("inf")), nan.to(parts.dtype)])
     found, nan = slot.reduce(flagged, ReduceOp.MAX, what).unbind()
@@ -290,7 +290,7 @@ def _vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _sum(func: Any, args: Any, kwargs: Any) -> Any:
-    """sum, mean; also all and any, as numbers of elements that are zero, or are not."""
+    """Sum and mean; also all and any, by counting the zero or the nonzero elements."""
     tensor = _communicating(args[0])
     if tensor is None or len(args) > 1 or kwargs:
         return NotImplemented
@@ -317,10 +317,10 @@ def _alias(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _accumulate(func: Any, args: Any, kwargs: Any) -> Any:
-    """``add_``; on a parameter's ``.grad`` within a backward it is autograd accumulating a local gradient."""
+    """``add_``; on a parameter's ``.grad`` during a backward pass, this is autograd accumulating a local gradient."""
     target = args[0]
     if isinstance(target, ShardedTensor) and current_graph_task() != -1:
-        leaf = getattr(current_autograd_node(), "variable", None)  # a tensor of another parameter may be in ``.grad``
+        leaf = getattr(current_autograd_node(), "variable", None)  # ``.grad`` may be another parameter's tensor
         if isinstance(leaf, ShardedTensor) and leaf.grad is target and leaf.slot.accumulate(args[1]):
             return target
     return _act_locally(func, args, kwargs)

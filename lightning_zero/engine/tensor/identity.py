@@ -1,4 +1,4 @@
-"""Replace the contents of a tensor object that optimizers, tied modules and others refer to."""
+"""Replace the contents of a tensor object that optimizers, tied modules and other code refer to."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lightning_zero.engine.compat import PARAMETER_MARK, gradient_hooks, set_gra
 def become(tensor: Tensor, other: Tensor) -> None:
     """Give a tensor the contents of another; the object keeps its identity, hooks and attributes set by users.
 
-    As ``torch.utils.swap_tensors``, but accepts tensors with weak references (from an average of weights, ``nn.LSTM``):
-    as the object stays the same, these stay valid.
+    Like ``torch.utils.swap_tensors``, but accepts tensors with weak references (from weight averaging, ``nn.LSTM``):
+    since the object stays the same, the references stay valid.
     """
     own = {name: value for name, value in tensor.__dict__.items() if name not in _TENSOR_ATTRIBUTES}
     hooks = gradient_hooks(tensor)
@@ -31,7 +31,7 @@ def become(tensor: Tensor, other: Tensor) -> None:
 
 
 def _taken(tensor: Tensor, name: str) -> list[Any]:
-    """The value of an attribute, which the tensor loses; nothing if it has none."""
+    """Remove an attribute from a tensor; returns its value in a list, which is empty if there is none."""
     values = [getattr(tensor, name)] if hasattr(tensor, name) else []
     if values:
         delattr(tensor, name)

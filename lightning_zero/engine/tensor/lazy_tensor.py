@@ -16,7 +16,7 @@ from lightning_zero.engine.tensor.wrapper import WrapperTensor, new_wrapper
 
 @dataclass
 class _Source:
-    """Source of the values of a lazy tensor and its aliases; a write replaces it by the values in memory."""
+    """Source of the values of a lazy tensor and its aliases; a write replaces the source by values in memory."""
 
     name: str
     dtype: torch.dtype
@@ -49,7 +49,7 @@ class LazyTensor(WrapperTensor):
     """
 
     _source: _Source
-    is_meta = False  # if True, ``load_state_dict`` would drop values for a parameter without any
+    is_meta = False  # if True, ``load_state_dict`` would drop values for a parameter that has none
 
     @staticmethod
     def __new__(
@@ -65,7 +65,7 @@ class LazyTensor(WrapperTensor):
 
     @classmethod
     def of(cls, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """A tensor's values in some dtype; those of a tensor on the meta device are missing."""
+        """A lazy tensor with given values, in a given dtype; values on the meta device are missing."""
         if isinstance(values, LazyTensor):
             return values.cast(dtype)
         values = values.detach()
@@ -93,7 +93,7 @@ class LazyTensor(WrapperTensor):
         return self._source.origin
 
     def stored(self, start: int, stop: int) -> Tensor:
-        """As ``shown``, in the dtype of the source: the tensor's dtype follows from it by one rounding."""
+        """Like ``shown``, but in the source's dtype, from which one rounding gives the tensor's dtype."""
         return self._source.read(start, stop)
 
     def shown(self, start: int, stop: int) -> Tensor:
@@ -116,14 +116,14 @@ class LazyTensor(WrapperTensor):
         if self._source.write is not None:
             return self.whole().to(dtype, copy=True)
         source, before = replace(self._source), self.dtype
-        if torch.promote_types(source.dtype, before) != before:  # which rounds, also if the next dtype is finer
+        if torch.promote_types(source.dtype, before) != before:  # this rounds, even if the next dtype is finer
             read = source.read
             source.read, source.dtype = lambda start, stop: read(start, stop).to(before), before
         return LazyTensor._over(source, self.shape, dtype, self.device)
 
     @WrapperTensor.data.setter  # type: ignore[attr-defined]
     def data(self, value: Tensor) -> None:
-        if self.grad is not None:  # which torch keeps
+        if self.grad is not None:  # torch keeps the gradient when ``data`` is replaced
             self._made_ordinary().data = in_memory(value)
         elif value is not self:
             self._become(value.detach())
@@ -138,7 +138,7 @@ class LazyTensor(WrapperTensor):
         return self
 
     def _made_ordinary(self) -> Any:
-        """Make it an ordinary tensor, with memory that its aliases share."""
+        """Turn this into an ordinary tensor, with memory that its aliases share."""
         if self._source.write is not None:  # later writes to memory would not reach the source
             raise RuntimeError(
                 f"'{self.stored_name}' is a lazy tensor, whose values stay in a file: it has no memory of its own. "
@@ -147,7 +147,7 @@ class LazyTensor(WrapperTensor):
         if self.device.type == "meta":
             return self.whole()
         grad, values = self.grad, self.detach().clone()
-        self._source.use(values)  # of aliases
+        self._source.use(values)  # also for aliases
         self._become(values.detach())
         self.grad = grad
         return self
@@ -175,5 +175,5 @@ class LazyTensor(WrapperTensor):
 
 
 def in_memory(tensor: Tensor) -> Tensor:
-    """The tensor itself, or a copy in memory of a lazy tensor."""
+    """The tensor itself, or for a lazy tensor an ordinary copy in memory."""
     return tensor.clone() if isinstance(tensor, LazyTensor) else tensor

@@ -18,7 +18,7 @@ from lightning_zero.engine.plan.chunks import Box, boxes_of
 from lightning_zero.engine.tensor.slot import Deferred, Slot
 from lightning_zero.engine.tensor.wrapper import WrapperTensor, new_wrapper
 
-if TYPE_CHECKING:  # their import takes a while, and only checkpoints need them
+if TYPE_CHECKING:  # importing these takes a while, and only checkpoints need them
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
@@ -30,7 +30,7 @@ class ShardedTensor(WrapperTensor):
         slot: the tensor's slot, which provides shape, range and communication.
         local: this rank's range; None for the parameter itself, whose range the slot provides. Its dtype may be wider
             than the tensor's (an fp32 master weight of a bf16 parameter), and it may be in host memory although the
-            tensor's device is another.
+            tensor's device is a different one.
         dtype: the dtype that user code sees.
         keep: any object that must live as long as this tensor; a ``Deferred`` completes the values when they are read.
     """
@@ -63,7 +63,7 @@ class ShardedTensor(WrapperTensor):
     def local(self) -> Tensor:
         if self._local is None:
             return self.slot.local_parameter()
-        synchronize(self.slot.background)  # background work may be writing to it
+        synchronize(self.slot.background)  # background work may be writing to the range
         if isinstance(self.keep, Deferred):
             self.keep.complete()
         return self._local
@@ -105,7 +105,7 @@ class ShardedTensor(WrapperTensor):
             self.slot.written_locally(local)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], Any]) -> Any:
-        """Like ``Tensor``'s; but the hook is called at the end of backward, when ``grad`` is the reduced gradient."""
+        """Like ``Tensor``'s, but the hook is called at the end of backward, when ``grad`` is the reduced gradient."""
         if not self.is_parameter:
             return super().register_post_accumulate_grad_hook(hook)
         handle = RemovableHandle(self.slot.hooks_after_reduction)
@@ -158,7 +158,7 @@ class ShardedTensor(WrapperTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            with torch.no_grad():  # the copy is sharded, too, so that a copied module only takes the memory of a shard
+            with torch.no_grad():  # the copy is sharded, too, so that a copied module takes only a shard's memory
                 copy: Tensor = ShardedTensor(self.slot, self.local.clone(), self.dtype)
             is_parameter = isinstance(self, torch.nn.Parameter)
             memo[id(self)] = (torch.nn.Parameter if is_parameter else Tensor.requires_grad_)(copy, self.requires_grad)

@@ -1,4 +1,4 @@
-"""A walk over nested dicts, lists and tuples with sharded tensors in them, and conversions of these tensors."""
+"""Walk over nested dicts, lists and tuples that contain sharded tensors, and convert these tensors."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
 Leaf = Callable[[Tensor], Any]
-"""What a tensor becomes. One that gathers is collective: every rank walks over the same tensors in the same order."""
+"""Converts a tensor. If it gathers, it is collective: all ranks must walk over the same tensors in the same order."""
 
 
 def walk(
     tree: Any, act: Callable[[Any], Any], wanted: Callable[[Any], bool] = lambda leaf: isinstance(leaf, Tensor)
 ) -> Any:
-    """The same tree with other leaves. A container in which nothing changes is itself, any other one a shallow copy.
+    """The tree with converted leaves. Containers in which nothing changes are kept; others become shallow copies.
 
     Args:
         tree: nested dicts, lists and tuples of any class.
         act: returns the new leaf. It is called once for all aliases of a sharded parameter, which stay one tensor.
-        wanted: whether ``act`` gets a leaf; by default it gets all tensors.
+        wanted: whether to call ``act`` with a leaf; by default, with all tensors.
     """
     known: dict[Any, Any] = {}
 
@@ -45,7 +45,7 @@ def walk(
             return tree
         if isinstance(tree, tuple):
             return type(tree)(*changed) if hasattr(tree, "_fields") else type(tree)(changed)
-        copied = copy.copy(tree)  # of its class, and with the attributes of a state dict
+        copied = copy.copy(tree)  # keeps its class, and the attributes of a state dict
         for key, item in zip(tree if isinstance(tree, dict) else range(len(changed)), changed):
             copied[key] = item
         return copied
@@ -55,7 +55,7 @@ def walk(
 
 
 def identity(tensor: ShardedTensor) -> Any:
-    """Equal for aliases of one parameter, and alike on all ranks for parameters; for others the tensor's own."""
+    """A key that all aliases of a parameter share, as on every other rank; any other tensor has its own key."""
     return (id(tensor.slot), tensor.dtype) if tensor.is_parameter else id(tensor)
 
 
@@ -65,7 +65,7 @@ def is_in_parts(value: Any) -> bool:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """The full value, possibly in memory that is shared. Collective."""
+    """The full value, possibly in memory that other tensors share. Collective."""
     return (tensor.whole() if is_in_parts(tensor) else tensor).detach()  # type: ignore[attr-defined]
 
 
@@ -80,7 +80,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def on_cpu(tensor: Tensor) -> Tensor:
-    """As ``whole``, on the CPU. Collective."""
+    """Like ``whole``, but on the CPU. Collective."""
     return gathered(tensor).to("cpu", copy=True)
 
 

@@ -13,11 +13,11 @@ from lightning_zero.engine.plan.share import Share
 
 
 class Deferred(ABC):
-    """What keeps values of a tensor that are complete only after an exchange between ranks."""
+    """Holder of tensor values that are complete only after an exchange between ranks."""
 
     @abstractmethod
     def complete(self) -> None:
-        """Complete the values, if they are not. Collective."""
+        """Complete the values, unless they are complete already. Collective."""
 
 
 class Slot(Protocol):
@@ -25,8 +25,8 @@ class Slot(Protocol):
 
     Attributes:
         name, shape, dtype, device: the parameter's.
-        share: how tensor parallelism divides it.
-        offset, local_numel: this rank's range of the flattened parameter; of its share, where it is divided.
+        share: how tensor parallelism divides the parameter.
+        offset, local_numel: this rank's range of the flattened parameter, or of its share if it is divided.
         hooks_after_reduction: hooks that users registered with ``register_post_accumulate_grad_hook``, by id.
         group: identifies the ranks: equal for all tensors that are sharded over the same ranks.
         background: owner of background work on the parameter and its optimizer state.
@@ -62,7 +62,7 @@ class Slot(Protocol):
         """This rank's range of the parameter, 1-D, in the dtype of the master weights."""
 
     def parameter_at_rest(self) -> Tensor:
-        """As ``local_parameter``, but read-only; a range on a disk is a lazy tensor."""
+        """Like ``local_parameter``, but read-only; a range on a disk is a lazy tensor."""
 
     def whole_parameter(self, dtype: torch.dtype) -> Tensor | None:
         """The full parameter in a dtype, for immediate use; None where that needs communication."""
@@ -80,7 +80,7 @@ class Slot(Protocol):
         """The range of the flattened share that each rank holds, in the order of ranks."""
 
     def accumulate(self, gradient: Tensor) -> bool:
-        """Accumulate a local gradient that autograd adds to the parameter's ``.grad``; False if none are reduced."""
+        """Accumulate a local gradient that autograd adds to ``.grad``; False if the slot does not reduce gradients."""
 
     def reduce(self, value: Tensor, op: Any, what: str | None = None) -> Tensor:
         """Reduce a small tensor over all ranks, in place. Collective; ``what`` describes it in errors."""

@@ -1,4 +1,4 @@
-"""The unsharded parameter that modules compute with instead of a sharded one; it detects writes by modules."""
+"""The unsharded parameter that modules compute with instead of the sharded parameter; detects writes by modules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class View(nn.Parameter):
     """A parameter that is a view of a bucket's gathered buffer.
 
     A module may write to its own parameters in its forward: in place, which changes the version, or through ``data``,
-    which torch does not count, but this class does.
+    which does not change the version, but is recorded by this class.
     """
 
     _asked = False
@@ -25,7 +25,7 @@ class View(nn.Parameter):
     _hooks_before_reduction: OrderedDict[int, Callable[[Tensor], Any]] | None = None
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], Any]) -> Any:
-        """Register a hook in a forward, called when ``grad`` is this rank's gradient, before that is reduced."""
+        """Register a hook in a forward, to be called when ``grad`` is this rank's gradient, before the reduction."""
         if self._hooks_before_reduction is None:
             self._hooks_before_reduction = OrderedDict()
         handle = RemovableHandle(self._hooks_before_reduction)

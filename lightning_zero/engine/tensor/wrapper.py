@@ -23,7 +23,7 @@ class WrapperTensor(torch.Tensor):
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     def whole(self) -> Tensor:
-        """The full value. Collective unless ``whole_at_hand`` has it."""
+        """The full value. Collective unless ``whole_at_hand`` returns it."""
         raise NotImplementedError
 
     def whole_at_hand(self, dtype: torch.dtype | None = None) -> Tensor | None:
