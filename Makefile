@@ -20,17 +20,17 @@ test: $(INSTALLED)
 test-all: $(INSTALLED)
 	$(RUN) -m pytest -n 2 --dist loadfile --all $(ARGS)
 
-# Compares random training programs with averaged gradients; number of programs: make search PROGRAMS=20000 SEED=1
+# Compares random training programs with plain modules and averaged gradients: make search PROGRAMS=20000 SEED=1
 PROGRAMS ?= 3000
 SEED ?= 0
 search: $(INSTALLED)
 	$(RUN) -m pytest tests/search -o faulthandler_timeout=0 --programs $(PROGRAMS) --programs-seed $(SEED) $(ARGS)
 
-# The documentation, into site/: a dead link, anchor or reference is an error. To read while writing: ARGS=serve
+# The documentation, into site/: a dead link, anchor or reference is an error. For a live preview: ARGS=serve
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs $(or $(ARGS),build --quiet)
 
-# The site and reports in a headless Chromium: navigation, search, copied code, a phone. Needs chromium and chromedriver.
+# Opens the site and reports in headless Chromium: navigation, search, copying, phones. Needs chromium and chromedriver.
 docs-test: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m pytest docs/site $(ARGS)
 

@@ -18,7 +18,7 @@ from lightning_zero.io.disk import ALIGNMENT, Appender, DirectFile, aligned_memo
 from tests.checkpoint import faults
 
 IN_MEMORY = Path("/dev/shm")
-"""A file system whose cache is all there is: Linux before 6.6 refuses to go past it."""
+"""A file system that consists of its cache: Linux before 6.6 refuses direct I/O to it."""
 
 FOLDERS = pytest.mark.parametrize("in_memory", [False, True], ids=["disk", "memory"])
 
@@ -42,8 +42,8 @@ def written(path, parts):
 @FOLDERS
 @pytest.mark.parametrize("size", [0, 1, ALIGNMENT - 1, ALIGNMENT, 3 * ALIGNMENT, 3 * ALIGNMENT + 1, 10 * ALIGNMENT + 7])
 @pytest.mark.parametrize("at_once", [1000, ALIGNMENT, 10**6])
-def test_a_file_is_what_was_appended(tmp_path, monkeypatch, in_memory, size, at_once):
-    monkeypatch.setattr(disk, "BUFFER", 2 * ALIGNMENT)  # several of them
+def test_a_file_contains_what_was_appended(tmp_path, monkeypatch, in_memory, size, at_once):
+    monkeypatch.setattr(disk, "BUFFER", 2 * ALIGNMENT)  # so that the data takes several buffers
     data = os.urandom(size)
     path = folder_for(in_memory, tmp_path) / f"lightning_zero-test-{os.getpid()}"
     try:
@@ -57,8 +57,8 @@ def flags_of(descriptor):
     return fcntl.fcntl(descriptor, fcntl.F_GETFL)
 
 
-def test_it_goes_past_the_cache_where_the_disk_allows(tmp_path, monkeypatch):
-    """Else the wrong memory and position would be no error, and none is remembered."""
+def test_direct_io_bypasses_the_cache_where_the_disk_allows(tmp_path, monkeypatch):
+    """Otherwise, misaligned memory would not be an error. Such an error does not affect later calls."""
     descriptor = os.open(tmp_path / "probe", os.O_CREAT | os.O_WRONLY | os.O_DIRECT)
     memory = aligned_memory(2 * ALIGNMENT)
     with pytest.raises(OSError) as told:
@@ -95,7 +95,7 @@ def test_it_goes_past_the_cache_where_the_disk_allows(tmp_path, monkeypatch):
 
 
 def refuse_direct(monkeypatch):
-    """As file systems do that have no O_DIRECT."""
+    """Refuse O_DIRECT, as file systems without it do."""
     real = os.open
 
     def call(path, flags, *mode, **options):
@@ -109,7 +109,7 @@ def refuse_direct(monkeypatch):
 @FOLDERS
 @pytest.mark.parametrize("is_refused", [False, True])
 @pytest.mark.parametrize("at_once", [None, ALIGNMENT, 3 * ALIGNMENT])
-def test_what_is_read_is_what_was_written_at_any_place_and_of_any_size(
+def test_reads_return_what_was_written_at_any_position_and_of_any_size(
     tmp_path, monkeypatch, in_memory, is_refused, at_once
 ):
     """Direct, cached and mixed; also if the system transfers fewer bytes at once than requested."""
@@ -129,7 +129,7 @@ def test_what_is_read_is_what_was_written_at_any_place_and_of_any_size(
                 unit = ALIGNMENT if number % 2 else 1
                 start = choice.randrange(size // unit) * unit
                 stop = choice.randrange(start, size) + 1
-                # memory that lies as the file does, so that what is between goes past the cache
+                # memory that is as far from alignment as the file position, so that the middle bypasses the cache
                 part = memory[start % ALIGNMENT :][: stop - start]
                 data = part[:] = choice.randbytes(len(part))
                 expected[start : start + len(data)] = data
@@ -145,7 +145,7 @@ def test_what_is_read_is_what_was_written_at_any_place_and_of_any_size(
 
 
 @FOLDERS
-def test_a_file_that_ends_before_what_is_to_be_read_is_told(tmp_path, in_memory):
+def test_reading_past_the_end_of_a_file_is_reported(tmp_path, in_memory):
     path = str(folder_for(in_memory, tmp_path) / f"lightning_zero-test-{os.getpid()}")
     try:
         with closing(DirectFile(path, readable=True)) as file:
@@ -169,7 +169,7 @@ def without(monkeypatch, fallocate):
 
 @FOLDERS
 @pytest.mark.parametrize("fallocate", [None, "no such call", "EOPNOTSUPP", "EINVAL"])
-def test_room_is_reserved_where_there_is_room(tmp_path, monkeypatch, in_memory, fallocate):
+def test_space_is_reserved_where_there_is_enough(tmp_path, monkeypatch, in_memory, fallocate):
     without(monkeypatch, fallocate)
     path = str(folder_for(in_memory, tmp_path) / f"lightning_zero-test-{os.getpid()}")
     nbytes = 2**20 + 1
@@ -191,7 +191,7 @@ def test_room_is_reserved_where_there_is_room(tmp_path, monkeypatch, in_memory, 
 
 
 def another_takes_it(folder):
-    """Between the question how much is free and the reservation."""
+    """Another program takes the space between the check of free space and the reservation."""
 
     def on_the_disk():
         free = free_bytes(str(folder))
@@ -205,18 +205,18 @@ def another_takes_it(folder):
     assert faults.on_a_small_disk(folder, 2**20, on_the_disk) == 0
 
 
-def test_what_was_reserved_of_too_much_is_given_back(run_on, tmp_path):
+def test_a_reservation_that_fails_midway_frees_its_space(run_on, tmp_path):
     run_on(1, another_takes_it, folder=tmp_path)
 
 
-def test_an_error_of_reserving_that_is_not_about_room_is_raised_as_it_is(tmp_path, monkeypatch):
+def test_a_reservation_error_that_is_not_about_space_is_raised_unchanged(tmp_path, monkeypatch):
     without(monkeypatch, "EIO")
     with closing(DirectFile(str(tmp_path / "file"))) as file, pytest.raises(OSError) as told:
         file.reserve(1)
     assert told.value.errno == errno.EIO
 
 
-def test_a_closed_file_does_not_touch_the_next_one_with_its_number(tmp_path):
+def test_a_closed_file_does_not_touch_the_next_file_with_its_descriptor_number(tmp_path):
     file = DirectFile(str(tmp_path / "file"), readable=True)
     file.close()
     with closing(DirectFile(str(tmp_path / "next"), readable=True)):
@@ -242,11 +242,11 @@ def fills_up(folder):
     assert faults.on_a_small_disk(folder, 2**16, on_the_disk) == 0
 
 
-def test_a_full_disk_is_told_though_another_thread_writes(run_on, tmp_path):
+def test_a_full_disk_is_reported_although_another_thread_writes(run_on, tmp_path):
     run_on(1, fills_up, folder=tmp_path)
 
 
-def test_a_file_that_is_given_up_leaves_no_thread_and_no_descriptor(tmp_path):
+def test_closing_an_unfinished_file_leaves_no_thread_and_no_descriptor(tmp_path):
     before, threads = set(os.listdir("/proc/self/fd")), threading.enumerate()
     appender = Appender(str(tmp_path / "file"))
     appender.write(memoryview(bytes(disk.BUFFER + 1)))
@@ -256,7 +256,7 @@ def test_a_file_that_is_given_up_leaves_no_thread_and_no_descriptor(tmp_path):
 
 
 def test_forked_processes_neither_see_nor_hold_memory_in_huge_pages():
-    """Which the disk may write to at the moment of a fork."""
+    """The disk may write to this memory at the moment of a fork."""
     memory = huge_memory(2**22)
     memory[:] = b"x" * len(memory)
     child = os.fork()
@@ -269,7 +269,7 @@ def test_forked_processes_neither_see_nor_hold_memory_in_huge_pages():
 
 
 @pytest.mark.parametrize("refused", [18, mmap.MADV_HUGEPAGE], ids=["wiped on fork", "huge pages"])
-def test_memory_is_had_where_the_system_refuses_what_is_asked_of_it(monkeypatch, tmp_path, refused):
+def test_huge_memory_works_where_the_system_refuses_madvise(monkeypatch, tmp_path, refused):
     class Refusing(mmap.mmap):
         def madvise(self, advice, *where):
             if advice == refused:
@@ -287,7 +287,7 @@ def test_memory_is_had_where_the_system_refuses_what_is_asked_of_it(monkeypatch,
 
 
 @pytest.mark.parametrize("readable", [False, True])
-def test_what_lies_under_the_name_already_is_neither_opened_nor_followed(tmp_path, readable):
+def test_existing_files_and_links_are_neither_opened_nor_followed(tmp_path, readable):
     (tmp_path / "file").write_text("of another's")
     (tmp_path / "link").symlink_to(tmp_path / "target")
     (tmp_path / "other").symlink_to(tmp_path / "file")
@@ -297,7 +297,7 @@ def test_what_lies_under_the_name_already_is_neither_opened_nor_followed(tmp_pat
     assert not (tmp_path / "target").exists() and (tmp_path / "file").read_text() == "of another's"
 
 
-def test_what_this_process_alone_reads_again_is_for_its_user_alone(tmp_path):
+def test_files_that_only_this_process_reads_again_are_private_to_the_user(tmp_path):
     umask = os.umask(0o022)
     try:
         for readable, mode in ((True, 0o600), (False, 0o644)):

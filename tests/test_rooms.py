@@ -76,7 +76,7 @@ def _own_imports(module: str) -> set[str]:
     return imported
 
 
-def test_a_room_imports_nothing_from_above():
+def test_a_room_imports_nothing_from_the_rooms_above_it():
     wrong = [
         f"{module} imports {other}"
         for module in FILES
@@ -86,7 +86,7 @@ def test_a_room_imports_nothing_from_above():
     assert not wrong
 
 
-def test_no_imports_go_in_a_circle():
+def test_imports_form_no_cycle():
     try:
         tuple(TopologicalSorter({module: _own_imports(module) for module in FILES}).static_order())
     except CycleError as error:
@@ -98,7 +98,7 @@ def test_no_file_is_long():
     assert {module: length for module, length in lengths.items() if length > 510} == {}
 
 
-def test_only_the_room_of_communication_calls_torch_distributed():
+def test_only_the_communication_room_uses_torch_distributed():
     """Checkpoints, tensors and compat may import the checkpoint format's library, ``torch.distributed.checkpoint``."""
     may_know_the_format = ("checkpoint", "convert", "engine.tensor", "engine.compat")
     wrong = []
@@ -113,7 +113,7 @@ def test_only_the_room_of_communication_calls_torch_distributed():
     assert not wrong
 
 
-def test_the_engine_does_without_lightning():
+def test_the_engine_does_not_import_lightning():
     packages = {"lightning", "lightning_fabric", "pytorch_lightning"}
     wrong = [
         f"{module} imports {name}"
@@ -125,7 +125,7 @@ def test_the_engine_does_without_lightning():
     assert not wrong
 
 
-# Private attributes of torch's objects, which no file but compat spells, whichever object it is that has them.
+# Private attributes of torch's objects. No file but compat may name them, on whichever object.
 PRIVATE_ATTRIBUTES = {
     "_backward_hooks",
     "_backward_pre_hooks",
@@ -153,14 +153,14 @@ PRIVATE_ATTRIBUTES = {
 
 
 def _is_private(name: str) -> bool:
-    """Whether a part of a dotted name is private; operators of ``torch.ops`` and the schema of one are not."""
+    """Whether a part of a dotted name is private; operators of ``torch.ops`` and their schemas are not."""
     parts = [part for part in name.split(".") if part.startswith("_") and not part.startswith("__")]
     return bool(parts) and not name.startswith("torch.ops.")
 
 
 def _private_names(tree: ast.Module) -> Iterator[str]:
-    """Private names of torch in a file: of modules, imported or under another name, and attributes of its objects."""
-    real = {"torch": "torch"}  # the full name of each name in the file that stands for something of torch
+    """Private names of torch in a file: those of modules, also under an alias, and attributes of its objects."""
+    real = {"torch": "torch"}  # full names of the names in the file that refer to something in torch
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
             real |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
@@ -189,7 +189,7 @@ def _private_names(tree: ast.Module) -> Iterator[str]:
             yield repr(node.value)
 
 
-def test_private_names_of_torch_stand_in_one_place():
+def test_private_names_of_torch_are_used_in_one_place_only():
     homes = {f"{PACKAGE}.engine.compat", f"{PACKAGE}.engine.comm.process_group"}
     with_loaders = f"{PACKAGE}.strategies.resuming: torch.utils.data.DataLoader._get_iterator"  # see compat's docstring
     found = {f"{module}: {name}" for module in FILES if module not in homes for name in _private_names(TREES[module])}

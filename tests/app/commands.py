@@ -9,7 +9,7 @@ from tests.support.warm import warm_python
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-# A job of seconds: everything is done once, with a model of some thousand parameters.
+# A job that takes seconds: each part runs once, with a model of some thousand parameters.
 TINY = (
     "debug=short",
     "trainer.max_steps=6",
@@ -38,7 +38,7 @@ def start(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # a group of its own, so that on a timeout its ranks can be ended with it
+        start_new_session=True,  # its own process group, so that on a timeout its ranks can be ended with it
         # As in a terminal: a shell that runs the tests in the background has made them ignore Ctrl-C.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
@@ -56,7 +56,7 @@ def finish(process: subprocess.Popen[str], timeout: float = 120) -> tuple[int, s
 
 
 def succeed(*arguments: str, folder: Path, launcher: tuple[str, ...] = ()) -> str:
-    """Runs `lightning-zero ARGUMENTS` to its end, which must be a good one, and returns standard output."""
+    """Runs `lightning-zero ARGUMENTS` to its end, asserts that it succeeded, and returns standard output."""
     code, output, errors = finish(start(*arguments, folder=folder, launcher=launcher))
     assert code == 0, f"ended with code {code}:\n{output}\n{errors}"
     return output

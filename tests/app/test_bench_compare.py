@@ -1,4 +1,4 @@
-"""`lightning-zero bench compare`: what is slower or larger, by how much, and how sure that is."""
+"""`lightning-zero bench compare`: which results are slower or larger, by how much, and how certain that is."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def compared(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, 
     return code, {each["name"]: each for each in found["series"]}, said.err
 
 
-def test_p_is_the_part_of_all_orders_that_are_as_far_from_even() -> None:
+def test_p_is_the_fraction_of_orderings_at_least_as_far_from_even() -> None:
     old, new = [1.0, 2.0, 3.0, 7.0], [4.0, 5.0, 6.0, 8.0, 9.0]
     everything = sorted([*old, *new])
 
@@ -69,7 +69,7 @@ def test_p_is_the_part_of_all_orders_that_are_as_far_from_even() -> None:
     assert change_of("x", Series("s", old), Series("s", new), 1.05, 2 * expected).verdict == "slower"
 
 
-def test_the_interval_has_the_ratio_and_is_as_wide_as_the_samples_scatter() -> None:
+def test_the_interval_contains_the_ratio_and_is_as_wide_as_the_scatter_of_the_samples() -> None:
     old = steps(1.0, seed=1, count=30)
     for scale in (1.0, 1.5):
         found = change_of("x", Series("s", old), Series("s", [scale * value for value in old]), 1.05, 0.05)
@@ -78,7 +78,7 @@ def test_the_interval_has_the_ratio_and_is_as_wide_as_the_samples_scatter() -> N
         assert 0.97 * scale < low < scale < high < 1.03 * scale
 
 
-def test_what_is_slower_or_larger_gives_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_slower_or_larger_result_gives_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old = written(tmp_path / "old.json", {"ddp": 1.0, "zero3": 2.0})
     alike = written(tmp_path / "alike.json", {"ddp": 1.0, "zero3": 2.06}, seed=7)
     code, found, said = compared(capsys, old, alike)
@@ -98,7 +98,7 @@ def test_what_is_slower_or_larger_gives_exit_code_1(tmp_path: Path, capsys: pyte
     assert code == 1 and found["ddp/live_bytes"]["verdict"] == "larger" and found["ddp/live_bytes"]["p"] is None
 
 
-def test_a_machine_of_another_speed_is_compared_relative_to_a_system(
+def test_results_of_machines_with_different_speeds_are_compared_relative_to_a_system(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old = written(tmp_path / "old.json", {"ddp": 1.0, "zero2": 1.0, "zero3": 1.5})
@@ -130,7 +130,7 @@ def test_a_file_without_samples_is_named(tmp_path: Path, capsys: pytest.CaptureF
     assert f"{tmp_path}/old/medians.json has no samples" in said and "python x.py --store" in said
 
 
-def test_too_few_samples_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_readings_with_too_few_samples_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     about = {"about": {"hardware": "one"}}
     for name, seconds in (("old", [1.0, 1.1]), ("new", [2.0, 2.1])):
         (tmp_path / f"{name}.json").write_text(json.dumps({**about, "start_up_seconds": seconds}))
@@ -139,7 +139,7 @@ def test_too_few_samples_are_named(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "too few samples for a significance of 0.05, so never called slower: start_up_seconds (2 and 2)" in said
 
 
-def test_stored_results_are_like_themselves(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stored_results_do_not_differ_from_themselves(capsys: pytest.CaptureFixture[str]) -> None:
     code, found, _ = compared(capsys, STORED, STORED)
     assert code == 0 and {each["ratio"] for each in found.values()} == {1.0}
     without = {file.stem for file in STORED.glob("*.json")} - {name.partition(":")[0] for name in found}
@@ -196,7 +196,7 @@ def test_runs_with_the_monitor_are_compared(tmp_path: Path, capsys: pytest.Captu
         (..., ["--threshold", "0.9"], "--threshold must be 1 or more, and --alpha between 0 and 1"),
     ],
 )
-def test_wrong_arguments_get_one_line(
+def test_wrong_arguments_are_reported_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: Any, options: list[str], message: str
 ) -> None:
     old, new = written(tmp_path / "old.json", {"zero3": 1.0}), tmp_path / "new.json"
@@ -208,6 +208,6 @@ def test_wrong_arguments_get_one_line(
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_folder_without_records_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_records_is_reported_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path), str(tmp_path)]) == 2
     assert "has no records of a run" in capsys.readouterr().err

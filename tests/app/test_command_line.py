@@ -1,4 +1,4 @@
-"""The command line itself: help, suggestions, completion by shells, JSON, closed pipes."""
+"""The command line itself: help, suggestions, shell completion, JSON, closed pipes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EVERY = [
 ]
 COMMAND = [sys.executable, "-m", "lightning_zero"]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "80"}
-ENVIRONMENT.pop("PYTHONUNBUFFERED", None)  # without a buffer argparse itself ignores a closed pipe
+ENVIRONMENT.pop("PYTHONUNBUFFERED", None)  # without a buffer, argparse itself ignores a closed pipe
 
 
 def run(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -54,7 +54,7 @@ print([time.process_time(), [name for name in ("torch", "lightning", "numpy") if
 
 
 @pytest.mark.parametrize("command", ["", *EVERY])
-def test_help_names_the_command_and_comes_at_once_without_torch(command: str) -> None:
+def test_help_names_the_command_and_appears_quickly_without_importing_torch(command: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, *command.split()], env=ENVIRONMENT, capture_output=True, text=True, timeout=120
     )
@@ -73,18 +73,18 @@ def test_help_has_one_line_for_each_subcommand(command: str, names: list[str]) -
     assert [re.match(r"    (\w+)  +\w.*\w", line)[1] for line in lines] == list(names)
 
 
-def test_help_of_train_has_groups_and_the_values_of_the_overrides_given() -> None:
+def test_help_of_train_shows_groups_and_the_configuration_with_the_given_overrides() -> None:
     said = run("train", "--help", "stage=ddp", "model=gpt_small").stdout
     assert "  stage: 1, 2, 3, auto, c1, c2, c3, c4, c5, ddp\n" in said
     assert "  optimizer: adafactor, adam, adamw, adamw8bit, lion, muon, sgd, soap\n" in said
     assert "_target_: lightning.pytorch.strategies.DDPStrategy" in said and "prefetch" not in said
 
 
-def test_version_is_the_package_s() -> None:
+def test_version_is_that_of_the_package() -> None:
     assert run("--version").stdout == f"lightning-zero {__version__}\n"
 
 
-def test_without_arguments_it_prints_its_help() -> None:
+def test_the_command_without_arguments_prints_its_help() -> None:
     assert run().stdout == run("--help").stdout
 
 
@@ -110,7 +110,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("arguments", MISTAKES)
-def test_a_mistake_gets_one_line_with_what_to_write(arguments: str) -> None:
+def test_a_mistake_gives_one_line_that_says_what_to_write(arguments: str) -> None:
     done = run(*arguments.split())
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(MISTAKES[arguments]) and done.stderr.count("\n") == 1
@@ -183,7 +183,7 @@ def test_bash_completes_subcommands_options_and_values(install: str, on_path: di
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
-def test_a_tab_in_a_terminal_completes_and_a_path_is_completed_as_one(on_path: dict[str, str], tmp_path: Path) -> None:
+def test_tab_in_a_terminal_completes_options_overrides_and_paths(on_path: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "only.ckpt").touch()
     child, terminal = pty.fork()
     if child == 0:
@@ -210,12 +210,12 @@ def test_a_tab_in_a_terminal_completes_and_a_path_is_completed_as_one(on_path: d
             os.write(terminal, typed)
             until(shown)
     finally:
-        os.close(terminal)  # which ends the shell
+        os.close(terminal)  # this ends the shell
         os.waitpid(child, 0)
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_get_a_script_too(shell: str) -> None:
+def test_zsh_and_fish_get_a_completion_script(shell: str) -> None:
     done = run("completion", shell)
     assert (done.returncode, done.stderr) == (0, "") and "lightning-zero" in done.stdout and "-sc query=" in done.stdout
 
@@ -278,7 +278,7 @@ PRINT_MUCH = ["--help", "train --help", "train --cfg job", "train -sc install=ba
 
 
 @pytest.mark.parametrize("arguments", PRINT_MUCH)
-def test_a_pipe_that_closes_early_is_no_traceback(arguments: str) -> None:
+def test_a_pipe_that_closes_early_causes_no_traceback(arguments: str) -> None:
     reading, writing = os.pipe()
     process = subprocess.Popen(
         [*COMMAND, *arguments.split()], env=ENVIRONMENT, stdout=writing, stderr=subprocess.PIPE, text=True

@@ -18,7 +18,7 @@ from tests.app.commands import REPOSITORY
 
 CONF = REPOSITORY / "conf"
 FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
-# group=option for each file of each group; stage/options is no group, and hydra/launcher needs a package of its own
+# group=option for each file of each group; stage/options is not a group, and hydra/launcher needs a package of its own
 CHOICES = [
     f'{file.parent}="{file.stem}"'
     for file in FILES
@@ -34,10 +34,10 @@ def composed(*overrides: str, folder: Path) -> DictConfig:
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_every_choice_passes_the_check_and_makes_its_objects(choice: str, tmp_path: Path) -> None:
+def test_every_choice_passes_the_check_and_instantiates_its_objects(choice: str, tmp_path: Path) -> None:
     needed = {'model="vit_tiny"': ["data=digits"], 'data="digits"': ["model=vit_tiny"]}.get(choice, [])
     if choice in ON_GPUS:
-        # Lightning makes a Trainer for GPUs only where there are GPUs: the rest of the file is checked
+        # Lightning makes a Trainer for GPUs only on a machine with GPUs: the rest of the file is checked
         needed = ["trainer.accelerator=cpu", "trainer.devices=2"]
     if "digits" not in f"{choice}{needed}":
         needed = [*needed, "data.max_bytes=500_000"]
@@ -93,7 +93,7 @@ def test_offload_reaches_the_strategy_at_every_stage(stage: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_the_papers_configurations_are_stages(name: str, tmp_path: Path) -> None:
+def test_the_papers_configurations_are_choices_of_stage(name: str, tmp_path: Path) -> None:
     config = composed(f'stage="{name.lower()}"', "stage.tensor_parallel_size=2", folder=tmp_path)
     strategy, meant = instantiate(config.trainer.strategy), CONFIGURATIONS[name]
     made = strategy.config
@@ -132,7 +132,7 @@ def test_resilience_reaches_the_strategy(tmp_path: Path) -> None:
         assert instantiate(config.trainer.strategy).options.keeps == meant
 
 
-def test_tensorboard_is_the_default_and_a_csv_file_where_it_is_not_installed(
+def test_tensorboard_is_the_default_logger_and_a_csv_file_the_fallback_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = composed("data.max_bytes=500_000", folder=tmp_path)
@@ -141,7 +141,7 @@ def test_tensorboard_is_the_default_and_a_csv_file_where_it_is_not_installed(
     assert check(config).logger == composed("logger=csv", folder=tmp_path).logger
 
 
-def test_accelerator_auto_takes_the_gpus_or_two_processes_on_the_cpu(
+def test_accelerator_auto_uses_the_gpus_or_two_processes_on_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def devices_of(*overrides: str) -> tuple[str, str | int]:
@@ -152,7 +152,7 @@ def test_accelerator_auto_takes_the_gpus_or_two_processes_on_the_cpu(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert devices_of() == devices_of("trainer=cpu") == ("cpu", 2)
     assert devices_of("trainer.devices=3") == ("cpu", 3)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # of torchrun --nproc-per-node 4
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # as torchrun --nproc-per-node 4 sets it
     assert devices_of() == ("cpu", 4)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     assert devices_of() == devices_of("trainer=gpu") == ("gpu", "auto")
@@ -166,7 +166,7 @@ def test_callbacks_are_chosen_one_by_one(tmp_path: Path) -> None:
     assert instantiate(config.callbacks.early_stopping).patience == 2
 
 
-def test_overrides_come_in_any_order(tmp_path: Path) -> None:
+def test_overrides_may_come_in_any_order(tmp_path: Path) -> None:
     overrides = ["experiment=digits", "trainer=cpu", "precision=bf16-mixed", "stage='2'", "offload=cpu", "debug=short"]
     config = composed(*overrides, folder=tmp_path)
     assert (config.stage.stage, config.stage.offload.optimizer) == (2, "cpu")
@@ -190,7 +190,7 @@ def test_optuna_searches_for_the_lowest_objective(tmp_path: Path) -> None:
 def test_later_groups_override_earlier_ones(tmp_path: Path) -> None:
     config = composed("experiment=digits", "debug=short", "precision=bf16", folder=tmp_path)
     assert config.model._target_ == "lightning_zero.zoo.digits.DigitClassifier"
-    assert config.trainer.max_steps == 10  # of debug=short, not the 250 of experiment=digits
+    assert config.trainer.max_steps == 10  # from debug=short, not the 250 from experiment=digits
     assert config.trainer.precision == "bf16-mixed"
 
 

@@ -1,4 +1,4 @@
-"""A user's own Hydra app: it gets nothing from the installed package until it asks for the groups by a search path."""
+"""A user's own Hydra app, which the installed package affects only if its groups are on the app's search path."""
 
 import subprocess
 from pathlib import Path
@@ -39,14 +39,14 @@ def run_app(folder: Path, config: str, *overrides: str) -> subprocess.CompletedP
     )
 
 
-def test_an_app_that_does_not_ask_has_neither_groups_nor_strategy_names(tmp_path: Path) -> None:
+def test_an_app_without_the_search_path_has_neither_groups_nor_strategy_names(tmp_path: Path) -> None:
     assert run_app(tmp_path, "folder: .\n", "+stage='2'", "--cfg", "job").stdout == "folder: .\nstage: '2'\n"
     assert "invalid strategy name: `strategy='zero3'`" in run_app(tmp_path, "folder: .\n").stderr
 
 
 @pytest.mark.parametrize("is_reversed", [False, True])
 @pytest.mark.parametrize("by", ["overrides", "defaults"])
-def test_search_path_gives_groups_and_strategy_names_in_any_order(by: str, is_reversed: bool, tmp_path: Path) -> None:
+def test_search_path_adds_groups_and_strategy_names_in_any_order(by: str, is_reversed: bool, tmp_path: Path) -> None:
     groups = {"stage": "'2'", "offload": "cpu", "trainer": "cpu", "precision": "bf16"}
     chosen = sorted(groups, reverse=is_reversed)
     if by == "overrides":

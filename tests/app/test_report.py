@@ -1,4 +1,4 @@
-"""The results in a training's report."""
+"""The figures in the report of a training run."""
 
 import pytest
 
@@ -16,12 +16,12 @@ from lightning_zero.monitoring.report import expected_psi, figures
         (3, 4, 12),
     ],
 )
-def test_expected_traffic_counts_what_is_done_once_a_micro_batch(stage: int, accumulate: int, psi: int) -> None:
+def test_expected_traffic_includes_the_collectives_of_each_micro_batch(stage: int, accumulate: int, psi: int) -> None:
     assert expected_psi(stage, accumulate, world_size=2) == psi
     assert expected_psi(stage, accumulate, world_size=1) == 0
 
 
-def test_model_states_are_told_apart_from_working_buffers_and_beside_those_of_ddp() -> None:
+def test_model_states_are_separate_from_working_buffers_and_compared_with_ddp() -> None:
     mega = 10**6
     peak = {"parameters": 5 * mega, "optimizer": 10 * mega, "gradients": 3 * mega, "gathered": 7 * mega}
     results = {

@@ -40,7 +40,7 @@ def results(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "results.json").read_text())
 
 
-def test_output_ends_with_a_table_of_plain_text_and_the_paths(alone: tuple[Path, str]) -> None:
+def test_output_ends_with_a_plain_text_table_and_the_paths(alone: tuple[Path, str]) -> None:
     folder, output = alone
     assert "\x1b" not in output
     *lines, checkpoint, plot = output.splitlines()
@@ -59,19 +59,19 @@ def test_output_ends_with_a_table_of_plain_text_and_the_paths(alone: tuple[Path,
 
 
 @pytest.mark.exhaustive
-def test_a_model_that_stays_sharded_writes_the_same_sample(alone: tuple[Path, str], tmp_path: Path) -> None:
+def test_a_model_that_stays_sharded_generates_the_same_sample(alone: tuple[Path, str], tmp_path: Path) -> None:
     output = succeed("train", *TINY, "stage.after_fit=sharded", "hydra.run.dir=job", folder=tmp_path)
     ordinary, sharded = (re.findall("- sample -+\n(.+?)\n-{80}\n", text, re.S) for text in (alone[1], output))
     assert sharded == ordinary != []
 
 
-def test_a_pruned_job_says_how_much_is_zero(tmp_path: Path) -> None:
+def test_a_pruned_job_reports_its_sparsity(tmp_path: Path) -> None:
     output = succeed("train", *TINY, "callbacks=[none,magnitude_pruning]", "hydra.run.dir=job", folder=tmp_path)
     assert re.search(r"^sparsity +50.0% +of the parameters that are pruned$", output, flags=re.MULTILINE)
     assert results(tmp_path / "job")["sparsity"] == pytest.approx(0.5, abs=1e-4)
 
 
-def test_figures_are_those_in_the_results_file(alone: tuple[Path, str]) -> None:
+def test_printed_figures_are_those_in_the_results_file(alone: tuple[Path, str]) -> None:
     folder, output = alone
     found = results(folder)
     assert re.search(rf"^validation perplexity +{found['validation']['perplexity']:.3g}$", output, flags=re.MULTILINE)
@@ -82,28 +82,28 @@ def test_figures_are_those_in_the_results_file(alone: tuple[Path, str]) -> None:
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_checkpoint_is_an_ordinary_one(alone: tuple[Path, str]) -> None:
+def test_the_checkpoint_is_an_ordinary_lightning_checkpoint(alone: tuple[Path, str]) -> None:
     model = LanguageModel.load_from_checkpoint(results(alone[0])["checkpoint"], map_location="cpu")
     assert model.gpt.generate(b"def ", length=10).startswith(b"def ")
 
 
 @pytest.mark.exhaustive
-def test_job_of_a_sweep_is_not_disturbed_by_the_one_before(sweep: tuple[Path, str], alone: tuple[Path, str]) -> None:
+def test_a_job_of_a_sweep_is_not_affected_by_an_earlier_job(sweep: tuple[Path, str], alone: tuple[Path, str]) -> None:
     second, single = results(sweep[0] / "1"), results(alone[0])
     assert second["strategy"] == "ZeRO stage 3"
     assert second["loss_curve"] == single["loss_curve"]
     assert second["validation"] == single["validation"]
 
 
-def test_stage_3_learns_what_ddp_learns_and_only_it_counts_traffic(sweep: tuple[Path, str]) -> None:
+def test_stage_3_learns_what_ddp_learns_and_only_stage_3_counts_traffic(sweep: tuple[Path, str]) -> None:
     ddp, stage3 = results(sweep[0] / "0"), results(sweep[0] / "1")
-    # the norm for clipping is summed in another order: 1e-6 relative, and six steps of Adam on top of it
+    # the norm for clipping is summed in a different order: 1e-6 relative, then six steps of Adam
     assert stage3["validation"]["loss"] == pytest.approx(ddp["validation"]["loss"], rel=1e-4)
     assert ddp["communicated_psi"] is None and re.search(
         "^communicated a step +not counted$", sweep[1], flags=re.MULTILINE
     )
     assert stage3["expected_psi"] == 3
-    # DDP holds 16 bytes a parameter: itself, its gradient and Adam's two moments in 4 bytes each
+    # DDP holds 16 bytes a parameter: its value, its gradient and Adam's two moments, 4 bytes each
     assert sum(ddp["peak_bytes"].values()) == pytest.approx(16 * ddp["parameters"], rel=0.01)
     assert ddp["ddp_bytes"] == ddp["formula_bytes"] == stage3["ddp_bytes"] == 16 * stage3["parameters"]
     assert sum(stage3["units"].values()) == stage3["parameters"] and ddp["units"] == {}
@@ -119,7 +119,7 @@ def test_sweep_ends_with_a_comparison(sweep: tuple[Path, str]) -> None:
 
 
 @pytest.mark.exhaustive
-def test_sweep_over_offload_trains_alike_wherever_states_are(tmp_path: Path, alone: tuple[Path, str]) -> None:
+def test_jobs_train_alike_wherever_their_states_are_offloaded(tmp_path: Path, alone: tuple[Path, str]) -> None:
     arguments = [*TINY, "offload=cpu,cpu_params", "hydra.sweep.dir=sweep", "--json"]
     output = succeed("train", "-m", *arguments, folder=tmp_path)
     comparison = json.loads((tmp_path / "sweep/comparison.json").read_text())
@@ -131,13 +131,13 @@ def test_sweep_over_offload_trains_alike_wherever_states_are(tmp_path: Path, alo
         assert (found["loss_curve"], found["validation"]) == (single["loss_curve"], single["validation"])
 
 
-def test_torchrun_starts_the_ranks_and_no_more_are_started(tmp_path: Path, alone: tuple[Path, str]) -> None:
+def test_under_torchrun_the_command_starts_no_further_ranks(tmp_path: Path, alone: tuple[Path, str]) -> None:
     output = succeed("train", *TINY, "hydra.run.dir=job", folder=tmp_path, launcher=(warm_python(), *TORCHRUN))
     assert len(re.findall("^communicated a step ", output, flags=re.MULTILINE)) == 1
     assert results(tmp_path / "job")["loss_curve"] == results(alone[0])["loss_curve"]
 
 
-def test_resumed_run_goes_on_where_the_other_stopped(tmp_path: Path, alone: tuple[Path, str]) -> None:
+def test_a_resumed_run_continues_where_the_first_run_stopped(tmp_path: Path, alone: tuple[Path, str]) -> None:
     checkpoint = alone[0] / "checkpoints" / "step_6.ckpt"
     arguments = [*TINY, "stage=2", "trainer.max_steps=9", f"resume={checkpoint}", "hydra.run.dir=job"]
     arguments[arguments.index("trainer.max_steps=6")] = "trainer.log_every_n_steps=1"
@@ -146,7 +146,7 @@ def test_resumed_run_goes_on_where_the_other_stopped(tmp_path: Path, alone: tupl
     assert [step for step, _ in results(tmp_path / "job")["loss_curve"]] == [7, 8, 9]
 
 
-def test_a_job_that_keeps_its_state_in_memory_goes_on_after_a_rank_was_killed(
+def test_a_job_that_keeps_its_state_in_memory_continues_after_a_rank_is_killed(
     alone: tuple[Path, str], tmp_path: Path
 ) -> None:
     fault = ("_target_=tests.resilience.callbacks.Killed", "rank=1", "step=4")
@@ -171,7 +171,7 @@ def test_digits_are_learned(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_job_goes_on_when_nobody_reads_its_output_any_more(tmp_path: Path, alone: tuple[Path, str]) -> None:
+def test_a_job_continues_when_its_output_is_no_longer_read(tmp_path: Path, alone: tuple[Path, str]) -> None:
     arguments = [*TINY, "trainer.enable_progress_bar=true", "hydra.run.dir=job"]
     arguments.remove("trainer.enable_progress_bar=false")
     process = start("train", *arguments, folder=tmp_path)
@@ -184,7 +184,7 @@ def test_a_job_goes_on_when_nobody_reads_its_output_any_more(tmp_path: Path, alo
 
 @pytest.fixture
 def endless(tmp_path: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
-    """A job that trains and would not end soon, with its ranks."""
+    """A job that would train for a long time, and its ranks."""
     arguments = ["train", *TINY, "stage=ddp", "trainer.max_steps=1_000_000", "hydra.run.dir=job"]
     process = start(*arguments, folder=tmp_path, launcher=REAL, path=LEAN)
     assert process.stderr is not None
@@ -208,7 +208,7 @@ def end_of(job: tuple[subprocess.Popen[str], list[psutil.Process]]) -> tuple[int
 
 
 @pytest.mark.exhaustive
-def test_killed_rank_ends_the_others(endless: tuple[subprocess.Popen[str], list[psutil.Process]]) -> None:
+def test_a_killed_rank_ends_the_other_ranks(endless: tuple[subprocess.Popen[str], list[psutil.Process]]) -> None:
     process, ranks = endless
     ranks[1].kill()
     code, errors = end_of(endless)
@@ -221,19 +221,19 @@ CTRL_C = pytest.param(signal.SIGINT, id="ctrl-c", marks=pytest.mark.exhaustive)
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("signum", [CTRL_C, pytest.param(signal.SIGTERM, id="sigterm")])
-def test_signal_ends_every_rank(
+def test_a_signal_to_the_command_ends_every_rank(
     signum: signal.Signals, endless: tuple[subprocess.Popen[str], list[psutil.Process]]
 ) -> None:
     process, _ = endless
     if signum is signal.SIGINT:
-        os.killpg(process.pid, signum)  # a terminal sends it to all
+        os.killpg(process.pid, signum)  # a terminal sends it to all processes
     else:
         process.send_signal(signum)
     assert end_of(endless)[0] == 128 + signum
 
 
 @pytest.mark.exhaustive
-def test_killed_command_leaves_no_ranks(endless: tuple[subprocess.Popen[str], list[psutil.Process]]) -> None:
+def test_killing_the_command_leaves_no_ranks(endless: tuple[subprocess.Popen[str], list[psutil.Process]]) -> None:
     process, ranks = endless
     process.kill()
     _, alive = psutil.wait_procs(ranks, timeout=20)

@@ -105,14 +105,14 @@ def test_wrong_value_ends_with_one_line_that_names_the_key(
         ("resilience=memory", "resilience: DDP cannot keep its state: write resilience=none, or stage=1, 2 or 3"),
     ],
 )
-def test_options_of_the_strategy_with_ddp_end_with_one_line(capfd, choice, said):
+def test_options_of_zero_under_ddp_are_refused_in_one_line(capfd, choice, said):
     with pytest.raises(SystemExit, match="2"):
         train.main(["stage=ddp", choice, "hydra.run.dir=.", "hydra.output_subdir=null"])
     assert capfd.readouterr().err == f"lightning-zero train: {said}\n"
 
 
 @pytest.mark.exhaustive
-def test_job_of_a_sweep_with_a_wrong_value_does_not_keep_the_others_from_training(tmp_path: Path) -> None:
+def test_a_job_with_a_wrong_value_does_not_keep_other_jobs_of_a_sweep_from_training(tmp_path: Path) -> None:
     overrides = ["stage=ddp", "model.heads=3,4", "hydra.sweep.dir=sweep", "objective=lossy"]
     code, output, errors = finish(start("train", "-m", *TINY, *overrides, folder=tmp_path))
     assert code == 2

@@ -26,7 +26,7 @@ def test_folder_is_split_by_file(folder: Path) -> None:
     assert 20 <= len(validation) <= 60
 
 
-def test_file_stays_on_its_side_when_others_come_and_go(folder: Path) -> None:
+def test_a_file_stays_in_its_split_when_another_file_is_added(folder: Path) -> None:
     before = read_split(folder, 10**9, percent=20)[1]
     (folder / "new.txt").write_text("new;")
     after = read_split(folder, 10**9, percent=20)[1]
@@ -39,7 +39,7 @@ def test_split_is_the_same_in_another_process() -> None:
         "import zlib; from lightning_zero.zoo.text import read_split;"
         "print([zlib.crc32(text) for text in read_split(None, 1_000_000, 10)])"
     )
-    # another seed for str hashes, and so another order of sets, than in this process
+    # a different seed for str hashes, and so a different order of sets, than in this process
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={"PYTHONPATH": str(REPOSITORY), "PYTHONHASHSEED": "1"},
@@ -69,7 +69,7 @@ def test_targets_are_the_next_bytes(tmp_path: Path) -> None:
     file.write_bytes(bytes(range(100)))
     data = TextData(str(file), context=8, batch_size=2, validation_percent=20)
     data.setup()
-    assert len(data.train) == 9 and len(data.validation) == 2  # of 80 and 20 bytes, with one more for the last target
+    assert len(data.train) == 9 and len(data.validation) == 2  # of 80 and 20 bytes; the last target needs one byte more
     tokens, targets = data.train[1]
     assert tokens.tolist() == list(range(8, 16)) and targets.tolist() == list(range(9, 17))
 
@@ -82,7 +82,7 @@ def test_text_shorter_than_a_window_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_gpt_sees_no_byte_before_its_turn(tied: bool) -> None:
+def test_gpt_predicts_each_byte_from_earlier_bytes_only(tied: bool) -> None:
     torch.manual_seed(0)
     gpt = GPT(width=32, depth=2, heads=4, context=16, tied=tied)
     tokens = torch.randint(256, (1, 16))
@@ -93,7 +93,7 @@ def test_gpt_sees_no_byte_before_its_turn(tied: bool) -> None:
     assert not torch.allclose(gpt(tokens)[0, 10], gpt(changed)[0, 10])
 
 
-def test_same_seed_gives_the_same_text_of_the_asked_length() -> None:
+def test_the_same_seed_gives_the_same_text_of_the_requested_length() -> None:
     torch.manual_seed(0)
     gpt = GPT(width=32, depth=1, heads=4, context=16)
     text = gpt.generate(b"def ", length=30)

@@ -29,7 +29,7 @@ from lightning_zero.io.labels import new_label
 
 KILLED, FAILED, HUNG = -signal.SIGKILL, 3, "hung"
 SECONDS = 25
-"""After which a rank that survived another hangs."""
+"""Time after which a rank that survived another counts as hung."""
 
 Act = Callable[[int, Any], None]
 """Function that a rank runs; its arguments are the rank and a function that all-gathers a value."""
@@ -51,7 +51,7 @@ def part(rank: int, value: float, **options: Any) -> Content:
 
 
 def save(form: str, path: Any, value: float, rank: int = 0, gather: Any = None, **options: Any) -> None:
-    """One save, by one of two ranks or, without ``gather``, by one alone."""
+    """Save once, as one of two ranks or, without ``gather``, as the only rank."""
     if form == "full":
         return save_whole({**tree(value, **options), "epoch": value}, Destination(path, new_label()))
     gather = gather or (lambda own: [own])
@@ -71,12 +71,12 @@ def value_at(path: Any) -> float:
 def run_ranks(
     act: Act, world_size: int = 2, kill: tuple[int, float] | None = None, after: Path | None = None
 ) -> list[Any]:
-    """Fork ranks that talk to each other through pipes, and end by an error when the other has gone.
+    """Fork ranks that communicate through pipes and fail when the other rank has ended.
 
     Arguments:
-            act: called on each rank.
-        kill: which is killed by a signal, after how many seconds,
-        after: and not before there is this file.
+        act: called on each rank.
+        kill: the rank to kill by a signal, and after how many seconds.
+        after: a file; the seconds count from the moment it exists.
 
     Returns:
         Their exit codes: 0, ``FAILED`` for an exception, ``KILLED`` or ``HUNG``.
@@ -132,7 +132,7 @@ def run_ranks(
 
 
 def die_at_call(number: int) -> None:
-    """Let this process be killed before its next call to the disk but so many, or in the midst of it if it writes."""
+    """Kill this process at the disk call after ``number`` others: before the call, or halfway through a write."""
     left = number
 
     def counted(call: Callable[..., Any], halfway: Callable[..., Any] | None = None) -> Callable[..., Any]:
@@ -150,7 +150,7 @@ def die_at_call(number: int) -> None:
     write = DirectFile.write
     DirectFile.write = counted(write, lambda file, data, position: write(file, data[: len(data) // 2], position))  # type: ignore[method-assign]
     Stream.write = counted(Stream.write)  # type: ignore[method-assign]
-    disk.BUFFER = disk.ALIGNMENT  # so that a file takes several
+    disk.BUFFER = disk.ALIGNMENT  # so that a file takes several buffers
     for name in ("fsync", "rename", "replace", "unlink", "remove", "rmdir", "mkdir"):
         setattr(os, name, counted(getattr(os, name)))
     paths._exchange = counted(paths._exchange)
@@ -158,7 +158,7 @@ def die_at_call(number: int) -> None:
 
 @contextmanager
 def without_exchange(enabled: bool = True) -> Iterator[None]:
-    """As on a file system that cannot exchange two names."""
+    """Behave like a file system that cannot exchange two names."""
     exchange = paths._exchange
     if enabled:
         paths._exchange = lambda one, other: False
@@ -169,7 +169,7 @@ def without_exchange(enabled: bool = True) -> Iterator[None]:
 
 
 def in_background(path: Path, form: str, ready: Path, port: int) -> Act:
-    """Save for ever in the background: 1, 2, 3, ..."""
+    """Return a function that endlessly saves the values 1, 2, 3, ... in the background."""
 
     def act(rank: int, gather: Any) -> None:
         if form == "sharded":
@@ -189,7 +189,7 @@ def in_background(path: Path, form: str, ready: Path, port: int) -> Act:
 
 
 def on_a_small_disk(folder: Path, nbytes: int, act: Callable[[], None]) -> int:
-    """Do something in a process for which a folder is a disk of its own, of so many bytes; its exit code."""
+    """Run ``act`` in a process that sees a folder as a separate disk of ``nbytes``; return its exit code."""
 
     def alone(rank: int, gather: Any) -> None:
         libc = ctypes.CDLL(None, use_errno=True)

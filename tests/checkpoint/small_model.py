@@ -37,15 +37,15 @@ class SmallModel(nn.Module):
 
 
 def make_model() -> SmallModel:
-    """The same on every call, rank and machine."""
+    """Create the same model on every call, rank and machine."""
     torch.manual_seed(0)
     return SmallModel()
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
-    """Two groups with learning rates of their own; the second is not in the module's order."""
+    """Two groups with their own learning rates; the second is not in the module's order."""
     decayed, others = [], []
-    for name, parameter in model.named_parameters():  # by name: FSDP's are flat
+    for name, parameter in model.named_parameters():  # by name: FSDP's parameters are flat
         if parameter.requires_grad:
             (decayed if name.endswith("weight") and "norm" not in name else others).append(parameter)
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others[::-1], "weight_decay": 0.0, "lr": 3e-3}]
@@ -53,16 +53,16 @@ def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
 
 
 def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """A rank's batch of a step: 6 tokens and their targets."""
+    """A rank's batch for a step: 6 tokens and their targets."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randint(7, (6,), generator=generator), torch.randint(7, (6,), generator=generator)
 
 
 class SmallLearner(LightningModule):
-    """The model for a Trainer. Its batch goes by the step, wherever a run begins.
+    """The model for a Trainer. Its batch depends only on the step, wherever a run begins.
 
     Args:
-        rank: whose batches it sees.
+        rank: the rank whose batches it sees.
     """
 
     def __init__(self, rank: int) -> None:

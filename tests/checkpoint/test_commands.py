@@ -96,7 +96,7 @@ def save(checkpoint: dict[str, Any], path: Path, form: str = "full") -> Path:
 
 
 def assert_equal(found: Any, expected: Any) -> None:
-    """Equal in structure, types and values, and tensors in dtype and bits. Dictionaries may be in another order."""
+    """Structure, types and values are equal, and tensors in dtype and bits; the order of dictionaries may differ."""
     leaves, expected_leaves = (dict(tree_flatten_with_path(tree)[0]) for tree in (found, expected))
     assert leaves.keys() == expected_leaves.keys()
     for path, other in expected_leaves.items():
@@ -109,7 +109,7 @@ def assert_equal(found: Any, expected: Any) -> None:
 
 
 def names_in(folder: Path) -> set[str]:
-    """Of what a folder has, as DCP itself reads it."""
+    """Names of a folder's entries, as DCP itself reads them."""
     return set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
 
 
@@ -148,7 +148,7 @@ def test_exported_weights_are_those_of_the_checkpoint(tmp_path, form):
 
 
 @pytest.mark.parametrize("name, dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_floating_point_weights_are_rounded_and_others_are_not(tmp_path, name, dtype):
+def test_export_rounds_only_floating_point_weights(tmp_path, name, dtype):
     module = Network()
     path = save(checkpoint_of(module), tmp_path / "last.ckpt")
     assert run("export", path, tmp_path / "w.safetensors", "--dtype", name) == 0
@@ -160,7 +160,7 @@ def test_floating_point_weights_are_rounded_and_others_are_not(tmp_path, name, d
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_fp32_and_fp16_weights_have_the_digits_of_the_masters(tmp_path, form):
+def test_exported_fp32_and_fp16_weights_have_the_precision_of_the_masters(tmp_path, form):
     module = Network().bfloat16()
     checkpoint = checkpoint_of(module, masters=True)
     masters = checkpoint["lightning_zero"]["masters"]
@@ -179,7 +179,7 @@ def test_fp32_and_fp16_weights_have_the_digits_of_the_masters(tmp_path, form):
     assert not torch.equal(masters["embedding.weight"], masters["embedding.weight"].bfloat16().float())
 
 
-def test_what_fp16_cannot_hold_is_said(tmp_path, capsys):
+def test_export_reports_weights_that_overflow_in_fp16(tmp_path, capsys):
     path = save(
         {"state_dict": {"big": torch.tensor([1e5, 1.0]), "mask": torch.tensor([float("-inf")])}}, tmp_path / "a"
     )
@@ -188,13 +188,13 @@ def test_what_fp16_cannot_hold_is_said(tmp_path, capsys):
     assert "so now infinite: big; --dtype bf16" in said
 
 
-def test_dtypes_and_shapes_of_every_kind(tmp_path):
+def test_export_keeps_every_dtype_and_shape(tmp_path):
     kinds = [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8]
     kinds += [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64, torch.float8_e4m3fn]
     kinds += [torch.float8_e5m2]
     state = {str(dtype): torch.arange(5).to(dtype) for dtype in kinds}
     state |= {"scalar": torch.tensor(3.0), "empty": torch.zeros(0, 4), "turned": torch.arange(6.0).view(2, 3).T}
-    state["part"] = torch.arange(20.0).view(4, 5)[1:3]  # of a larger memory
+    state["part"] = torch.arange(20.0).view(4, 5)[1:3]  # a view of a larger storage
     path = save({"state_dict": state}, tmp_path / "a.ckpt")
     assert run("export", path, tmp_path / "w.safetensors") == 0
     found = load_file(tmp_path / "w.safetensors")
@@ -205,7 +205,7 @@ def test_dtypes_and_shapes_of_every_kind(tmp_path):
     assert found["scalar"] == 3.0
 
 
-def test_weights_over_a_size_are_several_files_with_an_index(tmp_path):
+def test_export_splits_weights_above_a_size_into_several_files_with_an_index(tmp_path):
     state = {f"layers.{i}": torch.full((10,), float(i)) for i in range(5)} | {"large": torch.ones(100)}
     path = save({"state_dict": state}, tmp_path / "a.ckpt")
     out = tmp_path / "out" / "model.safetensors"
@@ -230,7 +230,7 @@ def test_weights_over_a_size_are_several_files_with_an_index(tmp_path):
     assert len(os.listdir(out.parent)) == 3
 
 
-# -- export of what wraps a model of transformers ----------------------------------------------------------------------
+# -- export of modules that wrap a transformers model ------------------------------------------------------------------
 
 
 class Wraps(nn.Module):
@@ -247,7 +247,7 @@ def tiny(**options: Any) -> GPT2Config:
 @pytest.mark.parametrize("size", ["5GB", "2kB"])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("form", FORMS)
-def test_from_pretrained_loads_what_was_exported(tmp_path, form, tied, size, capsys):
+def test_from_pretrained_loads_an_exported_model(tmp_path, form, tied, size, capsys):
     module = Wraps(tiny(tie_word_embeddings=tied)).eval()
     config = module.model.config.to_json_string()
     path = save(checkpoint_of(module, transformers={"model.": config}), tmp_path / "last.ckpt", form)
@@ -286,7 +286,7 @@ def train_gpt2(path: Path) -> dict[str, Tensor]:
     return module.model.state_dict()
 
 
-def test_from_pretrained_loads_what_a_trainer_saved(run_on, tmp_path):
+def test_from_pretrained_loads_an_export_of_a_trainers_checkpoint(run_on, tmp_path):
     trained = run_on(2, train_gpt2, path=tmp_path / "last.ckpt")[0]
     assert run("export", tmp_path / "last.ckpt", tmp_path / "out" / "model.safetensors", "--dtype", "fp32") == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -306,7 +306,7 @@ def test_from_pretrained_takes_the_dtype_of_the_export(tmp_path):
     assert torch.equal(model.transformer.wte.weight, masters["model.transformer.wte.weight"])
 
 
-def test_a_prefix_can_be_chosen(tmp_path, capsys):
+def test_export_strips_a_chosen_prefix(tmp_path, capsys):
     config = tiny()
     module = nn.ModuleDict({"student": GPT2LMHeadModel(config), "teacher": GPT2LMHeadModel(config)})
     models = {"student": config.to_json_string(), "teacher": config.to_json_string()}
@@ -330,10 +330,10 @@ def test_a_prefix_can_be_chosen(tmp_path, capsys):
 
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("masters", [False, True])
-def test_converted_and_back_is_the_same_in_every_tensor_and_all_else(tmp_path, masters, named):
+def test_converting_to_sharded_and_back_to_full_changes_nothing(tmp_path, masters, named):
     module = Network().bfloat16() if masters else Network()
     checkpoint = checkpoint_of(module, masters=masters)
-    if not named:  # as Lightning's own strategies save it: the optimizer's state is by number
+    if not named:  # as Lightning's own strategies save it: the optimizer's state is keyed by number
         del checkpoint["lightning_zero"]["optimizer_names"]
     expected = copy.deepcopy(checkpoint)
     path = save(checkpoint, tmp_path / "a.ckpt")
@@ -362,7 +362,7 @@ def test_converted_and_back_is_the_same_in_every_tensor_and_all_else(tmp_path, m
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_inspect_shows_what_there_is(tmp_path, form, capsys):
+def test_inspect_shows_the_contents_of_a_checkpoint(tmp_path, form, capsys):
     path = save(checkpoint_of(Network()), tmp_path / "last.ckpt", form)
     capsys.readouterr()
     assert run("inspect", path) == 0
@@ -385,7 +385,7 @@ def test_inspect_shows_what_there_is(tmp_path, form, capsys):
     assert ["optimizer_states.0.state.1.exp_avg", "[6,", "6]", "float32", "144", "B", "1", "1"] in words
 
 
-def test_inspect_for_programs_and_of_what_several_ranks_wrote(tmp_path, run_on, capsys):
+def test_inspect_describes_a_checkpoint_of_several_ranks_as_json(tmp_path, run_on, capsys):
     path = tmp_path / "x.ckpt"
     weights, _, masters = run_on(2, save_on_ranks, path=str(path), stage=3, dtype=torch.bfloat16)[0]
     assert run("inspect", path, "--json") == 0
@@ -409,7 +409,7 @@ def test_inspect_for_programs_and_of_what_several_ranks_wrote(tmp_path, run_on, 
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_verify_reads_all_and_names_what_is_damaged(tmp_path, form, capsys):
+def test_verify_reads_everything_and_names_what_is_damaged(tmp_path, form, capsys):
     path = save(checkpoint_of(Network()), tmp_path / "last.ckpt", form)
     capsys.readouterr()
     assert run("verify", path) == 0
@@ -447,7 +447,7 @@ def test_verify_reads_all_and_names_what_is_damaged(tmp_path, form, capsys):
 SMALL, LARGE = 2**22, 12 * 2**20  # elements; 8 of the first, one of the second
 WHOLE = 6 * (8 * SMALL + LARGE)  # bytes: weights in bf16, masters in fp32
 LARGEST = 4 * LARGE
-OTHER = 24 * 2**20  # some converted chunks, and allocations of libraries meanwhile
+OTHER = 24 * 2**20  # some converted chunks, and allocations by libraries
 
 MEASURED = {
     "export": ["export", "{}", "{}.safetensors", "--dtype", "fp32"],
@@ -459,7 +459,7 @@ MEASURED = {
 
 def own_memory_of(folder: str) -> dict[str, int]:
     """Peak increase of this process's anonymous memory, by command and form."""
-    ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: huge pages would count what was not asked for
+    ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: huge pages would count memory that was not requested
     found = {}
     for form in FORMS:
         for name, arguments in MEASURED.items():
@@ -481,7 +481,7 @@ def own_memory_of(folder: str) -> dict[str, int]:
 
 
 @pytest.mark.exhaustive
-def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
+def test_memory_of_the_commands_does_not_grow_with_the_checkpoint(tmp_path):
     weights = {f"layers.{i}": torch.randn(SMALL) for i in range(8)} | {"large": torch.randn(LARGE)}
     low = {name: value.bfloat16() for name, value in weights.items()}
     torch.save({"state_dict": low, "lightning_zero": {"masters": weights}}, tmp_path / "full")
@@ -522,12 +522,12 @@ def train_and_go_on(folder: Path) -> None:
         same_tensors(fit(system, learner, path, max_epochs=2).weights, expected, bound=0)
 
 
-def test_training_goes_on_from_what_was_converted(run_on, tmp_path):
+def test_training_continues_from_a_converted_checkpoint(run_on, tmp_path):
     run_on(2, train_and_go_on, folder=tmp_path)
 
 
 @pytest.mark.parametrize("key", ["model", "network"])
-def test_a_checkpoint_of_fabric_keeps_its_keys(tmp_path, key):
+def test_a_converted_fabric_checkpoint_keeps_its_keys(tmp_path, key):
     module = Network().bfloat16()
     lightnings = checkpoint_of(module, masters=True)
     masters, names = lightnings["lightning_zero"]["masters"], lightnings["lightning_zero"]["optimizer_names"]
@@ -549,7 +549,7 @@ def test_a_checkpoint_of_fabric_keeps_its_keys(tmp_path, key):
     assert all(torch.equal(found[name], master) for name, master in masters.items() if name != "head.weight")
 
 
-def test_what_has_no_tensors_stays_as_it_is(tmp_path):
+def test_a_checkpoint_without_tensors_is_converted_unchanged(tmp_path):
     checkpoint = {"epoch": 1, "state_dict": {}, "optimizer_states": [], "callbacks": {}, "loops": {"fit_loop": {}}}
     path = save(checkpoint, tmp_path / "a.ckpt", "sharded")
     assert run("convert", path, tmp_path / "b.ckpt", "--to", "full") == 0
@@ -595,12 +595,12 @@ def test_an_imported_checkpoint_has_the_names_of_the_module_that_wraps_the_model
     assert list(given) == [[f"model.{name}" for name in names]]
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- refusals and errors -----------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """Writing more to a file fails, as it does where a disk is full."""
+    """Make writing beyond this size to a file fail, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -617,7 +617,7 @@ COMMANDS: dict[str, Callable[[Path, Path], list[Any]]] = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_what_is_there_is_kept_unless_it_is_to_be_overwritten(tmp_path, command, capsys):
+def test_an_existing_output_is_kept_unless_overwrite_is_given(tmp_path, command, capsys):
     path = save({"state_dict": {"w": torch.ones(3)}}, tmp_path / "a.ckpt")
     arguments = COMMANDS[command](path, tmp_path)
     out = Path(arguments[2])
@@ -634,7 +634,7 @@ def test_what_is_there_is_kept_unless_it_is_to_be_overwritten(tmp_path, command,
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("form", FORMS)
-def test_where_the_disk_is_full_nothing_is_left_and_what_was_there_stays(tmp_path, form, command, capsys):
+def test_a_full_disk_leaves_no_partial_output_and_keeps_existing_files(tmp_path, form, command, capsys):
     path = save({"state_dict": {"w": torch.ones(2**20), "v": torch.ones(2**20)}}, tmp_path / "a.ckpt", form)
     arguments = COMMANDS[command](path, tmp_path / "out")
     out = Path(arguments[2])
@@ -647,9 +647,9 @@ def test_where_the_disk_is_full_nothing_is_left_and_what_was_there_stays(tmp_pat
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_where_one_may_not_write_it_says_so(tmp_path, command, capsys):
+def test_an_output_that_cannot_be_written_is_reported_in_one_line(tmp_path, command, capsys):
     path = save({"state_dict": {"w": torch.ones(3)}}, tmp_path / "a.ckpt")
-    for folder in ("/proc/self", str(path)):  # where also root may not
+    for folder in ("/proc/self", str(path)):  # where even root may not write
         assert run(*COMMANDS[command](path, Path(folder) / "new")) == 1
         said = capsys.readouterr().err
         assert said.startswith("lightning-zero checkpoint") and folder in said
@@ -660,7 +660,7 @@ class Own:
     """An object that a project's hook adds to a checkpoint."""
 
 
-def test_classes_are_not_unpickled_unless_one_trusts_the_file(tmp_path, capsys):
+def test_classes_are_not_unpickled_without_the_trust_option(tmp_path, capsys):
     path = save({"state_dict": {"w": torch.ones(3)}, "own": Own()}, tmp_path / "a.ckpt")
     assert run("export", path, tmp_path / "w.safetensors") == 1
     said = capsys.readouterr().err
@@ -673,7 +673,7 @@ class Harmful:
         return os.system, ("true",)
 
 
-def test_no_way_is_advised_to_load_a_file_that_wants_to_run_code(tmp_path, capsys):
+def test_errors_do_not_advise_how_to_load_a_file_that_would_run_code(tmp_path, capsys):
     path = tmp_path / "a.ckpt"
     torch.save({"state_dict": {"w": torch.ones(3)}, "own": Own(), "other": Harmful()}, path)
     for command in ("verify", "inspect"):
@@ -682,7 +682,7 @@ def test_no_way_is_advised_to_load_a_file_that_wants_to_run_code(tmp_path, capsy
         assert "it would call posix.system at 'other'" in said and "trust" not in said and "allow" not in said
 
 
-def test_interrupted_it_leaves_nothing(tmp_path, monkeypatch, capsys):
+def test_an_interrupted_export_leaves_nothing(tmp_path, monkeypatch, capsys):
     path = save({"state_dict": {"w": torch.ones(3)}}, tmp_path / "a.ckpt")
 
     def interrupt(*_: Any) -> None:
@@ -694,7 +694,7 @@ def test_interrupted_it_leaves_nothing(tmp_path, monkeypatch, capsys):
     assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
-def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path, capsys):
+def test_a_folder_that_is_not_a_checkpoint_is_not_replaced(tmp_path, capsys):
     path = save({"state_dict": {"w": torch.ones(3)}}, tmp_path / "a.ckpt")
     for form in FORMS:
         assert run("convert", path, tmp_path, "--to", form, "--overwrite") == 1
@@ -715,7 +715,7 @@ def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path, capsys):
         ([], 2, "give a command: inspect, verify, export, convert or import"),
     ],
 )
-def test_wrong_arguments(tmp_path, monkeypatch, capsys, arguments, code, said):
+def test_wrong_arguments_are_reported(tmp_path, monkeypatch, capsys, arguments, code, said):
     monkeypatch.chdir(tmp_path)
     save({"state_dict": {"w": torch.ones(3)}}, Path("PATH"))
     try:

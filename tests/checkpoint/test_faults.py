@@ -25,7 +25,7 @@ FORMS = pytest.mark.parametrize("form", ["full", "sharded"])
 
 
 def killed_at_every_call(folder, form, name, can_exchange):
-    """Kill each rank at each call to the disk there is in a save, and look at the folder after each."""
+    """Kill each rank at each disk call of a save, and check the folder after each."""
     last, world_size = folder / "last.ckpt", 1 if form == "full" else 2
     moments = 0
     for victim in range(world_size):
@@ -63,9 +63,7 @@ def killed_at_every_call(folder, form, name, can_exchange):
         pytest.param("sharded", "other.ckpt", True, marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_rank_that_is_killed_at_any_call_to_the_disk_leaves_the_last_good_checkpoint(
-    run_on, tmp_path, form, name, can_exchange
-):
+def test_a_rank_killed_at_any_disk_call_leaves_the_last_good_checkpoint(run_on, tmp_path, form, name, can_exchange):
     (moments,) = run_on(
         1, killed_at_every_call, timeout=120, folder=tmp_path / "c", form=form, name=name, can_exchange=can_exchange
     )
@@ -103,13 +101,13 @@ def killed_at_random(folder, form, is_async):
 @pytest.mark.parametrize("is_async", [False, True], ids=["", "in the background"])
 @FORMS
 @pytest.mark.exhaustive
-def test_a_rank_that_is_killed_at_a_random_moment_leaves_one_whole_checkpoint(run_on, tmp_path, form, is_async):
+def test_a_rank_killed_at_a_random_moment_leaves_one_whole_checkpoint(run_on, tmp_path, form, is_async):
     (saved,) = run_on(1, killed_at_random, timeout=240, folder=tmp_path / "c", form=form, is_async=is_async)
     assert len(saved) > 1, saved  # the moments fell into different saves
 
 
 def killed_while_the_other_connects(folder):
-    """The first rank's process hosts the store through which ranks exchange that they have written."""
+    """Rank 0, which is killed, hosts the store through which ranks report that they have written."""
     path, ready = folder / "last.ckpt", folder.parent / "ready"
     save("sharded", path, 0.0)
     with socket.socket() as free:
@@ -125,12 +123,12 @@ def killed_while_the_other_connects(folder):
     assert run_ranks(act, kill=(0, 0.0), after=ready) == [KILLED, FAILED]
 
 
-def test_a_rank_that_connects_late_does_not_wait_for_one_that_is_lost(run_on, tmp_path):
+def test_a_rank_that_connects_late_does_not_wait_for_a_lost_rank(run_on, tmp_path):
     run_on(1, killed_while_the_other_connects, timeout=120, folder=tmp_path / "c")
 
 
 def killed_between_the_renames(folder):
-    """On a file system that cannot exchange names the old one has another name for a moment."""
+    """On a file system that cannot exchange names, the old checkpoint briefly has another name."""
     rename, path = os.rename, folder / "last.ckpt"
 
     def act(rank, gather):
@@ -146,18 +144,18 @@ def killed_between_the_renames(folder):
     assert run_ranks(act, 1) == [KILLED]
     (put_aside,) = [name for name in names_in(folder) if not name.startswith(".")]
     assert put_aside != path.name and put_aside.startswith("last") and put_aside.endswith(".ckpt")
-    assert value_at(path) == 1  # by the name that it had
+    assert value_at(path) == 1  # found by its former name
     assert value_at(folder / put_aside) == 1
     save("sharded", folder / "other.ckpt", 3.0)
     assert names_in(folder) == ["last.ckpt", "other.ckpt"] and value_at(path) == 1
 
 
-def test_what_was_to_be_replaced_is_found_by_its_name_and_gets_it_back(run_on, tmp_path):
+def test_a_checkpoint_put_aside_by_a_killed_save_is_found_by_its_name_and_gets_it_back(run_on, tmp_path):
     run_on(1, killed_between_the_renames, folder=tmp_path)
 
 
 def killed_while_removing(folder, name):
-    """Kill the process at each call to the disk there is in a removal, and look at the folder after each."""
+    """Kill the process at each disk call of a removal, and check the folder after each."""
     for number in range(1000):
         faults.empty(folder)
         save("sharded", folder / name, 1.0)
@@ -179,23 +177,23 @@ def killed_while_removing(folder, name):
 
 
 @pytest.mark.parametrize("name", ["last.ckpt", "Gewicht µ 0,5.ckpt", "x" * 250 + ".ckpt"], ids=["", "odd", "long"])
-def test_a_process_that_is_killed_while_it_removes_a_checkpoint_leaves_all_of_it_or_nothing(run_on, tmp_path, name):
+def test_a_process_killed_while_removing_a_checkpoint_leaves_all_of_it_or_nothing(run_on, tmp_path, name):
     (moments,) = run_on(1, killed_while_removing, folder=tmp_path / "c", name=name)
     assert moments > 4
 
 
-def test_of_a_link_the_link_is_removed(tmp_path):
+def test_removing_a_link_keeps_the_checkpoint_it_points_to(tmp_path):
     for form in ("full", "sharded"):
         save(form, tmp_path / form, 1.0)
         (tmp_path / "last.ckpt").symlink_to(form)
         remove(tmp_path / "last.ckpt")
-        remove(tmp_path / "last.ckpt")  # which is not there, as another run may have removed it
+        remove(tmp_path / "last.ckpt")  # already gone, as if another run had removed it
         assert value_at(tmp_path / form) == 1
     assert names_in(tmp_path) == ["full", "sharded"]
 
 
-def test_in_an_object_store_what_is_removed_in_part_is_no_checkpoint_any_more(monkeypatch):
-    """There folders cannot be renamed."""
+def test_a_partly_removed_checkpoint_in_an_object_store_is_reported_as_incomplete(monkeypatch):
+    """Object stores cannot rename folders."""
     save("sharded", "memory://removed/last.ckpt", 1.0)
     fs = fsspec.filesystem("memory")
     remove_files = type(fs).rm
@@ -229,7 +227,7 @@ def at_the_same_time(folder, form):
 
 
 @FORMS
-def test_two_runs_that_save_into_one_folder_leave_each_other_alone(run_on, tmp_path, form):
+def test_two_runs_that_save_into_one_folder_do_not_disturb_each_other(run_on, tmp_path, form):
     run_on(1, at_the_same_time, folder=tmp_path, form=form)
 
 
@@ -255,7 +253,7 @@ def fails_everywhere(path, form, why, rank, gather, numel=40):
 
 
 def full_disk(folder, form):
-    """Of two ranks each is once the one for whose part there is no room."""
+    """Each of two ranks in turn has no room for its part."""
 
     def on_the_disk():
         save(form, folder / "last.ckpt", 1.0)
@@ -264,7 +262,7 @@ def full_disk(folder, form):
             def act(rank, gather, full=full):
                 large = 500_000 if rank == full else 40
                 fails_everywhere(folder / "last.ckpt", form, "No space left on device", rank, gather, numel=large)
-                save(form, folder / "last.ckpt", 3.0, rank, gather)  # a smaller one, by the same process
+                save(form, folder / "last.ckpt", 3.0, rank, gather)  # a smaller checkpoint, by the same process
 
             assert run_ranks(act, 2 if form == "sharded" else 1) == [0] * (2 if form == "sharded" else 1)
             assert names_in(folder) == ["last.ckpt"] and value_at(folder / "last.ckpt") == 3
@@ -273,7 +271,7 @@ def full_disk(folder, form):
 
 
 @FORMS
-def test_a_full_disk_is_told_on_every_rank_and_leaves_what_was_there(run_on, tmp_path, form):
+def test_a_full_disk_is_reported_on_every_rank_and_a_smaller_save_then_succeeds(run_on, tmp_path, form):
     run_on(1, full_disk, folder=tmp_path, form=form)
 
 
@@ -294,13 +292,13 @@ def no_permission(folder, form):
 
 
 @FORMS
-def test_no_permission_to_write_is_told(run_on, tmp_path, form):
+def test_missing_write_permission_is_reported_on_every_rank(run_on, tmp_path, form):
     (tmp_path / "c").mkdir()
     run_on(1, no_permission, folder=tmp_path / "c", form=form)
 
 
 @FORMS
-def test_a_path_below_a_file_is_told(tmp_path, form):
+def test_a_path_below_a_file_is_reported(tmp_path, form):
     (tmp_path / "file").write_text("a file")
     fails_everywhere(tmp_path / "file" / "last.ckpt", form, "file", 0, None)
     assert names_in(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "a file"
@@ -324,7 +322,7 @@ def test_a_name_may_be_as_long_as_the_system_allows(tmp_path, form):
 
 
 @FORMS
-def test_an_altered_byte_a_truncated_and_a_missing_file_are_found(tmp_path, form):
+def test_an_altered_byte_a_truncated_file_and_a_missing_file_are_detected(tmp_path, form):
     path, found = tmp_path / "last.ckpt", 0
     save(form, path, 1.0)
     for file in [path] if form == "full" else sorted(path.iterdir()):
@@ -350,7 +348,7 @@ def test_an_altered_byte_a_truncated_and_a_missing_file_are_found(tmp_path, form
     assert found > 150 and value_at(path) == 1
 
 
-def test_the_error_names_the_piece(tmp_path):
+def test_an_error_about_damage_names_the_piece_and_its_file(tmp_path):
     path = tmp_path / "last.ckpt"
     for form, file in (("full", path), ("sharded", path / "__0_0.distcp")):
         save(form, path, 7.0, numel=3000)
@@ -362,12 +360,12 @@ def test_the_error_names_the_piece(tmp_path):
         assert file.name in str(raised.value)
 
 
-# --------------------------------------------------------------------------------------- what is not to be replaced
+# ---------------------------------------------------------------------------------------- what must not be replaced
 
 
 @pytest.mark.parametrize("name", ["out", "out/", "link"])
 @FORMS
-def test_a_folder_with_something_else_in_it_is_not_replaced(tmp_path, form, name):
+def test_a_folder_with_other_contents_is_not_replaced(tmp_path, form, name):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "results.csv").write_text("precious")
     (tmp_path / "link").symlink_to("out")
@@ -383,13 +381,13 @@ def test_a_folder_with_something_else_in_it_is_not_replaced(tmp_path, form, name
         with pytest.raises(CheckpointNotSavedError, match=r"out/? is a folder with contents other .*\(results.csv\)"):
             act()
     else:
-        act()  # no more than the link is lost
+        act()  # only the link is lost
     assert (tmp_path / "out" / "results.csv").read_text() == "precious"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "out"]
 
 
 def beside_a_checkpoint(out, what):
-    """A folder that has something of a checkpoint, and something of the user's."""
+    """Create a folder with parts of a checkpoint and something of the user's."""
     if what == "a file":
         save("sharded", out, 1.0)
     out.mkdir(exist_ok=True)
@@ -414,10 +412,10 @@ def refused_on_every_rank(folder, what):
     before = contents(folder)
 
     def act(rank, gather):
-        Destination.writing = lambda *_: os._exit(9)  # nothing is written before it is refused
+        Destination.writing = lambda *_: os._exit(9)  # nothing is written before the refusal
         for in_background in (False, True):
             saver = Saver(in_background)
-            path = out if rank == 0 else folder / "another"  # rank 0's counts
+            path = out if rank == 0 else folder / "another"  # rank 0's path counts
             with pytest.raises(
                 CheckpointNotSavedError, match="is a folder with contents other than a checkpoint"
             ) as told:
@@ -438,14 +436,12 @@ def contents(folder):
     "what",
     ["a file", "data of another program", "only a name", "a folder under a checkpoint's name", "a folder"],
 )
-def test_a_folder_with_more_in_it_than_a_checkpoint_is_refused_on_every_rank_before_anything_is_written(
-    run_on, tmp_path, what
-):
+def test_a_folder_with_more_than_a_checkpoint_is_refused_on_every_rank_before_any_write(run_on, tmp_path, what):
     run_on(1, refused_on_every_rank, folder=tmp_path, what=what)
 
 
 @FORMS
-def test_a_file_that_is_put_into_the_folder_while_a_checkpoint_is_written_is_not_lost(tmp_path, monkeypatch, form):
+def test_a_file_added_to_the_folder_during_a_save_is_not_lost(tmp_path, monkeypatch, form):
     out, put_in_place = tmp_path / "last.ckpt", Destination.put_in_place
     save("sharded", out, 1.0)
 
@@ -470,8 +466,8 @@ def test_a_device_is_not_replaced(tmp_path, form):
         save(form, "/", 1.0)
 
 
-def test_links_in_a_checkpoint_are_replaced_and_what_they_refer_to_is_kept(tmp_path):
-    """As tools that keep versions of data make of large files."""
+def test_links_in_a_checkpoint_are_replaced_and_their_targets_are_kept(tmp_path):
+    """Tools for data versioning replace large files with such links."""
     path, kept = tmp_path / "last.ckpt", tmp_path / "kept"
     save("sharded", path, 1.0)
     (path / "__0_0.distcp").rename(kept)
@@ -481,7 +477,7 @@ def test_links_in_a_checkpoint_are_replaced_and_what_they_refer_to_is_kept(tmp_p
     assert value_at(path) == 2 and kept.read_bytes() == data and names_in(tmp_path) == ["kept", "last.ckpt"]
 
 
-def test_what_systems_put_into_folders_is_no_file_of_the_users(tmp_path):
+def test_files_that_operating_systems_add_to_folders_do_not_prevent_replacement(tmp_path):
     path = tmp_path / "last.ckpt"
     save("sharded", path, 1.0)
     for name in (".DS_Store", "._meta.pt", ".nfs000000000a3b"):
@@ -491,7 +487,7 @@ def test_what_systems_put_into_folders_is_no_file_of_the_users(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["results.old-final-2024-11", ".results.partial-final-2024-11"])
-def test_what_only_looks_like_a_leftover_is_kept(tmp_path, monkeypatch, name):
+def test_a_folder_that_only_looks_like_a_leftover_is_kept(tmp_path, monkeypatch, name):
     (tmp_path / "results").write_text("new")
     (tmp_path / name).mkdir()
     (tmp_path / name / "thesis.tex").write_text("precious")

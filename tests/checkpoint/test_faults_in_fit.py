@@ -38,14 +38,14 @@ IN_BACKGROUND = pytest.mark.parametrize("is_async", [False, True], ids=["", "in 
 
 
 class NoRoom(Callback):
-    """One rank cannot write more than some bytes into a file, during some steps."""
+    """Prevents one rank from writing more than 2 KiB to a file during some steps."""
 
     def __init__(self, failing: int, steps: set[int]) -> None:
         self.failing, self.steps = failing, steps
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         for job in trainer.strategy._saver._jobs:
-            job.exception()  # the background is writing the checkpoint of the step before
+            job.exception()  # wait for the background save of the previous step's checkpoint
         if rank() == self.failing:
             soft = 2048 if trainer.global_step + 1 in self.steps else resource.RLIM_INFINITY
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, resource.RLIM_INFINITY))
@@ -89,7 +89,7 @@ def no_room_at_one_step(folder: Path, form: str, failing: int, is_async: bool) -
 
 @IN_BACKGROUND
 @pytest.mark.parametrize(("form", "failing"), [("full", 0), ("sharded", 0), ("sharded", 1)])
-def test_a_save_that_fails_is_told_on_every_rank_and_training_may_go_on(run_on, tmp_path, form, failing, is_async):
+def test_a_failed_save_is_reported_on_every_rank_and_training_may_continue(run_on, tmp_path, form, failing, is_async):
     run_on(2, no_room_at_one_step, folder=tmp_path / "c", form=form, failing=failing, is_async=is_async)
 
 
@@ -110,7 +110,7 @@ def no_room_at_the_end(folder: Path, form: str, failing: int) -> None:
 
 
 @pytest.mark.parametrize(("form", "failing"), [("full", 0), ("sharded", 1)])
-def test_a_save_that_fails_in_the_background_is_told_at_the_end_of_fit(run_on, tmp_path, form, failing):
+def test_a_failed_background_save_is_reported_at_the_end_of_fit(run_on, tmp_path, form, failing):
     run_on(2, no_room_at_the_end, folder=tmp_path / "c", form=form, failing=failing)
 
 
@@ -136,8 +136,8 @@ def removed_by_the_callback(folder: Path, is_async: bool) -> None:
 
 
 @IN_BACKGROUND
-def test_a_folder_that_model_checkpoint_removes_loses_its_name_first(run_on, tmp_path, is_async):
-    """So that no process finds a part of it, even if this one is killed at any time."""
+def test_a_folder_that_model_checkpoint_removes_is_renamed_first(run_on, tmp_path, is_async):
+    """So no process finds a part of the folder, even if this process is killed at any time."""
     run_on(2, removed_by_the_callback, folder=tmp_path / "c", is_async=is_async)
 
 
@@ -165,7 +165,7 @@ def stop_with_a_save_under_way(folder: Path, form: str) -> None:
 
 
 @FORMS
-def test_an_exception_ends_the_run_and_what_is_under_way_is_finished(run_on, tmp_path, form):
+def test_an_exception_ends_the_run_and_saves_under_way_are_finished(run_on, tmp_path, form):
     run_on(2, stop_with_a_save_under_way, folder=tmp_path / "c", form=form)
     assert names_in(tmp_path / "c") in (["step=1.ckpt", "step=2.ckpt"], ["step=1.ckpt"])
     for name in names_in(tmp_path / "c"):
@@ -177,7 +177,7 @@ def test_an_exception_ends_the_run_and_what_is_under_way_is_finished(run_on, tmp
 
 def run(folder: Path, form: str, ckpt_path: Any = None, module: Any = None, max_epochs: int = 1) -> Any:
     saving = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, save_last=True)
-    torch.manual_seed(rank())  # every rank begins with values of its own, which loading replaces
+    torch.manual_seed(rank())  # every rank begins with its own values, which loading replaces
     module = Learner(batches=2) if module is None else module
     trainer = make_trainer(
         ZeroStrategy(3, checkpoint=form), callbacks=[saving], enable_checkpointing=True, max_epochs=max_epochs
@@ -187,7 +187,7 @@ def run(folder: Path, form: str, ckpt_path: Any = None, module: Any = None, max_
 
 
 def spoil(path: Path) -> None:
-    """Alter one of its largest file's values."""
+    """Alter bytes throughout the checkpoint's largest file."""
     if rank() == 0:
         file = max(path.iterdir(), key=lambda each: each.stat().st_size) if path.is_dir() else path
         data = bytearray(file.read_bytes())
@@ -222,7 +222,7 @@ def damaged(folder: Path, form: str) -> None:
 
 
 @FORMS
-def test_a_damaged_checkpoint_is_refused_and_the_newest_whole_one_stands_in_for_the_last(run_on, tmp_path, form):
+def test_a_damaged_checkpoint_is_refused_and_last_falls_back_to_the_newest_whole_one(run_on, tmp_path, form):
     run_on(2, damaged, folder=tmp_path / "c", form=form)
 
 
@@ -273,12 +273,12 @@ def garbage(folder: Path, form: str) -> None:
 
 
 @FORMS
-def test_where_the_last_is_no_checkpoint_at_all_the_newest_whole_one_stands_in_for_it(run_on, tmp_path, form):
+def test_last_falls_back_to_the_newest_whole_checkpoint_if_it_is_not_a_checkpoint(run_on, tmp_path, form):
     run_on(2, garbage, folder=tmp_path / "c", form=form)
 
 
 def unreadable_on_one_rank(folder: Path) -> None:
-    """It is, or may be, undamaged: an older one does not replace it."""
+    """The last checkpoint is, or may be, undamaged: no older one replaces it."""
     run(folder, "sharded", max_epochs=2)
     if rank() == 1:
 
@@ -298,7 +298,7 @@ def unreadable_on_one_rank(folder: Path) -> None:
         processes.open_checkpoint = opening
 
 
-def test_a_last_checkpoint_that_one_rank_may_not_read_is_an_error_on_every_rank(run_on, tmp_path):
+def test_a_last_checkpoint_that_one_rank_cannot_read_is_an_error_on_every_rank(run_on, tmp_path):
     run_on(2, unreadable_on_one_rank, folder=tmp_path / "c")
 
 
@@ -313,7 +313,7 @@ def put_aside(folder: Path) -> None:
     assert run(folder, "sharded", "last", max_epochs=3).global_step == 6
 
 
-def test_one_that_was_about_to_be_replaced_when_the_process_died_is_the_last(run_on, tmp_path):
+def test_a_checkpoint_about_to_be_replaced_when_the_process_died_counts_as_the_last(run_on, tmp_path):
     run_on(2, put_aside, folder=tmp_path / "c")
 
 
@@ -391,7 +391,7 @@ SCRIPT = """
     class Killed(Learner):
         def on_train_batch_start(self, batch, batch_idx):
             if self.trainer.global_step == 3 and self.global_rank == victim:
-                # in the midst of the next save
+                # during the next save
                 Stream.write = lambda stream, data: (write(stream, data), os.kill(os.getpid(), signal.SIGKILL))
 
     if __name__ == "__main__":
@@ -401,14 +401,14 @@ SCRIPT = """
             accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
             callbacks=[ModelCheckpoint(folder, every_n_train_steps=1, save_last=True)],
         )
-        module = Killed(batches=12)  # six of each rank
+        module = Killed(batches=12)  # six for each rank
         trainer.fit(module, ckpt_path="last")
         sys.stdout.write(f"TRAINED {trainer.global_rank} {trainer.global_step}\\n")
 """
 
 
 @pytest.mark.parametrize(("form", "victim"), [("sharded", 1), ("full", 0)])
-def test_a_run_whose_rank_was_killed_while_it_saved_ends_and_goes_on_from_the_last(tmp_path, form, victim):
+def test_a_run_with_a_rank_killed_while_saving_ends_and_resumes_from_the_last_checkpoint(tmp_path, form, victim):
     """In processes launched by the Trainer; nothing hangs, and the next run finds an undamaged checkpoint."""
     script, folder = tmp_path / "script.py", tmp_path / "c"
     script.write_text(textwrap.dedent(SCRIPT))
@@ -467,8 +467,8 @@ ENDING = """
 """
 
 
-def test_a_process_that_ends_finishes_what_it_saves_in_the_background_or_says_what_failed(tmp_path):
-    """Without a Trainer, which would wait for it: as at the end of a script of Fabric's."""
+def test_an_ending_process_finishes_its_background_save_or_reports_its_failure(tmp_path):
+    """Without a Trainer, which would wait for the save: as at the end of a Fabric script."""
     (tmp_path / "script.py").write_text(textwrap.dedent(ENDING))
     (tmp_path / "file").write_text("a file")
     endings = ["end", "exit", "exception", "Ctrl-C"]

@@ -40,7 +40,7 @@ from tests.support.workers import rank
 
 HERE = Path(__file__).parent
 WRITTEN = ["kept", *(["now"] if importlib.util.find_spec("deepspeed") else [])]
-OF_EACH_RANK = "mean"  # a buffer that FSDP leaves to each rank, and DCP saves of one of them
+OF_EACH_RANK = "mean"  # a buffer that FSDP does not synchronize; DCP saves one rank's
 IN_FP32 = ["stage1-fp32", "stage2-fp32", "stage3-fp32"]
 
 
@@ -89,7 +89,7 @@ def in_order_of_the_optimizer(names: list[str]) -> bool:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_weights_and_moments_are_those_that_deepspeed_itself_finds(
+def test_weights_and_moments_equal_those_that_deepspeed_itself_reads(
     deepspeeds: Callable[[str], Path], case: str
 ) -> None:
     expected = torch.load(deepspeeds(case) / "expected.pt", weights_only=True)
@@ -108,7 +108,7 @@ def test_weights_and_moments_are_those_that_deepspeed_itself_finds(
     assert list(weights) == [prefix + name for name in fresh.state_dict()]
     for name, value in expected["weights"].items():
         same(weights[name], value.float() if value.is_floating_point() else value, name)
-    # DeepSpeed's tool forgets frozen weights at stage 1
+    # DeepSpeed's tool omits frozen weights at stage 1
     kept = torch.bfloat16 if options.get("low") == "bf16" else torch.float16 if "low" in options else torch.float32
     same(weights[prefix + "frozen.weight"], fresh.frozen.weight.detach().to(kept).float(), "frozen.weight")
     assert weights[prefix + "head.weight"] is weights[prefix + "embedding.weight"]
@@ -131,7 +131,7 @@ def test_weights_and_moments_are_those_that_deepspeed_itself_finds(
     opened.verify()
 
 
-def test_values_are_read_when_they_are_used(deepspeeds: Callable[[str], Path]) -> None:
+def test_values_of_a_deepspeed_checkpoint_are_read_when_they_are_used(deepspeeds: Callable[[str], Path]) -> None:
     opened = open_deepspeed(deepspeeds("stage3-fp32") / "checkpoint")
     weight = opened.checkpoint["state_dict"]["blocks.0.weight"]
     assert isinstance(weight, LazyTensor)
@@ -161,7 +161,7 @@ def go_on(folder: str, stages: list[int], cases: list[str]) -> None:
                 same(weights[name], value, f"{name} of {case}")
 
 
-def test_training_goes_on_as_under_deepspeed_bit_for_bit(
+def test_training_continues_as_under_deepspeed_bit_for_bit(
     deepspeeds: Callable[[str], Path], run_on: Callable[..., Any]
 ) -> None:
     assert all(deepspeeds(case).exists() for case in IN_FP32)
@@ -186,12 +186,12 @@ def fitted_from(path: str, strategy: str) -> SmallLearner:
 
 
 def imported(source: str, path: Path, out: Path, form: str) -> str:
-    """By the command."""
+    """Import with the command; return the path."""
     assert main(["import", source, str(path), str(out), "--to", form]) == 0
     return str(out)
 
 
-def test_a_trainer_goes_on_from_what_lightnings_strategy_for_deepspeed_saved(
+def test_a_trainer_resumes_from_a_checkpoint_of_lightnings_deepspeed_strategy(
     deepspeeds: Callable[[str], Path], run_on: Callable[..., Any], tmp_path: Path
 ) -> None:
     """Loops, the scheduler and the optimizer continue, bit for bit."""
@@ -219,7 +219,7 @@ def keeps_masters(folder: str) -> None:
     engine.close()
 
 
-def test_masters_of_low_precision_keep_their_digits(
+def test_fp32_masters_of_low_precision_weights_keep_their_digits(
     deepspeeds: Callable[[str], Path], run_on: Callable[..., Any]
 ) -> None:
     run_on(2, keeps_masters, folder=str(deepspeeds("stage3-bf16").parent))
@@ -242,7 +242,7 @@ def without(*names: str) -> Callable[[Path], None]:
 
 
 def rewritten(name: str, edit: Callable[[Any], Any]) -> Callable[[Path], None]:
-    """Something in a file that DeepSpeed wrote is another; what takes DeepSpeed to be written again is dropped."""
+    """Edit a file that DeepSpeed wrote, and drop the entries that cannot be written without DeepSpeed."""
 
     def change(folder: Path) -> None:
         path = folder / "global_step3" / name
@@ -272,7 +272,7 @@ def of_two_ranks_of_a_cut_model(folder: Path) -> None:
 
 
 class Foreign:
-    """Of a class that is not allowed: creating it would run code."""
+    """An object of a class that is not allowed: creating it would run code."""
 
     def __reduce__(self) -> Any:
         return exec, ("raise SystemExit('this was run')",)
@@ -323,7 +323,7 @@ MODEL = "mp_rank_00_model_states.pt"
     ],
     ids=lambda value: None,
 )
-def test_what_is_no_whole_checkpoint_of_zero_is_refused_with_one_error(
+def test_an_incomplete_damaged_or_unsupported_deepspeed_checkpoint_is_refused(
     deepspeeds: Callable[[str], Path],
     tmp_path: Path,
     change: Callable[[Path], None],
@@ -418,14 +418,14 @@ def fsdps(worker_pools: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_form_is_opened_with_the_same_weights_and_state_and_training_goes_on_bit_for_bit(fsdps: Path) -> None:
+def test_every_fsdp_form_opens_with_equal_weights_and_state_and_training_continues_exactly(fsdps: Path) -> None:
     opened = open_fsdp(fsdps / "sharded_by_fsdp1" / "model-optim")
     assert opened.checkpoint["step"] == BEFORE and opened.checkpoint["epoch"] == 0
     opened = open_fsdp(fsdps / "sharded_by_fsdp2" / "deeper")
     assert opened.checkpoint["epoch"] == 1 and "app" not in opened.checkpoint
 
 
-def test_which_entry_has_the_weights_is_asked_where_several_might(fsdps: Path, tmp_path: Path) -> None:
+def test_the_entry_with_the_weights_must_be_named_where_several_are_possible(fsdps: Path, tmp_path: Path) -> None:
     opened = open_fsdp(fsdps / "sharded_by_fsdp2" / "with-average", model="average")
     assert isinstance(opened.checkpoint["state_dict"]["head.weight"], Tensor) and "rng" in opened.checkpoint
     two = {"generator": {"w": torch.ones(2)}, "critic": {"w": torch.ones(3)}}
@@ -453,7 +453,7 @@ def resume_by_lightning(paths: list[str]) -> None:
                 same(module.state_dict()[key], value, f"{key} from {path}")
 
 
-def test_a_trainer_goes_on_from_what_lightnings_strategies_for_fsdp_saved(
+def test_a_trainer_resumes_from_checkpoints_of_lightnings_fsdp_strategies(
     run_on: Callable[..., Any], tmp_path: Path
 ) -> None:
     run_on(2, write_by_lightning, folder=tmp_path)

@@ -85,12 +85,12 @@ def save_elsewhere(form: str) -> None:
 
 
 @FORMS
-def test_a_url_of_fsspec_is_saved_to_and_resumed_from(run_on, form):
+def test_a_run_saves_to_an_fsspec_url_and_resumes_from_it(run_on, form):
     run_on(1, save_elsewhere, form=form)
 
 
 class Frozen(Net):
-    """A frozen body with a head to be trained."""
+    """A frozen body with a trainable head."""
 
     def __init__(self, strict: bool = True) -> None:
         super().__init__()

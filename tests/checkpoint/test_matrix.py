@@ -2,8 +2,8 @@
 
 Each saver writes once per number of ranks and precision, and one test shows that the contents of the full and of the
 sharded checkpoints are bit-identical for all savers. So a loader need not read every saver's checkpoint in every case:
-each case reads every saver's, and every loader reads a full and a sharded one; which loader reads which saver's changes
-from case to case, until all pairs have occurred.
+each case reads every saver's checkpoint, and every loader reads a full and a sharded one; which loader reads which
+saver's checkpoint changes from case to case, until all pairs have occurred.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LOADERS |= {"zero3 to a disk": lambda: ZeroStrategy(3, offload={**ON_DISK, "para
 
 
 class SaveAtTheEnd(Callback):
-    """Of the first epoch."""
+    """Saves a checkpoint at the end of the first epoch."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -60,16 +60,16 @@ class SaveAtTheEnd(Callback):
 
 
 class SeeWhatWasLoaded(Callback):
-    """Full weights and optimizer state on rank 0, before the first step."""
+    """Records full weights and optimizer state on rank 0, before the first step."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         weights = trainer.strategy.lightning_module_state_dict()
         state = trainer.strategy.optimizer_state(trainer.optimizers[0])
-        self.seen = copy.deepcopy((weights, state))  # DDP's are live
+        self.seen = copy.deepcopy((weights, state))  # DDP's tensors are live
 
 
 def write(folder: Path, precision: str) -> None:
-    """A checkpoint of each saver, after the first of two epochs."""
+    """Write a checkpoint with each saver, after the first of two epochs."""
     for name in savers(precision):
         fit(SAVERS[name](), learner, callbacks=[SaveAtTheEnd(folder / f"{name}.ckpt")], precision=precision)
 
@@ -116,8 +116,8 @@ def without_ours(values: dict[str, Any]) -> dict[str, Any]:
     [*((ranks, "32-true") for ranks in (1, 2, 3, 4)), (2, "bf16-true"), (3, "bf16-true"), (2, "bf16-mixed")],
 )
 @pytest.mark.exhaustive
-def test_what_is_saved_is_the_same_whoever_saved_it(saved: Saved, ranks: int, precision: str) -> None:
-    """All of a file, and all of a folder; DDP adds up in an order of its own where ranks are more than two."""
+def test_all_savers_write_the_same_contents(saved: Saved, ranks: int, precision: str) -> None:
+    """Whole files and whole folders are compared; on more than two ranks, DDP adds up in a different order."""
     folder = saved(ranks, precision)
     for form in ("full", "sharded"):
         names = [name for name in savers(precision) if name != "ddp" and ("sharded" in name) is (form == "sharded")]
@@ -133,7 +133,7 @@ def test_what_is_saved_is_the_same_whoever_saved_it(saved: Saved, ranks: int, pr
 
 
 def meetings(savers: list[str], loaders: list[str], turn: int) -> list[tuple[str, str]]:
-    """Which saver's checkpoint each loader reads, in one of several cases: of each form one, at each turn the next."""
+    """Pairs of saver and loader for one case: each loader reads one checkpoint of each form, the next at each turn."""
     met = []
     for form in (False, True):
         files = [name for name in savers if ("sharded" in name) is form]
@@ -145,11 +145,11 @@ def meetings(savers: list[str], loaders: list[str], turn: int) -> list[tuple[str
 
 
 def load(folder: Path, files: list[tuple[str, str]], precision: str, before: int) -> None:
-    """Load each file in the system beside it.
+    """Load each file into the system paired with it.
 
     Arguments:
-        precision: now.
-        before: the number of ranks that saved. With more than two, systems add up in orders of their own.
+        precision: the loading run's precision.
+        before: the number of ranks that saved. With more than two, systems add up in different orders.
     """
     runs: dict[str, Any] = {}
     for file, system in files:
@@ -175,7 +175,7 @@ def load(folder: Path, files: list[tuple[str, str]], precision: str, before: int
         same_tensors(run.weights, first.weights, bound=0 if world_size() <= 2 else CLOSE)
 
 
-# The numbers of ranks that saved and that load, in fp32; DDP (on one rank: a single device) is among both.
+# Numbers of ranks that saved and of ranks that load, in fp32; both include DDP (on one rank: a single device).
 SIZES = [(2, 2), (4, 2), (2, 4), (3, 1), (1, 3)]
 IN_EVERY_RUN = [(4, 2), (1, 3)]
 
@@ -212,8 +212,8 @@ def test_any_precision_loads_what_any_other_saved(run_on, saved: Saved, before: 
 @pytest.mark.parametrize(
     ("savers", "loaders", "cases"), [(list(SAVERS), list(LOADERS), SIZES), (ZEROS, ZERO_LOADERS, PRECISIONS)]
 )
-def test_over_the_cases_every_loader_meets_every_saver(savers: list[str], loaders: list[str], cases: list[Any]):
-    """In each case every saver is met, and every loader meets a file and a folder; but DDP reads no folder."""
+def test_every_loader_meets_every_saver_in_some_case(savers: list[str], loaders: list[str], cases: list[Any]):
+    """Each case includes every saver, and every loader reads a file and a folder, except that DDP reads no folder."""
     able = {
         (saver, loader) for saver, loader in product(savers, loaders) if (loader != "ddp") or "sharded" not in saver
     }
@@ -224,7 +224,7 @@ def test_over_the_cases_every_loader_meets_every_saver(savers: list[str], loader
         assert {("sharded" in s, loader) for s, loader in case} == {("sharded" in s, loader) for s, loader in able}
 
 
-def test_a_sharded_checkpoint_says_what_wrote_it(run_on, saved: Saved):
+def test_a_sharded_checkpoint_records_what_wrote_it(run_on, saved: Saved):
     path = saved(2, "32-true") / "zero3 sharded.ckpt"
     opened = open_checkpoint(path)
     assert opened.form == "sharded"

@@ -34,11 +34,11 @@ def saved_by(form: str, module: Any, folder: Path, **options: Any) -> Path:
     return folder / "epoch=0.ckpt"
 
 
-# ------------------------------------------------------------------------------- what is changed while it is written
+# --------------------------------------------------------------------------------- values that change during a save
 
 
 class Counts(Net):
-    """Large tensors, each of which is the number of steps, in all places where a checkpoint may have some."""
+    """Large tensors filled with the number of steps, in all places where a checkpoint may have tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,11 +86,11 @@ def values_of_the_time(form: str, stage: int, folder: Path) -> None:
 @FORMS
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 1), (1, 3), (2, 1), (2, 3)])
 @pytest.mark.exhaustive
-def test_what_is_saved_in_the_background_is_of_the_time_of_saving(run_on, tmp_path, form, ranks, stage):
+def test_a_background_save_writes_the_values_at_the_time_of_the_call(run_on, tmp_path, form, ranks, stage):
     run_on(ranks, values_of_the_time, form=form, stage=stage, folder=tmp_path)
 
 
-# ----------------------------------------------------------------------------------- what modules and hooks put in
+# -------------------------------------------------------------------------------------- what modules and hooks add
 
 
 class Shadow(Net):
@@ -138,7 +138,7 @@ def what_was_put_in(form: str, is_async: bool, folder: Path) -> None:
 
 @FORMS
 @pytest.mark.parametrize("is_async", [False, True], ids=["", "in the background"])
-def test_values_of_parameters_that_hooks_put_in_come_back_where_they_were(run_on, tmp_path, form, is_async):
+def test_parameter_values_that_hooks_add_are_loaded_where_they_were_added(run_on, tmp_path, form, is_async):
     run_on(2, what_was_put_in, form=form, is_async=is_async, folder=tmp_path)
 
 
@@ -156,7 +156,7 @@ def put_in_on_rank_0(form: str, folder: Path) -> None:
 
 
 @FORMS
-def test_values_of_parameters_that_one_rank_alone_puts_in_are_refused(run_on, tmp_path, form):
+def test_parameter_values_that_only_one_rank_adds_are_refused(run_on, tmp_path, form):
     run_on(2, put_in_on_rank_0, form=form, folder=tmp_path)
 
 

@@ -48,7 +48,7 @@ TENSORS = {
     "b.vector": torch.arange(17, dtype=torch.int64),
     "b.flags": torch.tensor([True, False, True]),
     "b.complex": torch.complex(torch.arange(6.0), torch.ones(6)).view(3, 2),
-    "b.small": torch.arange(8).to(torch.uint16),  # of a dtype that torch.save writes in another way
+    "b.small": torch.arange(8).to(torch.uint16),  # a dtype that torch.save writes differently
     "b.scalar": torch.tensor(2.5),
     "b.empty": torch.empty(0, 4),
 }
@@ -105,7 +105,7 @@ def ours(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained():
-    """A model and its optimizer after a step, with the contents of its checkpoint and DCP's tree of it."""
+    """A model and its optimizer after a step, their tree for DCP, and parameter names in the optimizer's order."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
     optimizer = torch.optim.AdamW([{"params": model[1].parameters()}, {"params": model[0].parameters(), "lr": 0.5}])
@@ -118,10 +118,10 @@ def trained():
     return model, optimizer, {"state_dict": model.state_dict(), "optimizer_0": by_name}, names
 
 
-# -- what is in it -----------------------------------------------------------------------------------------------------
+# -- contents ----------------------------------------------------------------------------------------------------------
 
 
-def test_archives_of_one_kind_and_length_are_told_apart():
+def test_archives_of_equal_kind_and_length_are_distinguished():
     square = torch.arange(16.0).view(4, 4)
     part = torch.arange(32.0)[4:20].view(4, 4)
     known = {}
@@ -137,7 +137,7 @@ def test_archives_of_one_kind_and_length_are_told_apart():
         records_of(io.BytesIO(buffer.getvalue()[:-1]))
 
 
-def test_every_range_of_every_tensor_is_what_was_saved(ours):
+def test_every_range_of_every_tensor_reads_as_saved(ours):
     opened = open_checkpoint(ours)
     assert (opened.form, opened.path) == ("sharded", ours)
     assert opened.written_by == {"stage": 3, "world_size": 3}
@@ -156,7 +156,7 @@ def test_every_range_of_every_tensor_is_what_was_saved(ours):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_folder_of_dcps_own_with_an_optimizer(tmp_path, trained):
+def test_a_folder_that_dcp_itself_wrote_opens_with_its_optimizer_state(tmp_path, trained):
     model, optimizer, tree, names = trained
     dcp.save(tree, checkpoint_id=tmp_path / "dcp")
     bare = open_checkpoint(tmp_path / "dcp")
@@ -175,7 +175,7 @@ def test_a_folder_of_dcps_own_with_an_optimizer(tmp_path, trained):
             same_state(one.state_dict(), two.state_dict())
         each.verify()
     assert {key: opened.checkpoint[key] for key in REST} == REST
-    # it trains on, as with ordinary tensors
+    # training continues as with ordinary tensors
     for one, two in ((model, optimizer), (fresh, other)):
         two.zero_grad()
         one(torch.ones(2, 5)).sum().backward()
@@ -199,7 +199,7 @@ def same_state(one, two):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("key", [None, "model", "state_dict"])
-def test_weights_are_found_where_others_put_them(tmp_path, key):
+def test_weights_are_found_where_other_programs_put_them(tmp_path, key):
     tree = TENSORS if key is None else {key: TENSORS}
     dcp.save(tree, checkpoint_id=tmp_path / "dcp")
     torch.save(tree, tmp_path / "file.pt")
@@ -220,11 +220,11 @@ def save_cut_by_columns(path):
             assert torch.equal(found[name].shown(start, max(start, stop)), expected)
 
 
-def test_tensors_cut_along_any_dimension(run_on, tmp_path):
+def test_tensors_sharded_along_any_dimension_are_read(run_on, tmp_path):
     run_on(2, save_cut_by_columns, path=str(tmp_path / "dcp"))
 
 
-def test_tensors_in_parts_come_back_to_where_they_were_in_lightnings_dictionary(tmp_path):
+def test_tensors_saved_in_parts_return_to_their_places_in_lightnings_dictionary(tmp_path):
     handle = LazyTensor("x", (2, 3), torch.float32, lambda start, stop: torch.arange(6.0)[start:stop])
     rest = {"callbacks": {"EMA": {"weights": [None, {"w": handle}, 5], "decay": 0.9, 7: handle}}, "lightning_zero": {}}
     path = in_parts(tmp_path / "x", {"state_dict": TENSORS, "lightning_zero": {"masters": {"a": handle}}}, rest)
@@ -263,7 +263,7 @@ def read_a_share(path, whole):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="Linux tells what is resident")
-def test_a_rank_that_reads_its_share_holds_no_more(run_on, tmp_path):
+def test_a_rank_that_reads_its_share_holds_no_more_in_memory(run_on, tmp_path):
     large = torch.arange(2.0**24).view(2**12, 2**12)
     path = in_parts(tmp_path / "x", {"state_dict": {"large": large}}, {}, ranks=4)
     run_on(1, read_a_share, path=path, whole=large.nbytes)
@@ -309,7 +309,7 @@ def test_a_file_larger_than_memory_is_read_range_by_range(tmp_path):
     os.remove(tmp_path / "x.ckpt")
 
 
-def test_remote_checkpoints(ours, trained):
+def test_remote_checkpoints_are_read(ours, trained):
     memory = fsspec.filesystem("memory")
     memory.put(ours, "/remote/parts", recursive=True)
     whole = {**REST, "state_dict": TENSORS}
@@ -324,7 +324,7 @@ def test_remote_checkpoints(ours, trained):
         open_checkpoint("memory://remote/y.ckpt")
 
 
-# -- what is wrong with it ---------------------------------------------------------------------------------------------
+# -- damage and refusals -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -339,7 +339,7 @@ def copy_of(tmp_path):
 
 
 def damage(path, name, find=None, at=None):
-    """Flip a bit of a file: of the first of some bytes, or of that at a place."""
+    """Flip a bit of a file: where ``find`` first occurs, else at position ``at``, else in the middle."""
     file = os.path.join(path, name) if name else path
     with open(file, "rb") as stream:
         data = bytearray(stream.read())
@@ -376,7 +376,7 @@ def test_damage_is_found_on_opening(ours, copy_of, kind):
     assert path in str(caught.value)
 
 
-def test_all_damaged_pieces_are_named_by_verify(ours, copy_of):
+def test_verify_names_all_damaged_pieces(ours, copy_of):
     path = copy_of(ours)
     damage(path, "__1_0.distcp", find=TENSORS["a.matrix"].view(-1)[20:40].numpy().tobytes()[:16])
     damage(path, "__2_0.distcp", find=TENSORS["b.vector"].view(-1)[11:].numpy().tobytes()[:16])
@@ -398,10 +398,10 @@ def test_all_damaged_pieces_are_named_by_verify(ours, copy_of):
     assert sum(found) == sum(seen) and max(found) < 0.7 * sum(seen)  # two processes halve the work
 
 
-def test_what_was_verified_is_not_verified_again(ours, copy_of):
+def test_verified_pieces_are_not_verified_again(ours, copy_of):
     path = copy_of(ours)
     opened = open_checkpoint(path)
-    opened.verify(share=(0, 2))  # of three files: the first one, and not the last
+    opened.verify(share=(0, 2))  # of three files, the first but not the last
     matrix, expected = opened.checkpoint["state_dict"]["a.matrix"], TENSORS["a.matrix"].view(-1)
     for name, start in (("__0_0.distcp", 0), ("__2_0.distcp", 40)):
         damage(path, name, find=expected[start:].numpy().tobytes()[:16])
@@ -413,7 +413,7 @@ def test_what_was_verified_is_not_verified_again(ours, copy_of):
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_each_of_as_many_processes_as_have_written_verifies_what_one_of_them_wrote(ours, copy_of, number):
+def test_with_as_many_processes_as_writers_each_verifies_one_writers_pieces(ours, copy_of, number):
     path = copy_of(ours)
     damage(path, f"__{number}_0.distcp", find=TENSORS["a.matrix"].view(-1)[20 * number :].numpy().tobytes()[:16])
     opened = open_checkpoint(path)
@@ -436,7 +436,7 @@ def test_files_of_two_saves_without_a_manifest_are_not_taken_for_one_checkpoint(
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_what_another_program_makes_of_our_folder_needs_no_manifest(ours, tmp_path):
+def test_a_folder_that_another_program_wrote_from_ours_needs_no_manifest(ours, tmp_path):
     state = {"state_dict": {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}}
     dcp.load(state, checkpoint_id=ours)
     dcp.save(state, checkpoint_id=str(tmp_path / "dcp"))
@@ -444,7 +444,7 @@ def test_what_another_program_makes_of_our_folder_needs_no_manifest(ours, tmp_pa
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_damage_in_a_folder_of_others(tmp_path):
+def test_damage_in_a_folder_of_another_program_is_found(tmp_path):
     path = str(tmp_path / "dcp")
     dcp.save({"state_dict": TENSORS}, checkpoint_id=path)
     damage(path, "__0_0.distcp", find=TENSORS["a.matrix"].numpy().tobytes()[:16])
@@ -458,7 +458,7 @@ def test_damage_in_a_folder_of_others(tmp_path):
         open_checkpoint(path)
 
 
-def test_a_damaged_file_is_told_by_the_names_of_its_tensors(tmp_path):
+def test_an_error_about_a_damaged_file_names_the_damaged_tensors(tmp_path):
     path = str(tmp_path / "x.ckpt")
     torch.save({**REST, "state_dict": TENSORS}, path)
     open_checkpoint(path).verify()
@@ -505,7 +505,7 @@ NO_CHECKPOINT = {
 
 
 @pytest.mark.parametrize("kind", NO_CHECKPOINT)
-def test_what_is_no_checkpoint_is_refused(tmp_path, kind):
+def test_a_path_that_is_not_a_checkpoint_is_refused(tmp_path, kind):
     make, error, words = NO_CHECKPOINT[kind]
     make(tmp_path / "x")
     with pytest.raises(error, match=words) as caught:
@@ -513,7 +513,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path, kind):
     assert str(tmp_path / "x") in str(caught.value)
 
 
-def test_what_a_later_version_wrote_is_refused(ours, copy_of, tmp_path):
+def test_a_checkpoint_of_a_later_version_is_refused(ours, copy_of, tmp_path):
     torch.save({**REST, "lightning_zero": {"format": 7}}, tmp_path / "x.ckpt")
     path = copy_of(ours)
     with open(f"{path}/lightning_zero.json") as file:
@@ -536,7 +536,7 @@ class Harmful:
 
 
 class Own:
-    """A class of a project's own."""
+    """A project's own class."""
 
     def __init__(self):
         self.number = 5
@@ -544,7 +544,7 @@ class Own:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("where", [".metadata", "meta.pt", "an entry of DCP's", "file"])
-def test_nothing_in_a_checkpoint_is_run(tmp_path, monkeypatch, where):
+def test_no_code_in_a_checkpoint_is_run(tmp_path, monkeypatch, where):
     monkeypatch.chdir(tmp_path)
     dcp.save({"state_dict": {"w": torch.ones(3), "x": Harmful() if "DCP" in where else 5}}, checkpoint_id="dcp")
     if where == ".metadata":
@@ -568,7 +568,7 @@ def assert_nothing_advised(caught):
 
 
 def of_protocol_4(module, name):
-    """A pickle that calls something, as torch does not write it."""
+    """A pickle of a function call, in a protocol that torch does not write."""
     texts = [b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name, "it ran")]
     return b"\x80\x04" + texts[0] + texts[1] + b"\x93" + texts[2] + b"\x85R."
 
@@ -607,7 +607,7 @@ ARCHIVES = {
 
 @pytest.mark.parametrize("form", ["archive", "before torch 1.6", "pickle", "meta.pt"])
 @pytest.mark.parametrize("what", PICKLES)
-def test_of_a_file_that_wants_to_run_code_it_says_what_it_calls_and_advises_nothing(tmp_path, what, form):
+def test_an_error_about_a_file_that_would_run_code_names_the_call_and_advises_nothing(tmp_path, what, form):
     make, words = PICKLES[what]
     path = tmp_path / "x.ckpt"
     checkpoint = {"state_dict": {"w": torch.ones(1)}, "callbacks": {"x": make()}}
@@ -628,7 +628,7 @@ def test_of_a_file_that_wants_to_run_code_it_says_what_it_calls_and_advises_noth
 
 
 @pytest.mark.parametrize("how", ARCHIVES)
-def test_code_that_a_file_hides_is_not_advised_to_be_run(tmp_path, how):
+def test_an_error_about_code_hidden_in_a_file_advises_nothing(tmp_path, how):
     data, words = ARCHIVES[how]
     with zipfile.ZipFile(tmp_path / "x.ckpt", "w") as archive:
         archive.writestr("archive/data.pkl", data)
@@ -650,14 +650,14 @@ def test_code_that_a_file_hides_is_not_advised_to_be_run(tmp_path, how):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_projects_keep_in_checkpoints_may_be_allowed(tmp_path, value):
+def test_an_error_about_classes_that_projects_save_says_how_to_allow_them(tmp_path, value):
     torch.save({"state_dict": {}, "hyper_parameters": {"x": value}}, tmp_path / "x.ckpt")
     with pytest.raises(ValueError, match=r"add_safe_globals\(\[.*\]\)' before loading, or pass weights_only=False"):
         open_checkpoint(tmp_path / "x.ckpt")
 
 
 @pytest.mark.parametrize("data", [b"\x80 is no pickle", b"\x80\x04neither", b"\x80"])
-def test_of_a_file_that_does_not_unpickle_nothing_is_advised_either(tmp_path, data):
+def test_an_error_about_a_file_that_does_not_unpickle_advises_nothing(tmp_path, data):
     (tmp_path / "x.ckpt").write_bytes(data)
     with pytest.raises(ValueError, match="cannot be read as a checkpoint") as caught:
         open_checkpoint(tmp_path / "x.ckpt")
@@ -674,7 +674,7 @@ class PickledByGetattr:
         return getattr, (self._owner, self._name)
 
 
-def test_metadata_that_python_3_11_2_wrote():
+def test_metadata_that_python_3_11_2_wrote_is_read_and_attacks_in_its_form_are_refused():
     kind = TensorProperties().__getstate__()[3].__class__
     for member in kind:
         assert load_dcp_metadata(pickle.dumps(PickledByGetattr(kind, member.name))) is member
@@ -684,7 +684,7 @@ def test_metadata_that_python_3_11_2_wrote():
 
 
 @pytest.mark.parametrize("form", ["full", "sharded"])
-def test_classes_of_the_project_are_loaded_once_they_are_allowed(tmp_path, form):
+def test_a_projects_own_classes_are_loaded_once_they_are_allowed(tmp_path, form):
     path = write(tmp_path, form, {"hyper_parameters": {"loss": [{"kind": Own()}]}})
     with pytest.raises(ValueError) as caught:
         open_checkpoint(path)
@@ -706,7 +706,7 @@ def write(folder, form, rest):
 
 
 @pytest.mark.parametrize("form", ["full", "sharded"])
-def test_configurations_of_omegaconf_are_loaded_as_they_are(tmp_path, form):
+def test_omegaconf_configurations_are_loaded_unchanged(tmp_path, form):
     config = OmegaConf.create(
         {"model": {"width": 8, "rates": [0.1, None], "name": "${..name}"}, "name": "gpt", "flag": True, "later": "???"}
     )
@@ -725,7 +725,7 @@ def test_configurations_of_omegaconf_are_loaded_as_they_are(tmp_path, form):
 
 
 @pytest.mark.parametrize("form", ["file", "folder"])
-def test_what_was_written_without_checksums_is_not_called_damaged(tmp_path, trained, form):
+def test_a_checkpoint_without_checksums_is_not_reported_as_damaged(tmp_path, trained, form):
     *_, tree, _ = trained
     path = tmp_path / "x"
     torch.serialization.set_crc32_options(False)

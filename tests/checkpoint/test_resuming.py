@@ -28,7 +28,7 @@ EPOCHS, BATCHES = 2, 4
 
 
 class Numbers(Dataset[Tensor]):
-    """Sample i is i, and noise that each reading draws anew, as augmentation does."""
+    """Sample i consists of i and of noise that each reading draws anew, as augmentation does."""
 
     def __init__(self, samples: int, noise: bool = True) -> None:
         self.samples, self.noise = samples, noise
@@ -118,7 +118,7 @@ def fit(strategy: str, loader: Any, ckpt_path: Any = None, seed: int = 0, **opti
 
 
 def whole_and_resumed(strategy: str, folder: Path, hooks: list[str], loader: Any = shuffled, **options: Any) -> None:
-    """Save at all these places in one run; resume from each file, after drawing other random numbers."""
+    """Save in all these hooks of one run; resume from each file, after drawing other random numbers."""
     saving = SavesIn(folder, *hooks)
     _, whole = fit(strategy, loader, callbacks=[saving], **options)
     weights = {name: value.clone() for name, value in whole.state_dict().items()}
@@ -132,7 +132,7 @@ def whole_and_resumed(strategy: str, folder: Path, hooks: list[str], loader: Any
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_random_numbers_and_batches_go_on_as_if_never_stopped(run_on, tmp_path, strategy):
+def test_random_numbers_and_batches_resume_exactly(run_on, tmp_path, strategy):
     hooks = ["on_train_batch_end", "on_train_epoch_end"]
     run_on(2, whole_and_resumed, strategy=strategy, folder=tmp_path, hooks=hooks)
 
@@ -140,21 +140,21 @@ def test_random_numbers_and_batches_go_on_as_if_never_stopped(run_on, tmp_path, 
 HOOKS = ["on_before_optimizer_step", "on_validation_end", "on_train_batch_end"]
 
 
-def test_a_step_that_was_not_finished_is_repeated_and_a_validation_that_was_is_not(run_on, tmp_path):
+def test_resuming_repeats_an_unfinished_step_but_not_a_finished_validation(run_on, tmp_path):
     run_on(2, whole_and_resumed, strategy="zero3", folder=tmp_path, hooks=HOOKS)
 
 
-def test_gradients_that_were_added_up_are_computed_again(run_on, tmp_path):
+def test_resuming_recomputes_accumulated_gradients(run_on, tmp_path):
     options = {"hooks": HOOKS, "accumulate_grad_batches": 2, "val_check_interval": 3}
     run_on(2, whole_and_resumed, strategy="zero1", folder=tmp_path, **options)
 
 
 WORKERS: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
 LOADERS = {
-    # Which have random numbers of their own: without reading again it is not known where these stand.
+    # Workers have their own random generators, whose state is unknown without reading the samples again.
     "with workers": partial(shuffled, noise=False, **WORKERS),
     "with workers that stay": partial(shuffled, noise=False, persistent_workers=True, **WORKERS),
-    # What one's samples draw is drawn between the orders of two others.
+    # The samples of one loader would draw random numbers between the shuffles of two others.
     "several, the shorter ones begin again": partial(several, "max_size_cycle", noise=False),
     "several, the shorter ones end": partial(several, "max_size", noise=False),
 }
@@ -163,7 +163,7 @@ LOADERS = {
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.exhaustive
-def test_batches_go_on_from_any_loader_with_samplers(run_on, tmp_path, loader, world_size):
+def test_batches_resume_exactly_from_any_loader_with_samplers(run_on, tmp_path, loader, world_size):
     options = {"hooks": ["on_train_batch_end", "on_train_epoch_end"], "loader": LOADERS[loader]}
     run_on(world_size, whole_and_resumed, strategy="zero2", folder=tmp_path, **options)
 
@@ -194,7 +194,7 @@ class Queue(IterableDataset[Tensor]):
 
 
 def resume_after_two_batches(strategy: str, folder: Path, dataset: Any, batches: Any) -> Any:
-    """Samples seen and read since then, and Lightning's warnings."""
+    """Return the samples seen and read after resuming, and Lightning's warnings."""
     path, saving = folder / f"{strategy}.ckpt", Callback()
     saving.on_train_batch_end = lambda trainer, *_: trainer.global_step == 2 and trainer.save_checkpoint(path)
     options = {"max_epochs": 1, "limit_train_batches": batches}
@@ -216,12 +216,12 @@ def reads_nothing_twice(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_samples_of_batches_that_were_done_are_not_read_again(run_on, tmp_path, world_size):
+def test_samples_of_finished_batches_are_not_read_again(run_on, tmp_path, world_size):
     run_on(world_size, reads_nothing_twice, folder=tmp_path)
 
 
 def takes_as_much_as_ddp(folder: Path) -> None:
-    for samples, batches in ((1000, BATCHES), (2 * BATCHES, 1.0)):  # endless, and of a length that is not known
+    for samples, batches in ((1000, BATCHES), (2 * BATCHES, 1.0)):  # endless, and of unknown length
         ddp = resume_after_two_batches("ddp", folder, partial(Queue, samples), batches)
         assert ddp[0]
         for stage in (1, 3):
@@ -229,12 +229,12 @@ def takes_as_much_as_ddp(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_what_has_no_sampler_is_left_to_lightning(run_on, tmp_path, world_size):
+def test_loaders_without_a_sampler_are_left_to_lightning(run_on, tmp_path, world_size):
     run_on(world_size, takes_as_much_as_ddp, folder=tmp_path)
 
 
 class WithOneOutside(ManualLearner):
-    """A second optimizer, of a parameter that is not the module's: the project saves it by itself."""
+    """Has a second optimizer, for a parameter outside the module, which the project saves itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ def resumes_beside_the_module(strategy: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_optimizer_of_what_is_not_the_modules_goes_on_too(run_on, tmp_path, strategy):
+def test_an_optimizer_of_a_parameter_outside_the_module_resumes(run_on, tmp_path, strategy):
     run_on(2, resumes_beside_the_module, strategy=strategy, folder=tmp_path)
 
 
@@ -290,5 +290,5 @@ def resumes_with_new_optimizers(folder: Path) -> None:
     same_values(weights["zero3"], weights["ddp"], "stage 3")
 
 
-def test_a_checkpoint_that_has_no_states_of_optimizers_resumes_with_new_ones_as_under_ddp(run_on, tmp_path):
+def test_a_checkpoint_without_optimizer_states_resumes_with_new_ones_as_under_ddp(run_on, tmp_path):
     run_on(1, resumes_with_new_optimizers, folder=tmp_path)

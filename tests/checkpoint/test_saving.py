@@ -53,7 +53,7 @@ def test_boxes_tile_every_range_in_order_and_are_few(shape):
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64], ids=str
 )
 def test_a_small_tensors_archive_is_what_torch_save_writes(shape, dtype):
-    """But for the archive's id, which is a hash of its contents, and its checksums."""
+    """Except for the archive's id, which is a hash of its contents, and its checksums."""
     torch.manual_seed(0)
     for _ in range(2):
         tensor = torch.randn(shape).mul(9).to(dtype)
@@ -71,7 +71,7 @@ def test_a_small_tensors_archive_is_what_torch_save_writes(shape, dtype):
 
 
 class EvenModel(nn.Module):
-    """Without scalars, which FSDP2 refuses."""
+    """A model without scalars, which FSDP2 refuses."""
 
     def __init__(self):
         super().__init__()
@@ -134,12 +134,12 @@ def plain_dcp(path, stage, dtype):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_plain_dcp_reads_it(run_on, tmp_path, stage, ranks):
+def test_plain_dcp_reads_a_sharded_checkpoint(run_on, tmp_path, stage, ranks):
     run_on(ranks, plain_dcp, path=str(tmp_path / "x.ckpt"), stage=stage, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_plain_dcp_reads_low_precision_and_its_masters(run_on, tmp_path, stage):
+def test_plain_dcp_reads_low_precision_weights_and_their_masters(run_on, tmp_path, stage):
     run_on(2, plain_dcp, path=str(tmp_path / "x.ckpt"), stage=stage, dtype=torch.bfloat16)
 
 
@@ -165,7 +165,7 @@ def into_fsdp2(path):
         assert_same(moments["state"], state["state"])
 
 
-def test_an_fsdp2_job_goes_on_from_it(run_on, tmp_path):
+def test_an_fsdp2_job_continues_from_a_sharded_checkpoint(run_on, tmp_path):
     run_on(2, into_fsdp2, path=str(tmp_path / "x.ckpt"))
 
 
@@ -190,7 +190,7 @@ def by_the_users_own_calls(path, stage, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_dcp_saves_and_loads_the_modules_own_state_dict(run_on, tmp_path, stage, dtype):
-    """As DCP's documentation has it: save(state_dict), and load(state_dict) followed by load_state_dict."""
+    """As in DCP's documentation: save(state_dict), and load(state_dict) followed by load_state_dict."""
     run_on(2, by_the_users_own_calls, path=str(tmp_path / "x"), stage=stage, dtype=dtype)
 
 

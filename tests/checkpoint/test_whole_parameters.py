@@ -1,4 +1,4 @@
-"""Checkpoints with states of optimizers that need whole parameters: DDP's files, both forms, any number of ranks."""
+"""Checkpoints of optimizers that need whole parameters: DDP's files, in both forms, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.support.workers import world_size
 OPTIMIZERS: dict[str, tuple[Any, Any]] = {
     "adafactor": (whole.Layered, whole.adafactor),  # factors
     "shampoo": (whole.Layered, whole.shampoo),  # lists of matrices
-    "soap": (whole.Layered, whole.soap),  # lists in which some have no elements, and counts in groups
-    "torchao": (whole.wide, whole.adamw_8bit_of_torchao),  # tensors made of others
-    "bitsandbytes": (whole.wide, whole.adamw_8bit_of_bitsandbytes),  # a state dict of a form of its own
+    "soap": (whole.Layered, whole.soap),  # lists, some of whose items have no elements, and counts in groups
+    "torchao": (whole.wide, whole.adamw_8bit_of_torchao),  # tensors composed of others
+    "bitsandbytes": (whole.wide, whole.adamw_8bit_of_bitsandbytes),  # a state dict in its own format
 }
 
 
@@ -36,7 +36,7 @@ def made(name: str) -> Learner:
 def read(path: Path) -> dict[str, Any]:
     if world_size() > 1:
         dist.barrier()
-    import torchao.optim  # noqa: F401  (says that its tensors are safe to load)
+    import torchao.optim  # noqa: F401  (registers its tensors as safe to load)
 
     checkpoint = torch.load(path, weights_only=True, map_location="cpu")
     return {"weights": dict(checkpoint["state_dict"]), "states": checkpoint["optimizer_states"]}
@@ -58,7 +58,7 @@ def save(kind: str, name: str, path: Path, **options: Any) -> None:
 
 @torch.compiler.set_stance("force_eager")
 def save_again(kind: str, name: str, path: Path, again: Path) -> None:
-    """Resume a run that is at its end, and write what was loaded as one file."""
+    """Resume a finished run, and write the loaded state as one file."""
     torch.manual_seed(1)
     module = made(name)
     trainer = make_trainer(strategy_of(kind), max_epochs=1)
@@ -76,7 +76,7 @@ def write_the_same_file(name: str, stage: int, folder: Path, async_save: bool) -
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("async_save", [False, True], ids=["at once", "in the background"])
-def test_the_file_equals_ddps(run_on, tmp_path, name, stage, async_save):
+def test_the_checkpoint_file_equals_ddps(run_on, tmp_path, name, stage, async_save):
     run_on(2, write_the_same_file, name=name, stage=stage, folder=tmp_path, async_save=async_save)
 
 
@@ -93,7 +93,7 @@ def equal_files(one: Path, other: Path) -> None:
     ("form", "move"),
     [(form, move) for form in ("full", "sharded") for move in MOVES if form == "full" or move[1] != "ddp"],
 )
-def test_states_move_to_any_number_of_ranks(run_on, tmp_path, name, form, move):
+def test_optimizer_states_move_to_any_number_of_ranks(run_on, tmp_path, name, form, move):
     before, saver, after, loader = move
     if (name, form, loader) == ("torchao", "full", "ddp"):
         loader = "zero1"  # Lightning's own strategies cannot load such a file, as torch's map_location cannot
@@ -112,7 +112,7 @@ def test_states_move_to_any_number_of_ranks(run_on, tmp_path, name, form, move):
 
 
 def resume(kind: str, name: str, folder: Path, form: str) -> None:
-    """Stopped in the middle and resumed, as if never stopped."""
+    """A run stopped in the middle and resumed equals the uninterrupted run."""
     model, optimizer = OPTIMIZERS[name]
     learner = partial(Learner, model, optimizer, batches=4)
     with torch.compiler.set_stance("force_eager"):
@@ -126,5 +126,5 @@ def resume(kind: str, name: str, folder: Path, form: str) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("form", ["full", "sharded"])
 @pytest.mark.exhaustive
-def test_training_goes_on_as_if_never_stopped(run_on, tmp_path, name, stage, form):
+def test_training_resumes_exactly(run_on, tmp_path, name, stage, form):
     run_on(2, resume, kind=f"zero{stage}", name=name, folder=tmp_path, form=form)

@@ -103,7 +103,7 @@ def saved_while_written(folder, stage, form, name, offload=None):
     def late(*args):
         if threading.current_thread().name.startswith("lightning_zero-checkpoint"):
             begun.wait()
-            time.sleep(0.2)  # for which the write has begun, and waits
+            time.sleep(0.2)  # during which the write begins, and waits
         return call(*args)
 
     before, saver = values(), Saver(in_background=True)
@@ -122,7 +122,7 @@ def saved_while_written(folder, stage, form, name, offload=None):
         saver.finish()
     finally:
         setattr(kind, method, call)
-    engine.communicator.control.gather_objects(None)  # rank 0 has written it, or all have
+    engine.communicator.control.gather_objects(None)  # wait until rank 0, or every rank, has written
 
     read = open_checkpoint(folder).checkpoint
     states = read["optimizer_states"][0]["state"]
@@ -140,19 +140,19 @@ def saved_while_written(folder, stage, form, name, offload=None):
 @pytest.mark.parametrize("form", ["full", "sharded"])
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("name", WRITES)
-def test_what_is_written_while_it_is_saved_is_saved_as_it_was(run_on, tmp_path, stage, form, name):
+def test_values_written_to_during_a_background_save_are_saved_as_they_were(run_on, tmp_path, stage, form, name):
     run_on(2, saved_while_written, folder=tmp_path / "c.ckpt", stage=stage, form=form, name=name)
 
 
 @pytest.mark.parametrize("name", WRITES)
 @pytest.mark.exhaustive
-def test_what_is_on_a_disk_is_saved_as_it_was(run_on, tmp_path, name):
+def test_values_on_disk_written_to_during_a_background_save_are_saved_as_they_were(run_on, tmp_path, name):
     offload = {"optimizer": "nvme", "parameters": "nvme", "sub_group": 1}
     run_on(2, saved_while_written, folder=tmp_path / "c.ckpt", stage=3, form="sharded", name=name, offload=offload)
 
 
 def waits_for_nothing(folder):
-    """Forward and backward continue while the states are being copied."""
+    """Forward and backward passes continue while the states are being copied."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
     optimizer = torch.optim.Adam(model.parameters())
@@ -181,5 +181,5 @@ def waits_for_nothing(folder):
     assert steps == ["copied", "stepped"]
 
 
-def test_a_forward_and_a_backward_do_not_wait_for_it(run_on, tmp_path):
+def test_forward_and_backward_passes_do_not_wait_for_a_background_save(run_on, tmp_path):
     run_on(2, waits_for_nothing, folder=tmp_path / "c.ckpt")

@@ -51,7 +51,7 @@ def config_of(stage: int, low: str | None = None, zero: dict[str, Any] | None = 
 
 
 def write(rank: int, world_size: int, port: int, name: str, folder: Path) -> None:
-    """One rank's part of a case. In a process of its own."""
+    """Write one rank's part of a case, in its own process."""
     torch.set_num_threads(1)
     places = {
         "RANK": rank,
@@ -74,7 +74,7 @@ def train(case: dict[str, Any], rank: int, folder: Path) -> None:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    get_accelerator().is_fp16_supported = lambda: True  # as torch has it; DeepSpeed goes by the speed of a CPU
+    get_accelerator().is_fp16_supported = lambda: True  # torch supports it; DeepSpeed decides by a CPU's speed
     deepspeed.init_distributed("gloo")
     model = make_model()
     engine, *_ = deepspeed.initialize(model=model, optimizer=make_optimizer(model), config=config_of(**case))
@@ -126,7 +126,7 @@ def go_on(engine: Any, rank: int, folder: Path, scheduler: Any = None) -> None:
     """Write the expected values: the checkpoint's contents by DeepSpeed's tools, and its own continued training."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
-    if engine.zero_optimization_stage() < 3:  # DeepSpeed 0.19 looks at the states when the first group alone has any
+    if engine.zero_optimization_stage() < 3:  # DeepSpeed 0.19 looks at the states when only the first group has any
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     weights = consolidated(folder / "checkpoint", engine)
@@ -145,7 +145,7 @@ def go_on(engine: Any, rank: int, folder: Path, scheduler: Any = None) -> None:
     if rank == 0:
         torch.save({"weights": weights, "state": state, "losses": losses, "later": later}, folder / "expected.pt")
         shutil.rmtree(folder / "later")
-        for script in (folder / "checkpoint").glob("zero_to_*.py"):  # copies of DeepSpeed's, for its users
+        for script in (folder / "checkpoint").glob("zero_to_*.py"):  # DeepSpeed's copies for its users
             script.unlink()
     torch.distributed.barrier()
 
@@ -155,14 +155,14 @@ def consolidated(folder: Path, engine: Any) -> dict[str, torch.Tensor]:
     from deepspeed.utils import safe_get_full_fp32_param
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    if list(folder.glob("*/bf16_*")) and engine.zero_optimization_stage() == 1:  # its "BF16_Optimizer"
+    if list(folder.glob("*/bf16_*")) and engine.zero_optimization_stage() == 1:  # DeepSpeed's "BF16_Optimizer"
         trained = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
         return {name: safe_get_full_fp32_param(p).clone() for name, p in trained}
     return {name: value.clone() for name, value in get_fp32_state_dict_from_zero_checkpoint(folder).items()}
 
 
 def write_all(folder: Path, names: list[str]) -> None:
-    """Write these cases, each in processes of its own."""
+    """Write these cases, each in its own processes."""
     for name in names:
         (folder / name).mkdir(parents=True)
         with socket.socket() as free:

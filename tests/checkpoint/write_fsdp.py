@@ -1,4 +1,4 @@
-"""Writes checkpoints with FSDP and FSDP2, through Lightning's strategies and torch alone, on a pool's ranks."""
+"""Writes checkpoints with FSDP and FSDP2, through Lightning's strategies and with torch alone, on a worker pool."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def sharded_by_fsdp2() -> nn.Module:
 
 
 def write_by_torch(shard: Callable[[], nn.Module], folder: Path) -> None:
-    """Train, save in every form, write `expected.pt`, train on, and write `later.pt`."""
+    """Train, save in every form, write `expected.pt`, continue training, and write `later.pt`."""
     model = shard()
     optimizer = make_optimizer(model)
     train(model, optimizer, range(BEFORE))
@@ -90,7 +90,7 @@ class SmallLearnerOfFSDP2(SmallLearner):
 
 
 def write_by_lightning(folder: Path) -> None:
-    """As `FSDPStrategy` and `ModelParallelStrategy` save it."""
+    """Write checkpoints with `FSDPStrategy` and `ModelParallelStrategy`."""
 
     class FSDPOnCPU(FSDPStrategy):
         """Skips the check for a GPU when the module is wrapped; saving needs none."""
@@ -116,7 +116,7 @@ def write_by_lightning(folder: Path) -> None:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
-    """Step by step with this rank's batches; its losses."""
+    """Train for these steps on this rank's batches; return its losses."""
     losses = []
     for step in steps:
         loss = model(*batch(step, rank()))

@@ -23,7 +23,7 @@ class Message(NamedTuple):
 
 
 def messages(package: Path = PACKAGE) -> list[Message]:
-    """Every message in the source of a package; one without three literal words in a row has no opening to look for."""
+    """Every message in the source of a package, except those without three literal words in a row."""
     found = []
     for path in sorted(package.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

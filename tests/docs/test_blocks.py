@@ -58,7 +58,7 @@ class Model(LightningModule):
 
 
 class ModelForFSDP2(Model):
-    """There a module makes its shards itself."""
+    """Under FSDP2 a module creates its shards itself."""
 
     def configure_model(self) -> None:
         for part in (*self.blocks, self.layer):
@@ -165,7 +165,7 @@ def run_troubleshooting(folder: str) -> None:
 
 
 def move_a_folder_of_fsdp2(folder: str) -> None:
-    """By the page's own command and block; a run goes on as from the folder, and the one file, of FSDP2."""
+    """A run on the page's converted checkpoint continues as directly from FSDP2's folder and from its single file."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for name, is_folder in (("last.ckpt", True), ("whole.ckpt", False)):

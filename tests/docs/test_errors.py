@@ -31,7 +31,7 @@ def test_a_messages_opening_is_its_first_five_literal_words() -> None:
     assert opening("reason") is None
 
 
-def test_what_is_raised_warned_of_and_failed_with_is_found(tmp_path: Path) -> None:
+def test_messages_of_raised_errors_and_warnings_are_found(tmp_path: Path) -> None:
     package = tmp_path / "package"
     package.mkdir()
     (package / "room.py").write_text(

@@ -10,7 +10,7 @@ import pytest
 from tests.examples.running import REPOSITORY
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
-# Links of the README, which are whole so that they work on a package index, too.
+# Links of the README, which are absolute so that they work on a package index, too.
 _IN_REPOSITORY = re.compile(
     r"^https://(?:github|raw\.githubusercontent)\.com/lightning-zero/lightning_zero/(?:blob/|tree/)?main/"
 )
@@ -24,7 +24,7 @@ def anchors_of(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+def test_every_link_of_a_page_has_a_target(page: Path) -> None:
     dead = []
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         path, _, anchor = _IN_REPOSITORY.sub(f"{REPOSITORY}/", link).partition("#")

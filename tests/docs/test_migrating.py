@@ -34,12 +34,12 @@ def arguments_of(callable_: Callable[..., Any]) -> set[str]:
     ],
     ids=lambda theirs: theirs.__qualname__,
 )
-def test_every_argument_of_theirs_is_on_the_page(theirs: Callable[..., Any]) -> None:
+def test_every_argument_of_the_other_strategies_is_on_the_page(theirs: Callable[..., Any]) -> None:
     missing = arguments_of(theirs) - IN_CODE
     assert not missing, f"say what becomes of {sorted(missing)}"
 
 
-def test_arguments_that_the_page_gives_to_ours_exist() -> None:
+def test_arguments_of_ours_that_the_page_names_exist() -> None:
     calls = re.findall(r"ZeroStrategy\(([^`)]*)\)", PAGE)
     named = {name for call in calls for name in re.findall(r"(\w+)=", call)}
     right = [line.split(" | ")[-1] for line in PAGE.splitlines() if line.startswith("| `")]

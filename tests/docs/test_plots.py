@@ -1,4 +1,4 @@
-"""`python benchmarks/plots.py` draws the plots that README and pages show."""
+"""`python benchmarks/plots.py` draws the plots that the README and the pages show."""
 
 from __future__ import annotations
 

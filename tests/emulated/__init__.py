@@ -1,5 +1,5 @@
-"""What a device does late, on a device that is emulated: the engine waits for all that it uses.
+"""Tests on an emulated device, whose work completes late: the engine waits for everything that it uses.
 
 The engine's code for GPUs (streams and events, pinned memory, collectives that return before they are done) runs here
-as it does there; device.cpp says what is emulated, and how it finds what is not in order. On a GPU itself: tests/gpu.
+as on a GPU; device.cpp says what is emulated, and how it finds ordering errors. Tests on a real GPU are in tests/gpu.
 """

@@ -1,4 +1,4 @@
-"""Pools of workers that know the emulated device. Without a compiler all of it is skipped."""
+"""Pools of workers with the emulated device. Without a compiler all of these tests are skipped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.workers import WorkerKind, WorkerPools
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.timeout(500))  # the first one compiles the device, minutes on a busy machine
+            item.add_marker(pytest.mark.timeout(500))  # the first test compiles the device: minutes on a busy machine
 
 
 @pytest.fixture(scope="session")

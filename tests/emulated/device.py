@@ -1,4 +1,4 @@
-"""The device of device.cpp: how it is compiled, and what makes torch know it in a process."""
+"""Compiles the device of device.cpp, and registers it with torch in a process."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ BACKENDS = f"cpu:gloo,{NAME}:{NAME}"
 """Backends of a process group for the CPU and the emulated device."""
 
 native: Any = None
-"""The module of device.cpp, once `load` was called."""
+"""The module of device.cpp, once `load` has been called."""
 
 
 def missing() -> str | None:
-    """The reason why it cannot be compiled here; None if it can."""
+    """What is missing here to compile the device; None if it can be compiled."""
     if sys.platform != "linux":
         return "Linux"
     if shutil.which("g++") is None:
@@ -116,7 +116,7 @@ def _memory_stats(device: Any = None) -> dict[str, int]:
 
 
 class MemPool:
-    """As ``torch.cuda.MemPool``."""
+    """Like ``torch.cuda.MemPool``."""
 
     _numbers = count(1)
 
@@ -126,7 +126,7 @@ class MemPool:
 
 @contextmanager
 def use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
-    """As of ``torch.cuda``; that, too, refuses a pool which a thread uses already."""
+    """Like ``torch.cuda.use_mem_pool``, which also refuses a pool that a thread uses already."""
     native.use_pool(pool.number)
     try:
         yield
@@ -135,7 +135,7 @@ def use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
 
 
 def races_so_far() -> list[str]:
-    """Return all ordering errors since the last call, after all work queued on the device."""
+    """Wait for all work queued on the device, and return all ordering errors since the last call."""
     torch.accelerator.synchronize()
     races: list[str] = native.races()
     return races
@@ -143,15 +143,15 @@ def races_so_far() -> list[str]:
 
 @contextmanager
 def ordered() -> Iterator[None]:
-    """All that is done on the device within it must be in order."""
-    races_so_far()  # of the case before
+    """Assert that all work on the device within this context is in order."""
+    races_so_far()  # discard those of the previous case
     yield
     races = races_so_far()
     assert not races, f"{len(races)} races, the first: {races[0]}"
 
 
 def in_order(case: Callable[..., Any]) -> Callable[..., Any]:
-    """For a case that runs on the device: see `ordered`."""
+    """Decorate a case that runs on the device: see `ordered`."""
 
     @wraps(case)
     def checked(*args: Any, **kwargs: Any) -> Any:

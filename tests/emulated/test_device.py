@@ -1,4 +1,4 @@
-"""The emulation finds what is not in order, and nothing where all is."""
+"""The emulation reports ordering errors, and nothing where everything is in order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read_what_another_writes(waits: bool) -> list[str]:
     return races
 
 
-def test_what_another_stream_writes_is_not_read(run_on_device):
+def test_a_read_during_another_streams_write_is_detected(run_on_device):
     ((race,),) = run_on_device(1, read_what_another_writes, waits=False)
     assert race.startswith("read after write: aten::add")
     assert run_on_device(1, read_what_another_writes, waits=True) == [[]]
@@ -42,7 +42,7 @@ def write_while_read(waits: bool) -> list[str]:
     return device.native.races()
 
 
-def test_what_another_stream_reads_is_not_written_to(run_on_device):
+def test_a_write_during_another_streams_read_is_detected(run_on_device):
     ((race,),) = run_on_device(1, write_while_read, waits=False)
     assert race.startswith("write after read: aten::zero_")
     assert run_on_device(1, write_while_read, waits=True) == [[]]
@@ -62,7 +62,7 @@ def free_while_used(recorded: bool) -> list[str]:
     return races
 
 
-def test_memory_that_another_stream_uses_is_not_freed(run_on_device):
+def test_freeing_memory_that_another_stream_uses_is_detected(run_on_device):
     ((race,),) = run_on_device(1, free_while_used, recorded=False)
     assert race.startswith("freed while in use")
     assert run_on_device(1, free_while_used, recorded=True) == [[]]
@@ -80,7 +80,7 @@ def copies_to_the_host() -> None:
     assert device.native.races() == []
 
 
-def test_a_copy_to_pinned_memory_arrives_when_the_host_has_waited(run_on_device):
+def test_a_copy_to_pinned_memory_arrives_only_when_the_host_has_waited(run_on_device):
     run_on_device(1, copies_to_the_host)
 
 
@@ -95,7 +95,7 @@ def copy_from_the_host(waits: bool) -> list[str]:
     return device.native.races()
 
 
-def test_pinned_memory_is_not_changed_before_it_is_copied(run_on_device):
+def test_changing_pinned_memory_before_it_is_copied_is_detected(run_on_device):
     assert run_on_device(1, copy_from_the_host, waits=False) == [
         ["pinned memory changed while a copy from it could still read it"]
     ]
@@ -114,7 +114,7 @@ def copy_twice_through_the_same_memory() -> list[str]:
     return races
 
 
-def test_copies_that_are_in_order_on_the_device_may_use_one_memory(run_on_device):
+def test_copies_that_are_in_order_on_the_device_may_share_memory(run_on_device):
     assert run_on_device(1, copy_twice_through_the_same_memory) == [[]]
 
 
@@ -128,7 +128,7 @@ def read_after_a_staged_copy() -> list[str]:
     return races
 
 
-def test_a_copy_from_memory_that_is_not_pinned_is_no_wait_of_the_host(run_on_device):
+def test_a_copy_from_unpinned_memory_does_not_order_other_streams(run_on_device):
     ((race,),) = run_on_device(1, read_after_a_staged_copy)
     assert race.startswith("read after write: aten::add")
 
@@ -145,7 +145,7 @@ def collective(waits: bool) -> list[str]:
     return races
 
 
-def test_a_collective_is_done_when_it_was_waited_for(run_on_device):
+def test_reading_the_result_of_a_collective_without_waiting_is_detected(run_on_device):
     for races in run_on_device(2, collective, waits=False):
         assert races[0].startswith("read after write: aten::mul")
     assert run_on_device(2, collective, waits=True) == [[], []]
@@ -162,5 +162,5 @@ def allocate() -> None:
     assert torch.empty(512, device=device.NAME).isnan().all(), "memory as it is found holds nothing of use"
 
 
-def test_memory_is_counted(run_on_device):
+def test_allocated_and_peak_memory_are_counted(run_on_device):
     run_on_device(1, allocate)

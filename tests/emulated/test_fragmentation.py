@@ -1,4 +1,4 @@
-"""Memory that the device's allocator has reserved and nothing uses: by its rules, and in a training."""
+"""Memory that the device's allocator reserves but nothing uses: by the allocator's rules, and in training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WIDTH = 512
 
 
 def reserved_by(sizes: list[int], expandable: bool = False) -> tuple[int, int]:
-    """Megabytes in use and reserved, in a pool of its own: tensors of so many; 0 deletes the oldest."""
+    """Megabytes in use and reserved in a new pool, for tensors of these sizes in MB; 0 deletes the oldest."""
     device.native.expand_segments(expandable)
     before = device.native.segments()
     held = []
@@ -59,7 +59,7 @@ def follow_the_rules() -> None:
 
 @in_order
 def run_short() -> None:
-    """Memory that nothing uses in segments that are in use, and what is given back where memory is short."""
+    """Unused memory in segments that are in use, and attempts to give memory back when it is short."""
     gc.collect()
     device.native.empty()
     empty = partial(torch.empty, dtype=torch.uint8, device=device.NAME)
@@ -86,7 +86,7 @@ def memory_now() -> dict[str, int]:
     return {name: stats[f"{name}_bytes.all.current"] for name in names} | {"retries": stats["num_alloc_retries"]}
 
 
-def test_what_cannot_be_given_back_and_attempts_to_are_counted(run_on_unused_device):
+def test_memory_that_cannot_be_given_back_and_attempts_to_give_it_back_are_counted(run_on_unused_device):
     run_on_unused_device(1, run_short)
 
 
@@ -120,7 +120,7 @@ def test_memory_fragments_by_the_rules_of_cudas_allocator(run_on_device):
 
 
 class Block(nn.Module):
-    """Its tensors have many sizes."""
+    """A block whose tensors have many sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,10 +136,10 @@ class Block(nn.Module):
 
 @in_order
 def trained(stage: int, expandable: bool = False, varied: bool = False, apart: bool = False) -> DeviceMemory:
-    """What a training takes of a device of which nothing is taken yet.
+    """Memory that training takes on an unused device.
 
     Args:
-        varied: whether batches have other lengths in each step.
+        varied: whether batches have a different length in each step.
         apart: whether gathered parameters are in a pool of their own.
     """
     gc.collect()
@@ -172,14 +172,14 @@ def trained(stage: int, expandable: bool = False, varied: bool = False, apart: b
 
 @pytest.fixture(scope="module")
 def run_on_unused_device(library: Path) -> Iterator[Callable[..., Any]]:
-    """Like `run_on_device`, in a process of which other tests have left nothing on the device."""
+    """Like `run_on_device`, in a process in which other tests have left nothing on the device."""
     for pools in pools_of(library):
         yield pools.run_on
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", [2, 3])
-def test_little_is_lost_where_batches_have_one_size(run_on_unused_device, stage):
+def test_little_memory_is_lost_if_all_batches_have_one_size(run_on_unused_device, stage):
     (memory,) = run_on_unused_device(1, trained, stage=stage)
     assert 0 <= memory.fragmentation <= 0.10
     assert memory.inactive_split_peak <= memory.reserved_peak and memory.retries == 0
@@ -191,7 +191,7 @@ def test_little_is_lost_where_batches_have_one_size(run_on_unused_device, stage)
 @pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("varied", [False, True])
 def test_a_pool_for_gathered_parameters_would_reserve_more(run_on_unused_device, varied, expandable):
-    """The reason why the engine has none: what it has reserved is of no use to activations."""
+    """This is why the engine has no such pool: activations cannot use the memory that it reserves."""
     choices = {"stage": 3, "varied": varied, "expandable": expandable}
     ((one,), (two,)) = (run_on_unused_device(1, trained, apart=apart, **choices) for apart in (False, True))
     assert one.allocated_peak == pytest.approx(two.allocated_peak, rel=0.02)

@@ -1,6 +1,6 @@
-"""What the device's own allocator counts on one of 64 ranks: the formula of the paper, less what is kept elsewhere.
+"""Memory counted by the device's allocator on one of 64 ranks: the paper's formula, less offloaded states.
 
-Without accumulation stage 1 holds what stage 2 does.
+Without accumulation, stage 1 holds as much as stage 2.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from tests.gpu.one_device import Layers, twins
 
 RANKS, WIDTH, DEPTH = 64, 1024, 6
 LAYER = WIDTH * WIDTH + WIDTH
-PARAMETERS = 4 * DEPTH * LAYER  # bytes in fp32; gradients are as many, Adam's moments twice
+PARAMETERS = 4 * DEPTH * LAYER  # bytes in fp32; gradients take as many, Adam's moments twice as many
 
 
 @in_order
 def measured(stage: int, offload: dict[str, Any] | None) -> tuple[int, int]:
-    """Bytes on the device after a backward, with its gradients, and at most in forward and backward."""
+    """Bytes on the device after a backward pass, with its gradients, and at the peak of forward and backward."""
     with twins(RANKS):
         module = Layers(WIDTH, DEPTH)
         optimizer = torch.optim.Adam(module.parameters())
@@ -58,10 +58,10 @@ KEPT = {
 
 
 @pytest.mark.parametrize(["stage", "offload", "share"], KEPT.values(), ids=KEPT)
-def test_the_device_holds_the_states_that_are_not_elsewhere(run_on_device, stage, offload, share):
+def test_the_device_holds_only_the_states_that_are_not_offloaded(run_on_device, stage, offload, share):
     ((allocated, peak),) = run_on_device(1, measured, stage=stage, offload=offload)
-    # 512 bytes, in which memory is given out, are something beside a 64th of a layer's
+    # memory is allocated in units of 512 bytes, which count next to a 64th of a layer
     assert share <= allocated / PARAMETERS <= 1.02 * share + 0.001
-    # Beside them: the gradient of a layer as autograd makes it, the buffer that it goes into, and the one before that,
-    # in reduction; at stage 3 this layer and the next one, whole.
+    # In addition: the gradient of a layer as autograd makes it, the buffer that it goes into, and the previous buffer,
+    # in reduction; at stage 3 also this layer and the next one, whole.
     assert (peak - allocated) / (4 * LAYER) <= (5.1 if stage == 3 else 3.1)

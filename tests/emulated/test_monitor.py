@@ -1,4 +1,4 @@
-"""ZeroMonitor on a device that is late: waits are measured on its streams, and nothing makes the host wait for it."""
+"""ZeroMonitor on a device that is late: waits are measured on its streams, and the host does not wait for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def measured_on_a_stream() -> None:
     assert phases.take()["wait for gather", "blocks.0"] >= 0.02
 
 
-def test_waits_of_a_stream_are_measured_without_waiting_for_it(run_on_device):
+def test_waits_of_a_stream_are_measured_without_waiting_for_the_stream(run_on_device):
     run_on_device(1, measured_on_a_stream)
 
 
@@ -33,12 +33,12 @@ def test_waits_of_a_stream_are_measured_without_waiting_for_it(run_on_device):
 def monitored() -> None:
     monitor = ZeroMonitor(2, available_flops=1e9)
     run = fit("zero3", accelerator=Emulated(), callbacks=[monitor])
-    # values of the device are read an observation later
+    # the device's values are read one observation later
     assert [loss for _, loss in monitor.loss_curve] == [loss.item() for loss in run.losses]
     assert monitor.waited and all(seconds >= 0 for seconds in monitor.waited.values())
     if monitor.metrics:
         assert monitor.metrics["training/gradient_norm"] > 0 < monitor.metrics["throughput/device/mfu"]
 
 
-def test_a_monitored_fit_is_in_order(run_on_device):
+def test_a_monitored_fit_has_no_ordering_errors(run_on_device):
     run_on_device(2, monitored)

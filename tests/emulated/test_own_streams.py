@@ -1,4 +1,4 @@
-"""Modules that compute on streams of their own: autograd does their backward on the same."""
+"""Modules that compute on their own streams: autograd runs their backward passes on the same streams."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.training import CLOSE, Recipe, same_runs, train_ddp, train_ze
 
 
 class Branches(nn.Module):
-    """Two at once, one of them on another stream, ordered with the work before and after."""
+    """Two concurrent branches, one of them on another stream, ordered with the work before and after."""
 
     def __init__(self, width: int, is_one_layer: bool, is_new_stream: bool) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ MODELS = {
 
 
 def out_of_order(recipe: Recipe, stage: int, **options: Any) -> list[str]:
-    """But for gradients of the other stream, which torch lets go of early: over one rank there are only these."""
+    """Ordering errors; on one rank without frees of the other stream's gradients, which torch releases early."""
     expected = train_ddp(recipe)
     device.races_so_far()
     found = train_zero(recipe, stage, **options)
@@ -71,7 +71,7 @@ def out_of_order(recipe: Recipe, stage: int, **options: Any) -> list[str]:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_branches_on_streams_of_their_own(run_on_device, ranks, stage, model, units):
+def test_branches_on_their_own_streams_train_as_ddp(run_on_device, ranks, stage, model, units):
     recipe = Recipe(MODELS[model], steps=3, device=device.NAME)
     assert run_on_device(ranks, out_of_order, recipe=recipe, stage=stage, units=units) == [[]] * ranks
 
@@ -79,14 +79,14 @@ def test_branches_on_streams_of_their_own(run_on_device, ranks, stage, model, un
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("offload", ["cpu", "cpu, parameters too", "cpu, gradients too"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_such_branches_with_states_elsewhere(run_on_device, ranks, offload, model):
+def test_branches_on_their_own_streams_train_as_ddp_with_offloaded_states(run_on_device, ranks, offload, model):
     recipe = Recipe(MODELS[model], steps=3, device=device.NAME)
     options = {"stage": 3, "units": [nn.Linear], "offload": OFFLOADS[offload]}
     assert run_on_device(ranks, out_of_order, recipe=recipe, **options) == [[]] * ranks
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_such_branches_within_groups(run_on_device, model):
+def test_branches_on_their_own_streams_train_as_ddp_when_sharded_within_groups(run_on_device, model):
     recipe = Recipe(MODELS[model], steps=3, device=device.NAME)
     options = {"stage": 3, "units": [nn.Linear], "shard_within": 2}
     assert run_on_device(4, out_of_order, recipe=recipe, **options) == [[]] * 4

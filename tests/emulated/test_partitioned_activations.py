@@ -1,4 +1,4 @@
-"""Activations in parts on a device: the same numbers, and all that the device does is in order."""
+"""Partitioned activations on a device: the same numbers, and all work on the device is in order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.engine.test_tensor_parallel import LENGTH, WIDE, Deep, WideBlock
 
 
 def train(**options: Any) -> list[Tensor]:
-    """Losses of three steps of two tensor-parallel ranks, and the weights."""
+    """Losses of three steps on two tensor-parallel ranks, and the weights."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -55,5 +55,5 @@ def compare() -> None:
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)), options
 
 
-def test_activations_in_parts_change_no_bit_and_all_is_in_order(run_on_device):
+def test_partitioned_activations_change_no_bit_and_cause_no_ordering_errors(run_on_device):
     run_on_device(2, compare)

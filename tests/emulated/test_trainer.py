@@ -22,7 +22,7 @@ STAGES = pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 
 
 class Emulated(Accelerator):
-    """As a vendor of devices gives one to Lightning."""
+    """An accelerator as a device vendor would provide it to Lightning."""
 
     def setup_device(self, device: torch.device) -> None:
         assert device.type == NAME
@@ -56,7 +56,7 @@ class Emulated(Accelerator):
 
 @in_order
 def fit_as_ddp(strategy: str) -> None:
-    """On the CPU, since Lightning's own DDP knows no devices but NVIDIA's."""
+    """DDP runs on the CPU, since Lightning's own DDP supports no devices but NVIDIA's."""
     found = fit(strategy, accelerator=Emulated())
     assert found.losses[0].device.type == NAME
     same_runs(found, fit_ddp(), CLOSE)
@@ -64,7 +64,7 @@ def fit_as_ddp(strategy: str) -> None:
 
 @STAGES
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_fit_is_ddps(run_on_device, ranks, strategy):
+def test_a_fit_equals_ddps(run_on_device, ranks, strategy):
     run_on_device(ranks, fit_as_ddp, strategy=strategy)
 
 
@@ -96,5 +96,5 @@ def resume(folder: Path, **options: Any) -> None:
 
 @pytest.mark.parametrize("form", ["full", "sharded"])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_run_that_is_resumed_goes_on_as_it_would_have(run_on_device, tmp_path, stage, form):
+def test_a_resumed_run_continues_exactly(run_on_device, tmp_path, stage, form):
     run_on_device(2, resume, folder=tmp_path, stage=stage, checkpoint=form, async_save=True)

@@ -1,4 +1,4 @@
-"""A training on a device: DDP's numbers, and all that the device does is in order, at every stage and offload."""
+"""Training on a device: DDP's numbers, and all work on the device is in order, at every stage and offload."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def is_as_without_offload(recipe: Recipe, stage: int, offload: str, **options: A
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
-    """Its products are exact, so that the CPU's fused kernel rounds as the device's separate ones do."""
+    """SGD whose products are exact, so that the CPU's fused kernel rounds as the device's separate kernels do."""
     return torch.optim.SGD(module.parameters(), lr=2.0**-4, momentum=0.5)
 
 
 @STAGES
 @RANKS
-def test_a_run_is_ddps(run_on_device, ranks, stage):
+def test_a_run_equals_ddps(run_on_device, ranks, stage):
     run_on_device(ranks, is_ddps, recipe=Recipe(steps=4, device=NAME), stage=stage)
 
 
@@ -55,14 +55,14 @@ def test_a_run_is_ddps(run_on_device, ranks, stage):
 )
 @STAGES
 @pytest.mark.exhaustive
-def test_how_much_overlaps_changes_nothing(run_on_device, stage, options):
+def test_overlap_and_prefetch_settings_change_nothing(run_on_device, stage, options):
     recipe = Recipe(Wide, steps=4, device=NAME)
     run_on_device(2, is_ddps, recipe=recipe, stage=stage, units=[nn.Linear], **options)
 
 
 @STAGES
 @RANKS
-def test_runs_that_clip_and_accumulate_are_ddps(run_on_device, ranks, stage):
+def test_runs_that_clip_and_accumulate_equal_ddps(run_on_device, ranks, stage):
     recipe = Recipe(steps=4, micro_batches=3, clip=clip, device=NAME)
     run_on_device(ranks, is_ddps, recipe=recipe, stage=stage, bound=CLOSE)
 
@@ -72,7 +72,7 @@ def test_runs_that_clip_and_accumulate_are_ddps(run_on_device, ranks, stage):
 )
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.exhaustive
-def test_runs_of_other_optimizers_are_ddps(run_on_device, stage, optimizer):
+def test_runs_of_other_optimizers_equal_ddps(run_on_device, stage, optimizer):
     run_on_device(2, is_ddps, recipe=Recipe(optimizer=optimizer, steps=4, device=NAME), stage=stage)
 
 
@@ -113,8 +113,8 @@ def evaluate_before_each_step(**options: Any) -> None:
     engine.close()
 
 
-def test_an_update_waits_for_a_copy_of_what_it_changes(run_on_device):
-    """The gradient was ready before this forward, so waiting for it does not wait for the forward's copies."""
+def test_an_update_waits_for_copies_of_the_parameters_it_changes(run_on_device):
+    """The gradient was ready before this forward pass, so waiting for it does not wait for the copies of that pass."""
     offload = {"optimizer": "cpu", "gradients": "cpu", "parameters": "cpu"}
     run_on_device(2, evaluate_before_each_step, offload=offload)
 
@@ -122,7 +122,7 @@ def test_an_update_waits_for_a_copy_of_what_it_changes(run_on_device):
 @pytest.mark.parametrize("optimizer", [models.adam, models.adam_foreach, models.adagrad_with_initial_accumulator])
 @pytest.mark.parametrize("place", ["cpu", "nvme"])
 @pytest.mark.exhaustive
-def test_optimizers_whose_states_are_elsewhere(run_on_device, place, optimizer):
+def test_optimizers_with_offloaded_states_train_as_ddp(run_on_device, place, optimizer):
     recipe = Recipe(optimizer=optimizer, steps=4, device=NAME)
     offload = {"optimizer": place, "path": "swap"}
     run_on_device(2, is_ddps, recipe=recipe, stage=3, bound=CLOSE, offload=offload)
@@ -131,14 +131,14 @@ def test_optimizers_whose_states_are_elsewhere(run_on_device, place, optimizer):
 @pytest.mark.parametrize("place", ["cpu", "nvme"])
 @RANKS
 @pytest.mark.exhaustive
-def test_activations_elsewhere_change_nothing(run_on_device, ranks, place):
-    recipe = Recipe(partial(Wide, 704), steps=3, device=NAME)  # a hidden state is large enough to be moved
+def test_offloaded_activations_change_nothing(run_on_device, ranks, place):
+    recipe = Recipe(partial(Wide, 704), steps=3, device=NAME)  # a hidden state is large enough to be offloaded
     offload = {"activations": place, "optimizer": None, "path": "swap"}
     checkpointed = {"units": [nn.Linear], "activation_checkpointing": "units"}
     run_on_device(ranks, is_ddps, recipe=recipe, stage=3, offload=offload, **checkpointed)
 
 
-# ----------------------------------------------------------------------------------------------- a wait that is missing
+# -------------------------------------------------------------------------------------------------------- missing waits
 
 
 def is_seen_without(waits: str, recipe: Recipe, stage: int, **options: Any) -> bool:
@@ -169,7 +169,7 @@ def is_seen_without(waits: str, recipe: Recipe, stage: int, **options: Any) -> b
         ("host", 3, {"optimizer": "cpu", "parameters": "cpu"}),
     ],
 )
-def test_waits_of_a_kind_that_do_nothing_are_seen(run_on_device, waits, stage, offload):
+def test_disabling_a_kind_of_wait_is_detected(run_on_device, waits, stage, offload):
     recipe = Recipe(Wide, steps=3, device=NAME)
     seen = run_on_device(
         2, is_seen_without, waits=waits, recipe=recipe, stage=stage, offload=offload, units=[nn.Linear]
@@ -181,12 +181,12 @@ def test_waits_of_a_kind_that_do_nothing_are_seen(run_on_device, waits, stage, o
 @pytest.mark.parametrize(
     "options", [{}, {"overlap": False}, {"offload": "cpu"}, {"prefetch": 2, "reduction_buffers": 3}], ids=str
 )
-def test_sharding_within_groups_is_ddps_but_for_the_order_of_sums(run_on_device, options, micro_batches):
+def test_sharding_within_groups_equals_ddp_except_for_the_order_of_sums(run_on_device, options, micro_batches):
     recipe = Recipe(Wide, sgd, steps=4, micro_batches=micro_batches, device=NAME)
     run_on_device(4, is_ddps, recipe=recipe, stage=3, bound=CLOSE, units=[nn.Linear], shard_within=2, **options)
 
 
-def test_low_precision_within_groups_is_that_of_stage_3(run_on_device):
+def test_low_precision_within_groups_equals_stage_3(run_on_device):
     run_on_device(4, is_as_flat, recipe=Recipe(Wide, sgd, steps=4, dtype=torch.bfloat16, device=NAME))
 
 

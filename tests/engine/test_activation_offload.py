@@ -46,7 +46,7 @@ def place_in(place, folder):
     return folder if place == "disk" else place
 
 
-# -- the model of the zoo, beside DDP ---------------------------------------------------------------------------------
+# -- the GPT of the zoo, compared with DDP ----------------------------------------------------------------------------
 
 MICRO_BATCHES = 2
 
@@ -96,13 +96,13 @@ def beside_ddp(place, folder):
     for stage in (1, 3):
         found = train_sharded(stage, offload=offload_to(place_in(place, folder)), moved=3 * 3 * MICRO_BATCHES)
         same_tensors(found, train_sharded(stage), bound=0)
-        # stage 3 adds up ranks first, and micro-batches then
+        # stage 3 sums over ranks first, then over micro-batches
         same_tensors(found, expected, bound=CLOSE if stage == 3 and world_size() > 1 else 0)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @PLACES
-def test_numbers_equal_ddps(run_on, tmp_path, world_size, place):
+def test_training_with_offloaded_activations_equals_ddp(run_on, tmp_path, world_size, place):
     run_on(world_size, beside_ddp, place=place, folder=tmp_path)
 
 
@@ -156,7 +156,7 @@ class Keywords(Net):
 
 
 class Views(Net):
-    """Of one memory: with gaps between elements, transposed, not aligned, and overlapping each other."""
+    """Views of one memory: with gaps between elements, transposed, unaligned and overlapping each other."""
 
     class block(Block):
         def forward(self, left, right, turned, shifted):
@@ -172,7 +172,7 @@ class Views(Net):
 
 
 class Shared(Net):
-    """One input passed to all blocks, and one that views the same memory several times."""
+    """One input that all blocks share, and one whose rows all view the same memory."""
 
     class block(Block):
         def forward(self, x, mask, many):
@@ -199,7 +199,7 @@ class Twice(Net):
 
 
 class Data(Net):
-    """The data themselves, which need no gradient, go to the first block."""
+    """The data, which require no gradient, are the input of the first block."""
 
     def forward(self, data):
         return self.last(self.run(data)).square().mean()
@@ -242,7 +242,7 @@ class Nested(Net):
 
 
 class Doubly(Net):
-    """The user's own regions around, of both of torch's kinds."""
+    """Blocks that the user checkpoints as well: one reentrant, the others not."""
 
     def run(self, x):
         for number, block in enumerate(self.blocks):
@@ -260,7 +260,7 @@ class WrittenInside(Net):
 
 
 class WrittenAfter(Net):
-    """An input that is written to once its block is done with it, which plain autograd refuses where it is needed."""
+    """An input that is written to after its block has run, which plain autograd refuses if backward needs it."""
 
     writes = True
 
@@ -284,12 +284,12 @@ class Differentiating(Net):
             return x + self.inner(x) + slope
 
 
-# How many inputs are moved out in one forward with gradients, by the docstrings above.
+# How many inputs are offloaded in one forward pass with gradients; the docstrings above explain the numbers.
 NETS = {
     Net: 3,
     Keywords: 9,
     Views: 12,
-    Shared: 4,  # the mask once, before it is seen to be shared
+    Shared: 4,  # including the mask once, before it is found to be shared
     Twice: 4,
     Data: 3,
     Leaf: 2,
@@ -304,7 +304,7 @@ NETS = {
 
 @contextlib.contextmanager
 def counting(store):
-    """Number of tensors that are offloaded and loaded meanwhile."""
+    """Count the tensors that are offloaded and loaded within the context."""
     moved = {"out": 0, "in": 0}
     if store is None:
         yield moved
@@ -382,7 +382,7 @@ def same_training(kind, place, folder, moved):
 
 @pytest.mark.parametrize("kind", NETS, ids=lambda kind: kind.__name__)
 @PLACES
-def test_numbers_equal_those_of_the_plain_module(run_on, tmp_path, kind, place):
+def test_every_kind_of_module_trains_the_same_with_offloaded_inputs(run_on, tmp_path, kind, place):
     run_on(1, same_training, kind=kind, place=place, folder=tmp_path, moved=NETS[kind])
 
 
@@ -399,7 +399,7 @@ class Late:
 
 
 class LateCopies:
-    """Asynchronous copies, as on a GPU: code that does not wait for them finds other values."""
+    """Asynchronous copies, as on a GPU: code that does not wait for them finds wrong values."""
 
     def now(self):
         return Late(lambda: None)
@@ -440,7 +440,7 @@ def with_late_copies(kind, place, folder):
 
 @pytest.mark.parametrize("kind", [Net, Keywords, Views, Shared, Twice], ids=lambda kind: kind.__name__)
 @PLACES
-def test_whatever_depends_on_a_copy_waits_for_it(run_on, tmp_path, kind, place):
+def test_operations_that_depend_on_a_copy_wait_for_it(run_on, tmp_path, kind, place):
     run_on(1, with_late_copies, kind=kind, place=place, folder=tmp_path)
 
 
@@ -454,11 +454,11 @@ def written_while_it_is_copied():
         engine.close()
 
 
-def test_an_input_that_is_written_to_before_it_is_copied_is_autograds_error(run_on):
+def test_writing_to_an_input_before_it_is_copied_raises_autograds_error(run_on):
     run_on(1, written_while_it_is_copied)
 
 
-def test_a_tensor_comes_back_with_its_strides_and_alignment():
+def test_a_loaded_tensor_keeps_its_strides_and_alignment():
     memory = torch.randn(100_000)
     for tensor in (
         memory[:65_536].view(256, 256),
@@ -488,7 +488,7 @@ def shared_by_all():
     engine.close()
 
 
-def test_what_all_modules_are_given_is_not_fetched_for_each(run_on):
+def test_an_input_shared_by_all_modules_is_not_fetched_for_each(run_on):
     run_on(1, shared_by_all)
 
 
@@ -541,11 +541,11 @@ def memory(folder):
     assert there == [False] * 12
     gone, less = peak_of(folder)
     assert gone == [True] * 11 + [False], "all but the last, which backward asks for first"
-    # at most five more are on their way to the disk or back
+    # at most five more inputs are on their way to or from the disk
     assert less <= peak - (11 - 5) * LEAST, (less / LEAST, peak / LEAST)
 
 
-def test_between_forward_and_backward_the_memory_is_free(run_on, tmp_path):
+def test_memory_of_offloaded_inputs_is_free_between_forward_and_backward(run_on, tmp_path):
     run_on(1, memory, folder=tmp_path)
 
 
@@ -578,12 +578,12 @@ def order(place, folder):
 
 
 @PLACES
-def test_each_input_is_fetched_before_the_module_behind_its_own_is_computed_again(run_on, tmp_path, place):
+def test_each_input_is_fetched_before_the_following_module_is_recomputed(run_on, tmp_path, place):
     run_on(1, order, place=place, folder=tmp_path)
 
 
 def slow_disk(folder):
-    """A read that ends only when the module behind has been computed again: if that waited, neither would end."""
+    """A read that ends only after the following module is recomputed: if that waited for the read, both would hang."""
     model = made(Net)
     engine, optimizer = engine_for(model, folder)
     file = store_of(engine)._place._file
@@ -604,7 +604,7 @@ def slow_disk(folder):
     engine.close()
 
 
-def test_the_computation_goes_on_while_the_disk_reads(run_on, tmp_path):
+def test_recomputation_continues_while_the_disk_is_read(run_on, tmp_path):
     run_on(1, slow_disk, folder=tmp_path)
 
 
@@ -658,7 +658,7 @@ def own_hooks(model, data):
         return model(data)
 
 
-# The function that makes the loss, that which goes backward, and how many tensors are moved out in a step.
+# The function that computes the loss, the one that runs backward, and how many tensors are offloaded in a step.
 WAYS = {
     "backward twice": (lambda model, data: model(data), twice, 3),
     "a gradient penalty": (penalty, torch.Tensor.backward, 3),
@@ -702,7 +702,7 @@ def same_by(way, place, folder):
 @pytest.mark.parametrize("way", WAYS)
 @PLACES
 @pytest.mark.exhaustive
-def test_numbers_are_the_same_however_a_step_runs(run_on, tmp_path, way, place):
+def test_offloading_changes_no_numbers_however_a_step_runs(run_on, tmp_path, way, place):
     run_on(1, same_by, way=way, place=place, folder=tmp_path)
 
 
@@ -743,7 +743,7 @@ def transformed():
     engine.close()
 
 
-def test_transforms_of_torch_func_go_through(run_on):
+def test_torch_func_transforms_are_right_and_offload_nothing(run_on):
     run_on(1, transformed)
 
 
@@ -756,11 +756,11 @@ def leave(model):
     pass
 
 
-def test_numbers_are_the_same_under_autocast(run_on, tmp_path):
+def test_offloading_changes_no_numbers_under_autocast(run_on, tmp_path):
     run_on(1, without_and_with, change=leave, context=torch.bfloat16, folder=tmp_path, rows=2 * ROWS)
 
 
-def test_numbers_are_the_same_with_compiled_blocks(run_on, tmp_path):
+def test_offloading_changes_no_numbers_with_compiled_blocks(run_on, tmp_path):
     run_on(1, without_and_with, change=compile_blocks, context=None, folder=tmp_path)
 
 
@@ -826,11 +826,11 @@ def space(folder):
     assert open_files() == []
 
 
-def test_nothing_is_left_on_the_disk_and_its_space_is_used_again(run_on, tmp_path):
+def test_offloading_leaves_no_file_on_the_disk_and_reuses_its_space(run_on, tmp_path):
     run_on(1, space, folder=tmp_path)
 
 
-def test_ranges_never_overlap_and_freed_space_is_used_again(tmp_path):
+def test_ranges_on_the_disk_never_overlap_and_freed_space_is_reused(tmp_path):
     disk, taken = Disk(str(tmp_path), is_pinned=False), {}
     choose = random.Random(0)
     for _ in range(200):
@@ -871,7 +871,7 @@ def no_room(folder):
     assert faults.on_a_small_disk(folder, 4 * LEAST, on_the_disk) == 0
 
 
-def test_a_full_disk_is_told_and_the_process_goes_on(run_on, tmp_path):
+def test_a_full_disk_is_reported_and_the_process_can_train_again(run_on, tmp_path):
     run_on(1, no_room, folder=tmp_path)
 
 
@@ -881,7 +881,7 @@ def unreadable(folder):
     engine, optimizer = engine_for(model, folder)
     loss = model(batch(0))
     place = store_of(engine)._place
-    place._thread.submit(os.ftruncate, place._file._cached, 0).result()  # behind the writes
+    place._thread.submit(os.ftruncate, place._file._cached, 0).result()  # after the writes
     with pytest.raises(OSError, match="cannot be read at byte \\d+ \\(the file ends at byte") as told:
         loss.backward()
     assert told.value.filename == str(folder)
@@ -893,7 +893,7 @@ def unreadable(folder):
     engine.close()
 
 
-def test_an_error_in_reading_names_the_folder_and_the_next_step_is_right(run_on, tmp_path):
+def test_a_read_error_names_the_folder_and_the_next_step_is_right(run_on, tmp_path):
     run_on(1, unreadable, folder=tmp_path)
 
 
@@ -912,7 +912,7 @@ def test_an_error_in_reading_names_the_folder_and_the_next_step_is_right(run_on,
         (Path("/proc"), "units", "no file for offload can be created there"),
     ],
 )
-def test_a_wrong_choice_is_refused_before_anything_is_cut(place, checkpointing, message):
+def test_a_wrong_choice_is_refused_before_the_module_is_sharded(place, checkpointing, message):
     model = made(Net)
     with pytest.raises((ValueError, OSError), match=message):
         Engine(model, activation_checkpointing=checkpointing, offload=offload_to(place))

@@ -1,4 +1,4 @@
-"""Where a bucket keeps its values, by stage, dtype and offload, and when its gathered buffer holds what."""
+"""Where a bucket keeps its values, by stage, dtype and offload, and the state of its gathered buffer over a step."""
 
 from __future__ import annotations
 
@@ -56,19 +56,19 @@ def bytes_of(plan: ResidencyPlan) -> dict[Medium, int]:
         (3, 4, FP32, MIXED, DISK, HOST, {DISK: 256, HOST: 256}),
         (3, 4, FP32, ALL_ON_DISK, DISK, None, {DISK: 256}),
         (3, 4, BF16, ALL_ON_DISK, DISK, DISK, {DISK: 256 + 128}),
-        # With one rank a shard in addition to the buffer would be a second copy of everything.
+        # On one rank, a shard in addition to the buffer would be a second copy of everything.
         (3, 1, FP32, None, BUFFER, None, {BUFFER: 1024}),
         (3, 1, BF16, None, DEVICE, None, {DEVICE: 1024}),
         (3, 1, BF16, ON_CPU, HOST, None, {BUFFER: 512, HOST: 1024}),
         (3, 1, FP32, ALL_ON_CPU, HOST, None, {HOST: 1024}),
     ],
 )
-def test_where_a_rank_has_its_part(stage, ranks, dtype, offload, masters, copy, at_rest):
+def test_stage_dtype_and_offload_decide_where_values_are_kept(stage, ranks, dtype, offload, masters, copy, at_rest):
     plan = planned(stage, ranks, dtype, offload)
     assert (plan.masters, plan.copy, bytes_of(plan)) == (masters, copy, at_rest)
 
 
-def test_frozen_parameters_are_their_own_masters_and_go_with_the_parameters():
+def test_frozen_parameters_are_their_own_masters_and_are_offloaded_with_the_parameters():
     assert bytes_of(planned(3, 4, BF16, ON_CPU, trains=False)) == {DEVICE: 128}
     assert bytes_of(planned(3, 4, BF16, ALL_ON_CPU, trains=False)) == {HOST: 128}
     assert bytes_of(planned(1, 4, BF16, ON_CPU, trains=False)) == {BUFFER: 512}
@@ -104,12 +104,12 @@ def test_a_released_bucket_is_sharded_between_its_uses(run_on):
 
 
 def released():
-    # in bf16 the buffer is not the masters, so that it is released over one rank, too
+    # in bf16 the buffer is separate from the masters, so it is released on one rank, too
     sharded, gathering, gathered = BucketState.SHARDED, BucketState.GATHERING, BucketState.GATHERED
     assert state_over_one_step(dtype=BF16) == [sharded, gathered, sharded, sharded, gathering, gathered]
 
 
-def test_over_one_rank_an_offloaded_update_leaves_the_buffer_stale_until_somebody_waits(run_on):
+def test_on_one_rank_an_offloaded_update_leaves_the_buffer_stale_until_the_next_gather(run_on):
     run_on(1, stale)
 
 

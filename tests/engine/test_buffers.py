@@ -44,7 +44,7 @@ def steps(stage):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_buffers_of_every_kind_follow_rank_0s_in_one_message(run_on, stage):
+def test_buffers_of_every_kind_are_copied_from_rank_0_in_one_message(run_on, stage):
     run_on(2, steps, stage=stage)
 
 
@@ -59,5 +59,5 @@ def meetings(stage):
 
 
 @pytest.mark.parametrize(("stage", "expected"), [(1, 0), (3, 1)])
-def test_a_state_dict_takes_one_meeting_and_none_where_all_is_at_hand(run_on, stage, expected):
+def test_a_full_state_dict_takes_one_rendezvous_or_none_if_all_values_are_local(run_on, stage, expected):
     assert run_on(2, meetings, stage=stage) == [expected] * 2

@@ -17,7 +17,7 @@ WIDTH = 8
 
 
 class Block(nn.Module):
-    """With dropout, which has to fall alike in the recomputation, and with a keyword argument."""
+    """With dropout, which must be the same in the recomputation, and with a keyword argument."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +46,7 @@ class Net(nn.Module):
 
 
 class Doubly(Net):
-    """The user checkpoints a block himself as well."""
+    """All blocks but the first are checkpointed by the user as well."""
 
     def forward(self, x):
         x = self.first(x)
@@ -105,12 +105,12 @@ def compare(kind, choice, blocks=None):
 @pytest.mark.behaviour("The module", "`activation_checkpointing=`: units, classes or a predicate, with dropout")
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("choice", CHOICES)
-def test_numbers_equal_ddps_and_chosen_modules_run_again_in_backward(run_on, world_size, choice):
+def test_chosen_modules_are_recomputed_in_backward_and_training_equals_ddp(run_on, world_size, choice):
     run_on(world_size, compare, kind=Net, choice=choice)
 
 
 @pytest.mark.behaviour("The module", "`activation_checkpointing=`: units, classes or a predicate, with dropout")
-def test_it_composes_with_checkpointing_of_the_modules_own(run_on):
+def test_activation_checkpointing_composes_with_the_modules_own_checkpointing(run_on):
     run_on(2, compare, kind=Doubly, choice="units", blocks=1)
 
 
@@ -120,7 +120,7 @@ def fail_in_recomputation(stage):
     reference = copy.deepcopy(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     engine = Engine(module, [optimizer], stage=stage, activation_checkpointing="units")
-    module.blocks[1].fail_at = 2  # the first is the forward, the second the recomputation
+    module.blocks[1].fail_at = 2  # the first call is the forward pass, the second the recomputation
     with pytest.raises(ValueError, match="this forward fails"):
         module(torch.ones(2, WIDTH)).backward()
     optimizer.zero_grad()
@@ -133,9 +133,9 @@ def fail_in_recomputation(stage):
     engine.close()
 
 
-@pytest.mark.behaviour("The module", "An error while activations are computed again")
+@pytest.mark.behaviour("The module", "An error while activations are recomputed")
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_an_error_in_recomputation_reaches_the_user_and_the_next_step_is_whole(run_on, stage):
+def test_an_error_in_recomputation_reaches_the_user_and_the_next_step_is_right(run_on, stage):
     run_on(2, fail_in_recomputation, stage=stage)
 
 
@@ -157,7 +157,7 @@ def backward_twice(stage):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_two_backwards_compute_activations_again_twice(run_on, stage):
+def test_two_backward_passes_recompute_activations_twice(run_on, stage):
     run_on(1, backward_twice, stage=stage)
 
 
@@ -169,7 +169,7 @@ def test_two_backwards_compute_activations_again_twice(run_on, stage):
         ("units", ValueError, r"no unit but the root.*activation_checkpointing=\[Block\]"),
     ],
 )
-def test_a_wrong_choice_is_refused_before_anything_is_cut(wanted, error, message):
+def test_a_wrong_choice_is_refused_before_the_module_is_sharded(wanted, error, message):
     module = nn.Linear(2, 2) if wanted == "units" else Net()
     with pytest.raises(error, match=message):
         Engine(module, activation_checkpointing=wanted)
@@ -209,5 +209,5 @@ def compiled():
         engine.close()
 
 
-def test_compiled_modules_are_checkpointed_and_parts_of_compiled_code_refused(run_on):
+def test_compiled_modules_are_checkpointed_and_modules_inside_compiled_code_refused(run_on):
     run_on(1, compiled)

@@ -62,7 +62,7 @@ def train(optimizer_class: Any, options: dict[str, Any], chunk_numel: int) -> tu
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            if step == 1:  # what is loaded has other tensors
+            if step == 1:  # loaded states are new tensors
                 optimizer.load_state_dict(optimizer.state_dict())
         state = engine.full_optimizer_state_dict(optimizer)
         weights = engine.full_state_dict()
@@ -90,7 +90,7 @@ def is_chunked(options: dict[str, Any], numel: int) -> bool:
     return gains_by_chunks(AdamW, options, torch.empty(numel))
 
 
-def test_only_masters_of_two_chunks_and_more_are_updated_in_chunks_and_only_where_kernels_are_not_fused():
+def test_only_masters_of_at_least_two_chunks_without_fused_kernels_are_updated_in_chunks():
     assert not is_chunked({}, 2**19 - 1)
     assert is_chunked({}, 2**19) and is_chunked({"fused": None, "foreach": False}, 2**19 + 1)
     assert not is_chunked({"fused": True}, 2**19)

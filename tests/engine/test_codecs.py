@@ -1,4 +1,4 @@
-"""What crosses between machines: encoded, and decoded again."""
+"""Encoding and decoding of data that is sent between machines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LENGTHS = st.integers(0, 700)
 
 @st.composite
 def bits_and_changes(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
-    """16-bit patterns, some of them of NaN and infinity, and others that are near to them or anywhere."""
+    """16-bit patterns, including NaN and infinity, and changed ones, which are near the first or arbitrary."""
     numel, reach = draw(LENGTHS), draw(st.sampled_from([0, 1, 7, 8, 126, 127, 128, 2**15 - 1]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     before = torch.randint(-(2**15), 2**15, (numel,), dtype=torch.int16, generator=generator)
@@ -28,7 +28,7 @@ def bits_and_changes(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @settings(max_examples=200, deadline=None)
 @given(bits=bits_and_changes())
-def test_changes_are_exact_whatever_the_bits_are(dtype, bits):
+def test_encoded_changes_are_exact_for_all_bit_patterns(dtype, bits):
     before, after = (each.view(dtype) for each in bits)
     mine, theirs = before.clone(), before.clone()
     message = encode_changes(mine, after)
@@ -63,7 +63,7 @@ def test_updates_of_adamw_take_few_bits(lr, bits):
 @pytest.mark.parametrize("bits", [8, 4])
 @settings(max_examples=100, deadline=None)
 @given(numel=LENGTHS, block=st.sampled_from([2, 128]), seed=st.integers(0, 2**31))
-def test_quantised_values_are_within_half_a_step_of_their_block(bits, numel, block, seed):
+def test_quantisation_errors_are_at_most_half_a_step_of_their_block(bits, numel, block, seed):
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-20, 20, (numel,), generator=generator)
     codec = Quantised(bits, block)
@@ -80,7 +80,7 @@ def test_quantised_values_are_within_half_a_step_of_their_block(bits, numel, blo
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_overflow_is_still_found(bits, value):
+def test_overflow_is_still_found_after_quantisation(bits, value):
     values = torch.randn(300)
     values[150] = value
     decoded = Quantised(bits, 128).decode(Quantised(bits, 128).encode(values), 300, torch.float32)

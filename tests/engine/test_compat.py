@@ -30,12 +30,12 @@ def in_a_backward(act):
     return found[0]
 
 
-def test_whether_code_runs_in_a_backward_is_known():
+def test_code_can_tell_whether_it_runs_in_a_backward_pass():
     assert compat.current_graph_task() == -1 and compat.current_autograd_node() is None
     assert in_a_backward(compat.current_graph_task) >= 0
 
 
-def test_a_function_is_called_at_the_end_of_a_backward():
+def test_a_function_is_called_at_the_end_of_a_backward_pass():
     order = []
     tensor = torch.ones(2, requires_grad=True)
     product = 2 * tensor
@@ -45,7 +45,7 @@ def test_a_function_is_called_at_the_end_of_a_backward():
     assert order == ["gradient", "end"]
 
 
-def test_saved_tensor_hooks_are_pushed_seen_and_popped():
+def test_saved_tensor_hooks_can_be_pushed_read_and_popped():
     packed = []
     hooks = (lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor)
     assert compat.hooks_on_top() is None
@@ -63,36 +63,36 @@ def test_a_buffer_can_be_filled_without_a_new_version_for_autograd():
     loss = (torch.ones(2, requires_grad=True) * weight).sum()
     with torch.no_grad(), compat.keep_version(weight):
         weight.fill_(3)
-    loss.backward()  # else: "modified by an inplace operation"
+    loss.backward()  # otherwise: "modified by an inplace operation"
     assert weight._version == 0
 
 
-def test_a_checkpointed_region_is_entered_and_left():
+def test_a_checkpointed_region_is_a_generator_that_takes_the_known_arguments():
     signature = inspect.signature(compat.checkpoint_generator)
     assert {"fn", "preserve_rng_state", "context_fn", "determinism_check", "debug"} <= set(signature.parameters)
     assert inspect.isgeneratorfunction(inspect.unwrap(compat.checkpoint_generator))
 
 
-def test_whether_a_profiler_runs_is_known():
+def test_a_running_profiler_is_detected():
     assert not compat.is_profiling()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert compat.is_profiling()
     assert not compat.is_profiling()
 
 
-def test_a_tensor_becomes_another_and_stays_the_same_object():
+def test_a_tensor_swapped_with_another_stays_the_same_object():
     one, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(3))
     reference = weakref.ref(one)
     compat.swap_tensor(one, other)
     assert one.shape == (3,) and other.shape == (2,) and reference() is one
 
 
-def test_a_wrapper_has_a_shape_and_no_memory_of_it():
+def test_a_wrapper_has_a_shape_but_no_memory():
     wrapper = compat.make_wrapper(ShardedTensor, (2**40,), dtype=torch.float32, device="cpu")
     assert wrapper.shape == (2**40,) and type(wrapper) is ShardedTensor
 
 
-def test_functions_reach_a_tensor_without_its_torch_function():
+def test_torch_function_can_be_disabled_for_a_subclass():
     class Silent(Tensor):
         __torch_function__ = compat.disabled_torch_function
 
@@ -108,7 +108,7 @@ def test_many_small_tensors_are_handled_by_one_call():
     assert not any(tensor.any() for tensor in targets)
 
 
-def test_the_tensors_over_a_memory_are_counted():
+def test_tensors_that_share_a_storage_are_counted():
     tensor = torch.ones(4)
     before = compat.storage_use_count(tensor)
     part = tensor[:2]
@@ -117,7 +117,7 @@ def test_the_tensors_over_a_memory_are_counted():
     assert compat.storage_use_count(tensor) == before
 
 
-def test_a_storage_is_known_by_its_address_also_without_memory():
+def test_a_storage_keeps_its_address_after_its_memory_is_freed():
     tensor = torch.ones(4)
     before = compat.address_of(tensor.untyped_storage())
     tensor.untyped_storage().resize_(0)
@@ -125,7 +125,7 @@ def test_a_storage_is_known_by_its_address_also_without_memory():
     assert compat.address_of(torch.ones(4).untyped_storage()) != before
 
 
-def test_a_parameter_of_another_class_has_a_mark():
+def test_a_parameter_of_a_tensor_subclass_has_torchs_mark():
     class Other(Tensor):
         pass
 
@@ -139,7 +139,7 @@ def test_dtensors_have_the_slots_that_are_declared_for_them():
     assert compat.shown_memory(plain := torch.ones(2)) is plain
 
 
-def test_hooks_of_a_tensor_are_seen_set_and_taken_away():
+def test_hooks_of_a_tensor_can_be_read_set_and_removed():
     tensor, calls = torch.ones(2, requires_grad=True), []
     assert not compat.gradient_hooks(tensor) and compat.take_accumulation_hooks(tensor) is None
     handle = tensor.register_hook(lambda _: calls.append("gradient"))
@@ -156,7 +156,7 @@ def test_hooks_of_a_tensor_are_seen_set_and_taken_away():
     assert calls == ["gradient", "accumulated"]
 
 
-def test_hooks_of_an_optimizer_are_known_and_ordered():
+def test_hooks_of_an_optimizer_can_be_listed_and_ordered():
     calls, optimizer = [], torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1)
     assert list(compat.step_pre_hooks(optimizer)) == []
     own = optimizer.register_step_pre_hook(before := (lambda *_: calls.append("before")))
@@ -177,7 +177,7 @@ def test_hooks_of_an_optimizer_are_known_and_ordered():
 
 
 @pytest.mark.parametrize("name", ["register_full_backward_hook", "register_full_backward_pre_hook"])
-def test_hooks_on_the_backward_of_a_module_are_seen(name):
+def test_backward_hooks_of_a_module_are_found(name):
     module = nn.Linear(2, 2)
     assert not compat.has_backward_hooks(module)
     getattr(module, name)(lambda *_: None)
@@ -185,7 +185,7 @@ def test_hooks_on_the_backward_of_a_module_are_seen(name):
 
 
 @pytest.mark.parametrize("refresh", [compat.refresh_flat_weights, compat.flatten_weights])
-def test_a_recurrent_module_lists_parameters_that_were_replaced(refresh):
+def test_a_recurrent_modules_list_of_replaced_parameters_can_be_refreshed(refresh):
     module = nn.LSTM(2, 2)
     for name in list(module._parameters):
         module._parameters[name] = nn.Parameter(torch.zeros_like(module._parameters[name]))
@@ -206,7 +206,7 @@ def test_a_tensor_is_unpickled_over_given_memory(tmp_path, dtype):
     assert not tensor.any()
 
 
-def test_a_file_is_read_by_name_and_without_values(tmp_path):
+def test_a_torch_file_is_read_by_record_name_and_without_values(tmp_path):
     path = str(tmp_path / "file.pt")
     torch.save({"w": torch.ones(3)}, path)
     reader = compat.PyTorchFileReader(path)
@@ -218,7 +218,7 @@ def test_a_file_is_read_by_name_and_without_values(tmp_path):
     assert stored == torch.ones(3).numpy().tobytes()
 
 
-def test_what_torch_func_transforms_is_known_and_can_be_set_aside():
+def test_torch_func_transforms_can_be_detected_and_suspended():
     found = []
 
     def function(x):
@@ -232,7 +232,7 @@ def test_what_torch_func_transforms_is_known_and_can_be_set_aside():
     assert found[0] is not None and found[1] is None
 
 
-def test_compiled_code_stops_before_a_function_that_is_never_traced():
+def test_compiled_code_calls_a_never_traced_function_as_ordinary_python():
     compiled_by = []
 
     @compat.never_traced
@@ -250,7 +250,7 @@ def test_compiled_code_stops_before_a_function_that_is_never_traced():
     assert isinstance(torch.compile(module), compat.optimized_module_class())
 
 
-def test_modules_that_begin_compiled_code_are_recognised():
+def test_compiled_modules_are_recognised():
     assert not compat.is_compiled(nn.Linear(2, 2))
     in_place, by_forward = nn.Linear(2, 2), nn.Linear(2, 2)
     in_place.compile(backend="eager")
@@ -258,7 +258,7 @@ def test_modules_that_begin_compiled_code_are_recognised():
     assert all(map(compat.is_compiled, [torch.compile(nn.Linear(2, 2), backend="eager"), in_place, by_forward]))
 
 
-def test_nested_values_are_taken_apart_and_put_together():
+def test_nested_values_are_flattened_and_unflattened():
     nested = {"a": [torch.ones(1), 2], "b": (3,)}
     leaves, form = compat.tree_flatten(nested)
     assert leaves == compat.tree_leaves(nested) and compat.tree_unflatten(leaves, form) == nested
@@ -266,7 +266,7 @@ def test_nested_values_are_taken_apart_and_put_together():
     assert compat.tree_map_only(int, lambda n: n + 1, nested)["b"] == (4,)
 
 
-def test_torchs_checkpoints_in_parts_name_what_is_nested():
+def test_torchs_distributed_checkpoints_name_nested_values_by_their_paths():
     flatten, place, version = compat.dcp_internals()
     flat, paths = flatten({"a": {"b": 1}, "c": [2, 3]})
     assert flat["a.b"] == 1 and paths["a.b"] == ("a", "b") and isinstance(version, str)
@@ -284,7 +284,7 @@ def test_dataloaders_take_indices_from_a_sampler_and_count_their_batches():
 
 @pytest.fixture
 def unpatched():
-    """torch's functions while no engine exists."""
+    """Return a function that reads what engines patch in torch; no engine exists at first."""
     gc.collect()
 
     def now():
@@ -299,7 +299,7 @@ def unpatched():
     return now
 
 
-def test_torch_is_patched_as_long_as_an_engine_lives_and_no_longer(unpatched):
+def test_torch_is_patched_only_while_an_engine_exists(unpatched):
     before = unpatched()
     assert ShardedTensor not in before[2]
     modules = [nn.Linear(2, 2), nn.Linear(2, 2)]
@@ -313,7 +313,7 @@ def test_torch_is_patched_as_long_as_an_engine_lives_and_no_longer(unpatched):
         assert unpatched() == (patched if left else before)
 
 
-def test_a_patch_that_was_wrapped_meanwhile_is_left_to_who_did_so(monkeypatch):
+def test_a_patch_that_other_code_has_wrapped_is_left_in_place(monkeypatch):
     class Owner:
         pass
 

@@ -84,7 +84,7 @@ WAYS = [compile_blocks, compile_blocks_in_place, compile_whole, compile_whole_in
 
 
 def train(model, optimizer):
-    """Three steps, with a forward without gradients between them."""
+    """Three steps, with a forward pass without gradients after each."""
     losses = []
     for step in range(3):
         torch.manual_seed(2 * step + rank())
@@ -156,16 +156,16 @@ def compare(kind, way):
     [each if each is compile_blocks else pytest.param(each, marks=pytest.mark.exhaustive) for each in WAYS],
     ids=lambda way: way.__name__,
 )
-def test_a_compiled_module_gives_ddps_losses_and_no_more_graphs_than_under_fsdp2(run_on, way):
+def test_a_compiled_module_has_ddps_losses_and_no_more_graphs_than_with_fsdp2(run_on, way):
     run_on(2, compare, kind=Interleaved, way=way)
 
 
-def test_a_loop_over_blocks_has_no_more_graphs_than_under_fsdp2(run_on):
+def test_a_compiled_loop_over_blocks_has_no_more_graphs_than_with_fsdp2(run_on):
     run_on(2, compare, kind=Net, way=compile_whole)
 
 
 class Shared(nn.Module):
-    """Calls a compiled module, and past its forward some of its layers."""
+    """Calls a compiled module, and some of its layers directly."""
 
     def __init__(self):
         super().__init__()
@@ -191,7 +191,7 @@ def call_past_the_forward():
         engine.close()
 
 
-def test_layers_of_a_compiled_module_may_be_called_past_its_forward(run_on):
+def test_layers_of_a_compiled_module_may_be_called_directly(run_on):
     run_on(2, call_past_the_forward)
 
 

@@ -1,4 +1,4 @@
-"""Compression of what crosses between machines. Machines are pretended ones, as in test_several_machines."""
+"""Compression of data sent between machines. The machines are simulated, as in test_several_machines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EIGHT_BITS = {"gradients": "int8", "exempt_numel": 0}
 FOUR_BITS = {"gradients": "int4", "exempt_numel": 0}
 
 
-# -- without loss -----------------------------------------------------------------------------------------------------
+# -- lossless ---------------------------------------------------------------------------------------------------------
 
 
 def train_exactly(machines: str, recipe: Recipe, **options: Any) -> None:
@@ -42,7 +42,7 @@ def train_exactly(machines: str, recipe: Recipe, **options: Any) -> None:
     )
 
 
-@pytest.mark.behaviour("The numbers", '`compression="exact"` between machines', notes={3: "with `shard_within`"})
+@pytest.mark.behaviour("The numbers", '`compression="exact"` between machines', notes={3: "requires `shard_within`"})
 @PLACEMENTS
 @pytest.mark.parametrize(
     ("options", "dtype"),
@@ -62,13 +62,13 @@ def test_exact_compression_changes_no_bit(run_on, placement, options, dtype):
 
 @pytest.mark.exhaustive
 @PLACEMENTS
-def test_exact_compression_from_a_disk_changes_no_bit(run_on, tmp_path, placement):
+def test_exact_compression_with_states_on_a_disk_changes_no_bit(run_on, tmp_path, placement):
     offload = {"optimizer": "nvme", "path": str(tmp_path)}
     run_on(4, train_exactly, machines="aabb", recipe=BF16, offload=offload, **placement)
 
 
 @pytest.mark.parametrize(("ranks", "machines"), [(2, "ab"), (3, "aab"), (4, "abab")])
-def test_machines_may_have_one_rank_or_different_numbers_of_them(run_on, ranks, machines):
+def test_machines_with_exact_compression_may_have_one_rank_or_unequal_numbers_of_ranks(run_on, ranks, machines):
     run_on(ranks, train_exactly, machines=machines, recipe=BF16, stage=2)
 
 
@@ -83,7 +83,7 @@ def wide() -> torch.nn.Module:
 
 
 def count(**options: Any) -> None:
-    """Bytes that cross in a step, by what the engine counts, with Adam's small changes of 16-bit parameters."""
+    """Bytes sent between machines in a step, as the engine counts them, with Adam's small changes in 16 bits."""
     numel = 4 * 64 * 64
 
     def crossed(compression: Any) -> dict[str, int]:
@@ -112,11 +112,11 @@ def count(**options: Any) -> None:
 
 
 @PLACEMENTS
-def test_fewer_bytes_cross(run_on, placement):
+def test_compression_sends_fewer_bytes_between_machines(run_on, placement):
     run_on(4, count, **placement)
 
 
-# -- gradients in few bits --------------------------------------------------------------------------------------------
+# -- quantised gradients ----------------------------------------------------------------------------------------------
 
 
 def sgd(module: torch.nn.Module) -> torch.optim.Optimizer:
@@ -136,12 +136,12 @@ def train_nearly(compression: dict[str, Any], bound: float, micro_batches: int, 
     [(EIGHT_BITS, 1e-2, 1), (FOUR_BITS, 1e-1, 2), (EIGHT_BITS, 1e-2, 2), (FOUR_BITS, 1e-1, 1)],
     ids=["int8-1", "int4-2", "int8-2", "int4-1"],
 )
-def test_gradients_in_few_bits_train_nearly_alike(run_on, placement, micro_batches, compression, bound):
+def test_quantised_gradients_train_nearly_the_same(run_on, placement, micro_batches, compression, bound):
     run_on(4, train_nearly, compression=compression, bound=bound, micro_batches=micro_batches, **placement)
 
 
 def sum_up() -> None:
-    """The owner adds its own sum as it is and the other machine's within half a step, in fp32."""
+    """The owner adds its machine's sum unchanged and the other's to within half a quantisation step, in fp32."""
     gradients = [torch.randn(64, 64, generator=torch.Generator().manual_seed(r)) for r in range(4)]
     module = torch.nn.Linear(64, 64, bias=False)
     with on_machines("aabb"):
@@ -156,12 +156,12 @@ def sum_up() -> None:
     engine.close()
 
 
-def test_sums_are_within_half_a_step(run_on):
+def test_sums_over_machines_are_within_half_a_quantisation_step(run_on):
     run_on(4, sum_up)
 
 
 def exempt() -> None:
-    """Biases, norms and small weights are sent as they are, whatever their neighbours are."""
+    """Biases, norms and small weights are sent unchanged, whatever is next to them in the bucket."""
     module, optimizer = prepare(Recipe(OddModel, adam))
     compression = CompressionConfig(gradients="int8", exempt_numel=100)
     with on_machines("aabb"):
@@ -182,15 +182,15 @@ def exempt() -> None:
         each.close()
 
 
-def test_small_parameters_and_those_of_one_dimension_are_exempt(run_on):
+def test_small_and_one_dimensional_parameters_are_exempt_from_quantisation(run_on):
     run_on(4, exempt)
 
 
-# -- one copy ---------------------------------------------------------------------------------------------------------
+# -- equal copies on all machines -------------------------------------------------------------------------------------
 
 
 def copies_are_alike(engine: Engine) -> None:
-    """What other machines keep of a rank's shard is what the rank keeps of it."""
+    """Check that all machines' copies of a shard are equal."""
     for bucket in engine.buckets:
         kept = bucket.part.values() if bucket.part is not None else bucket.full
         start = bucket.layout.own_part[0] if bucket.part is not None else 0
@@ -233,7 +233,7 @@ def test_all_machines_have_the_same_parameters_after_every_write(run_on, write, 
 
 
 class Renormed(OddModel):
-    """Each forward writes to the rows that this rank's tokens look up: other rows on other ranks."""
+    """Each forward pass writes to the rows that this rank's tokens look up: different ones on each rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ class Renormed(OddModel):
 
 
 class Inspected(OddModel):
-    """Each forward takes ``weight.data``, which no version counter shows, and reads from it only."""
+    """Each forward pass takes ``weight.data``, which no version counter tracks, and only reads from it."""
 
     def forward(self, *inputs: Any) -> Any:
         assert self.head.weight.data.norm() >= 0
@@ -251,7 +251,7 @@ class Inspected(OddModel):
 @PLACEMENTS
 @pytest.mark.parametrize("model", [Renormed, Inspected])
 @pytest.mark.parametrize("optimizer", [adam, sgd], ids=["adam", "sgd"])
-def test_modules_that_write_to_their_weights_as_each_rank_s_data_are_train_alike(run_on, model, optimizer, placement):
+def test_modules_that_write_to_different_weights_on_each_rank_train_the_same(run_on, model, optimizer, placement):
     recipe = Recipe(model, optimizer, dtype=torch.bfloat16)
     run_on(4, train_exactly, machines="aabb", recipe=recipe, **placement)
 
@@ -271,12 +271,12 @@ class Freed(OddModel):
 
 
 @PLACEMENTS
-def test_frozen_parameters_may_begin_to_train(run_on, placement):
+def test_frozen_parameters_may_be_unfrozen_with_exact_compression(run_on, placement):
     run_on(4, train_exactly, machines="aabb", recipe=Recipe(Freed, adam, dtype=torch.bfloat16), **placement)
 
 
 def skip_a_step(compression: Any, **options: Any) -> None:
-    """A step that finds an overflow changes nothing, and the next one goes on."""
+    """A step that finds an overflow changes nothing, and the next step trains."""
     with on_machines("aabb"):
         module, optimizer = prepare(Recipe(OddModel, adam))
         engine = Engine(module, [optimizer], compression=compression, **options)
@@ -293,11 +293,11 @@ def skip_a_step(compression: Any, **options: Any) -> None:
     engine.close()
 
 
-def test_an_overflow_skips_the_step_everywhere(run_on):
+def test_an_overflow_in_quantised_gradients_skips_the_step_on_all_ranks(run_on):
     run_on(4, skip_a_step, compression=EIGHT_BITS, stage=2)
 
 
-# -- what goes wrong --------------------------------------------------------------------------------------------------
+# -- errors and warnings ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_an_overflow_skips_the_step_everywhere(run_on):
     ],
     ids=str,
 )
-def test_wrong_options_are_refused(options, said):
+def test_wrong_compression_options_are_refused(options, said):
     with pytest.raises(ValueError, match=said):
         EngineConfig(**options)
 
@@ -348,8 +348,8 @@ def refuse(machines: str, recipe: Recipe, said: str, **options: Any) -> None:
     ],
     ids=str,
 )
-def test_compression_of_nothing_is_refused(run_on, compression, said):
-    """Nothing is in 16 bits; all parameters are small."""
+def test_compression_without_any_effect_is_refused(run_on, compression, said):
+    """No parameter is in 16 bits, and all are small."""
     run_on(4, refuse, machines="aabb", recipe=Recipe(), said=said, stage=2, compression=compression)
 
 
@@ -361,7 +361,7 @@ def refuse_over_another_backend() -> None:
         refuse("aabb", BF16, "is for ranks on CPUs that communicate over Gloo", stage=2, compression="exact")
 
 
-def test_other_backends_are_refused(run_on):
+def test_compression_over_another_backend_than_gloo_is_refused(run_on):
     run_on(4, refuse_over_another_backend)
 
 
@@ -377,7 +377,7 @@ def warn(machines: str, recipe: Recipe, compression: Any, warning: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_one_machine_is_warned_that_it_has_no_effect(run_on, ranks):
+def test_compression_on_one_machine_warns_that_it_has_no_effect(run_on, ranks):
     said = f"compression='exact' has no effect: all {ranks} ranks are on one machine"
     run_on(ranks, warn, machines="aa", recipe=BF16, compression="exact", warning=said)
 
@@ -394,7 +394,7 @@ def test_one_machine_is_warned_that_it_has_no_effect(run_on, ranks):
     ],
     ids=["fp32", "small"],
 )
-def test_half_of_it_without_effect_is_warned_of(run_on, recipe, compression, said):
+def test_a_warning_names_the_half_of_compression_that_has_no_effect(run_on, recipe, compression, said):
     run_on(4, warn, machines="aabb", recipe=recipe, compression=compression, warning=said)
 
 
@@ -426,7 +426,7 @@ def test_a_killed_rank_ends_the_others(run_on, machines, placement):
 
 
 def leave_early() -> None:
-    """A rank whose exchange nobody waits for sends what the others need, however late they come for it."""
+    """A rank that abandons its exchange still sends what the others need, however late they receive it."""
     receive = dist.irecv
 
     def receive_late(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
@@ -453,5 +453,5 @@ def leave_early() -> None:
     communicator.close()
 
 
-def test_an_exchange_that_nobody_waits_for_is_sent_all_the_same(run_on):
+def test_an_exchange_that_is_not_awaited_is_still_sent(run_on):
     run_on(2, leave_early)

@@ -82,7 +82,7 @@ def kept_after_the_end(stage):
     train(reference, torch.optim.SGD(reference.parameters(), lr=0.1))
     engine.close()
 
-    if rank() == 0:  # without the other ranks: everything is ordinary
+    if rank() == 0:  # without the other ranks: all tensors are ordinary
         assert all(type(p) is nn.Parameter for p in [*module.parameters(), *kept["copy of the module"].parameters()])
         for name, value in start.named_parameters():
             assert type(kept["average"][name]) is torch.Tensor
@@ -106,12 +106,12 @@ def kept_after_the_end(stage):
 )
 @STAGES
 @WORLDS
-def test_what_was_copied_or_averaged_from_parameters_is_ordinary_when_the_engine_ends(run_on, world_size, stage):
+def test_copies_and_averages_of_parameters_are_ordinary_after_the_engine_is_closed(run_on, world_size, stage):
     run_on(world_size, kept_after_the_end, stage=stage)
 
 
 def weakly_referred(stage):
-    """As torch_ema's averages and ``nn.LSTM`` refer to parameters."""
+    """References to parameters as torch_ema's averages and ``nn.LSTM`` hold them."""
     recurrent = nn.LSTM(7, 5)
     references = [weakref.ref(p) for p in recurrent.parameters()]
     module, reference, optimizer, engine = make(stage, recurrent)
@@ -127,7 +127,7 @@ def weakly_referred(stage):
 @pytest.mark.behaviour("The module", "Weak references to parameters")
 @STAGES
 @WORLDS
-def test_weak_references_to_parameters_stay_right(run_on, world_size, stage):
+def test_weak_references_to_parameters_stay_valid(run_on, world_size, stage):
     run_on(world_size, weakly_referred, stage=stage)
 
 
@@ -147,10 +147,10 @@ def replaced(stage):
 @pytest.mark.behaviour(
     "The module",
     "A parameter replaced in mid-run: `load_state_dict(assign=True)`, `m.weight = nn.Parameter(...)`",
-    notes=dict.fromkeys((1, 2, 3), "refused: says how"),
+    notes=dict.fromkeys((1, 2, 3), "refused; the error says what to write"),
 )
 @STAGES
-def test_a_parameter_that_is_replaced_while_sharded_is_an_error_and_not_left_untrained(run_on, stage):
+def test_replacing_a_parameter_while_it_is_sharded_raises_an_error(run_on, stage):
     run_on(2, replaced, stage=stage)
 
 
@@ -171,7 +171,7 @@ def fitted_twice(stage):
 
 @STAGES
 @WORLDS
-def test_a_module_may_be_sharded_again_and_again(run_on, world_size, stage):
+def test_a_module_may_be_sharded_repeatedly(run_on, world_size, stage):
     run_on(world_size, fitted_twice, stage=stage)
 
 
@@ -201,5 +201,5 @@ def plain(tensor):
     return tensor.whole().detach().clone()
 
 
-def test_copies_of_which_ranks_have_made_different_numbers_are_never_mixed(run_on):
+def test_copies_are_never_mixed_up_when_ranks_have_made_different_numbers_of_them(run_on):
     run_on(2, copies_of_different_origins)

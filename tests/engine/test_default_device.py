@@ -1,6 +1,6 @@
 """A user's default device (``torch.set_default_device``) applies to user code and not to the engine.
 
-Tensors that the engine keeps on the CPU or sends to other ranks would be lost on the "meta" device, used here as a GPU.
+Tensors that it keeps on the CPU or sends to other ranks would be lost on the "meta" device, a stand-in for a GPU here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def make() -> nn.Module:
 
 
 def train(module: nn.Module, folder: Path, **options: Any) -> dict[str, Any]:
-    """Three steps, their results, and values read from a checkpoint of them."""
+    """Train for three steps, save and load checkpoints, and return the results."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     engine = Engine(module, [optimizer], **options)
     for step in range(3):
@@ -85,7 +85,7 @@ def test_a_default_device_changes_nothing(run_on, tmp_path, options, ranks):
     run_on(ranks, compare, folder=tmp_path, **OPTIONS[options])
 
 
-def test_nor_where_ranks_do_not_read_each_others_memory(run_on, tmp_path):
+def test_a_default_device_changes_nothing_when_ranks_do_not_share_memory(run_on, tmp_path):
     run_on(2, compare_over_gloo, folder=tmp_path, stage=3)
 
 
@@ -102,8 +102,8 @@ MAKES_A_TENSOR = set(
 )
 
 
-def test_every_tensor_that_is_made_says_where():
-    """Also where no case above comes by. The models of the zoo are as user code: theirs are where the default says."""
+def test_every_tensor_that_the_package_creates_names_its_device():
+    """This includes code that no case above runs. The zoo counts as user code: its models use the default device."""
     package = Path(lightning_zero.__file__).parent
     silent = []
     for file in sorted(package.rglob("*.py")):

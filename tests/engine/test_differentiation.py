@@ -90,7 +90,7 @@ def gradients_by_name(stage):
 @pytest.mark.behaviour("The module", "`torch.autograd.grad(loss, parameters)`, with `retain_graph` and `allow_unused`")
 @STAGES
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_gradient_asked_for_by_name_is_the_local_one_as_under_ddp(run_on, world_size, stage):
+def test_autograd_grad_gives_the_local_gradients_of_parameters_as_under_ddp(run_on, world_size, stage):
     run_on(world_size, gradients_by_name, stage=stage)
 
 
@@ -107,9 +107,9 @@ def second_derivatives(stage):
     engine.close()
 
 
-@pytest.mark.behaviour("The module", "A penalty on gradients of parameters, differentiated in turn")
+@pytest.mark.behaviour("The module", "A penalty on parameter gradients, itself differentiated")
 @STAGES
-def test_a_penalty_on_gradients_of_parameters_is_differentiated_in_turn(run_on, stage):
+def test_a_penalty_on_parameter_gradients_can_be_differentiated(run_on, stage):
     run_on(2, second_derivatives, stage=stage)
 
 
@@ -127,7 +127,7 @@ def backward_to_some(stage):
 
 @pytest.mark.behaviour("The module", "`loss.backward(inputs=[...])`")
 @STAGES
-def test_backward_with_inputs_gives_gradients_to_those_alone(run_on, stage):
+def test_backward_with_inputs_gives_gradients_to_those_inputs_only(run_on, stage):
     run_on(2, backward_to_some, stage=stage)
 
 
@@ -169,11 +169,11 @@ def hooks(stage, when):
 
 @pytest.mark.behaviour(
     "The module",
-    "`p.register_hook` and `p.register_post_accumulate_grad_hook`, registered before or in a run, until removed",
+    "`p.register_hook` and `p.register_post_accumulate_grad_hook`, registered before or during a run, until removed",
 )
 @STAGES
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_hooks_on_parameters_fire_whenever_they_were_registered_and_until_removed(run_on, stage, when):
+def test_hooks_on_parameters_fire_until_removed_whenever_they_were_registered(run_on, stage, when):
     run_on(2, hooks, stage=stage, when=when)
 
 
@@ -185,7 +185,7 @@ def hooks_stay(stage):
 
 
 @STAGES
-def test_a_hook_on_a_parameter_is_still_there_when_the_module_is_ordinary_again(run_on, stage):
+def test_a_hook_on_a_parameter_is_kept_after_the_engine_is_closed(run_on, stage):
     run_on(2, hooks_stay, stage=stage)
 
 
@@ -217,10 +217,10 @@ def optimizer_in_backward(stage):
     engine.close()
 
 
-@pytest.mark.behaviour("The module", "An optimizer a parameter that steps in backward")
+@pytest.mark.behaviour("The module", "One optimizer per parameter, which steps in backward")
 @STAGES
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_an_optimizer_a_parameter_may_step_during_backward(run_on, world_size, stage):
+def test_one_optimizer_per_parameter_may_step_during_backward(run_on, world_size, stage):
     run_on(world_size, optimizer_in_backward, stage=stage)
 
 
@@ -245,11 +245,12 @@ def transforms(stage):
 
 
 @pytest.mark.behaviour(
-    "The module", "`torch.func`: `jacrev`, `hessian`, `vjp`, `vmap(grad)` of modules by their inputs, in a loss"
+    "The module",
+    "`torch.func`: `jacrev`, `hessian`, `vjp`, `vmap(grad)` of modules with respect to their inputs, in a loss",
 )
 @STAGES
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_torch_func_differentiates_modules_by_their_inputs(run_on, world_size, stage):
+def test_torch_func_differentiates_modules_with_respect_to_their_inputs(run_on, world_size, stage):
     run_on(world_size, transforms, stage=stage)
 
 
@@ -273,15 +274,15 @@ def per_sample(stage):
     engine.close()
 
 
-@pytest.mark.behaviour("The module", "`torch.func`: gradients of each sample by the parameters")
+@pytest.mark.behaviour("The module", "`torch.func`: per-sample gradients of the parameters")
 @STAGES
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_torch_func_gives_gradients_of_each_sample_by_the_parameters(run_on, world_size, stage):
+def test_torch_func_gives_per_sample_gradients_of_the_parameters(run_on, world_size, stage):
     run_on(world_size, per_sample, stage=stage)
 
 
 def functional(stage):
-    """A step of gradient descent inside of the loss, as meta-learning takes it."""
+    """A step of gradient descent inside the loss, as in meta-learning."""
     module, reference, engine, _ = make(stage)
 
     def run(model):
@@ -300,7 +301,7 @@ def functional(stage):
 
 @pytest.mark.behaviour("The module", "`torch.func.functional_call` with adapted parameters, as in meta-learning")
 @STAGES
-def test_a_module_called_with_other_parameters_uses_those_and_passes_gradients_on(run_on, stage):
+def test_a_functional_call_uses_the_given_parameters_and_propagates_their_gradients(run_on, stage):
     run_on(2, functional, stage=stage)
 
 
@@ -328,7 +329,7 @@ def inside_full_parameters(stage):
 @pytest.mark.behaviour("The module", "`full_parameters(module, writeback=True)`, with a forward inside")
 @STAGES
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_within_full_parameters_a_forward_computes_with_them_and_trains_the_parameters(run_on, world_size, stage):
+def test_a_forward_within_full_parameters_uses_full_values_and_trains_the_parameters(run_on, world_size, stage):
     run_on(world_size, inside_full_parameters, stage=stage)
 
 
@@ -348,7 +349,7 @@ def under_autocast(stage):
     engine.close()
 
 
-@pytest.mark.behaviour("The module", "`torch.autocast` regions of the user's own")
+@pytest.mark.behaviour("The module", "`torch.autocast` regions in user code")
 @STAGES
 def test_autocast_casts_parameters_wherever_they_are_used(run_on, stage):
     run_on(2, under_autocast, stage=stage)

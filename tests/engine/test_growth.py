@@ -20,7 +20,7 @@ WIDTH = 33
 """Elements of a tensor: not a multiple of 32, so tensors are not adjacent and each has a separate master."""
 
 NEARLY = 1.1
-"""Growth that is still linear: the sizes of dictionaries, and with them some instructions, grow in leaps."""
+"""Tolerance for linear growth: dictionaries, and with them some instructions, grow in leaps."""
 
 
 class Layer(nn.Module):
@@ -35,7 +35,7 @@ class Layer(nn.Module):
 
 
 def count(do: Callable[[], Any]) -> int:
-    """Count the bytecode instructions that this thread runs meanwhile, in any function."""
+    """Count the bytecode instructions that this thread executes, in any function, during a call."""
     instructions = 0
 
     def trace(frame: Any, event: str, argument: Any) -> Any:
@@ -55,11 +55,11 @@ def count(do: Callable[[], Any]) -> int:
 
 @contextmanager
 def group_of(ranks: int) -> Iterator[None]:
-    """As rank 0 of so many; one rank has no group."""
+    """Join a fake process group as rank 0; a single rank has no group."""
     if ranks == 1:
         yield
         return
-    import torch.testing._internal.distributed.fake_pg  # noqa: F401  (makes the backend known)
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend)
 
     # not its FakeStore, which cannot be cloned
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=ranks)
@@ -70,7 +70,7 @@ def group_of(ranks: int) -> Iterator[None]:
 
 
 def count_setup_and_step(stage: int, tensors: int, units: int, ranks: int, **options: Any) -> tuple[int, int]:
-    """Instructions of making the engine, and of a step with all that it finds out in the first ones."""
+    """Instructions to construct the engine, and to run a step after two warm-up steps."""
     from lightning_zero.engine import Engine
 
     module = nn.Sequential(*(Layer(tensors // units) for _ in range(units)))
@@ -94,13 +94,13 @@ def count_setup_and_step(stage: int, tensors: int, units: int, ranks: int, **opt
 
 
 def count_each(stage: int, sizes: list[tuple[int, int, int]], **options: Any) -> list[tuple[int, int]]:
-    """The less of two counts each: a thread that is late makes this one look again whether it has come."""
+    """The lower of two counts each: if another thread is late, this one polls again, which adds instructions."""
     runs = [[count_setup_and_step(stage, *size, **options) for size in sizes] for _ in range(2)]
     return [(min(a[0], b[0]), min(a[1], b[1])) for a, b in zip(*runs)]
 
 
 def check_linear(counts: list[tuple[int, int]], of: str) -> None:
-    """Over three sizes, each twice the one before."""
+    """Check growth over three sizes, each twice the one before."""
     for what, (small, middle, large) in zip(("setting up", "a step"), zip(*counts)):
         growth = (large - middle) / (middle - small)
         assert growth <= 2 * NEARLY, f"{what}: {growth:.2f} times as many more for twice as many {of} more"
@@ -112,7 +112,7 @@ STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 @STAGES
 @pytest.mark.parametrize("ranks", [1, 8])
 @pytest.mark.exhaustive
-def test_setting_up_and_a_step_are_linear_in_tensors(run_on, stage, ranks):
+def test_setup_and_a_step_are_linear_in_the_number_of_tensors(run_on, stage, ranks):
     sizes = [(tensors, 2, ranks) for tensors in (40, 80, 160)]
     (counts,) = run_on(1, count_each, stage=stage, sizes=sizes)
     check_linear(counts, "tensors")
@@ -120,7 +120,7 @@ def test_setting_up_and_a_step_are_linear_in_tensors(run_on, stage, ranks):
 
 @pytest.mark.exhaustive
 @STAGES
-def test_setting_up_and_a_step_are_linear_in_units(run_on, stage):
+def test_setup_and_a_step_are_linear_in_the_number_of_units(run_on, stage):
     sizes = [(2 * units, units, 8) for units in (20, 40, 80)]
     (counts,) = run_on(1, count_each, stage=stage, sizes=sizes)
     check_linear(counts, "units")
@@ -128,7 +128,7 @@ def test_setting_up_and_a_step_are_linear_in_units(run_on, stage):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [1, 8])
-def test_a_step_with_states_elsewhere_is_linear_in_units(run_on, ranks):
+def test_a_step_with_offloaded_states_is_linear_in_the_number_of_units(run_on, ranks):
     sizes = [(2 * units, units, ranks) for units in (20, 40, 80)]
     (counts,) = run_on(1, count_each, stage=3, sizes=sizes, offload={"optimizer": "cpu"})
     check_linear(counts, "units")
@@ -142,7 +142,7 @@ def test_a_step_takes_as_many_instructions_on_1024_ranks_as_on_8(run_on, stage):
 
 
 @STAGES
-def test_setting_up_takes_a_list_of_ranks_more_for_each_rank_whatever_the_model(run_on, stage):
+def test_setup_adds_only_a_few_instructions_per_rank_whatever_the_model(run_on, stage):
     more = []
     for tensors in (20, 40):
         (counts,) = run_on(1, count_each, stage=stage, sizes=[(tensors, 5, 8), (tensors, 5, 1024)])

@@ -1,4 +1,4 @@
-"""One very large parameter: buffers of reduction have a size that does not depend on it (C_B of the paper)."""
+"""One very large parameter: the size of reduction buffers does not depend on it (C_B in the paper)."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def compare(machines: str, **options: Any) -> None:
         found, peak = train(rows, CHUNK, machines, **options)
         expected, whole = train(rows, 2**25, machines, **options)
         same_tensors(found, expected, bound=0)
-        bound = 2 * 4 * (2 * CHUNK)  # two chunks in fp32, each with what is received
+        bound = 2 * 4 * (2 * CHUNK)  # two chunks in fp32, each with its receive buffer
         assert peak["reduction"] <= bound + 4 * CHUNK, "and the small bucket that fills"
         assert rows == 2**10 or whole["reduction"] > bound or "reduce_dtype" not in options
 
@@ -82,17 +82,17 @@ def compare(machines: str, **options: Any) -> None:
     [("aa", {}), ("aa", {"reduce_dtype": "bf16"}), ("ab", {}), ("ab", {"reduce_dtype": "bf16"})],
     ids=str,
 )
-def test_buffers_of_reduction_do_not_grow_with_the_largest_parameter(run_on, stage, machines, options):
+def test_reduction_buffers_do_not_grow_with_the_largest_parameter(run_on, stage, machines, options):
     run_on(2, compare, stage=stage, machines=machines, **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"reduce_dtype": "bf16"}, {"micro_batches": 2}], ids=str)
-def test_nor_do_those_of_sums_over_machines_where_each_has_all_parameters(run_on, options):
+def test_reduction_buffers_with_shard_within_do_not_grow_with_the_largest_parameter(run_on, options):
     run_on(4, compare, stage=3, machines="aabb", shard_within="node", **options)
 
 
 def reduce_in_16_bits(machines: str, stage: int, twice: bool) -> None:
-    """A gradient in 16 bits is not copied to fp32 as a whole: beside it there is this rank's shard of the sum alone."""
+    """A gradient in 16 bits is not copied to fp32 as a whole: only this rank's shard of the sum is kept next to it."""
     options: Any = {"stage": stage, "machines": machines, "dtype": torch.bfloat16, "uses_twice": twice}
     rows = 2**13
     found, peak = train(rows, CHUNK, **options)
@@ -112,6 +112,6 @@ def test_a_gradient_in_16_bits_is_cast_in_chunks(run_on, machines, stage, twice)
 
 
 @pytest.mark.parametrize(("stage", "micro_batches"), [(2, 1), (1, 2), (2, 2)])
-def test_a_large_parameter_that_a_rank_does_not_use_counts_as_zero_there(run_on, stage, micro_batches):
-    """Also where one rank has accumulated a gradient of it without synchronisation, and the other has not."""
+def test_the_gradient_of_a_large_parameter_counts_as_zero_on_ranks_that_do_not_use_it(run_on, stage, micro_batches):
+    """This also holds if one rank has accumulated a gradient without synchronisation and the other has not."""
     run_on(2, compare, stage=stage, machines="ab", unused=True, micro_batches=micro_batches, reduce_dtype="bf16")

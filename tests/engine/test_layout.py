@@ -1,4 +1,4 @@
-"""Layout arithmetic of a bucket, without tensors and processes."""
+"""Layout arithmetic of a bucket, without tensors or processes."""
 
 import warnings
 
@@ -35,7 +35,7 @@ def test_shards_are_equal_and_cover_the_bucket(world_size):
 
 
 @pytest.mark.parametrize("owners", [(0, 0, 0, 0), (0, 1, 1, 2), (1, 1, 3, 3), (3, 3, 3, 3)])
-def test_in_a_whole_bucket_each_parameter_has_one_owner_and_shards_cover_the_bucket(owners):
+def test_in_a_bucket_of_whole_parameters_each_has_one_owner_and_shards_cover_the_bucket(owners):
     layout = BucketLayout.of(SHAPES, 4, owners)
     ranges = [layout.shard_range(rank) for rank in range(4)]
     assert ranges[0][0] == 0 and ranges[-1][1] == layout.padded_numel
@@ -45,7 +45,7 @@ def test_in_a_whole_bucket_each_parameter_has_one_owner_and_shards_cover_the_buc
         for rank, (start, stop) in enumerate(owned):
             expected = (segment.start, segment.stop) if rank == owners[index] else None
             assert (start, stop) == expected or (start == stop and not (expected and segment.numel))
-    assert layout.padded_numel - layout.numel < ALIGNMENT * len(SHAPES)  # nothing is padded to equal shards
+    assert layout.padded_numel - layout.numel < ALIGNMENT * len(SHAPES)  # shards are not padded to equal sizes
 
 
 def llama(width: int, key_value: int, hidden: int, depth: int) -> list[list[int]]:
@@ -72,12 +72,12 @@ def test_owners_are_balanced_by_elements(name, ranks, most):
         for rank, numel in zip(of_bucket, numels, strict=True):
             loads[rank] += numel
     mean = sum(loads) / ranks
-    # no rank can take less than the largest segment, so that few segments over many ranks are uneven in any case
+    # one rank must take the largest segment, so few segments over many ranks are always uneven
     assert max(loads) <= most * max(mean, max(max(numels) for numels in buckets))
     assert imbalance(buckets, owners, ranks) == pytest.approx(max(loads) / mean)
 
 
-def test_uneven_shares_are_warned_of_from_twice_the_mean():
+def test_a_share_above_twice_the_mean_raises_a_warning():
     def layouts(*buckets: list[int], ranks: int) -> list[BucketLayout]:
         owners = balanced_owners(buckets, ranks)
         shapes = [[(f"weight{numel}", torch.Size([numel])) for numel in numels] for numels in buckets]
@@ -86,9 +86,9 @@ def test_uneven_shares_are_warned_of_from_twice_the_mean():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_if_uneven([])
-        warn_if_uneven([BucketLayout.of([("head", torch.Size([4096]))], 8)])  # cut anywhere
+        warn_if_uneven([BucketLayout.of([("head", torch.Size([4096]))], 8)])  # may be split anywhere
         warn_if_uneven(layouts([512], ranks=2))
-        warn_if_uneven(layouts([640, 320], [320], ranks=4))  # 640 of a mean of 320
+        warn_if_uneven(layouts([640, 320], [320], ranks=4))  # 640 with a mean of 320
     with pytest.warns(UserWarning, match=r"over 4 ranks: one rank owns 2\.3 .*'weight800', has 57% of these elements"):
         warn_if_uneven(layouts([800, 300], [300], ranks=4))
 
@@ -108,17 +108,17 @@ def test_segments_and_gaps_cover_the_bucket_once_and_segments_are_aligned():
     ("name", "stage"),
     [(1, 1), ("1", 1), ("os", 1), ("o", 1), (2, 2), ("os+g", 2), ("d", 2), (3, 3), ("OS+G+P", 3), ("p", 3)],
 )
-def test_a_stage_goes_by_its_number_and_by_the_papers_names(name, stage):
+def test_a_stage_is_chosen_by_its_number_or_by_the_papers_names(name, stage):
     assert placements_of(name).stage == stage
 
 
 @pytest.mark.parametrize("name", [0, 4, -1, "zero3", "", None, 2.5, True])
-def test_another_stage_is_refused_with_what_to_write_instead(name):
+def test_an_unknown_stage_is_refused_and_the_error_lists_the_choices(name):
     with pytest.raises(ValueError, match=r"write 1, 2 or 3"):
         placements_of(name)
 
 
-def test_each_stage_shards_one_kind_of_state_more():
+def test_each_stage_shards_one_more_kind_of_state():
     sharded = {
         stage: [p.is_sharded for p in (places.optimizer, places.gradients, places.parameters)]
         for stage in (1, 2, 3)
@@ -138,13 +138,13 @@ def test_each_stage_shards_one_kind_of_state_more():
         (1, 2, 4, 2 * 800 + 4 * 100 + 4 * 800 + 8 * 100),
         (2, 2, 4, 2 * 800 + 16 * 100),
         (3, 2, 4, 16 * 100),
-        # fp64: twice as much as fp32 of everything
+        # fp64: twice as much of everything as in fp32
         (1, 8, 8, 8 * 800 + 8 * 800 + 16 * 100),
         (2, 8, 8, 8 * 800 + 8 * 100 + 16 * 100),
         (3, 8, 8, 32 * 100),
     ],
 )
-def test_the_formula_of_model_states_at_each_stage_for_800_parameters_on_8_ranks(stage, width, master, expected):
+def test_model_state_bytes_follow_the_formula_of_each_stage(stage, width, master, expected):
     assert (
         placements_of(stage).model_state_bytes(800, Mesh.flat(8), parameter_bytes=width, master_bytes=master)
         == expected
@@ -179,7 +179,7 @@ def test_a_topology_says_which_ranks_share_a_machine(machines, nodes, has_two_le
 
 
 @pytest.mark.parametrize("owners", [None, (0, 2, 2, 3)])
-def test_ranks_in_the_same_place_of_their_machines_have_neighbouring_shards(owners):
+def test_ranks_at_the_same_position_on_their_machines_have_adjacent_shards(owners):
     order = Mesh.of(Topology(tuple("abab")), 0).order(ALL)
     layout = BucketLayout.of(SHAPES, 4, owners, order=order)
     ranges = [layout.shard_range(rank) for rank in range(4)]

@@ -16,7 +16,7 @@ STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
 
 def layers():
-    """A unit for each kind of layer of torch's that initialises itself."""
+    """One unit for each kind of torch layer that initialises itself."""
     return nn.Sequential(
         nn.Linear(3, 4),
         nn.BatchNorm1d(4),
@@ -35,7 +35,7 @@ def untied():
 
 
 def tied():
-    """Its own reset_parameters writes to the units inside of it, and to a parameter that two modules have."""
+    """Its own reset_parameters writes to the units inside it, and to a parameter that two modules share."""
     return GPT(16, 2, 2, 8, tied=True)
 
 
@@ -47,7 +47,7 @@ def construct(stage):
         torch.manual_seed(0)
         expected = {key: value.clone() for key, value in make().state_dict().items()}
         drawn_by_rank_0 = torch.get_rng_state()
-        torch.manual_seed(rank())  # each rank would draw numbers of its own: rank 0's count
+        torch.manual_seed(rank())  # each rank would draw different numbers: rank 0's are used
         before = torch.get_rng_state()
         with torch.device("meta"):
             module = make()
@@ -55,7 +55,7 @@ def construct(stage):
         engine = Engine(module, [torch.optim.AdamW(parameters, fused=True)], stage=stage)
         assert all(now is then for now, then in zip(module.parameters(), parameters, strict=True)), name
         assert all(isinstance(parameter, ShardedTensor) for parameter in parameters), name
-        if "tied" not in name:  # a tied weight is drawn once, and twice where it is tied after its construction
+        if "tied" not in name:  # a tied weight is drawn once, or twice if it is tied after its construction
             assert torch.equal(torch.get_rng_state(), drawn_by_rank_0 if rank() == 0 else before), name
         engine.close()
         same_tensors(module.state_dict(), expected, bound=0)
@@ -63,17 +63,17 @@ def construct(stage):
 
 
 @STAGES
-@pytest.mark.behaviour("The module", "Made on the meta device, it is initialised as in ordinary construction")
-def test_on_two_ranks_values_are_those_of_ordinary_construction_on_rank_0(run_on, stage):
+@pytest.mark.behaviour("The module", "A module made on the meta device is initialised as in ordinary construction")
+def test_values_on_two_ranks_equal_those_of_ordinary_construction_on_rank_0(run_on, stage):
     run_on(2, construct, stage=stage)
 
 
-def test_on_one_rank_too(run_on):
+def test_values_on_one_rank_equal_those_of_ordinary_construction(run_on):
     run_on(1, construct, stage=3)
 
 
 class Counted(nn.Module):
-    """Records how much of the module is gathered when it is initialised."""
+    """Records how many buckets are whole when it is initialised."""
 
     whole: list[int] = []
 
@@ -107,7 +107,7 @@ def one_at_a_time():
     assert [layer.weight[0].item() for layer in module] == [0, 1, 2, 3]
 
 
-def test_one_unit_after_another_is_whole(run_on):
+def test_only_one_unit_is_whole_at_a_time(run_on):
     run_on(2, one_at_a_time)
 
 
@@ -151,7 +151,7 @@ def a_projects_own(stage):
 
 
 @STAGES
-def test_what_projects_do_in_reset_parameters_counts_and_adagrads_state_begins_as_it_says(run_on, stage):
+def test_custom_reset_parameters_and_adagrads_initial_accumulator_value_take_effect(run_on, stage):
     run_on(2, a_projects_own, stage=stage)
 
 
@@ -179,7 +179,7 @@ def by_a_model(stage):
 
 
 def partly(stage):
-    """The head is new, the backbone has values, which stay even if a module would initialise both."""
+    """The head is new, and the backbone keeps its values even if one module initialises both."""
     torch.manual_seed(rank())
     module = untied()
     with torch.device("meta"):
@@ -210,7 +210,7 @@ def other_cases(stage):
 
 
 @STAGES
-def test_models_with_init_weights_new_heads_and_modules_that_only_rank_0_has_made(run_on, stage):
+def test_init_weights_new_heads_and_values_on_rank_0_only_are_supported(run_on, stage):
     run_on(2, other_cases, stage=stage)
 
 
@@ -269,5 +269,5 @@ def adapters(stage):
             assert 0.015 < parameter.std() < 0.025, f"{name}: transformers draw from a normal distribution of 0.02"
 
 
-def test_a_model_of_transformers_and_its_adapters_begin_as_these_libraries_want_it(run_on):
+def test_transformers_models_and_peft_adapters_are_initialised_as_by_their_libraries(run_on):
     run_on(2, adapters, stage=3)

@@ -1,4 +1,4 @@
-"""Small blocks merged into one unit, as by default: DDP's numbers with few messages."""
+"""Small blocks merged into one unit, which is the default: DDP's numbers with few messages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def compare(recipe: Recipe, stage: int, bound: float = 0, **options: object) -> 
 @GROUPINGS
 @STAGES
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_numbers_are_those_of_ddp(run_on, stage, size, grouping):
+def test_merged_units_train_as_ddp(run_on, stage, size, grouping):
     assert (
         units_of(OddModel(), UNIT_NUMELS[grouping])
         == {
@@ -40,7 +40,7 @@ def test_numbers_are_those_of_ddp(run_on, stage, size, grouping):
             "everything": [""],
         }[grouping]
     )
-    if size == 4:  # DDP adds up in an order of its own
+    if size == 4:  # DDP adds up in a different order
         recipe, bound = Recipe(optimizer=adam_with_large_eps), CLOSE
     else:
         recipe, bound = Recipe(), 0.0
@@ -58,14 +58,14 @@ RECIPES = {
 @GROUPINGS
 @STAGES
 @pytest.mark.parametrize("name", ["decay_groups", "several_groups"])
-def test_with_groups_and_clipping(run_on, stage, grouping, name):
+def test_merged_units_with_parameter_groups_and_clipping_train_as_ddp(run_on, stage, grouping, name):
     run_on(2, compare, recipe=RECIPES[name], stage=stage, bound=CLOSE, unit_numel=UNIT_NUMELS[grouping])
 
 
 @GROUPINGS
 @STAGES
 @pytest.mark.exhaustive
-def test_with_accumulation(run_on, stage, grouping):
+def test_merged_units_with_accumulation_train_as_ddp(run_on, stage, grouping):
     bound = 0 if stage == 1 else CLOSE
     run_on(2, compare, recipe=RECIPES["accumulated"], stage=stage, bound=bound, unit_numel=UNIT_NUMELS[grouping])
 
@@ -87,7 +87,7 @@ def compare_with_single_units(recipe: Recipe, stage: int, **options: object) -> 
     ],
     ids=str,
 )
-def test_options_change_no_bit(run_on, stage, grouping, options):
+def test_merging_units_changes_no_bit_under_any_option(run_on, stage, grouping, options):
     unit_numel = UNIT_NUMELS[grouping]
     run_on(2, compare_with_single_units, recipe=Recipe(steps=5), stage=stage, unit_numel=unit_numel, **options)
 
@@ -95,7 +95,7 @@ def test_options_change_no_bit(run_on, stage, grouping, options):
 @GROUPINGS
 @STAGES
 @pytest.mark.exhaustive
-def test_bf16_changes_no_bit(run_on, stage, grouping):
+def test_merging_units_changes_no_bit_in_bf16(run_on, stage, grouping):
     recipe = RECIPES["bf16"]
     run_on(2, compare_with_single_units, recipe=recipe, stage=stage, unit_numel=UNIT_NUMELS[grouping])
 
@@ -120,8 +120,8 @@ def count_messages(stage: int, unit_numel: int) -> tuple[int, int]:
     "stage, layers, gathers, reductions",
     [(2, 1, 12, 12), (2, 4, 3, 3), (2, 12, 1, 1), (3, 1, 23, 12), (3, 4, 5, 3), (3, 12, 1, 1)],
 )
-def test_a_step_gathers_and_reduces_once_a_unit(run_on, stage, layers, gathers, reductions):
-    """At stage 3 twice, but for the last unit, with which backward begins."""
+def test_a_step_gathers_and_reduces_once_per_unit(run_on, stage, layers, gathers, reductions):
+    """Stage 3 gathers each unit twice, except the last, with which the backward pass begins."""
     found = run_on(2, count_messages, stage=stage, unit_numel=layers * 32 * 32)
     assert found == [(gathers, reductions)] * 2
 

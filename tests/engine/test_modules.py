@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks between two layers; a model with a peculiarity overrides a method."""
+    """Blocks between two layers; variants override a method."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +64,7 @@ class Reused(Net):
 
 
 class Branches(Net):
-    """A unit that some steps do not use, alike on all ranks."""
+    """A unit that some steps skip, the same steps on all ranks."""
 
     def run(self, block, x, number, step):
         return x if number == 1 and step % 2 else block(x)
@@ -90,7 +90,7 @@ class BranchInside(Net):
 
 
 class Experts(Net):
-    """Each rank's tokens go to another expert; some expert gets none anywhere."""
+    """Each rank's tokens go to a different expert; some experts get none on any rank."""
 
     def __init__(self):
         super().__init__()
@@ -101,7 +101,7 @@ class Experts(Net):
 
 
 class ReadOutside(Net):
-    """Parameters read outside of the module that owns them, in a unit and in the root."""
+    """Parameters read outside the module that owns them, in a unit and in the root."""
 
     def run(self, block, x, number, step):
         return block(x) + F.linear(x, self.first.weight) + self.blocks[0].up.bias[:WIDTH]
@@ -131,7 +131,7 @@ class OwnParameter(Net):
 
 
 class EmptyApart(Net):
-    """A parameter without elements, alone of its dtype."""
+    """A parameter without elements, the only one of its dtype."""
 
     def __init__(self):
         super().__init__()
@@ -210,7 +210,7 @@ class Structured(Net):
 
 
 class Auxiliary(Net):
-    """A loss that leaves a block by an attribute, not by its output."""
+    """A loss that leaves a block as an attribute, not in its output."""
 
     def __init__(self):
         super().__init__()
@@ -222,7 +222,7 @@ class Auxiliary(Net):
 
 
 class Buffers(Net):
-    """Statistics that differ by rank until the next forward, and an integer buffer."""
+    """Statistics that differ by rank until the next forward pass, and an integer buffer."""
 
     def __init__(self):
         super().__init__()
@@ -255,7 +255,7 @@ class Sparse(Net):
 
 
 class Returned(Net):
-    """A block whose output shows its parameter."""
+    """A block whose output includes its parameter."""
 
     def __init__(self):
         super().__init__()
@@ -295,15 +295,15 @@ class Pair(NamedTuple):
 
 
 CASES = {
-    "Blocks, biases, LayerNorm, GELU, losses of their own": [Net, InPlace],
+    "Blocks, biases, LayerNorm, GELU, custom losses": [Net, InPlace],
     "Tied weights, within a block and across blocks": [Tied],
     "A block called twice in one forward": [Reused],
-    "A branch unused on some steps, alike on all ranks or differing by rank; experts chosen by rank": [
+    "A branch unused in some steps, the same on all ranks or different by rank; experts chosen by rank": [
         Branches,
         BranchInside,
         Experts,
     ],
-    "A parameter read outside of its module": [ReadOutside],
+    "A parameter read outside its module": [ReadOutside],
     "A penalty over `self.parameters()` inside the loss": [Penalty, PenaltyByRank],
     "Parameters of a container, and unused ones": [OwnParameter, EmptyApart],
     "Modules that cache parameters: `nn.LSTM`, `nn.GRU`": [Recurrent],
@@ -313,7 +313,7 @@ CASES = {
         CheckpointedReentrant,
         FrozenCheckpointed,
     ],
-    "A frozen backbone; biases only; adapters beside frozen layers, merged at the end": [Frozen],
+    "A frozen backbone; biases only; adapters next to frozen layers, merged at the end": [Frozen],
     "Outputs that are tensors, tuples, dicts or dataclasses, with and without grad": [Structured, Tuples, Returned],
     "A loss that leaves a block as an attribute": [Auxiliary],
     "Buffers follow rank 0's, as under DDP: BatchNorm, counters, buffers that are not saved": [Buffers],
@@ -386,7 +386,7 @@ def compare_two_backwards():
 
     def step(module, forward, optimizer):
         for number in range(3):
-            once = module.blocks[0](inputs(number)).sum()  # a block used alone, outside of the module's forward
+            once = module.blocks[0](inputs(number)).sum()  # a block used alone, outside the module's forward
             twice = forward(inputs(number), number) + forward(inputs(number + 50), number)
             optimizer.zero_grad()
             twice.backward(retain_graph=True)
@@ -413,8 +413,10 @@ def compare_two_backwards():
         engine.close()
 
 
-@pytest.mark.behaviour("The module", "Two forwards before one backward; one forward, two backwards with `retain_graph`")
-def test_two_forwards_one_backward_and_two_backwards_of_one_graph(run_on):
+@pytest.mark.behaviour(
+    "The module", "Two forward passes before one backward pass; two backward passes with `retain_graph`"
+)
+def test_gradients_of_two_forward_passes_and_two_backward_passes_add_up(run_on):
     run_on(2, compare_two_backwards)
 
 
@@ -445,7 +447,7 @@ def raise_in_forward():
         assert all(type(p) is nn.Parameter for p in module.parameters())
 
 
-@pytest.mark.behaviour("The module", "An error in a forward or a backward leaves the module able to train")
+@pytest.mark.behaviour("The module", "An error in a forward or backward pass leaves the module able to train")
 def test_an_error_in_the_users_forward_leaves_the_module_able_to_train(run_on):
     run_on(2, raise_in_forward)
 
@@ -497,7 +499,7 @@ def delete_while_another_rank_still_reads(stage):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_module_may_be_deleted_while_another_rank_reads_what_it_gathers(run_on, stage):
+def test_a_module_may_be_deleted_while_another_rank_reads_its_memory(run_on, stage):
     run_on(2, delete_while_another_rank_still_reads, stage=stage)
 
 
@@ -505,7 +507,7 @@ def test_a_module_may_be_deleted_while_another_rank_reads_what_it_gathers(run_on
 
 
 class LayerDrop(Net):
-    """Each rank skips another block in each step."""
+    """Each rank skips a different block in each step."""
 
     def run(self, block, x, number, step):
         return x if number == 1 + (rank() + step) % 2 else block(x)
@@ -524,9 +526,9 @@ def skip_units_by_rank(stage):
         torch.testing.assert_close(module.state_dict()[name], value, rtol=0, atol=0, msg=lambda m: f"{name}: {m}")
 
 
-@pytest.mark.behaviour("The module", "Whole blocks skipped, others on each rank")
+@pytest.mark.behaviour("The module", "Whole blocks skipped, different ones on each rank")
 @pytest.mark.parametrize("stage", [1, 2])
-def test_ranks_that_skip_different_units_train_as_under_ddp_where_parameters_are_whole(run_on, stage):
+def test_ranks_that_skip_different_units_train_as_under_ddp_at_stages_1_and_2(run_on, stage):
     run_on(2, skip_units_by_rank, stage=stage)
 
 
@@ -548,12 +550,12 @@ def fail_in_backward(stage):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_after_an_error_in_backward_the_next_one_is_whole(run_on, world_size, stage):
+def test_training_after_an_error_in_a_backward_pass_equals_ddps(run_on, world_size, stage):
     run_on(world_size, fail_in_backward, stage=stage)
 
 
 def penalise_gradients(stage):
-    """A gradient penalty, as of a Wasserstein critic: the gradient by the inputs is part of the loss."""
+    """A gradient penalty, as for a Wasserstein critic: the gradient with respect to inputs is part of the loss."""
     torch.manual_seed(0)
     reference, module = Net(), Net()
     module.load_state_dict(reference.state_dict())
@@ -566,21 +568,22 @@ def penalise_gradients(stage):
             ((by_input.norm(2, 1) - 1) ** 2).mean().backward()
         gradients.append([p.grad for p in model.parameters()])
     for theirs, ours in zip(*gradients):
-        if theirs is not None:  # each rank's own, to be averaged as the engine does
+        if theirs is not None:  # local gradients, to be averaged as the engine does
             torch.distributed.all_reduce(theirs)
             torch.testing.assert_close(ours.whole(), theirs / 2, rtol=1e-6, atol=1e-7)
     if stage == 3:
         x = inputs(0).requires_grad_()
         with pytest.raises(RuntimeError, match=r"with engine\.window"):
             torch.autograd.grad(module(x, 0), x, create_graph=True)
-    # not closed: the last backward ended in an error
+    # not closed: the last backward pass ended in an error
 
 
 @pytest.mark.behaviour(
-    "The module", "A gradient penalty: `autograd.grad` by the inputs with `create_graph=True`, in `training_step`"
+    "The module",
+    "A gradient penalty: `autograd.grad` with respect to inputs, with `create_graph=True`, in `training_step`",
 )
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_double_backward_is_right_in_a_window_and_refused_outside_where_it_would_read_freed_memory(run_on, stage):
+def test_a_double_backward_is_right_inside_a_window_and_refused_outside_at_stage_3(run_on, stage):
     run_on(2, penalise_gradients, stage=stage)
 
 
@@ -620,10 +623,10 @@ def raises(error):
     return hook
 
 
-@pytest.mark.behaviour("The module", "Ctrl-C and `sys.exit` in the midst of a forward leave the module able to train")
+@pytest.mark.behaviour("The module", "Ctrl-C and `sys.exit` during a forward pass leave the module able to train")
 @pytest.mark.parametrize("checkpointing", [None, "units"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_an_interrupt_in_the_midst_of_a_forward_leaves_the_module_as_it_was(run_on, stage, checkpointing):
+def test_an_interrupt_during_a_forward_pass_leaves_the_module_as_it_was(run_on, stage, checkpointing):
     run_on(2, interrupt_a_forward, stage=stage, checkpointing=checkpointing)
 
 
@@ -679,7 +682,7 @@ def write_in_forward():
 
 @pytest.mark.behaviour("The module", "A module that writes to its own parameters in its forward, also through `data`")
 @pytest.mark.parametrize("size", [1, 2])
-def test_what_a_module_writes_to_its_own_parameters_in_its_forward_is_kept(run_on, size):
+def test_writes_of_a_module_to_its_own_parameters_in_its_forward_are_kept(run_on, size):
     run_on(size, write_in_forward)
 
 

@@ -47,7 +47,7 @@ def groups_in_use() -> None:
         assert len({gathers, reductions, dist.group.WORLD}) == 3
 
 
-def test_gathers_and_reductions_have_groups_of_their_own_in_which_nobody_else_waits(run_on):
+def test_gathers_and_reductions_each_use_a_separate_process_group(run_on):
     run_on(1, groups_in_use)
 
 
@@ -76,7 +76,7 @@ def reduce_complex(stage: int) -> None:
         with patch.object(backend_transport.dist, "reduce_scatter_single", note):
             engine = Engine(module, [torch.optim.SGD(module.parameters(), lr=0.1)], stage=stage)
             module(torch.arange(64.0)).backward()
-        assert dtypes == [torch.float32, torch.float32]  # NCCL has no complex ones
+        assert dtypes == [torch.float32, torch.float32]  # NCCL has no complex dtypes
         local = module.weight.grad.local
         assert torch.equal(local, expected[: len(local)] / 2), "rank 0's part of half the twin's own"
         engine.close(communicate=False)
@@ -98,7 +98,7 @@ def timeouts_of_own_groups() -> None:
     engine.close()
 
 
-def test_groups_of_the_engines_own_have_the_timeout_that_the_user_has_chosen(run_on):
+def test_the_engines_process_groups_have_the_timeout_chosen_by_the_user(run_on):
     run_on(2, timeouts_of_own_groups)
 
 
@@ -112,7 +112,7 @@ def fail_while_the_other_waits_for_a_device() -> None:
     if rank() == 0:
         failures.fail("rank 0 failed: out of memory")
     else:
-        time.sleep(3)  # as a kernel behind a collective that does not end would hold it up
+        time.sleep(3)  # as if held up by a kernel behind a collective that does not end
         assert failures.failure() == "rank 0 failed: out of memory"
         with pytest.raises(RuntimeError, match="rank 0 failed: out of memory"):
             module(*batch(0)).backward()
@@ -133,9 +133,9 @@ def fail_alike() -> None:
     engine.close()
 
 
-def test_where_all_ranks_fail_alike_the_group_is_left_as_it_is(run_on):
+def test_the_process_group_is_left_as_it_is_when_all_ranks_fail_alike(run_on):
     run_on(2, fail_alike)
 
 
-def test_a_rank_that_waits_for_its_device_alone_learns_that_another_has_failed(run_on):
+def test_a_rank_that_waits_only_for_its_device_learns_that_another_rank_has_failed(run_on):
     run_on(2, fail_while_the_other_waits_for_a_device)

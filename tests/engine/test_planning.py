@@ -32,7 +32,7 @@ def shard(
     device: str = "cuda",
     **options: Any,
 ) -> ResidencyPlan:
-    """The plan of a bucket over two ranks with so many elements a rank, a multiple of the alignment."""
+    """The plan of a bucket over two ranks with `numel` elements per rank, a multiple of the alignment."""
     layout = BucketLayout.of([("weight", torch.Size([2 * numel]))], 2)
     chosen = {"dtype": dtype, "compute_dtype": dtype, "trains": True} | options
     return ResidencyPlan.of(layout, placements_of(stage), offload, device=torch.device(device), **chosen)
@@ -47,14 +47,14 @@ ALL_ON_DISK = OffloadConfig("nvme", parameters="nvme", path="/anywhere", sub_gro
 @pytest.mark.parametrize(
     ("offload", "shards", "need"),
     [
-        # Adam on the CPU for a GPU: 3840 bytes of masters take 4096 pinned ones, 2 x 3840 of states; gradients come by
-        # memory of 4096, and of any smaller power of two that torch keeps
+        # Adam on the CPU for a GPU: 3840 bytes of masters take 4096 pinned bytes, states 2 x 3840; gradients arrive
+        # through 4096 bytes, plus any smaller power of two that torch keeps
         (
             ON_CPU,
             [(shard(960, ON_CPU), [4, 4])],
             {"master weights": 4096, "optimizer states": 7680, "gradients": 8192},
         ),
-        # all gradients there, too: 3840 -> 4096, and 2 x 4096 for those that come
+        # all gradients on the CPU, too: 3840 -> 4096, and 2 x 4096 for those that arrive
         (
             GRADIENTS_TOO,
             [(shard(960, GRADIENTS_TOO), [4, 4])],
@@ -66,7 +66,7 @@ ALL_ON_DISK = OffloadConfig("nvme", parameters="nvme", path="/anywhere", sub_gro
             [(shard(96, ON_CPU, dtype=FP64), [8]), (shard(128, ON_CPU, dtype=FP64), [8])],
             {"master weights": 2048, "optimizer states": 1792, "gradients": 2048},
         ),
-        # parameters in bf16 and masters, 1920 -> 2048 and 4096; frozen ones have nothing else, 1216 -> 2048
+        # parameters in bf16 and masters: 1920 -> 2048 and 4096; frozen parameters have nothing else: 1216 -> 2048
         (
             ALL_ON_CPU,
             [
@@ -75,19 +75,19 @@ ALL_ON_DISK = OffloadConfig("nvme", parameters="nvme", path="/anywhere", sub_gro
             ],
             {"master weights": 4096 + 2048, "optimizer states": 7680, "gradients": 8192, "parameters": 2048},
         ),
-        # a module on the CPU: optimizer states and gradients are in its memory without offload, too
+        # a module on the CPU: optimizer states and gradients are in host memory without offload, too
         (ON_CPU, [(shard(960, ON_CPU, device="cpu"), [4, 4])], {"master weights": 3840}),
         # Adam on a disk: chunks of 4096 elements, fields of 16384 bytes, gradients of a chunk
         (ON_DISK, [(shard(4992, ON_DISK), [4, 4])], {"buffers for the disk": 3 * 3 * 16384, "gradients": 2 * 16384}),
-        # SGD keeps nothing else; the gradients of a frozen bucket do not come
+        # SGD has no states; the gradients of a module on the CPU are there already
         (ON_DISK, [(shard(4992, ON_DISK, device="cpu"), [])], {"buffers for the disk": 3 * 16384}),
-        # parameters in bf16 beside masters in fp32: fields of 8192 and 16384 bytes; SGD with momentum
+        # parameters in bf16 with masters in fp32: fields of 8192 and 16384 bytes; SGD with momentum
         (
             ALL_ON_DISK,
             [(shard(4992, ALL_ON_DISK, dtype=BF16), [4])],
             {"buffers for the disk": 3 * (2 * 16384 + 8192), "gradients": 2 * 16384},
         ),
-        # the largest bucket decides what buffers there are
+        # the largest bucket decides the size of the buffers
         (
             ON_DISK,
             [(shard(32, ON_DISK), [4, 4]), (shard(4992, ON_DISK), [4, 4])],
@@ -96,11 +96,11 @@ ALL_ON_DISK = OffloadConfig("nvme", parameters="nvme", path="/anywhere", sub_gro
         (ON_CPU, [], {}),
     ],
 )
-def test_the_bytes_that_a_rank_asks_for(offload, shards, need):
+def test_the_host_memory_that_a_rank_needs_is_computed_by_purpose(offload, shards, need):
     assert memory_for(shards, offload) == need
 
 
-# ----------------------------------------------------------------------------------------------------- what is there
+# ----------------------------------------------------------------------------------------------------- available memory
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -120,7 +120,7 @@ VERSION_1 = {**MEMINFO, "proc/self/cgroup": "5:cpu:/x\n4:memory:/a/b\n0::/\n"}
     [
         ({}, None),
         (MEMINFO, 8000 * 1024),
-        (VERSION_2, 8000 * 1024),  # no limit that shows
+        (VERSION_2, 8000 * 1024),  # no visible limit
         (
             {**VERSION_2, "sys/fs/cgroup/a/b/memory.max": "max", "sys/fs/cgroup/a/b/memory.current": "5000"},
             8000 * 1024,
@@ -135,7 +135,7 @@ VERSION_1 = {**MEMINFO, "proc/self/cgroup": "5:cpu:/x\n4:memory:/a/b\n0::/\n"}
             },
             2600,
         ),
-        # the group around it allows less
+        # the enclosing group allows less
         (
             {
                 **VERSION_2,
@@ -167,7 +167,7 @@ VERSION_1 = {**MEMINFO, "proc/self/cgroup": "5:cpu:/x\n4:memory:/a/b\n0::/\n"}
         ),
     ],
 )
-def test_the_memory_that_is_there_is_what_the_system_and_its_containers_allow(tmp_path: Path, files, found):
+def test_available_memory_is_what_the_system_and_its_containers_allow(tmp_path: Path, files, found):
     assert available_memory(write(tmp_path, files)) == found
 
 
@@ -191,7 +191,7 @@ def test_a_process_may_take_what_its_own_limits_leave(tmp_path: Path, limits, le
     assert left_to_process(write(tmp_path, {**STATUS, "proc/self/limits": limits})) == left
 
 
-def test_without_the_files_of_linux_no_limit_is_known(tmp_path: Path):
+def test_no_limit_is_known_without_the_proc_files_of_linux(tmp_path: Path):
     assert left_to_process(tmp_path) is None
 
 
@@ -204,8 +204,8 @@ def test_the_memory_of_this_machine_is_known_on_linux():
 
 
 def refused(offload: Any, stage: int, memory: int, message: str) -> None:
-    """With this much there is the error; nothing has been changed; and with a byte more all is well."""
-    module = Square()  # six layers of 1024 elements, a multiple of what shards are aligned to
+    """With this much memory the error is raised and nothing has been changed; with a byte more, training works."""
+    module = Square()  # six layers of 1024 elements, a multiple of the alignment of shards
     before = {name: value.clone() for name, value in module.state_dict().items()}
     optimizer = adam(module)
     with pytest.MonkeyPatch.context() as patch:
@@ -226,7 +226,7 @@ def refused(offload: Any, stage: int, memory: int, message: str) -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_too_little_memory_is_told_in_bytes_on_every_rank_before_anything_is_changed(run_on, size, stage):
+def test_too_little_memory_is_reported_in_bytes_on_every_rank_before_anything_is_changed(run_on, size, stage):
     total = 6 * 1024 * 4
     message = (
         rf"not enough host memory. The {size} rank\(s\) on node7 need {total} bytes \(master weights {total}\), and "
@@ -235,7 +235,7 @@ def test_too_little_memory_is_told_in_bytes_on_every_rank_before_anything_is_cha
     run_on(size, refused, offload="cpu", stage=stage, memory=total - 1, message=message)
 
 
-def test_buffers_that_do_not_fit_ask_for_smaller_chunks(run_on, tmp_path: Path):
+def test_the_error_for_buffers_that_do_not_fit_advises_smaller_chunks(run_on, tmp_path: Path):
     total = 3 * 3 * 4096
     message = rf"{total} bytes \(buffers for the disk {total}\), .*: write a smaller sub_group, or use more ranks"
     offload = OffloadConfig("nvme", path=str(tmp_path))
@@ -258,12 +258,12 @@ def refuses_owners(memory: int) -> None:
         Engine(module, [torch.optim.SGD(module.parameters())], stage=3).close()
 
 
-def test_a_whole_parameter_above_a_ranks_room_is_told_before_anything_is_changed(run_on):
+def test_a_whole_parameter_too_large_for_a_rank_is_refused_before_anything_is_changed(run_on):
     run_on(2, refuses_owners, memory=4096)
 
 
 def asks_for_its_own(tmp: str) -> None:
-    """Ranks of two machines: each machine has to have room for its own alone."""
+    """Ranks on two machines: each machine needs room only for its own rank."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_room, "this_machine", lambda: f"node{rank()}.1")
         patch.setattr(host_room, "available_memory", lambda: 3 * 1024 * 4 - rank())
@@ -272,7 +272,7 @@ def asks_for_its_own(tmp: str) -> None:
 
 
 def asks_within_its_limit() -> None:
-    """The machine has room for both ranks, and one of them a limit of its own."""
+    """The machine has room for both ranks, but one rank has a limit of its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_room, "this_machine", lambda: "node7.1")
         patch.setattr(host_room, "available_memory", lambda: 2**30)
@@ -284,11 +284,11 @@ def asks_within_its_limit() -> None:
             Engine(Square(), stage=1, offload="cpu")
 
 
-def test_a_limit_of_one_process_counts_for_that_process_alone(run_on):
+def test_a_limit_of_one_process_applies_to_that_process_alone(run_on):
     run_on(2, asks_within_its_limit)
 
 
-def test_each_machine_counts_for_itself_and_all_ranks_are_told(run_on, tmp_path: Path):
+def test_memory_is_checked_per_machine_and_a_shortage_is_reported_on_all_ranks(run_on, tmp_path: Path):
     run_on(2, asks_for_its_own, tmp=str(tmp_path))
 
 
@@ -316,7 +316,9 @@ def amsgrad(module: nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(("optimizer", "expected"), [(None, 2), (adam, 2), (sgd, 0), (amsgrad, 3)])
-def test_states_are_those_of_the_optimizer_or_two_where_there_is_none_yet(run_on, tmp_path: Path, optimizer, expected):
+def test_states_are_those_of_the_optimizer_or_two_if_there_is_no_optimizer_yet(
+    run_on, tmp_path: Path, optimizer, expected
+):
     run_on(1, states_of, optimizer=optimizer, expected=expected, tmp=str(tmp_path))
 
 
@@ -329,5 +331,5 @@ def by_group(tmp: str) -> None:
     engine.close()
 
 
-def test_states_are_those_of_each_parameter_group(run_on, tmp_path: Path):
+def test_states_are_counted_per_parameter_group(run_on, tmp_path: Path):
     run_on(1, by_group, tmp=str(tmp_path))

@@ -41,7 +41,7 @@ def exchange_slices(numel: int) -> None:
         full = torch.zeros(world_size(), numel, dtype=torch.int64)
         full[rank()] = values[rank()] * (turn + 1)
         if (turn + rank()) % 3 == 0:
-            time.sleep(0.002)  # so that other ranks are ready earlier, and later
+            time.sleep(0.002)  # so that some ranks are ready earlier than others
         transport.gather(5, list(full)).wait()
         assert torch.equal(full, values * (turn + 1))
     dist.barrier()
@@ -50,7 +50,7 @@ def exchange_slices(numel: int) -> None:
 
 @SIZES
 @pytest.mark.parametrize("numel", [1, 100_003])
-def test_each_rank_has_the_slices_of_all(run_on, size, numel):
+def test_a_gather_gives_each_rank_the_slices_of_all_ranks(run_on, size, numel):
     run_on(size, exchange_slices, numel=numel)
 
 
@@ -59,12 +59,12 @@ def add_up(numel: int, wire: torch.dtype, factor: float) -> None:
 
     transport, size = neighbours(), world_size()
     generator = torch.Generator().manual_seed(3)
-    values = torch.randn(size, size, numel, generator=generator)  # of each rank, for each rank
+    values = torch.randn(size, size, numel, generator=generator)  # from each rank, for each rank
     mine = values[rank()]
 
     def spans_of(part: torch.Tensor) -> list[Span]:
         cut = [part[: numel // 3].clone(), part[numel // 3 :]]
-        return [*(Span(len(each), each) for each in cut), Span(5, None)]  # the last is nobody's
+        return [*(Span(len(each), each) for each in cut), Span(5, None)]  # the last span has no tensor
 
     sent = {other: spans_of(mine[other].to(wire)) for other in range(size) if other != rank()}
     own = spans_of(mine[rank()])
@@ -89,7 +89,7 @@ def add_up(numel: int, wire: torch.dtype, factor: float) -> None:
     [(torch.float32, 1.0), (torch.float32, 0.5), (torch.float32, 1 / 3), (torch.bfloat16, 1.0)],
     ids=["fp32", "half", "third", "bf16"],
 )
-def test_each_rank_has_the_sum_of_what_the_others_have_for_it(run_on, size, numel, wire, factor):
+def test_a_reduction_gives_each_rank_the_sum_of_all_ranks_contributions(run_on, size, numel, wire, factor):
     run_on(size, add_up, numel=numel, wire=wire, factor=factor)
 
 
@@ -109,7 +109,7 @@ def train_both_ways(recipe: Recipe, stage: int, **options: object) -> None:
 @SIZES
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("options", [{}, {"reduce_dtype": "bf16"}, {"unit_numel": 2**20}], ids=str)
-def test_training_is_bit_equal_to_that_over_gloo(run_on, size, stage, options):
+def test_training_is_bit_equal_to_training_over_gloo(run_on, size, stage, options):
     run_on(size, train_both_ways, recipe=Recipe(steps=4), stage=stage, **options)
 
 
@@ -133,7 +133,7 @@ def test_thousands_of_exchanges_may_be_under_way(run_on):
 
 
 def many_small_ones_at_once(count: int, nbytes: int) -> None:
-    """More than a socket holds, in both directions, while nobody waits for them, but all for something else."""
+    """More small messages than a socket holds, in both directions, while all ranks wait for something else."""
     transport = neighbours()
     keys = [transport.small.send(5, [bytes([number % 251]) * nbytes] * (world_size() - 1)) for number in range(count)]
     dist.barrier()
@@ -145,7 +145,7 @@ def many_small_ones_at_once(count: int, nbytes: int) -> None:
 
 @SIZES
 @pytest.mark.parametrize(("count", "nbytes"), [(3000, 0), (100, 2**16)], ids=["empty", "as large as may be"])
-def test_small_exchanges_may_be_under_way_beyond_what_a_socket_holds(run_on, size, count, nbytes):
+def test_more_small_exchanges_than_a_socket_holds_may_be_under_way(run_on, size, count, nbytes):
     run_on(size, many_small_ones_at_once, count=count, nbytes=nbytes)
 
 
@@ -204,7 +204,7 @@ def end_while_others_wait_for_small_ones() -> None:
     transport.close()
 
 
-def test_whoever_waits_for_a_small_message_of_a_rank_that_ends_has_an_error(run_on):
+def test_waiting_for_a_small_message_from_a_rank_that_ends_raises(run_on):
     run_on(2, end_while_others_wait_for_small_ones)
 
 
@@ -223,7 +223,7 @@ def end_while_others_wait() -> None:
     transport.close()
 
 
-def test_whoever_waits_for_a_rank_that_ends_has_an_error(run_on):
+def test_waiting_for_a_gather_with_a_rank_that_ends_raises(run_on):
     run_on(2, end_while_others_wait)
 
 
@@ -244,7 +244,7 @@ def end_one_after_another() -> None:
 
 
 @pytest.mark.parametrize("size", [3, 4])
-def test_a_rank_may_end_before_the_others_have_noticed_that_all_is_done(run_on, size):
+def test_a_rank_may_close_before_the_others_notice_that_the_exchange_is_done(run_on, size):
     run_on(size, end_one_after_another)
 
 
@@ -264,7 +264,7 @@ def close_while_another_is_late() -> None:
     transport.close()
 
 
-def test_what_is_under_way_when_a_rank_closes_its_end_comes_to_its_end(run_on):
+def test_an_exchange_under_way_when_a_rank_closes_its_transport_still_completes(run_on):
     run_on(2, close_while_another_is_late)
 
 
@@ -311,12 +311,12 @@ def fail_before_the_last_has_read() -> None:
     transport.close()
 
 
-def test_what_a_rank_that_failed_leaves_behind_is_not_taken_for_its_contribution(run_on):
+def test_memory_left_by_a_failed_rank_is_not_taken_for_its_contribution(run_on):
     run_on(3, fail_before_the_last_has_read)
 
 
 class CollectsGarbage(dict[Any, Any]):
-    """A collection may fall into any allocation, of any thread."""
+    """Garbage collection may run at any allocation, in any thread."""
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
         gc.collect()
@@ -340,19 +340,19 @@ def collect_in_the_thread() -> None:
     transport.gather(1, list(full))
     del owner
     dist.barrier()
-    for _ in range(2):  # what comes calls for a collection
+    for _ in range(2):  # incoming messages trigger a collection
         transport.gather(2, list(full.clone()))
     dist.barrier()
     transport.sever("it failed")
     gc.enable()
 
 
-def test_a_collection_of_garbage_in_the_thread_may_close_its_own_transport(run_on):
+def test_garbage_collection_in_a_transports_thread_may_close_that_transport(run_on):
     run_on(2, collect_in_the_thread)
 
 
 def refuse_until_asked() -> None:
-    """As the kernel does where `kernel.yama.ptrace_scope` is 1: which this machine's may not have."""
+    """Refuse reads as a kernel with `kernel.yama.ptrace_scope` 1 does; this machine's may have another value."""
     from lightning_zero.engine.comm import process_memory
     from lightning_zero.engine.comm.cma_exchange import connect
 
@@ -382,7 +382,7 @@ def refuse_until_asked() -> None:
         process_memory.read_memory, process_memory.let_read = read, let
 
 
-def test_ranks_let_each_other_read_where_the_kernel_asks_for_it(run_on):
+def test_ranks_permit_each_other_to_read_where_the_kernel_requires_it(run_on):
     run_on(3, refuse_until_asked)
 
 
@@ -405,5 +405,5 @@ def refuse_on(refusing: int) -> None:
 
 
 @pytest.mark.parametrize("refusing", [0, 1, 2])
-def test_where_one_rank_may_not_read_no_rank_does(run_on, refusing):
+def test_no_rank_uses_shared_memory_if_one_rank_may_not_read(run_on, refusing):
     run_on(3, refuse_on, refusing=refusing)

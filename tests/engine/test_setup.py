@@ -61,5 +61,5 @@ def refuse(kind):
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_module_that_cannot_be_sharded_is_refused_before_anything_is_cut(run_on, kind):
+def test_a_module_that_cannot_be_sharded_is_refused_and_left_unchanged(run_on, kind):
     run_on(2, refuse, kind=kind)

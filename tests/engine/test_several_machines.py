@@ -1,7 +1,7 @@
 """Collectives in two levels, within machines and between them.
 
-Here ranks of one machine take some of the others for ranks of another machine, by what says which machine they are on;
-``tests/network`` has machines that are apart as far as the kernel's network is concerned.
+All ranks run on one machine here; a patched memory domain makes some of them appear to be on another machine.
+``tests/network`` has machines that are separate in the kernel's network.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def communicator_on(machines: str) -> Communicator:
 
 
 def column_of(machines: str) -> list[int]:
-    """This rank and the one with its place on the other machine."""
+    """This rank and its counterpart on the other machine."""
     here, there = ([r for r in range(4) if (machines[r] == machines[rank()]) is is_here] for is_here in (True, False))
     return [rank(), there[here.index(rank())]]
 
@@ -107,7 +107,9 @@ def halves(start: int, stop: int) -> list[tuple[int, int]]:
     [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)],
     ids=["fp32", "spans", "bf16"],
 )
-def test_gathers_and_sums_are_those_of_both_levels(run_on, machines, numel, owners, wire, in_spans):
+def test_gathers_and_reductions_in_two_levels_give_all_slices_and_their_sums(
+    run_on, machines, numel, owners, wire, in_spans
+):
     run_on(4, exchange, machines=machines, numel=numel, owners=owners, wire=wire, in_spans=in_spans)
 
 
@@ -144,14 +146,16 @@ def train_alike(machines: str, recipe: Recipe, bound: float = CLOSE, **options: 
     same_runs(runs[0], train_ddp(recipe), bound=bound)
 
 
-@pytest.mark.behaviour("The numbers", "Several machines with several ranks each, over Gloo: each byte crosses once")
+@pytest.mark.behaviour(
+    "The numbers", "Several machines with several ranks each, over Gloo: each byte crosses between them once"
+)
 @MACHINES
 @pytest.mark.parametrize(
     "options",
     [{}, {"unit_numel": 2**20}, {"offload": "cpu"}, {"overlap": False}],
     ids=str,
 )
-def test_stages_train_alike_and_as_ddp_but_for_the_order_of_sums(run_on, machines, options):
+def test_all_stages_train_alike_and_as_ddp_except_for_the_order_of_sums(run_on, machines, options):
     run_on(4, train_alike, machines=machines, recipe=Recipe(OddModel, adam), **options)
 
 
@@ -159,12 +163,12 @@ def train_wholes(machines: str) -> None:
     train_alike(machines, Recipe(whole.Layered, whole.adafactor), bound=1e-5)
 
 
-def test_owners_of_whole_parameters_on_several_machines_train_alike(run_on):
+def test_stages_train_alike_with_owners_of_whole_parameters_on_several_machines(run_on):
     run_on(4, train_wholes, machines="aabb")
 
 
 def train_on_six(machines: str) -> None:
-    """Rings of more than two machines, and sums of more than two ranks of each."""
+    """Rings of more than two machines, and sums of more than two ranks on each."""
     recipe = Recipe(OddModel, adam, steps=3)
     train_alike(machines, recipe)
     flat = train_on(machines, 3, recipe)
@@ -178,7 +182,7 @@ def train_on_six(machines: str) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("machines", ["aabbcc", *SIX])
-def test_three_machines_and_machines_of_three_ranks_train_alike(run_on, machines):
+def test_stages_train_alike_on_three_machines_and_on_machines_of_three_ranks(run_on, machines):
     run_on(6, train_on_six, machines=machines)
 
 
@@ -190,7 +194,7 @@ def refuse_two_levels(machines: str) -> None:
 
 
 @pytest.mark.parametrize(("size", "machines"), [(3, "aab"), (4, "abcd"), (4, "aaaa")])
-def test_machines_with_different_numbers_of_ranks_or_one_each_exchange_directly(run_on, size, machines):
+def test_machines_with_different_numbers_of_ranks_or_one_rank_each_exchange_directly(run_on, size, machines):
     run_on(size, refuse_two_levels, machines=machines)
 
 
@@ -223,10 +227,10 @@ def count(machines: str, stage: int, crosses: float) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(
     ("size", "machines", "crosses"),
-    # of a buffer, for one rank: (N - 1) / N of its part in two levels, all that other machines have otherwise
+    # share that crosses, for one rank: (N - 1) / N of its part in two levels, else all that other machines have
     [(4, "aabb", 1 / 4), (4, "aaab", None), (4, "aaaa", 0), (4, "abcd", 3 / 4)],
 )
-def test_what_crosses_between_machines_is_counted(run_on, stage, size, machines, crosses):
+def test_elements_and_bytes_that_cross_between_machines_are_counted(run_on, stage, size, machines, crosses):
     run_on(size, count_unevenly if crosses is None else count, machines=machines, stage=stage, crosses=crosses)
 
 
@@ -259,7 +263,7 @@ def kill_one() -> None:
 
 
 def resume_elsewhere() -> None:
-    """What is sharded over two machines is written and read like any other."""
+    """States sharded over two machines are saved and loaded like any others."""
     with on_machines("aabb"):
         module, optimizer = prepare(Recipe(OddModel, adam))
         engine = Engine(module, [optimizer], stage=3)
@@ -280,5 +284,5 @@ def resume_elsewhere() -> None:
     second.close()
 
 
-def test_states_go_from_two_machines_to_one(run_on):
+def test_states_saved_on_two_machines_load_on_one(run_on):
     run_on(4, resume_elsewhere)

@@ -1,6 +1,6 @@
 """Parameters sharded within each machine, master weights over all ranks (``shard_within``).
 
-Machines are pretended ones, as in test_several_machines.
+The machines are simulated, as in test_several_machines.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def train_as_flat(machines: str, recipe: Recipe, bound: float = CLOSE, **options
     [{}, {"unit_numel": 2**20}, {"offload": "cpu"}, {"overlap": False}, {"prefetch": 0, "reduction_buffers": 1}],
     ids=str,
 )
-def test_training_is_that_of_stage_3_bit_for_bit(run_on, machines, options):
+def test_training_equals_stage_3_bit_for_bit(run_on, machines, options):
     run_on(4, train_as_flat, machines=machines, recipe=Recipe(OddModel, adam), **options)
 
 
@@ -68,7 +68,7 @@ def train_in_bf16(options: dict[str, Any], dtype: torch.dtype) -> None:
     ],
     ids=str,
 )
-def test_low_precision_is_that_of_stage_3_bit_for_bit(run_on, options, dtype):
+def test_low_precision_training_equals_stage_3_bit_for_bit(run_on, options, dtype):
     run_on(4, train_in_bf16, options=options, dtype=dtype)
 
 
@@ -85,7 +85,7 @@ def test_states_on_a_disk_are_sharded_over_all_ranks(run_on, tmp_path):
 
 @pytest.mark.parametrize(
     ("optimizer", "bound"),
-    [(whole.adafactor, 1e-5), (whole.muon_and_adamw, 1e-2)],  # Newton-Schulz is in bf16, which sums tip over
+    [(whole.adafactor, 1e-5), (whole.muon_and_adamw, 1e-2)],  # Newton-Schulz in bf16 amplifies differences of sums
     ids=["adafactor", "muon"],
 )
 def test_owners_of_whole_parameters_train_as_at_stage_3(run_on, optimizer, bound):
@@ -112,7 +112,7 @@ def train_in_groups() -> None:
     same_runs(within, train_on("abab", 3, recipe, shard_within=2), bound=CLOSE)
 
 
-def test_a_number_makes_groups_of_adjacent_ranks_of_a_machine(run_on):
+def test_a_number_forms_groups_of_adjacent_ranks_within_a_machine(run_on):
     run_on(4, train_in_groups)
 
 
@@ -132,7 +132,7 @@ def train_flat(machines: str, within: Any) -> None:
     [(2, "aa", "node"), (2, "ab", "node"), (4, "aaaa", 4), (4, "aabb", 4), (1, "a", "node")],
 )
 @pytest.mark.exhaustive
-def test_one_group_or_groups_of_one_rank_are_stage_3(run_on, size, machines, within):
+def test_one_group_or_groups_of_one_rank_equal_stage_3(run_on, size, machines, within):
     run_on(size, train_flat, machines=machines, within=within)
 
 
@@ -168,7 +168,7 @@ def test_impossible_groups_are_refused_on_every_rank(run_on, size, machines, wit
         ("aaabbc", "node", "the machines run 3, 2 and 1 ranks: write the number of ranks of a group, 2 or 3."),
     ],
 )
-def test_an_impossible_group_is_refused_with_those_that_are_possible(machines, within, said):
+def test_the_error_for_an_impossible_group_lists_the_possible_ones(machines, within, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         Topology(tuple(machines)).groups(within)
 
@@ -183,7 +183,7 @@ def test_an_impossible_group_is_refused_with_those_that_are_possible(machines, w
         ({"offload": {"optimizer": "cpu", "parameters": "cpu"}}, "parameters='cpu' would move them away"),
     ],
 )
-def test_options_that_contradict_it_are_refused(options, said):
+def test_options_that_contradict_shard_within_are_refused(options, said):
     with pytest.raises(ValueError, match=said):
         EngineConfig(**({"shard_within": "node"} | options))
 
@@ -203,7 +203,7 @@ def test_options_that_contradict_it_are_refused(options, said):
     ids=str,
 )
 @pytest.mark.parametrize("clip", [None, nn.utils.clip_grad_norm_], ids=["", "clipped"])
-def test_micro_batches_add_up(run_on, options, clip):
+def test_accumulated_micro_batches_train_as_ddp(run_on, options, clip):
     recipe = Recipe(OddModel, adam, micro_batches=3, clip=None if clip is None else clipped)
     run_on(4, train_micro_batches, recipe=recipe, options=options)
 
@@ -236,7 +236,7 @@ def train_on_integers() -> None:
     same_runs(train_on("aabb", 3, recipe, shard_within="node"), train_ddp(recipe))
 
 
-def test_where_sums_are_exact_accumulated_gradients_are_those_of_ddp_bit_for_bit(run_on):
+def test_accumulated_gradients_equal_ddps_bit_for_bit_where_sums_are_exact(run_on):
     run_on(4, train_on_integers)
 
 
@@ -250,7 +250,7 @@ def sharded(machines: str = "aabb", recipe: Recipe | None = None, **options: Any
 
 
 def crossed(engine: Engine, kind: str = "reduce_scatter") -> int:
-    """Elements that have left this machine, on their way from or to this rank."""
+    """Elements that have crossed between machines, from or to this rank."""
     return engine.communicator.counters.elements[kind, "across"]
 
 
@@ -274,7 +274,7 @@ def read_between() -> None:
                 same_tensors({name: full_grad(parameter)}, {name: theirs.grad}, 1e-5)
 
 
-def test_who_reads_a_gradient_between_micro_batches_completes_it(run_on):
+def test_reading_a_gradient_between_micro_batches_completes_it(run_on):
     run_on(4, read_between)
 
 
@@ -296,7 +296,7 @@ def test_dropped_gradients_leave_nothing_behind(run_on):
 
 
 class Partly(OddModel):
-    """A model of which no rank uses one layer."""
+    """A model with a layer that no rank uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,12 +314,12 @@ def accumulate_partly() -> None:
         optimizer.step()
 
 
-def test_parameters_that_are_not_used_do_not_make_gradients_cross_more_often(run_on):
+def test_unused_parameters_do_not_make_gradients_cross_more_often(run_on):
     run_on(4, accumulate_partly)
 
 
 def refuse_a_read() -> None:
-    """A read by one rank alone is refused, and what has been accumulated stays."""
+    """A read by one rank alone is refused, and the accumulated gradients stay."""
     results = []
     for reads in (False, True):
         with sharded(handshake_timeout=60.0) as (module, optimizer, engine):
@@ -339,7 +339,7 @@ def refuse_a_read() -> None:
     same_tensors(results[1], results[0], bound=0)
 
 
-def test_a_refused_read_loses_nothing(run_on):
+def test_a_refused_read_loses_no_gradients(run_on):
     run_on(4, refuse_a_read)
 
 
@@ -377,7 +377,7 @@ def wide() -> nn.Module:
 
 
 def measure(kind: str, micro_batches: int) -> None:
-    """With R ranks on machines of G: in bf16 2 / G + 16 / R, while accumulating 6 / G + 12 / R, over Psi."""
+    """With R ranks on machines of G, in bf16, bytes per parameter: 2 / G + 16 / R; accumulating 6 / G + 12 / R."""
     recipe = Recipe(wide, adam, dtype=torch.bfloat16 if kind == "true" else torch.float32)
     options = {"compute_dtype": torch.bfloat16} if kind == "mixed" else {}
     width, ranks, here = 4 if kind == "fp32" else 2, 4, 2
@@ -407,7 +407,7 @@ def held(engine: Engine) -> dict[str, int]:
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("kind", ["fp32", "mixed", "true"])
-def test_a_rank_holds_what_the_formula_says(run_on, kind, micro_batches):
+def test_a_ranks_memory_follows_the_formula(run_on, kind, micro_batches):
     run_on(4, measure, kind=kind, micro_batches=micro_batches)
 
 
@@ -430,7 +430,7 @@ def count(micro_batches: int) -> None:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
-def test_each_parameter_and_each_gradient_crosses_once_a_step(run_on, micro_batches):
+def test_each_parameter_and_each_gradient_crosses_between_machines_once_a_step(run_on, micro_batches):
     run_on(4, count, micro_batches=micro_batches)
 
 
@@ -449,7 +449,7 @@ def count_frozen() -> None:
         assert crossed(engine, "all_gather") == crossed(engine) == 2 * layer // 4
 
 
-def test_frozen_weights_never_cross(run_on):
+def test_frozen_weights_never_cross_between_machines(run_on):
     run_on(4, count_frozen)
 
 
@@ -457,7 +457,7 @@ def test_frozen_weights_never_cross(run_on):
 
 
 def parts_are_those_of(module: nn.Module, engine: Engine) -> None:
-    """What each rank has at rest of the parameters are the master weights of all ranks, in the compute dtype."""
+    """Each rank's part of the parameters at rest equals the master weights of all ranks, in the compute dtype."""
     values = engine.full_state_dict()
     for bucket in engine.buckets:
         assert bucket.part is not None
@@ -551,7 +551,7 @@ def test_every_write_reaches_the_parts_of_all_machines(run_on, write, options):
 
 
 def evaluate_unevenly() -> None:
-    """Each rank has another number of batches; machines take turns by themselves."""
+    """Ranks have different numbers of batches; each machine's ranks take turns among themselves."""
     with sharded(unit_numel=0) as (module, _, engine):
         expected, _ = prepare(Recipe(OddModel, adam))
         for turns in ([1, 3, 0, 5], [0, 0, 2, 2]):
@@ -571,7 +571,7 @@ def test_uneven_evaluation_takes_turns_within_machines(run_on):
 
 
 def read_in_turns() -> None:
-    """A rank reads parameters while those of the other machine are elsewhere."""
+    """A rank reads parameters while ranks of the other machine do something else."""
     with sharded(unit_numel=0) as (module, _, engine):
         expected, _ = prepare(Recipe(OddModel, adam))
         for _ in range([3, 2, 0, 1][rank()]):
@@ -603,7 +603,7 @@ def test_uneven_forwards_take_turns_within_machines(run_on):
 
 
 def resume(first: dict[str, Any], then: dict[str, Any]) -> None:
-    """Four steps, half of them by other placements: the states go through a dictionary in full."""
+    """Four steps, the last two possibly with another placement; the states are whole in between."""
     runs = []
     for options in ((first, first), (first, then)):
         module, optimizer = prepare(Recipe(OddModel, adam))
@@ -621,13 +621,13 @@ def resume(first: dict[str, Any], then: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("within_first", [True, False])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_states_go_from_one_placement_to_another(run_on, within_first, stage):
+def test_states_carry_over_from_one_placement_to_another(run_on, within_first, stage):
     within, flat = {"shard_within": "node"}, {"stage": stage}
     run_on(4, resume, first=within if within_first else flat, then=flat if within_first else within)
 
 
 def come_back() -> None:
-    """As after a failure on all ranks alike: with a new group, each rank's own shard is what counts."""
+    """As after a failure on all ranks alike: with a new process group, each rank's own shard is used."""
     for options in ({}, {"offload": "cpu"}):
         module, optimizer = prepare(Recipe(OddModel, adam))
         with on_machines("aabb"):
@@ -645,7 +645,7 @@ def come_back() -> None:
         same_tensors(dict(module.state_dict()), expected, bound=0)
 
 
-def test_after_a_failure_the_ranks_save_and_close(run_on):
+def test_ranks_can_rejoin_save_and_close_after_a_failure(run_on):
     run_on(4, come_back)
 
 
@@ -677,7 +677,7 @@ def kill_one() -> None:
 
 
 def train_over_another_backend() -> None:
-    """Over Gloo's own collectives, taken for another backend's, in subgroups."""
+    """Over Gloo's own collectives under another backend's name, in subgroups."""
     recipe = Recipe(OddModel, adam, steps=3)
     expected = train_ddp(recipe)
     with pytest.MonkeyPatch.context() as patch:
@@ -690,7 +690,7 @@ def train_over_another_backend() -> None:
     same_runs(accumulated, train_ddp(Recipe(OddModel, adam, 3, micro_batches=2)), bound=CLOSE)
 
 
-def test_subgroups_of_another_backend_train_alike(run_on):
+def test_subgroups_of_another_backend_train_as_ddp(run_on):
     run_on(4, train_over_another_backend)
 
 
@@ -712,6 +712,6 @@ def train_compiled() -> None:
 
 
 @pytest.mark.exhaustive
-def test_compiled_modules_train_alike(run_on):
+def test_compiled_modules_train_as_ddp(run_on):
     run_on(4, train_compiled)
     assert world_size() == 1 and not dist.is_initialized()

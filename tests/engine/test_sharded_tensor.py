@@ -23,7 +23,7 @@ CLOSE = {"rtol": 1e-6, "atol": 1e-7}
 
 
 def make(stage, dtype=None, **options):
-    """A sharded module after a backward, its optimizer and engine, and the unsharded module with its gradients."""
+    """A sharded module after backward passes, its optimizer and engine, and the unsharded module with its gradients."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
     reference = copy.deepcopy(module)
@@ -31,7 +31,7 @@ def make(stage, dtype=None, **options):
     engine = Engine(module, [optimizer], stage=stage, **options)
     for inputs in (torch.ones(2, 7, dtype=dtype), torch.arange(14.0).view(2, 7).to(dtype) / 7):
         for model in (module, reference):
-            model(inputs).square().mean().backward()  # alike on both ranks, so the mean is each rank's own
+            model(inputs).square().mean().backward()  # alike on both ranks, so the mean is each rank's gradient
     return module, reference, optimizer, engine
 
 
@@ -292,7 +292,7 @@ def copies(stage):
     engine.close()
 
 
-@pytest.mark.behaviour("The module", "`state_dict()`, `torch.save`, `pickle` and `deepcopy` of parameters in mid-run")
+@pytest.mark.behaviour("The module", "`state_dict()`, `torch.save`, `pickle` and `deepcopy` of parameters during a run")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_copies_pickles_and_state_dicts_hold_the_values(run_on, stage):
     run_on(2, copies, stage=stage)
@@ -330,7 +330,7 @@ def look_inside(stage):
 
 @pytest.mark.behaviour("The module", "`full_grad`, `full_optimizer_state`, `shard_of`, `optimizer.state[p]`")
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_looking_inside_shows_whole_values_gradients_and_state_and_writes_back_on_request(run_on, stage):
+def test_inspection_shows_whole_values_gradients_and_state_and_writes_back_on_request(run_on, stage):
     run_on(2, look_inside, stage=stage)
 
 
@@ -357,7 +357,7 @@ def read_on_rank_0_while_others_wait_in(where):
 
 
 @pytest.mark.parametrize("where", ["a collective", "another parameter"])
-def test_a_read_on_some_ranks_only_ends_in_seconds_naming_the_parameter_and_the_ranks(run_on, where):
+def test_a_read_on_some_ranks_only_fails_in_seconds_and_names_the_parameter_and_the_ranks(run_on, where):
     run_on(2, read_on_rank_0_while_others_wait_in, where=where)
 
 
@@ -378,14 +378,14 @@ def look_on_rank_0_while_others_train_on(what):
         with pytest.raises(RuntimeError, match=rf"{name}.*rank 1 waits for .*unit '0'.*every rank"):
             look(module)
         assert time.monotonic() - begin < 15
-    module(torch.ones(2, 7)).sum().backward()  # where the others wait meanwhile; nothing is lost by the error
+    module(torch.ones(2, 7)).sum().backward()  # where the other rank waits meanwhile; the error loses nothing
     optimizer.step()
     look(module)
     engine.close()
 
 
 @pytest.mark.parametrize("what", LOOKS)
-def test_looking_inside_on_one_rank_alone_ends_in_seconds_and_training_goes_on(run_on, what):
+def test_inspection_on_one_rank_alone_fails_in_seconds_and_training_continues(run_on, what):
     run_on(2, look_on_rank_0_while_others_train_on, what=what)
 
 
@@ -418,7 +418,7 @@ def write_in_a_window_of_bf16(stage):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_write_in_a_step_of_bf16_mixed_keeps_the_digits_of_the_masters(run_on, world_size, stage):
+def test_a_write_in_a_bf16_mixed_step_keeps_the_precision_of_the_masters(run_on, world_size, stage):
     run_on(world_size, write_in_a_window_of_bf16, stage=stage)
 
 
@@ -427,7 +427,7 @@ def write_a_row_of_bf16(stage):
     module = nn.Linear(7, 5).bfloat16()
     engine = Engine(module, [torch.optim.SGD(module.parameters(), lr=0.1)], stage=stage)
     with torch.no_grad():
-        lightning_zero.shard_of(module.weight).add_(1e-5)  # less than bf16 shows
+        lightning_zero.shard_of(module.weight).add_(1e-5)  # less than bf16 resolves
         digits = lightning_zero.shard_of(module.weight).clone()
         module.weight[0].zero_()
         kept = lightning_zero.shard_of(module.weight)
@@ -437,13 +437,13 @@ def write_a_row_of_bf16(stage):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_write_to_a_row_in_bf16_leaves_the_masters_of_the_others(run_on, stage):
+def test_a_write_to_a_row_in_bf16_leaves_the_masters_of_other_rows_unchanged(run_on, stage):
     run_on(2, write_a_row_of_bf16, stage=stage)
 
 
 @little_patience()
 def stall():
-    """One rank is late, which the other announces; then they meet, the notice being old."""
+    """One rank is late, and the other announces that; when both then meet, the notice is outdated."""
     module, _, _, engine = make(3)
     if rank() == 0:
         time.sleep(2)
@@ -455,7 +455,7 @@ def stall():
     engine.close()
 
 
-def test_a_rank_that_was_late_is_no_reason_to_fail_the_next_handshake(run_on):
+def test_a_rank_that_was_late_does_not_make_the_next_handshake_fail(run_on):
     run_on(2, stall)
 
 
@@ -479,13 +479,13 @@ def count_requests():
         before = store.requests
         engine.rendezvous.meet(f"meeting {turn}")
         requests.append(store.requests - before)
-    # What it says, what the others say, what is over; and as many questions as there was need of.
+    # Its own value, the others' values and what is over; plus the polls that were needed.
     assert min(requests) <= 3 + 6, requests
     engine.close()
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_handshake_takes_as_many_requests_however_many_ranks_there_are(run_on, size):
+def test_a_handshakes_requests_do_not_grow_with_the_number_of_ranks(run_on, size):
     run_on(size, count_requests)
 
 
@@ -501,10 +501,10 @@ def replace_gradients(stage):
     engine.close()
 
 
-@pytest.mark.behaviour("The module", "A gradient that user code replaced is what the next backward adds to")
+@pytest.mark.behaviour("The module", "The next backward pass adds to a gradient that user code replaced")
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_gradient_that_the_user_replaced_is_what_the_next_backward_adds_to(run_on, world_size, stage):
+def test_the_next_backward_pass_adds_to_a_gradient_that_the_user_replaced(run_on, world_size, stage):
     run_on(world_size, replace_gradients, stage=stage)
 
 
@@ -534,7 +534,7 @@ def convert_after_setup():
     engine.close()
 
 
-def test_converting_a_sharded_module_is_refused_with_what_to_do_instead(run_on):
+def test_converting_a_sharded_module_is_refused_with_advice(run_on):
     run_on(2, convert_after_setup)
 
 
@@ -547,7 +547,7 @@ def replace_memory():
     engine.close()
 
 
-def test_giving_a_sharded_tensor_other_memory_is_refused_with_what_to_do_instead(run_on):
+def test_replacing_the_memory_of_a_sharded_tensor_is_refused_with_advice(run_on):
     run_on(2, replace_memory)
 
 
@@ -574,9 +574,7 @@ def keep_gradients(stage):
     for scale in (1, 10, 100):
         for model in (module, reference):
             model.zero_grad()
-            (
-                scale * model[:2](torch.ones(2, 7)).square().mean()
-            ).backward()  # the last layer keeps what it had: nothing
+            (scale * model[:2](torch.ones(2, 7)).square().mean()).backward()  # the last layer gets no gradient
             kept[model].append([p.grad for p in model[0].parameters()])
     for ours, theirs in zip(kept[module], kept[reference], strict=True):
         torch.testing.assert_close(plain(ours), plain(theirs), **CLOSE)
@@ -588,10 +586,10 @@ def keep_gradients(stage):
     engine.close()
 
 
-@pytest.mark.behaviour("The module", "Gradients kept over `zero_grad`, as by methods for several tasks")
+@pytest.mark.behaviour("The module", "Gradients kept across `zero_grad`, as in multi-task methods")
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_gradients_that_user_code_keeps_are_not_overwritten_by_the_next_backward(run_on, world_size, stage):
+def test_gradients_that_user_code_keeps_are_not_overwritten_by_the_next_backward_pass(run_on, world_size, stage):
     run_on(world_size, keep_gradients, stage=stage)
 
 
@@ -623,7 +621,7 @@ def extremes_and_norms_of_odd_values():
     engine.close()
 
 
-def test_nan_and_infinity_are_seen_whoever_holds_them_and_norms_stay_in_range(run_on):
+def test_nan_and_infinity_are_seen_in_any_ranks_shard_and_norms_stay_in_range(run_on):
     run_on(2, extremes_and_norms_of_odd_values)
 
 
@@ -656,5 +654,5 @@ def edit_optimizer_state(stage):
 @pytest.mark.behaviour("The module", "`optimizer.state[p]` read, and its tensors written to")
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_writes_to_the_tensors_of_an_optimizers_state_count_and_what_is_in_parts_stays_so(run_on, world_size, stage):
+def test_writes_to_optimizer_state_tensors_take_effect_and_sharded_states_stay_sharded(run_on, world_size, stage):
     run_on(world_size, edit_optimizer_state, stage=stage)

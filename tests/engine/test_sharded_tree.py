@@ -18,7 +18,7 @@ class Pair(NamedTuple):
     right: Any
 
 
-def test_containers_keep_their_class_and_what_is_noted_at_them():
+def test_containers_keep_their_class_and_attributes():
     state = OrderedDict(a=torch.zeros(2))
     state._metadata = {"": {"version": 2}}  # type: ignore[attr-defined]
     tree = {"state": state, "pair": Pair(torch.ones(1), "x"), "default": defaultdict(list, b=[torch.ones(1), 3])}
@@ -63,9 +63,9 @@ def forms_of_a_state_dict(stage: int) -> None:
     engine.close()
 
 
-def test_a_state_dict_in_parts_becomes_whole_on_the_cpu_or_on_the_meta_device(run_on):
+def test_a_sharded_state_dict_becomes_whole_on_the_cpu_or_on_the_meta_device(run_on):
     run_on(2, forms_of_a_state_dict, stage=3)
 
 
-def test_so_it_does_over_one_rank(run_on):
+def test_a_state_dict_of_one_rank_becomes_whole_on_the_cpu_or_on_the_meta_device(run_on):
     run_on(1, forms_of_a_state_dict, stage=1)

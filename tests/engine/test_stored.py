@@ -1,4 +1,4 @@
-"""A stored (lazy) tensor is an ordinary tensor to user code; an engine reads only what its rank needs of it."""
+"""A lazy tensor behaves as an ordinary tensor in user code; an engine reads only what its rank needs of it."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ def _saved(value):
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_operators_see_its_values(operator):
+def test_operators_see_the_values_of_a_lazy_tensor(operator):
     value = torch.arange(12.0).view(3, 4)
     tensor, store = stored(value)
     assert torch.equal(OPERATORS[operator](tensor), OPERATORS[operator](value))
     assert store.total and torch.equal(value, torch.arange(12.0).view(3, 4))
 
 
-def test_what_is_asked_of_it_without_values_reads_none():
+def test_operations_that_need_no_values_read_none():
     tensor, store = stored(torch.arange(12.0).view(3, 4))
     assert (tensor.shape, tensor.dtype, tensor.device.type, tensor.is_meta) == ((3, 4), torch.float32, "cpu", False)
     assert tensor.is_contiguous() and tensor.numel() == 12 and not tensor.requires_grad
@@ -103,14 +103,14 @@ def test_what_is_asked_of_it_without_values_reads_none():
     assert torch.equal(tensor.shown(3, 7), torch.arange(3.0, 7.0)) and store.total == 4
 
 
-def test_a_clone_has_memory_of_its_own():
+def test_a_clone_of_a_lazy_tensor_has_its_own_memory():
     value = torch.arange(12.0)
     tensor, _ = stored(value)
     tensor.clone().zero_()
     assert torch.equal(tensor.clone(), torch.arange(12.0)) and float(value.sum()) == 66
 
 
-def test_conversions_read_nothing_and_round_as_those_of_an_ordinary_tensor():
+def test_conversions_of_a_lazy_tensor_read_nothing_and_round_as_for_an_ordinary_tensor():
     value = torch.linspace(0, 1, 12)
     tensor, store = stored(value)
     conversions = {
@@ -126,7 +126,7 @@ def test_conversions_read_nothing_and_round_as_those_of_an_ordinary_tensor():
         assert found[name].dtype == act(value).dtype and torch.equal(found[name].clone(), act(value)), name
 
 
-def test_what_is_written_to_it_is_kept_and_leaves_the_store_alone():
+def test_writes_to_a_lazy_tensor_are_kept_and_leave_the_store_unchanged():
     value = torch.arange(12.0).view(3, 4)
     expected = value.clone()
     tensor, store = stored(value)
@@ -144,12 +144,12 @@ def test_what_is_written_to_it_is_kept_and_leaves_the_store_alone():
     assert torch.equal(tensor.clone(), expected)
 
 
-def test_scalars():
+def test_a_lazy_scalar_behaves_as_a_number():
     tensor, _ = stored(torch.tensor(2.5))
     assert float(tensor) == 2.5 and tensor.item() == 2.5 and f"{tensor:.1f}" == "2.5" and bool(tensor == 2.5)
 
 
-def test_memory_of_a_tensor_whose_writes_go_to_the_store_is_refused():
+def test_access_to_the_memory_of_a_tensor_that_writes_to_its_store_is_refused():
     value = torch.ones(3)
     tensor = LazyTensor("x", (3,), value.dtype, lambda start, stop: value[start:stop], write=value.copy_)
     tensor.mul_(2)
@@ -160,7 +160,7 @@ def test_memory_of_a_tensor_whose_writes_go_to_the_store_is_refused():
 
 @pytest.mark.parametrize("make, kind", [(nn.Parameter, nn.Parameter), (torch.Tensor.detach, torch.Tensor)])
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
-def test_a_tensor_whose_memory_is_needed_becomes_ordinary(make, kind):
+def test_a_lazy_tensor_whose_memory_is_needed_becomes_ordinary(make, kind):
     value = torch.arange(12.0).view(3, 4)
     asks = [
         lambda tensor: tensor.data_ptr(),
@@ -180,7 +180,7 @@ def test_a_tensor_whose_memory_is_needed_becomes_ordinary(make, kind):
         assert asks.index(ask) == 3 or not alias.any(), "an alias shares the memory, until set_ replaces it"
 
 
-def test_the_data_of_a_parameter_is_replaced_without_a_read():
+def test_the_data_of_a_lazy_parameter_is_replaced_without_a_read():
     tensor, store = stored(torch.arange(3.0))
     parameter = nn.Parameter(tensor)
     parameter.data = torch.ones(5, dtype=torch.float64)
@@ -197,7 +197,7 @@ def test_a_gradient_stays_when_a_module_is_converted():
     assert torch.equal(modules[0].weight, modules[1].weight)
 
 
-def test_ordinary_and_meta_modules_take_its_values():
+def test_ordinary_and_meta_modules_load_lazy_tensors():
     source = OddModel()
     state = {name: value.clone() for name, value in source.state_dict().items()}
     for case in ("ordinary", "assigned", "meta"):
@@ -223,7 +223,7 @@ def test_ordinary_and_meta_modules_take_its_values():
 
 
 def most(model, copies=1):
-    """The range a rank may read: its shard of each bucket, which ends with padding."""
+    """The most elements a rank may read: its shard of each bucket, which ends with padding."""
     numel = sum(parameter.numel() for parameter in model.parameters())
     return copies * (numel / world_size() + 64 * len(list(model.modules())))
 
@@ -255,7 +255,7 @@ def given_to_engines(stage):
 
 
 @STAGES
-def test_an_engine_reads_each_ranks_share_when_it_cuts_the_module(run_on, stage):
+def test_an_engine_reads_only_each_ranks_share_when_it_shards_the_module(run_on, stage):
     run_on(2, given_to_engines, stage=stage)
 
 
@@ -278,7 +278,7 @@ def assigned_with_buffers():
     engine.close()
 
 
-def test_an_assigned_module_is_converted_unread_and_has_ordinary_buffers(run_on):
+def test_a_module_with_assigned_values_is_converted_unread_and_gets_ordinary_buffers(run_on):
     run_on(2, assigned_with_buffers)
 
 
@@ -321,5 +321,5 @@ def loaded_into_engines(stage, dtype):
 
 @STAGES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_sharded_module_and_its_optimizer_read_each_ranks_share(run_on, stage, dtype):
+def test_a_sharded_module_and_its_optimizer_read_only_each_ranks_share(run_on, stage, dtype):
     run_on(2, loaded_into_engines, stage=stage, dtype=dtype)

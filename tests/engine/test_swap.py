@@ -31,12 +31,12 @@ SECONDS = 20
 
 @pytest.fixture
 def small_slices(monkeypatch):
-    """So that small extents are divided among threads too."""
+    """Divide small extents among threads, too."""
     monkeypatch.setattr(swap, "SLICE", ALIGNMENT)
 
 
 def extents_of(file, nbytes):
-    """All of a file in extents of a size, the last one perhaps smaller."""
+    """A whole file in extents of one size; the last may be smaller."""
     return [Extent(file, start, min(nbytes, file.nbytes - start)) for start in range(0, file.nbytes, nbytes)]
 
 
@@ -89,9 +89,7 @@ class Failing:
 @FOLDERS
 @pytest.mark.parametrize("is_refused", [False, True], ids=["direct", "cached"])
 @pytest.mark.parametrize("size", [4 * ALIGNMENT, 4 * ALIGNMENT + 3, 5000, 777])
-def test_after_many_passes_the_bytes_are_those_of_the_same_passes_in_memory(
-    tmp_path, monkeypatch, small_slices, in_memory, is_refused, size
-):
+def test_many_passes_give_the_same_bytes_as_in_memory(tmp_path, monkeypatch, small_slices, in_memory, is_refused, size):
     if is_refused:
         refuse_direct(monkeypatch)
     folder = folder_for(in_memory, tmp_path)
@@ -111,14 +109,14 @@ def test_after_many_passes_the_bytes_are_those_of_the_same_passes_in_memory(
     assert [contents(file) for file in files] == [data.translate(step) for data in expected]
 
 
-def test_on_a_disk_all_that_is_aligned_goes_past_the_cache(tmp_path):
+def test_aligned_extents_on_a_disk_bypass_the_cache(tmp_path):
     file = SwapFile(str(tmp_path), 2**23)
     stream(extents_of(file, 2**21), plus_one, Ring(2**21))
     assert file.is_direct
     assert contents(file) == b"\1" * 2**23
 
 
-def test_none_one_and_two_extents_are_extents_too(tmp_path):
+def test_passes_over_zero_one_or_two_extents_work(tmp_path):
     file = SwapFile(str(tmp_path), 2 * ALIGNMENT)
     for count in (0, 1, 2):
         stream(extents_of(file, ALIGNMENT)[:count], plus_one, Ring(ALIGNMENT))
@@ -130,8 +128,8 @@ def test_none_one_and_two_extents_are_extents_too(tmp_path):
 # ----------------------------------------------------------------------------------------------------- at the same time
 
 
-def test_the_next_is_read_and_the_last_is_written_while_one_is_changed(tmp_path, monkeypatch):
-    """Each of the three waits for the other two to have begun: if they came one after another it would be for ever."""
+def test_the_next_extent_is_read_and_the_previous_one_written_while_one_is_changed(tmp_path, monkeypatch):
+    """Each of the three waits until the other two have begun, which would never happen if they ran in sequence."""
     count, began = 8, {}
     for kind in ("read", "act", "write"):
         began[kind] = [threading.Event() for _ in range(count)]
@@ -176,7 +174,7 @@ def test_an_extent_is_read_and_written_by_several_threads_at_once(tmp_path, monk
     assert contents(file) == b"\1" * file.nbytes
 
 
-def test_each_extent_is_told_of_once_it_can_be_read_as_it_was_changed(tmp_path, small_slices):
+def test_each_extent_is_reported_once_its_new_contents_can_be_read(tmp_path, small_slices):
     count = 9
     file = SwapFile(str(tmp_path), count * 3 * ALIGNMENT)
     found: dict[int, bytes] = {}
@@ -185,7 +183,7 @@ def test_each_extent_is_told_of_once_it_can_be_read_as_it_was_changed(tmp_path, 
 
     def act(index, memory):
         plus_one(index, memory)
-        if index == count - 1:  # nobody has to come back to the extents before for these to be told of
+        if index == count - 1:  # earlier extents are reported without another visit to them
             assert others_are_told.wait(SECONDS)
             last_is_changed.set()
 
@@ -204,7 +202,7 @@ def test_each_extent_is_told_of_once_it_can_be_read_as_it_was_changed(tmp_path, 
     assert found == dict.fromkeys(range(count), b"\1" * 3 * ALIGNMENT)
 
 
-def test_an_extent_that_is_not_written_is_not_told_of(tmp_path, monkeypatch, small_slices):
+def test_an_extent_that_is_not_written_is_not_reported(tmp_path, monkeypatch, small_slices):
     file = SwapFile(str(tmp_path), 4 * ALIGNMENT)
     told: list[int] = []
     Failing(monkeypatch, "write", 3 * ALIGNMENT, 4 * ALIGNMENT)
@@ -213,8 +211,8 @@ def test_an_extent_that_is_not_written_is_not_told_of(tmp_path, monkeypatch, sma
     assert 1 not in told
 
 
-def test_a_buffer_is_not_read_into_before_it_is_written(tmp_path, monkeypatch, small_slices):
-    """The disk takes its time, now for one and now for another."""
+def test_a_buffer_is_not_read_into_before_its_contents_are_written(tmp_path, monkeypatch, small_slices):
+    """The disk delays each operation by a random time."""
     delays = random.Random(0)
     for kind in ("read", "write"):
         before(monkeypatch, kind, lambda: time.sleep(delays.random() * 0.004))
@@ -229,7 +227,7 @@ def test_a_buffer_is_not_read_into_before_it_is_written(tmp_path, monkeypatch, s
 
 
 def memory_in_the_pipeline(folder, nbytes, count):
-    """Bytes that this process holds more in the pipeline than before it, at most."""
+    """The most bytes that the pipeline adds to this process's memory."""
 
     def resident():
         return int(Path("/proc/self/statm").read_text().split()[1]) * PAGESIZE
@@ -264,7 +262,7 @@ def test_memory_is_three_buffers_however_many_extents_there_are(run_on, tmp_path
 # ------------------------------------------------------------------------------------------------------ what goes wrong
 
 
-def test_a_read_error_names_the_place_and_leaves_the_rest_as_it_is(tmp_path, monkeypatch, small_slices):
+def test_a_read_error_names_the_place_and_leaves_later_extents_unchanged(tmp_path, monkeypatch, small_slices):
     file = SwapFile(str(tmp_path), 20 * ALIGNMENT)
     ring, acted = Ring(2 * ALIGNMENT), []
     failing = Failing(monkeypatch, "read", 11 * ALIGNMENT, 12 * ALIGNMENT)
@@ -304,7 +302,7 @@ def test_a_write_error_names_the_place_and_ends_the_pass(tmp_path, monkeypatch, 
     assert acted == [*range(done)] and at < done <= at + BUFFERS, "the next buffers at most were changed meanwhile"
 
 
-def test_an_extent_whose_change_failed_is_as_it_was_and_the_others_are_written(tmp_path, small_slices):
+def test_an_extent_whose_change_failed_stays_unchanged_and_earlier_ones_are_written(tmp_path, small_slices):
     file = SwapFile(str(tmp_path), 20 * ALIGNMENT)
 
     def act(index, memory):
@@ -332,7 +330,7 @@ def test_after_an_error_nothing_is_left_to_the_garbage_collector(tmp_path, monke
         except OSError:
             pass
         del file
-        deadline = time.monotonic() + SECONDS  # the threads, which end with the ring, had a part in it
+        deadline = time.monotonic() + SECONDS  # the ring's threads may hold the file until they end
         while is_closed() is not None and time.monotonic() < deadline:
             time.sleep(0.01)
         assert is_closed() is None
@@ -363,7 +361,7 @@ def reserved_before(folder):
     assert faults.on_a_small_disk(folder, 2**20, on_the_disk) == 0
 
 
-def test_a_disk_that_is_too_small_is_told_at_once_and_never_later(run_on, tmp_path):
+def test_a_disk_that_is_too_small_is_reported_at_once_and_never_later(run_on, tmp_path):
     run_on(1, reserved_before, folder=tmp_path)
 
 
@@ -384,7 +382,7 @@ def without_permission(folder):
     os.chmod(folder, 0o555)
 
     def act(rank, gather):
-        if os.getuid() == 0:  # who may write anywhere
+        if os.getuid() == 0:  # root may write anywhere
             os.setuid(65534)
         refused(folder, PermissionError)
         refused(folder / "below", PermissionError)
@@ -395,13 +393,13 @@ def without_permission(folder):
 def test_a_path_without_permission_is_refused(run_on, tmp_path):
     for parent in (tmp_path, *tmp_path.parents):
         if parent.stat().st_uid == os.getuid() and parent.name.startswith("pytest"):
-            parent.chmod(0o755)  # the other user can look there
+            parent.chmod(0o755)  # so that the other user can access it
     (tmp_path / "folder").mkdir()
     run_on(1, without_permission, folder=tmp_path / "folder")
 
 
 def anybodys_folder(tmp_path):
-    """As the one for temporary files is."""
+    """A folder with the permissions of the one for temporary files."""
     shared = tmp_path / "tmp"
     shared.mkdir()
     shared.chmod(0o1777)
@@ -417,7 +415,7 @@ def prepared(path, how, monkeypatch):
     if how == "another user's":
         if os.geteuid() == 0:
             os.chown(path, 65534, -1)
-        else:  # who may not give it away
+        else:  # other users may not give it away
             monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
         return "it belongs to user"
     path.chmod(0o777)
@@ -434,7 +432,7 @@ def of_activations(path):
 
 @pytest.mark.parametrize("make", [of_states, of_activations])
 @pytest.mark.parametrize("how", ["a link", "another user's", "open to all"])
-def test_what_another_user_may_have_prepared_is_refused(tmp_path, monkeypatch, how, make):
+def test_a_path_that_another_user_may_have_prepared_is_refused(tmp_path, monkeypatch, how, make):
     path = anybodys_folder(tmp_path) / "offload"
     words = prepared(path, how, monkeypatch)
     with pytest.raises(PermissionError, match=words) as raised:
@@ -444,13 +442,13 @@ def test_what_another_user_may_have_prepared_is_refused(tmp_path, monkeypatch, h
 
 
 @pytest.mark.parametrize("make", [of_states, of_activations])
-def test_a_folder_beside_those_of_others_is_made_for_this_user_alone_and_taken_again(tmp_path, make):
+def test_a_folder_in_a_shared_folder_is_made_for_this_user_alone_and_used_again(tmp_path, make):
     path = anybodys_folder(tmp_path) / "offload"
     for _ in range(2):
         kept = make(path)
         assert path.stat().st_mode & 0o777 == 0o700
         del kept
-    path = anybodys_folder(path)  # below a folder of the user's own, anything may be
+    path = anybodys_folder(path)  # inside the user's own folder, any permissions are accepted
     path.chmod(0o777)
     make(path)
 
@@ -458,7 +456,7 @@ def test_a_folder_beside_those_of_others_is_made_for_this_user_alone_and_taken_a
 # ----------------------------------------------------------------------------------------------------------- at the end
 
 
-def test_a_folder_is_made_where_none_was_and_files_have_no_name_and_are_closed(tmp_path):
+def test_a_missing_folder_is_made_and_its_files_have_no_name_and_are_closed(tmp_path):
     descriptors = set(os.listdir("/proc/self/fd"))
     folder = tmp_path / "a" / "b"
     file = SwapFile(str(folder), 100)

@@ -1,4 +1,4 @@
-"""Tensor parallelism beside ZeRO: each rank's share of the module's DTensors is sharded over data-parallel ranks."""
+"""Tensor parallelism with ZeRO: each rank's share of the module's DTensors is sharded over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH, STEPS, CLOSE = 8, 4, 1e-6
 
 
 class Block(nn.Module):
-    """A linear layer by columns, one by rows, and a norm that every rank has as a whole."""
+    """A linear layer split by columns, one split by rows, and a norm that every rank has whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def mesh_of(tensor_parallel_size: int) -> Any:
 
 @cache
 def _mesh_over(group: Any, tensor_parallel_size: int) -> Any:
-    """A mesh for each process group: a case that fails on purpose may have ended the former."""
+    """A mesh for each process group: a case that fails on purpose may have ended the previous group."""
     from torch.distributed.device_mesh import init_device_mesh
 
     shape = world_size() // tensor_parallel_size, tensor_parallel_size
@@ -80,7 +80,7 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def train_alone(data_parallel_size: int, clip: float | None = None, micro_batches: int = 1) -> Any:
-    """One process with all batches."""
+    """Train in one process with all batches."""
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -123,7 +123,7 @@ def train_in_two_dimensions(
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("ranks", [(4, 2), (2, 2)], ids=["2 x 2", "1 x 2"])
-def test_it_is_as_one_process(run_on, stage, ranks):
+def test_training_in_two_dimensions_equals_one_process(run_on, stage, ranks):
     world, tensor_parallel_size = ranks
     run_on(world, train_in_two_dimensions, tensor_parallel_size=tensor_parallel_size, stage=stage, clip=0.5)
 
@@ -152,20 +152,20 @@ def test_it_is_as_one_process(run_on, stage, ranks):
     ],
     ids=str,
 )
-def test_so_it_is_with_options(run_on, options, tmp_path):
+def test_training_in_two_dimensions_with_options_equals_one_process(run_on, options, tmp_path):
     if isinstance(options.get("offload"), dict):
         options = options | {"offload": {"path": str(tmp_path), **options["offload"]}}
     run_on(4, train_in_two_dimensions, tensor_parallel_size=2, clip=0.5, **options)
 
 
 def read_and_write() -> None:
-    """What user code reads, sums and writes is the whole parameter; tensor-parallel ranks stay equal."""
+    """User code reads, sums and writes whole parameters; tensor-parallel ranks stay equal."""
     from torch.distributed.tensor import DTensor
 
     mesh = mesh_of(2)
     torch.manual_seed(0)
     plain = Net()
-    torch.manual_seed(rank())  # rank 0's values are what counts
+    torch.manual_seed(rank())  # rank 0's values are used
     model = Net()
     if rank() == 0:
         model.load_state_dict(plain.state_dict())
@@ -250,7 +250,7 @@ def other_names() -> Any:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_what_cannot_be_sharded_is_refused_before_anything_is_changed(run_on, make, message):
+def test_a_model_that_cannot_be_sharded_is_refused_before_anything_is_changed(run_on, make, message):
     run_on(4, refuse, make=make, stage=3, message=message)
 
 
@@ -282,7 +282,7 @@ class Deep(nn.Module):
 
 
 def train_deep(tensor_parallel_size: int = 2, **options: Any) -> tuple[Any, int, dict[str, int]]:
-    """Losses and weights; bytes of activations that the engine kept in memory after forward, and gathered in all."""
+    """Losses and weights; bytes of activations kept in memory after the forward pass; gathers of activations in all."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     mesh = mesh_of(tensor_parallel_size)
@@ -325,13 +325,13 @@ def partition(stage: int, **options: Any) -> None:
 
 @pytest.mark.parametrize("offload", [None, {"activations": "cpu"}, {"activations": "nvme"}], ids=str)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_activations_in_parts_change_no_bit_and_take_half(run_on, stage, offload, tmp_path):
+def test_partitioned_activations_change_no_bit_and_take_half_the_memory(run_on, stage, offload, tmp_path):
     options = {"offload": {"optimizer": None, "path": str(tmp_path), **offload}} if offload else {}
     run_on(4, partition, stage=stage, **options)
 
 
 def warn_of_parts() -> None:
-    """Inputs that each rank has another part of, as sequence parallelism gives them, stay as they are."""
+    """Inputs of which each rank has a different part, as in sequence parallelism, stay as they are."""
     mesh = mesh_of(2)
     model = Deep()
     engine = Engine(model, [], mesh=mesh, stage=3, activation_checkpointing=WideBlock, partition_activations=True)
@@ -344,7 +344,7 @@ def warn_of_parts() -> None:
     engine.close()
 
 
-def test_there_is_nothing_to_divide_of_inputs_that_differ(run_on):
+def test_inputs_that_differ_between_tensor_parallel_ranks_are_not_partitioned(run_on):
     run_on(4, warn_of_parts)
 
 
@@ -355,7 +355,7 @@ def refuse_parts() -> None:
         Engine(Deep(), [], stage=3, partition_activations=True)
 
 
-def test_parts_without_ranks_that_share_or_modules_that_recompute_are_refused(run_on):
+def test_partitioning_without_tensor_parallelism_or_checkpointing_is_refused(run_on):
     run_on(2, refuse_parts)
 
 
@@ -363,7 +363,7 @@ def test_parts_without_ranks_that_share_or_modules_that_recompute_are_refused(ru
 
 
 def keep_on_one_rank() -> None:
-    """A copy that one of the tensor-parallel ranks alone keeps is not gathered at the end: the other would hang."""
+    """A copy that only one tensor-parallel rank keeps is not gathered at the end: that would hang."""
     mesh = mesh_of(2)
     model = parallelised(Net(), mesh)
     engine = Engine(model, [], mesh=mesh, stage=3, handshake_timeout=20)
@@ -374,17 +374,17 @@ def keep_on_one_rank() -> None:
 
 
 def end_after_a_failure() -> None:
-    """Without communication each rank keeps its shards, although there is one data-parallel rank."""
+    """Without communication each rank keeps its shards, even with a single data-parallel rank."""
     mesh = mesh_of(2)
     model = parallelised(Net(), mesh)
     optimizer = torch.optim.AdamW(model.parameters())
     engine = Engine(model, [optimizer], mesh=mesh, stage=3, handshake_timeout=20)
-    if rank() == 0:  # the other one does not come
+    if rank() == 0:  # the other rank does not take part
         engine.close(communicate=False)
 
 
 def values_in_other_places() -> None:
-    """Values on one of the tensor-parallel ranks, and none on the other, are an error on both."""
+    """Values on only one of the two tensor-parallel ranks are an error on both."""
     mesh = mesh_of(2)
     model = Net()
     if rank() == 0:
@@ -396,12 +396,12 @@ def values_in_other_places() -> None:
 @pytest.mark.parametrize(
     "case", [keep_on_one_rank, end_after_a_failure, values_in_other_places], ids=lambda c: c.__name__
 )
-def test_one_by_two_ranks_agree_too(run_on, case):
+def test_two_tensor_parallel_ranks_without_data_parallelism_agree(run_on, case):
     run_on(2, case)
 
 
 def offload_half() -> None:
-    """The part of the states that stays is counted in shares."""
+    """The fraction is counted in elements of the ranks' shares."""
     mesh = mesh_of(2)
     model = parallelised(Net(), mesh)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -412,12 +412,12 @@ def offload_half() -> None:
     engine.close()
 
 
-def test_the_fraction_that_is_offloaded_is_of_the_shares(run_on):
+def test_the_offloaded_fraction_is_a_fraction_of_the_shares(run_on):
     run_on(4, offload_half)
 
 
 class Odd(nn.Module):
-    """Sizes that the ranks do not divide: 7 rows of 2, and one row, of which one rank has nothing."""
+    """Sizes that the ranks do not divide: 7 rows on 2 ranks, and one row, of which one rank has nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -457,12 +457,12 @@ def train_odd(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_sizes_that_ranks_do_not_divide(run_on, stage):
+def test_sizes_that_ranks_do_not_divide_train_as_one_process(run_on, stage):
     run_on(4, train_odd, stage=stage)
 
 
 def alike_at_first() -> None:
-    """Inputs that were alike in the first forward and differ in a later one are an error, not wrong gradients."""
+    """Inputs that were alike in the first forward pass and differ in a later one are an error, not wrong gradients."""
     mesh = mesh_of(2)
     model = Deep()
     engine = Engine(model, [], mesh=mesh, stage=3, activation_checkpointing=WideBlock, partition_activations=True)
@@ -474,7 +474,7 @@ def alike_at_first() -> None:
 
 
 def keep_a_graph() -> None:
-    """What one rank alone keeps of an earlier forward does not decide what ranks gather."""
+    """A graph of an earlier forward pass that only one rank keeps does not decide what ranks gather."""
     mesh = mesh_of(2)
     model = Deep()
     engine = Engine(model, [], mesh=mesh, stage=3, activation_checkpointing=WideBlock, partition_activations=True)
@@ -490,12 +490,12 @@ def keep_a_graph() -> None:
 
 
 @pytest.mark.parametrize("case", [alike_at_first, keep_a_graph], ids=lambda case: case.__name__)
-def test_parts_of_activations_belong_together(run_on, case):
+def test_ranks_gather_matching_parts_of_activations(run_on, case):
     run_on(4, case)
 
 
 def observe() -> None:
-    """Hooks on parameters, `torch.autograd.grad` and states made in a constructor: of whole parameters."""
+    """Parameter hooks, `torch.autograd.grad` and states made in a constructor refer to whole parameters."""
     mesh, models = mesh_of(2), []
     for _ in range(2):
         torch.manual_seed(0)
@@ -526,15 +526,15 @@ def observe() -> None:
     same_tensors({name: p.detach() for name, p in found.items()}, alone.state_dict(), bound=1e-5)
 
 
-def test_what_user_code_is_given_is_whole(run_on):
+def test_user_code_receives_whole_gradients_and_states(run_on):
     run_on(4, observe)
 
 
-# -- what one rank alone meets ----------------------------------------------------------------------------------------
+# -- events on one rank alone ------------------------------------------------------------------------------------------
 
 
 def overflow(stage: int) -> None:
-    """A gradient that overflows in the share of one tensor-parallel rank alone: no rank steps, all halve the scale."""
+    """A gradient overflows in the share of one tensor-parallel rank alone: no rank steps, all halve the scale."""
     mesh = mesh_of(2)
     torch.manual_seed(0)
     model = parallelised(Net(), mesh)
@@ -568,7 +568,7 @@ def overflow(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_an_overflow_in_one_ranks_share_is_one_of_all_ranks(run_on, stage):
+def test_an_overflow_in_one_ranks_share_skips_the_step_on_all_ranks(run_on, stage):
     run_on(4, overflow, stage=stage)
 
 
@@ -580,7 +580,7 @@ class MaySkip(Block):
 
 
 class Skips(Net):
-    """A network whose middle block some ranks use its norm of alone, with a norm that counts batches."""
+    """A network in whose middle block some ranks use only the norm, and with a norm that counts batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -598,7 +598,7 @@ class Skips(Net):
 def skip_a_block(stage: int) -> None:
     """As one process with the batches of two data-parallel ranks, of which the second skips two matrices.
 
-    Buffers are the first one's before each forward, as under DDP.
+    Before each forward pass, buffers are those of the first rank, as under DDP.
     """
     mesh, models = mesh_of(2), []
     place = mesh["data_parallel"].get_local_rank()
@@ -627,5 +627,5 @@ def skip_a_block(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_matrices_that_one_data_parallel_rank_does_not_use_and_buffers_of_the_first(run_on, stage):
+def test_matrices_that_one_data_parallel_rank_does_not_use_train_as_one_process(run_on, stage):
     run_on(4, skip_a_block, stage=stage)

@@ -16,7 +16,7 @@ TRANSPORTS = pytest.mark.parametrize("transport", ["shared memory", "gloo", "the
 
 @contextmanager
 def communicator(transport: str) -> Iterator:
-    """Over Gloo's own collectives, too, taken for another backend's."""
+    """A communicator over a transport; "the backend's own" is Gloo under another backend's name."""
     from lightning_zero.engine.comm import collectives, process_group
     from lightning_zero.engine.plan.topology import Topology
 
@@ -73,7 +73,7 @@ def add_up_what_is_encoded(transport: str, numel: int) -> None:
 
 @TRANSPORTS
 @pytest.mark.parametrize("numel", [5, 50_000])
-def test_what_travels_is_encoded_and_counted_by_kind_and_link(run_on, transport, numel):
+def test_a_reduction_is_encoded_and_counted_by_kind_and_link(run_on, transport, numel):
     run_on(3, add_up_what_is_encoded, transport=transport, numel=numel)
 
 
@@ -91,5 +91,5 @@ def exchange_values() -> None:
             assert control.hear(0, 2, "what rank 0 tells") == [5, -1]
 
 
-def test_the_control_plane_speaks_python_values(run_on):
+def test_the_control_plane_exchanges_python_values(run_on):
     run_on(3, exchange_values)

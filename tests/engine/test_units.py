@@ -1,4 +1,4 @@
-"""Which modules form units; without processes."""
+"""Which modules form units, tested without processes."""
 
 import pytest
 from torch import nn
@@ -52,12 +52,12 @@ def test_children_of_a_sequential_form_units():
     assert names(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == ["0", "2"]
 
 
-def test_stages_of_a_convolutional_net_are_opened():
+def test_blocks_in_the_stages_of_a_convolutional_net_form_units():
     assert names(nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block()))) == ["0.0", "0.1", "1.0"]
 
 
 class Stage(nn.Module):
-    """Of a hierarchical vision model: it widens, then runs blocks of one width."""
+    """A stage of a hierarchical vision model: it widens, then runs blocks of one width."""
 
     def __init__(self, width, depth, sequence=nn.ModuleList):
         super().__init__()
@@ -68,7 +68,7 @@ class Stage(nn.Module):
 
 @pytest.mark.parametrize("sequence", [nn.ModuleList, nn.Sequential])
 @pytest.mark.parametrize("stages", [nn.ModuleList, lambda stages: nn.Sequential(*stages)], ids=["list", "sequence"])
-def test_stages_of_which_each_is_wider_are_opened(stages, sequence):
+def test_blocks_in_stages_of_growing_width_form_units(stages, sequence):
     model = stages([Stage(4, 2, sequence), Stage(8, 3, sequence), Stage(16, 2, sequence)])
     found = plan_units(model)
     blocks = [f"{stage}.blocks.{block}" for stage, depth in enumerate([2, 3, 2]) for block in range(depth)]
@@ -81,15 +81,15 @@ def test_a_stage_with_a_single_block_is_a_unit_itself():
     assert names(model) == ["", "0", "1.blocks.0", "1.blocks.1", "2"]
 
 
-def test_blocks_of_different_widths_stay_closed():
+def test_blocks_of_different_widths_are_not_divided():
     assert names(nn.Sequential(Block(4), Block(8), Block(16))) == ["0", "1", "2"]
 
 
-def test_experts_stay_inside_their_block():
+def test_experts_stay_in_the_unit_of_their_block():
     assert names(Decoder(Mixture)) == ["", "blocks.0", "blocks.1", "blocks.2"]
 
 
-def test_a_list_of_heads_stays_with_who_chooses_among_them():
+def test_a_list_of_heads_stays_in_the_unit_of_its_parent():
     class Heads(nn.Module):
         def __init__(self):
             super().__init__()
@@ -98,7 +98,7 @@ def test_a_list_of_heads_stays_with_who_chooses_among_them():
     assert names(Heads()) == [""]
 
 
-def test_large_layers_outside_of_blocks_form_their_own(monkeypatch):
+def test_large_layers_outside_blocks_form_their_own_units(monkeypatch):
     monkeypatch.setattr(units_module, "LARGE_LAYER", 40)
     assert names(Decoder()) == ["embedding", "blocks.0", "blocks.1", "blocks.2", "head"]
 
@@ -111,11 +111,11 @@ def test_weights_tied_across_units_go_to_the_root_which_covers_both(monkeypatch)
 
 
 @pytest.mark.parametrize("units", [Block, [Block], (Block, nn.Bilinear), lambda name, _: name.startswith("blocks.")])
-def test_classes_or_a_predicate_override_the_choice(units):
+def test_classes_or_a_predicate_override_the_automatic_units(units):
     assert names(Decoder(), units) == ["", "blocks.0", "blocks.1", "blocks.2"]
 
 
-def test_units_that_match_nothing_are_refused_with_the_classes_there_are():
+def test_units_that_match_no_module_are_refused_with_the_models_classes():
     with pytest.raises(ValueError, match=r"no module matches LSTM.*Block.*Embedding"):
         plan_units(Decoder(), nn.LSTM)
 
@@ -137,7 +137,7 @@ def merged(module, unit_numel, units="auto"):
         (3 * NUMEL + 80, [""]),
     ],
 )
-def test_neighbouring_blocks_are_one_unit_up_to_a_number_of_elements_and_so_is_a_small_module(unit_numel, expected):
+def test_neighbouring_blocks_merge_up_to_unit_numel_and_a_small_module_is_one_unit(unit_numel, expected):
     model = Decoder()
     assert sum(parameter.numel() for parameter in model.parameters()) == 3 * NUMEL + 80
     plans = plan_units(model, unit_numel=unit_numel)
@@ -147,7 +147,7 @@ def test_neighbouring_blocks_are_one_unit_up_to_a_number_of_elements_and_so_is_a
     assert sorted(held) == sorted(name for name, _ in model.named_parameters())
 
 
-def test_blocks_of_a_sequence_in_a_sequence_follow_one_another_those_of_two_towers_do_not():
+def test_blocks_of_nested_sequences_merge_but_not_those_of_two_towers():
     def layers():
         return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)))
 
@@ -156,7 +156,7 @@ def test_blocks_of_a_sequence_in_a_sequence_follow_one_another_those_of_two_towe
     assert merged(towers, 100) == ["one.0.0 to one.2.0", "two.0.0 to two.2.0"]
 
 
-def test_units_that_the_user_names_stay_as_he_names_them_unless_he_says_otherwise():
+def test_units_that_the_user_names_are_merged_only_on_request():
     names_of = [plan.name for plan in plan_units_of(Decoder(), Block)]
     assert names_of == ["", "blocks.0", "blocks.1", "blocks.2"]
     assert merged(Decoder(), 2 * NUMEL, Block) == ["", "blocks.0 to blocks.1", "blocks.2"]
@@ -172,7 +172,7 @@ def test_a_module_in_two_sequences_belongs_to_the_first():
 
 
 def tower(*widths):
-    """A sequence of one layer of each width by itself: units of width * width elements."""
+    """A sequence with one layer for each width: units of width * width elements."""
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for width in widths))
 
 
@@ -187,16 +187,16 @@ def automatic(module):
         ([128] * 8, ["0 to 1", "2 to 3", "4 to 5", "6 to 7"]),
         ([128] * 12, ["0 to 2", "3 to 5", "6 to 8", "9 to 11"]),
         ([256] * 3, ["0", "1", "2"]),
-        ([512, 8, 8, 8], ["0", "1", "2", "3"]),  # one has nearly all
+        ([512, 8, 8, 8], ["0", "1", "2", "3"]),  # one layer has nearly all elements
         ([512, 8, 8, 8, 8, 8], ["0", "1 to 2", "3 to 4", "5"]),
         ([512] * 40, [f"{first} to {first + 3}" for first in range(0, 40, 4)]),  # 2**20 elements each
     ],
 )
-def test_merging_leaves_four_units_where_there_are_so_many_blocks(widths, expected):
+def test_merging_leaves_at_least_four_units_if_there_are_enough_blocks(widths, expected):
     assert automatic(tower(*widths)) == expected
 
 
-def test_beside_a_large_root_unit_too():
+def test_merging_leaves_four_units_next_to_a_large_root_unit():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -207,13 +207,13 @@ def test_beside_a_large_root_unit_too():
     assert [plan.name for plan in plans] == ["", *(f"layers.{i} to layers.{i + 1}" for i in range(0, 8, 2))]
 
 
-def test_units_of_a_tiny_model_stay_gathered_for_the_step_and_those_of_a_larger_one_do_not():
+def test_units_stay_gathered_for_the_step_in_a_tiny_model_only():
     tiny, larger = plan_units_of(tower(*[128] * 4)), plan_units_of(tower(*[128] * 4, 1))
     assert [(plan.name, plan.is_resident) for plan in tiny] == [(str(i), True) for i in range(4)]
     assert [(plan.name, plan.is_resident) for plan in larger][:3] == [(str(i), False) for i in range(3)]
 
 
-def test_layers_of_a_quarter_of_the_model_form_their_own():
+def test_layers_with_a_quarter_of_the_model_form_their_own_units():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -222,7 +222,7 @@ def test_layers_of_a_quarter_of_the_model_form_their_own():
     assert [plan.name for plan in plan_units_of(Model())] == ["", "one", "two"]
 
 
-def test_a_block_without_elements_ends_no_search():
+def test_a_block_without_elements_does_not_end_the_search():
     model = tower(512, 8, 8, 8)
     model.append(nn.Embedding(0, 4))
     assert automatic(model)[0] == "0"

@@ -1,4 +1,4 @@
-"""Weights from files: each rank reads its shard when the module is sharded; a misfit is refused before that."""
+"""Weights from files: each rank reads its shard when the module is sharded; files that do not fit are refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def on_meta(dtype=torch.float32):
 
 
 def make_files(dtype=torch.float32):
-    """The same weights in each form of file, on every rank; names of the paths."""
+    """Write the same weights in each file format, on every rank; return the paths and the weights."""
     torch.manual_seed(3)
     net = Net().to(dtype)
     nn.init.normal_(net.blocks[1][1].running_mean)
@@ -101,12 +101,14 @@ def read(stage):
 
 
 @STAGES
-@pytest.mark.behaviour("The module", "`load_weights`: safetensors, torch files and checkpoints, a share a rank")
-def test_every_form_of_file_gives_its_values_in_the_modules_dtype(run_on, stage):
+@pytest.mark.behaviour(
+    "The module", "`load_weights`: safetensors, torch files and checkpoints, each rank reading its share"
+)
+def test_every_file_format_gives_its_values_in_the_modules_dtype(run_on, stage):
     run_on(2, read, stage=stage)
 
 
-def test_on_one_rank_too(run_on):
+def test_every_file_format_is_read_on_one_rank(run_on):
     run_on(1, read, stage=3)
 
 
@@ -165,7 +167,7 @@ def mapped(stage):
 
 
 @STAGES
-def test_parameters_that_are_mapped_files_are_read_by_each_rank_unless_they_differ(run_on, stage):
+def test_parameters_mapped_from_files_are_read_by_each_rank_unless_they_differ(run_on, stage):
     run_on(2, mapped, stage=stage)
 
 
@@ -227,7 +229,7 @@ def does_not_fit():
             load_weights(ordinary, "net.safetensors")
 
 
-def test_what_does_not_fit_is_refused_by_name_before_anything_is_changed(run_on):
+def test_weights_that_do_not_fit_are_refused_by_name_before_anything_is_changed(run_on):
     run_on(2, does_not_fit)
 
 
@@ -275,8 +277,10 @@ def use_before_it_is_cut(stage):
 
 
 @STAGES
-@pytest.mark.behaviour("The module", "Weights of a file that was not read yet are read, written and reparametrised")
-def test_values_that_wait_are_there_for_whoever_asks(run_on, stage):
+@pytest.mark.behaviour(
+    "The module", "Weights of a file that has not been read yet can be read, written and reparametrised"
+)
+def test_deferred_values_are_available_to_user_code(run_on, stage):
     run_on(2, use_before_it_is_cut, stage=stage)
 
 
@@ -308,7 +312,7 @@ def of_transformers(stage):
         assert module.lm_head.weight is module.get_input_embeddings().weight
 
 
-def test_what_save_pretrained_writes_is_read_and_from_pretrained_is_not_broadcast(run_on):
+def test_files_of_save_pretrained_are_read_and_from_pretrained_is_not_broadcast(run_on):
     run_on(2, of_transformers, stage=3)
 
 
@@ -324,5 +328,5 @@ def lightning_checkpoint_of_a_gpt():
     same_tensors(module.state_dict(), expected.bfloat16().state_dict(), bound=0)
 
 
-def test_values_that_wait_are_converted_as_they_are_read(run_on):
+def test_deferred_values_are_converted_as_they_are_read(run_on):
     run_on(2, lightning_checkpoint_of_a_gpt)

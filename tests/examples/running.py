@@ -14,10 +14,10 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 def run(
     launcher: list[str], script: str, *arguments: str, folder: Path, timeout: float = 90, python: str | None = None
 ) -> str:
-    """Returns standard output; `folder` is the working directory. Without a `python` it is the one that starts at once.
+    """Runs `script` in the working directory `folder`, by default with `warm_python()`, and returns standard output.
 
     Raises:
-        AssertionError: the script failed or took longer than `timeout` seconds; the text holds what it printed.
+        AssertionError: the script failed or took longer than `timeout` seconds; the text contains its output.
     """
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
@@ -28,7 +28,7 @@ def run(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # a group of its own, so that on a timeout its ranks can be ended with it
+        start_new_session=True,  # its own process group, so that on a timeout its ranks can be ended with it
     )
     try:
         output, errors = process.communicate(timeout=timeout)
@@ -41,7 +41,7 @@ def run(
 
 
 def lines_with(output: str, *beginnings: str) -> list[str]:
-    """The lines that begin so, of which there must be one each."""
+    """The lines that start with `beginnings`, one line each."""
     found = [line for line in output.splitlines() if line.startswith(beginnings)]
     assert len(found) == len(beginnings), output
     return found

@@ -99,7 +99,7 @@ def test_growth_gives_exponents_against_tensors_units_and_ranks(tmp_path: Path) 
 
 
 @pytest.mark.exhaustive
-def test_growth_compares_model_states_as_on_64_ranks_with_the_formula(tmp_path: Path) -> None:
+def test_growth_compares_model_states_of_64_ranks_with_the_formula(tmp_path: Path) -> None:
     options = ["--memory", "--model", "tiny", "--output", str(tmp_path)]
     printed = succeed("bench", "growth", *options, "--json", folder=tmp_path)
     result = json.loads((tmp_path / "growth_memory.json").read_text())
@@ -112,7 +112,7 @@ def test_growth_compares_model_states_as_on_64_ranks_with_the_formula(tmp_path: 
 
 
 @pytest.mark.exhaustive
-def test_monitor_compares_parts_of_a_fit_with_the_monitor_and_without_it(tmp_path: Path) -> None:
+def test_monitor_compares_parts_of_a_fit_with_and_without_the_monitor(tmp_path: Path) -> None:
     options = ["--strategies", "zero3", "--model", "tiny", "--every", "2", "--pairs", "2", "--output", str(tmp_path)]
     run(SCRIPT, "benchmarks/monitor.py", *options, folder=tmp_path)
     found = json.loads((tmp_path / "monitor.json").read_text())["strategies"]["zero3"]
@@ -145,17 +145,17 @@ def test_plans_compares_predicted_with_measured_times(tmp_path: Path) -> None:
 
 
 def run_ranks_on_two(script: str, *options: str, folder: Path) -> None:
-    """Run a benchmark that makes two machines; skips where there can be none."""
+    """Run a benchmark that simulates two machines; skips where they cannot be made."""
     with on_two():
         pass
-    # not by the interpreter that starts at once, whose processes come from one outside of the machines
+    # not with `warm_python()`, whose processes are forked from a server outside of the machines
     output = ["--output", str(folder)]
     run(SCRIPT, script, *options, *output, folder=folder, timeout=280, python=sys.executable)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.exhaustive
-def test_links_counts_what_crosses_between_machines(tmp_path: Path) -> None:
+def test_links_counts_the_bytes_that_cross_between_machines(tmp_path: Path) -> None:
     options = [
         "--systems",
         "zero3,zero3_node",

@@ -35,7 +35,7 @@ def next_token(token: int) -> int:
 
 
 def spelling_network() -> LlamaForCausalLM:
-    """A Llama that writes `next_token`: its embedding is one-hot, its blocks add nothing, its head moves by one."""
+    """A Llama that generates `next_token`: its embedding is one-hot, its blocks add nothing, its head shifts by one."""
     config = LlamaConfig(
         vocab_size=259,
         hidden_size=264,
@@ -121,7 +121,7 @@ def validation_blocks(text: Path, percent: int = DATA["validation_percent"]) -> 
 
 @torch.no_grad()
 def perplexity_alone(network: Any, given: Given, **data: int) -> float:
-    """In this process, without a Trainer, a strategy or torchmetrics."""
+    """The perplexity, computed in this process without a Trainer, a strategy or torchmetrics."""
     tokens, labels = validation_blocks(given.text, **data)
     logits = network.eval()(input_ids=tokens).logits[:, :-1]
     return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()).exp().item()
@@ -134,7 +134,7 @@ def at_stage_3(given: Given, tmp_path_factory: pytest.TempPathFactory) -> Outcom
 
 @pytest.mark.timeout(240)
 @pytest.mark.exhaustive
-def test_with_no_arguments_a_tiny_network_learns_and_writes(tmp_path: Path) -> None:
+def test_without_arguments_a_tiny_network_learns_and_generates(tmp_path: Path) -> None:
     output = run(SCRIPT, EXAMPLE, folder=tmp_path, timeout=200, python=with_libraries())
     before, *_ = (line for line in output.splitlines() if line.startswith("step 0: validation perplexity"))
     (last,) = lines_with(output, "perplexity")
@@ -146,7 +146,7 @@ def test_with_no_arguments_a_tiny_network_learns_and_writes(tmp_path: Path) -> N
 
 @pytest.mark.timeout(240)
 @pytest.mark.exhaustive
-def test_ranks_write_until_their_own_eos(at_stage_3: Outcome, given: Given) -> None:
+def test_each_rank_generates_until_its_own_eos(at_stage_3: Outcome, given: Given) -> None:
     tokens, _ = validation_blocks(given.text)
     wanted = []
     for rank in range(2):
@@ -168,7 +168,7 @@ def test_stage_3_under_torchrun_has_the_perplexity_of_ddp(at_stage_3: Outcome, g
 
 @pytest.mark.timeout(240)
 @pytest.mark.exhaustive
-def test_with_muon_and_adamw_it_has_the_perplexity_of_ddp(given: Given, tmp_path: Path) -> None:
+def test_stage_3_with_muon_and_adamw_has_the_perplexity_of_ddp(given: Given, tmp_path: Path) -> None:
     found = []
     for stage in ("3", "ddp"):
         (folder := tmp_path / stage).mkdir()
@@ -178,7 +178,7 @@ def test_with_muon_and_adamw_it_has_the_perplexity_of_ddp(given: Given, tmp_path
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(240)
-def test_plain_transformers_loads_what_was_written(at_stage_3: Outcome, given: Given) -> None:
+def test_plain_transformers_loads_the_saved_folder(at_stage_3: Outcome, given: Given) -> None:
     before = perplexity_alone(AutoModelForCausalLM.from_pretrained(given.network), given)
     after = perplexity_alone(AutoModelForCausalLM.from_pretrained(at_stage_3.folder / "model"), given)
     assert after == pytest.approx(at_stage_3.perplexity, rel=1e-5)
@@ -187,7 +187,7 @@ def test_plain_transformers_loads_what_was_written(at_stage_3: Outcome, given: G
 
 @pytest.mark.timeout(240)
 @pytest.mark.exhaustive
-def test_a_resumed_run_ends_as_the_run_never_stopped(at_stage_3: Outcome, given: Given, tmp_path: Path) -> None:
+def test_a_resumed_run_ends_like_an_uninterrupted_run(at_stage_3: Outcome, given: Given, tmp_path: Path) -> None:
     checkpoint = at_stage_3.folder / "checkpoints" / "step_4.ckpt"
     resumed = finetune(SCRIPT, tmp_path, *given.overrides, "stage=2", f"resume={checkpoint}")
     assert not (resumed.folder / "checkpoints" / "step_4.ckpt").exists()
@@ -209,16 +209,16 @@ def test_lora_trains_adapters_and_merges_them(given: Given, tmp_path: Path) -> N
 
 
 @pytest.mark.exhaustive
-def test_perplexity_is_counted_in_fp32_where_parameters_are_in_bf16(given: Given, tmp_path: Path) -> None:
+def test_perplexity_is_computed_in_fp32_when_parameters_are_in_bf16(given: Given, tmp_path: Path) -> None:
     options = ["trainer.devices=1", "trainer.max_steps=1", "trainer.precision=bf16-true"]
-    data = ["data.validation_percent=80", "data.batch_size=1"]  # fifty sums of some 30 tokens; bf16 counts to 256
+    data = ["data.validation_percent=80", "data.batch_size=1"]  # fifty sums of some 30 tokens; bf16 counts only to 256
     outcome = finetune(SCRIPT, tmp_path, *given.overrides, *options, *data)
     network = AutoModelForCausalLM.from_pretrained(outcome.folder / "model", dtype=torch.float32)
     assert outcome.perplexity == pytest.approx(perplexity_alone(network, given, percent=80), rel=5e-3)
 
 
 def changed(given: Given, folder: Path, name: str, tensor: Tensor | None) -> Path:
-    """A copy of the folder of weights, as one file, in which a tensor is another, or is not."""
+    """A copy of the folder of weights, as one file, with one tensor replaced, or removed if `tensor` is None."""
     network = AutoModelForCausalLM.from_pretrained(given.network)
     network.save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
@@ -228,7 +228,7 @@ def changed(given: Given, folder: Path, name: str, tensor: Tensor | None) -> Pat
 
 
 def refusal(monkeypatch: pytest.MonkeyPatch, folder: Path, *overrides: str) -> str:
-    """The end of the example, run in this process: no other process has been started by then."""
+    """The error with which the example ends in this process, before it has started others."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", [EXAMPLE, *overrides])
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
@@ -254,7 +254,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(
         assert kind in said and name in said
 
 
-def test_what_else_is_wrong_is_refused_in_one_line(
+def test_other_wrong_values_are_refused_in_one_line(
     given: Given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "empty").mkdir()
@@ -274,7 +274,7 @@ def test_what_else_is_wrong_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize("package", ["transformers", "peft", "matplotlib"])
-def test_a_package_that_is_missing_is_named_with_its_extra(
+def test_a_missing_package_is_named_with_its_extra(
     package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
@@ -283,7 +283,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra(
 
 
 @pytest.mark.exhaustive
-def test_under_torchrun_one_rank_says_what_is_wrong(tmp_path: Path) -> None:
+def test_under_torchrun_one_rank_reports_the_error(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="ended with code") as ended:
         run(TORCHRUN, EXAMPLE, "model.lora.rank=0", folder=tmp_path, python=with_libraries())
     assert str(ended.value).count("finetune_transformers: model.lora.rank=0: expected") == 1

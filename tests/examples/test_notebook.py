@@ -9,7 +9,7 @@ from nbclient import NotebookClient
 from tests.examples.running import REPOSITORY
 
 
-@pytest.mark.filterwarnings("ignore")  # of Jupyter's own packages
+@pytest.mark.filterwarnings("ignore")  # from Jupyter's own packages
 @pytest.mark.exhaustive
 def test_every_cell_of_the_notebook_runs_and_stage_3_learns_what_ddp_learns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

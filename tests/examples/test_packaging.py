@@ -34,7 +34,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return wheel
 
 
-def test_wheel_carries_every_yaml_file_templates_and_the_mark_of_typed_packages_and_nothing_of_others(
+def test_the_wheel_contains_yaml_files_templates_and_py_typed_and_only_this_package(
     wheel: Path,
 ) -> None:
     carried = set(zipfile.ZipFile(wheel).namelist())
@@ -45,7 +45,7 @@ def test_wheel_carries_every_yaml_file_templates_and_the_mark_of_typed_packages_
     assert {name.partition("/")[0].partition("-")[0] for name in carried} == {"lightning_zero"}
 
 
-def test_newest_version_in_the_changelog_is_the_package_s_and_has_a_date() -> None:
+def test_the_newest_version_in_the_changelog_is_the_packages_and_has_a_date() -> None:
     headings = re.findall(r"^## \[(.*?)\](.*)$", (REPOSITORY / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
     (first, date), (version, dated) = headings[:2]
     assert (first, date, version) == ("Unreleased", "", __version__)
@@ -115,7 +115,7 @@ def test_wheel_alone_trains_and_verifies_the_checkpoint(python: Path, tmp_path: 
 
 
 @pytest.mark.exhaustive
-def test_what_needs_an_extra_names_it_in_one_line(python: Path, tmp_path: Path) -> None:
+def test_a_choice_that_needs_an_extra_names_the_extra_in_one_line(python: Path, tmp_path: Path) -> None:
     code, _, errors = run(python, "train", "experiment=digits", "logger=csv", folder=tmp_path)
     assert code == 2
     line = 'lightning-zero train: data: the package sklearn is missing: pip install "lightning_zero[demo]"\n'

@@ -17,7 +17,7 @@ from lightning_zero.commands import bench
 from lightning_zero.engine import Engine
 from tests.app.commands import finish, start, succeed
 
-sys.path.append(str(bench.SCRIPTS))  # whose modules import each other as scripts do
+sys.path.append(str(bench.SCRIPTS))  # its modules import each other as scripts do
 
 from peers import compare_losses, is_wrong  # noqa: E402
 from ratios import UNKNOWN, slower_ones  # noqa: E402
@@ -29,7 +29,7 @@ SHORT = ("--shrunk", "--rounds", "1", "--steps", "2", "--batch", "1", "--ranks",
 def code_of(arguments: list[str]) -> Any:
     try:
         return bench.main(arguments)
-    except SystemExit as end:  # of argparse
+    except SystemExit as end:  # from argparse
         return end.code
 
 
@@ -68,7 +68,7 @@ def test_peers_compares_systems_that_compute_the_same_losses(tmp_path: Path) -> 
         (["peers", "--output", __file__], "this is no folder"),
     ],
 )
-def test_a_mistake_is_told_before_anything_is_started(
+def test_a_mistake_is_reported_before_anything_is_started(
     arguments: list[str], told: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert code_of(arguments) == 2
@@ -123,17 +123,17 @@ def count_a_step() -> list[tuple[float, float, int]]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's count of what sockets sent")
-def test_communication_is_what_the_systems_are_known_for(run_on: Callable[..., list[Any]]) -> None:
+def test_each_system_communicates_the_bytes_that_theory_predicts(run_on: Callable[..., list[Any]]) -> None:
     for rank in run_on(2, count_a_step):
         for stage, (asked, sent, size) in enumerate(rank):
-            # a rank sends (N - 1) / N of what is reduced or gathered: twice at stages 1 and 2, and under DDP. At stage
-            # 3 three times, but for the last unit, or the root, which stays gathered into backward.
+            # A rank sends (N - 1) / N of what is reduced or gathered: twice at stages 1 and 2, and under DDP; three
+            # times at stage 3, except for the last unit or the root, which stays gathered until backward.
             least, most = (size, size) if stage < 3 else (size, 1.5 * size)
             assert 0.99 * least <= asked <= 1.02 * most, (stage, asked, size)
             assert 0.99 * asked <= sent <= 1.25 * asked + 2000, (stage, sent, asked)
 
 
-def test_a_collective_that_is_not_known_is_an_error() -> None:
+def test_an_unknown_collective_is_an_error() -> None:
     whole = torch.zeros(100)
     assert asked_by("allreduce_", ([whole],), ranks=4) == 2 * 400 * 3 / 4
     assert asked_by("allgather_", ([[whole, whole]], [whole]), ranks=2) == 400
@@ -142,7 +142,7 @@ def test_a_collective_that_is_not_known_is_an_error() -> None:
         asked_by("new_one", (), ranks=2)
 
 
-def test_live_bytes_are_those_of_storages_at_their_peak() -> None:
+def test_live_bytes_are_the_peak_bytes_of_storages() -> None:
     with Live() as live:
         kept = torch.zeros(1000)
         view = kept[10:]
@@ -156,7 +156,7 @@ def test_live_bytes_are_those_of_storages_at_their_peak() -> None:
     assert view.numel() == 990 and last.numel() == 100
 
 
-def test_a_stage_that_lost_more_than_15_percent_is_told() -> None:
+def test_a_stage_that_became_more_than_15_percent_slower_is_reported() -> None:
     def turns(**medians: float) -> dict[str, list[float]]:
         return {system: [median + 0.01 * turn for turn in range(-3, 4)] for system, median in medians.items()}
 
@@ -171,7 +171,7 @@ def test_a_stage_that_lost_more_than_15_percent_is_told() -> None:
 @pytest.mark.alone
 @pytest.mark.timeout(600)
 @pytest.mark.exhaustive
-def test_no_stage_has_become_slower_beside_ddp(tmp_path: Path) -> None:
+def test_no_stage_has_become_slower_relative_to_ddp(tmp_path: Path) -> None:
     code, output, errors = finish(start("bench", "ratios", "--json", folder=tmp_path), timeout=580)
     assert json.loads(output)["ratios"].keys() == {"deep", "wide2m"}
     if code == UNKNOWN:

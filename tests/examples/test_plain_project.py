@@ -37,13 +37,13 @@ def loss_under_ddp(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return lines_with(run(SCRIPT, "examples/plain_project/cli.py", *arguments, folder=folder), "validation loss")
 
 
-def test_lightning_cli_names_the_strategy_by_an_argument(loss_under_ddp: list[str], tmp_path: Path) -> None:
+def test_lightning_cli_selects_the_strategy_by_an_argument(loss_under_ddp: list[str], tmp_path: Path) -> None:
     arguments = ["fit", "--trainer.strategy=zero3", "--trainer.max_epochs=2"]
     output = run(SCRIPT, "examples/plain_project/cli.py", *arguments, folder=tmp_path)
     assert lines_with(output, "validation loss") == loss_under_ddp
 
 
-def test_hydra_names_the_strategy_by_a_group(loss_under_ddp: list[str], tmp_path: Path) -> None:
+def test_hydra_selects_the_strategy_by_a_group(loss_under_ddp: list[str], tmp_path: Path) -> None:
     arguments = ["stage='2'", "stage.offload=cpu", "trainer.max_epochs=2"]
     output = run(SCRIPT, "examples/plain_project/hydra_app.py", *arguments, folder=tmp_path)
     assert lines_with(output, "validation loss") == loss_under_ddp

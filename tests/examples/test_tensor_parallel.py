@@ -1,4 +1,4 @@
-"""A Llama on 2 x 2 ranks learns as the same one on two ranks that nothing divides, from the same global batch."""
+"""A Llama on 2 x 2 ranks learns as on two ranks without tensor parallelism, from the same global batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def loss_after_six_steps(folder: Path, *options: str) -> float:
 
 
 @pytest.mark.exhaustive
-def test_a_divided_llama_learns_what_a_whole_one_does(tmp_path: Path) -> None:
+def test_a_tensor_parallel_llama_learns_what_a_whole_llama_learns(tmp_path: Path) -> None:
     divided = loss_after_six_steps(tmp_path)
     whole = loss_after_six_steps(tmp_path, "--ranks", "2", "--tensor-parallel-size", "1")
     assert divided == pytest.approx(whole, abs=0.0011), "three decimals are printed"

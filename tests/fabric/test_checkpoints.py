@@ -56,12 +56,12 @@ def saved_and_loaded() -> None:
 
 
 @pytest.mark.behaviour("Fabric", "`save` and `load`: the same file as DDP's, read by DDP and by each stage; `filter=`")
-def test_every_strategy_writes_the_same_file_and_reads_every_others(run_on):
+def test_every_strategy_writes_the_same_file_and_reads_the_files_of_all_others(run_on):
     run_on(2, saved_and_loaded)
 
 
 def read_otherwise() -> None:
-    """What is missing is an error that names it, or is left alone; raw files; a part of a module; state_dict()."""
+    """Missing entries are named in an error or left unchanged; raw files; a part of a module; state_dict()."""
     folder = shared_folder()
     fabric = make_fabric("zero3")
     model, optimizer = set_up(fabric)
@@ -95,12 +95,12 @@ def read_otherwise() -> None:
     assert state["state"][1]["exp_avg"].device.type == "cpu"
 
 
-def test_a_file_is_read_strictly_or_not_raw_or_in_part(run_on):
+def test_a_file_is_read_strictly_or_loosely_raw_or_in_part(run_on):
     run_on(2, read_otherwise)
 
 
 def with_masters() -> None:
-    """In bf16 a run goes on, from its file, as if it had not ended; the file has no more where nothing is finer."""
+    """A run in bf16 resumes exactly from its file; a file without an optimizer contains no masters."""
     folder = shared_folder()
     for strategy in STRATEGIES:
         fabric = make_fabric(strategy, precision="bf16-true")
@@ -120,9 +120,9 @@ def with_masters() -> None:
 
 
 @pytest.mark.behaviour(
-    "Fabric", '`precision="bf16-true"`: the file has the fp32 masters beside; training goes on from it'
+    "Fabric", '`precision="bf16-true"`: the file contains the fp32 masters too; training resumes from it'
 )
-def test_training_in_bf16_goes_on_from_its_file_bit_for_bit(run_on):
+def test_bf16_training_resumes_from_its_file_bit_for_bit(run_on):
     run_on(2, with_masters)
 
 
@@ -141,11 +141,11 @@ def saved_on_one_rank(strategy: str) -> None:
     train(fabric, model, optimizer, steps=1)
 
 
-def test_saving_on_one_rank_is_an_error_in_seconds(run_on):
-    run_on(2, saved_on_one_rank, strategy="zero1")  # where weights lie whole on every rank
+def test_saving_on_one_rank_only_raises_an_error_within_seconds(run_on):
+    run_on(2, saved_on_one_rank, strategy="zero1")  # at which every rank has whole weights
 
 
-def test_a_file_of_two_ranks_is_read_by_one_and_back(run_on, tmp_path):
+def test_a_file_written_on_two_ranks_is_read_on_one_and_vice_versa(run_on, tmp_path):
     run_on(2, save_alone, strategy="zero3", path=str(tmp_path / "two"))
     run_on(1, load_alone, strategy="ddp", path=str(tmp_path / "two"))
     run_on(1, load_alone, strategy="zero3", path=str(tmp_path / "two"))
@@ -169,7 +169,7 @@ def load_alone(strategy: str, path: str) -> None:
     same_values(state_of(optimizer)["state"], file["optimizer"]["state"], "the optimizer's state")
 
 
-def test_an_optimizer_that_is_no_adam_is_refused_when_it_is_set_up(run_on):
+def test_an_unsupported_optimizer_is_refused_when_it_is_set_up(run_on):
     run_on(2, refused_optimizer)
 
 

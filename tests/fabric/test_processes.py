@@ -70,7 +70,7 @@ def run_script(tmp_path: Path, **options: Any) -> tuple[Any, float]:
     return done, time.monotonic() - begin
 
 
-@pytest.mark.behaviour("Fabric", "An exception in a script after `launch()` ends every rank in seconds, which says why")
+@pytest.mark.behaviour("Fabric", "An exception in a script after `launch()` ends every rank in seconds, saying why")
 def test_an_exception_after_launch_ends_every_rank_in_seconds(tmp_path):
     done, seconds = run_script(tmp_path, strategy="zero3", failing={0}, function=False)
     assert done.returncode != 0 and "TRAINED" not in done.stdout
@@ -79,7 +79,7 @@ def test_an_exception_after_launch_ends_every_rank_in_seconds(tmp_path):
     assert seconds < 90
 
 
-@pytest.mark.behaviour("Fabric", "`launch(function)` by fork gives what rank 0 returned")
+@pytest.mark.behaviour("Fabric", "`launch(function)` by fork returns rank 0's result")
 def test_a_launched_function_returns_what_rank_0_returns(tmp_path):
     done, _ = run_script(tmp_path, strategy="zero2_fork", failing=set(), function=True)
     assert done.stdout.split() == ["TRAINED", "0", "2"], done.stderr
@@ -108,12 +108,12 @@ def collectives(strategy: str) -> Any:
         empty = OddModel()
     empty.load_state_dict(module.state_dict())
     model, optimizer = fabric.setup(empty, Adam(empty.parameters(), lr=0.01))
-    found += [fabric.all_reduce(value.clone(), reduce_op="sum"), fabric.broadcast(rank(), src=1)]  # beside an engine
+    found += [fabric.all_reduce(value.clone(), reduce_op="sum"), fabric.broadcast(rank(), src=1)]  # with an engine
     return found, train(fabric, model, optimizer), weights(model)
 
 
 @pytest.mark.behaviour("Fabric", str(collectives.__doc__))
-def test_what_ranks_say_to_each_other_is_as_under_ddp(run_on):
+def test_collectives_give_ddps_results(run_on):
     run_on(2, same_as_under_ddp, case=collectives)
 
 
@@ -127,12 +127,12 @@ def evaluated(strategy: str) -> Any:
 
 
 @pytest.mark.behaviour("Fabric", str(evaluated.__doc__))
-def test_a_module_without_an_optimizer_is_evaluated(run_on):
+def test_a_module_without_an_optimizer_is_evaluated_as_under_ddp(run_on):
     run_on(2, same_as_under_ddp, case=evaluated)
 
 
 def ended() -> None:
-    """After `teardown` modules and optimizers are ordinary and whole, go on alike, and can be set up again."""
+    """After `teardown` modules and optimizers are ordinary and whole, and train alike with or without a new setup."""
     for stage in (1, 2, 3):
         fabric = make_fabric(f"zero{stage}")
         torch.manual_seed(0)
@@ -180,7 +180,7 @@ def deleted() -> None:
     assert fabric.strategy.engines == [] and not thread.is_alive()
 
 
-def test_an_engine_ends_with_its_module(run_on):
+def test_an_engine_is_closed_when_its_module_is_deleted(run_on):
     run_on(2, deleted)
 
 
@@ -206,7 +206,7 @@ def test_bad_input_is_refused(run_on):
     run_on(1, refusals)
 
 
-def test_the_names_are_in_both_registries():
+def test_the_strategy_names_are_in_both_registries():
     registries = [
         (STRATEGY_REGISTRY, lightning_zero.fabric.ZeroStrategy),
         (lightning_fabric.strategies.STRATEGY_REGISTRY, lightning_zero.lightning_fabric.ZeroStrategy),
@@ -239,7 +239,7 @@ def test_lightning_fabric_has_the_same_strategy(run_on):
 
 @little_patience()
 def diverges() -> None:
-    """Each rank runs another of two modules: both wait for each other until they are notified."""
+    """Each rank runs a different one of two modules: both wait for each other until they are notified."""
     fabric = make_fabric("zero3")
     torch.manual_seed(0)
     modules = [fabric.setup(OddModel()), fabric.setup(OddModel())]
@@ -249,5 +249,5 @@ def diverges() -> None:
     assert time.monotonic() - begin < 20
 
 
-def test_ranks_that_run_different_modules_are_told_in_seconds(run_on):
+def test_ranks_that_run_different_modules_get_an_error_within_seconds(run_on):
     run_on(2, diverges, timeout=30)

@@ -21,7 +21,7 @@ from tests.support.workers import rank, world_size
 
 
 def fabrics(*cases: Any) -> pytest.MarkDecorator:
-    """Run a test with each case; its docstring is its row in docs/reference/compatibility.md."""
+    """Run a test with each case; the case's docstring is its row in docs/reference/compatibility.md."""
     marked = [
         pytest.param(case, id=case.__name__, marks=pytest.mark.behaviour("Fabric", str(case.__doc__).rstrip(".")))
         for case in cases
@@ -30,7 +30,7 @@ def fabrics(*cases: Any) -> pytest.MarkDecorator:
 
 
 def noise(*shape: int, seed: int) -> Tensor:
-    """This rank's, the same under every strategy."""
+    """This rank's noise, the same under every strategy."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(100 * seed + rank()))
 
 
@@ -66,7 +66,7 @@ def accumulated(strategy: str) -> Any:
 
 
 def clipped(strategy: str) -> Any:
-    """`clip_gradients` by norm, 2 or infinite, and by value; not finite norms are an error where it is asked for"""
+    """`clip_gradients` by norm (2, infinity) and by value; a non-finite norm is an error if requested"""
     fabric = make_fabric(strategy)
     model, optimizer = set_up(fabric, partial(OddModel, rows=1), adam_with_large_eps)
     norms = []
@@ -82,7 +82,7 @@ def clipped(strategy: str) -> Any:
 
 
 class Methods(nn.Module):
-    """With a method beside `forward` that uses layers, and one that does not."""
+    """Has a method besides `forward` that uses layers, and one that does not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def marked(strategy: str) -> Any:
 
 
 class Lit(LightningModule):
-    """Of which Fabric calls `training_step` and `configure_optimizers`."""
+    """A LightningModule whose `training_step` and `configure_optimizers` a Fabric script calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ def compiled(strategy: str) -> Any:
 
 
 def scheduled(strategy: str) -> Any:
-    """A scheduler handed to `setup`, `add_param_group`, a closure"""
+    """A scheduler passed to `setup`, `add_param_group`, a closure"""
     fabric = make_fabric(strategy)
     torch.manual_seed(0)
     module = OddModel()
@@ -197,7 +197,7 @@ def test_a_loop_gives_ddps_numbers(run_on, case):
 
 
 @fabrics(clipped, accumulated)
-def test_what_adds_up_in_another_order_gives_ddps_numbers(run_on, case):
+def test_clipping_and_accumulation_give_ddps_numbers_up_to_rounding(run_on, case):
     run_on(2, same_as_under_ddp, case=case, bound=CLOSE)
 
 
@@ -266,7 +266,7 @@ def gan_optimizers_first(strategy: str) -> Any:
 
 
 def one_optimizer(strategy: str) -> Any:
-    """One optimizer over the parameters of two modules, with state from before; its state saved and loaded"""
+    """One optimizer over the parameters of two modules, with state from before `setup`; its state saved and loaded"""
     fabric = make_fabric(strategy)
     torch.manual_seed(0)
     one, two = Pair(5, 6), Pair(6, 1)
@@ -320,7 +320,7 @@ def optimizer_made_later(strategy: str) -> Any:
 
 
 def made_empty(strategy: str) -> Any:
-    """A module made in `fabric.init_module(empty_init=True)`, on the meta device, and initialised as it is cut"""
+    """A module made in `fabric.init_module(empty_init=True)`, on the meta device, and initialised as it is sharded"""
     fabric = make_fabric(strategy)
     torch.manual_seed(0)
     with fabric.init_module(empty_init=strategy != "ddp"):
@@ -336,7 +336,7 @@ def made_empty(strategy: str) -> Any:
 
 
 def target_network(strategy: str) -> Any:
-    """A copy of a module that is set up: a target network that follows by `lerp_`, set up itself or not"""
+    """A copy of a set-up module: a target network that follows by `lerp_`, itself set up or not"""
     fabric = make_fabric(strategy)
     model, optimizer = set_up(fabric)
     target = copy.deepcopy(model.module)
@@ -383,7 +383,7 @@ def double(strategy: str) -> Any:
 
 
 def scaled(strategy: str) -> Any:
-    """`precision="16-mixed"`: the scale goes DDP's way, clipping unscales, an overflow on a rank skips the step"""
+    """`precision="16-mixed"`: the scale is DDP's, clipping unscales, an overflow on one rank skips the step"""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     fabric = make_fabric(strategy, plugins=MixedPrecision("16-mixed", "cpu", scaler))
     model, optimizer = set_up(fabric, optimizer=adam_with_large_eps)
@@ -401,7 +401,7 @@ def scaled(strategy: str) -> Any:
 
 
 @fabrics(mixed, double)
-def test_a_precision_gives_ddps_numbers(run_on, case):
+def test_mixed_and_double_precision_give_ddps_numbers(run_on, case):
     run_on(2, same_as_under_ddp, case=case)
 
 
@@ -411,7 +411,7 @@ def test_a_scaled_loss_gives_ddps_numbers(run_on, case):
 
 
 def in_low_precision() -> None:
-    """All stages agree bit for bit, in bf16 with fp32 masters, which lose nothing of updates too small for bf16."""
+    """All stages agree bit for bit in bf16 with fp32 masters, which keep updates that are too small for bf16."""
     ends = []
     for stage in (1, 2, 3):
         fabric = make_fabric(f"zero{stage}", precision="bf16-true")

@@ -18,5 +18,5 @@ def train_and_look(strategy: str, optimizer: Any) -> Any:
 
 
 @pytest.mark.parametrize("optimizer", [whole.adafactor, whole.shampoo], ids=lambda optimizer: optimizer.__name__)
-def test_losses_weights_and_states_are_ddps(run_on, optimizer):
+def test_optimizers_that_need_whole_parameters_give_ddps_losses_weights_and_states(run_on, optimizer):
     run_on(2, same_as_under_ddp, case=train_and_look, optimizer=optimizer)

@@ -39,7 +39,7 @@ def set_up(
 
 
 def train(fabric: Fabric, model: Any, optimizer: Any, steps: int = 3, first: int = 0) -> list[Tensor]:
-    """Some steps on this rank's batches, from one on: the losses."""
+    """Run some steps on this rank's batches, beginning with batch `first`; return the losses."""
     losses = []
     for index in range(first, first + steps):
         loss = model(*batch(index))
@@ -57,7 +57,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def state_of(optimizer: Any) -> dict[str, Any]:
-    """An optimizer's full state dict, the parameters in order. Collective."""
+    """An optimizer's full state dict, sorted by parameter. Collective."""
     state_dict = optimizer.state_dict()
     return {**state_dict, "state": dict(sorted(state_dict["state"].items()))}
 

@@ -1,7 +1,7 @@
 """Simulates several ranks' collectives on one GPU, on which NCCL refuses two processes: rank 0 runs alone.
 
 A gather fills all ranks' slices with rank 0's, and a reduction returns rank 0's own slice. So the numbers are not those
-of a real training, but they are the same in every run, for every schedule. Like NCCL, the collectives run on a separate
+of real training, but they are the same in every run, for every schedule. Like NCCL, the collectives run on a separate
 stream, after a sleep on the device: reading a result without waiting returns wrong values. On the CPU they run when
 they are waited for, not before.
 """
@@ -21,7 +21,7 @@ SLEEP = 2_000_000  # cycles, about a millisecond: longer than the small models h
 
 
 class Layers(nn.Module):
-    """Layers of which each is a unit; nothing in them is summed in an order that differs from run to run."""
+    """Layers that are each a unit; nothing in them is summed in an order that differs from run to run."""
 
     class Layer(nn.Module):
         def __init__(self, width: int, bias: bool) -> None:
@@ -72,7 +72,7 @@ def twins(ranks: int, cycles: int = 0) -> Iterator[list[int]]:
 
     def all_gather(full: Tensor, own: Tensor, **_: Any) -> _Done:
         moved.append(full.nbytes)
-        # `full` may be seen by autograd, whose version of it is not to change: the engine has not written to it
+        # autograd may have saved `full`, whose version must not change: the engine has not written to it
         whole, part = full.detach(), own.detach()
 
         def fill() -> None:
@@ -88,7 +88,7 @@ def twins(ranks: int, cycles: int = 0) -> Iterator[list[int]]:
 
     accelerator = torch.accelerator.current_accelerator()
     devices = ["cpu"] + ([accelerator.type] if accelerator else [])
-    backends = ",".join(f"{device}:fake" for device in devices)  # "fake" alone serves those it is registered for
+    backends = ",".join(f"{device}:fake" for device in devices)  # "fake" alone serves only devices it is registered for
     # not torch's FakeStore, which cannot be cloned
     dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=ranks)
     try:

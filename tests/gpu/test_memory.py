@@ -1,4 +1,4 @@
-"""What the device's allocator says of model states: as much as the formula, and no holes beside them."""
+"""Model states as counted by the device's allocator: as much as the formula, and no holes between them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RANKS = 64
 
 
 def warm_up(device: str) -> int:
-    """Bytes that are allocated once the libraries of the forward's and the backward's thread have their workspaces."""
+    """Bytes allocated once the libraries have their workspaces in the threads of forward and backward passes."""
     module = torch.nn.Linear(WIDTH, WIDTH, device=device)
     module(torch.ones(8, WIDTH, device=device)).sum().backward()
     del module
@@ -32,7 +32,7 @@ def measure_states(device: str, stage: int, width: int = WIDTH) -> tuple[int, in
         engine = Engine(module, [optimizer], stage=stage, device=device)
         x = torch.randn(8, width, device=device)
         for _ in range(3):
-            # at stage 1 the formula has the gradients of micro-batches that are not reduced yet
+            # at stage 1 the formula includes the gradients of micro-batches that are not reduced yet
             with engine.no_sync() if stage == 1 else nullcontext():
                 module(x).backward()
             held = sum(engine.report().at_rest.values())
@@ -61,7 +61,7 @@ def holes_after_steps(device: str, stage: int, steps: int, width: int) -> tuple[
     """Bytes reserved and allocated between steps, without memory that could be freed at once."""
     from lightning_zero.engine import Engine
 
-    # The allocator rounds up to 2 MiB: nothing to a unit of hundreds, but a bias would add an eighth to these of 16.
+    # The allocator rounds up to 2 MiB: little for units of hundreds, but a bias would add an eighth to these of 16.
     module = Layers(width, DEPTH, bias=False)
     optimizer = torch.optim.AdamW(module.parameters())
     engine = Engine(module, [optimizer], stage=stage, device=device)

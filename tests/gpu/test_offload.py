@@ -1,7 +1,7 @@
-"""With model states in the host's memory a GPU computes what it computes without, bit for bit where arithmetic allows.
+"""With offloaded model states a GPU computes the same as without offload, bit for bit where arithmetic allows.
 
-The update runs on the CPU then. SGD with powers of two rounds once an element, however a device contracts it; Adam's
-roots and quotients may differ in the last bit between the two.
+The update then runs on the CPU. SGD with powers of two rounds once per element, whichever operations a device fuses;
+Adam's roots and quotients may differ in the last bit between CPU and GPU.
 """
 
 from __future__ import annotations
@@ -31,5 +31,5 @@ def compare(device: str, dtype: torch.dtype, offload: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("offload", OFFLOADS)
-def test_offload_computes_what_the_device_does_without(run_on, device, dtype, offload):
+def test_training_with_offload_equals_training_without(run_on, device, dtype, offload):
     run_on(1, compare, timeout=120, device=device, dtype=dtype, offload=OFFLOADS[offload])

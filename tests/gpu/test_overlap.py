@@ -1,4 +1,4 @@
-"""No wait is missing: collectives and copies that the device does late change no bit."""
+"""No wait is missing: collectives and copies that run late on the device change no bit."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def leave_out_waits(device: str, stage: int) -> None:
 
 
 @STAGES
-def test_late_collectives_show_a_wait_that_is_missing(run_on, device, stage):
+def test_late_collectives_reveal_missing_waits(run_on, device, stage):
     run_on(1, leave_out_waits, timeout=120, device=device, stage=stage)
 
 
 @contextmanager
 def late_copies():
-    """Every copy from the host begins late, on the stream that it is on."""
+    """Every copy from the host begins late, on its own stream."""
     from lightning_zero.engine.state.bucket import Bucket
 
     start, late = Bucket._start_gather, []

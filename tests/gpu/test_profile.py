@@ -49,13 +49,13 @@ def copies_under_compute(device: str, overlap: bool, width: int = 4096, batch: i
         if "Memcpy" not in event.name or "HtoD" in event.name:
             spans["HtoD" in event.name].append((event.time_range.start, event.time_range.end))
     engine.close()
-    # the inputs' few bytes aside: a layer's copy takes at least a tenth of the longest
+    # without the inputs' few bytes: a layer's copy takes at least a tenth of the longest
     longest = max((end - start for start, end in spans[True]), default=0.0)
     return covered([(start, end) for start, end in spans[True] if end - start > longest / 10], spans[False])
 
 
-def test_copies_of_parameters_run_under_compute(run_on, device):
+def test_copies_of_parameters_overlap_with_compute(run_on, device):
     (beside,) = run_on(1, copies_under_compute, timeout=170, device=device, overlap=True)
     (serial,) = run_on(1, copies_under_compute, timeout=170, device=device, overlap=False)
-    # the first layer of a pass has nothing to hide behind, nor has backward's last
+    # the first copy of a pass has no compute to overlap with, nor has the last one of the backward pass
     assert beside >= 0.5 > 0.2 >= serial, f"{beside:.0%} of copies under compute, {serial:.0%} without overlap"

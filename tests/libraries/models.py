@@ -15,7 +15,7 @@ Sample = dict[str, Tensor]
 
 
 def text(generator: torch.Generator) -> Sample:
-    """A decoder's, or a masked encoder's: the loss is over every token."""
+    """A sample for a decoder or a masked encoder: the loss covers every token."""
     tokens = torch.randint(4, VOCABULARY, (LENGTH,), generator=generator)
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
 
@@ -59,9 +59,9 @@ class Tiny:
     Arguments:
         cls: name of its class in transformers.
         sample: makes one sample of its data, without the batch's dimension.
-        config: what of its configuration is not the default. Dropout stays as it is there.
-        options: further arguments of its forward.
-        has_unused: whether it has trainable parameters that its loss does not use: DDP has to be told.
+        config: settings that differ from the configuration's defaults. Dropout keeps its default.
+        options: further arguments of its `forward`.
+        has_unused: whether its loss leaves some trainable parameters unused, which DDP has to know.
     """
 
     cls: str
@@ -189,7 +189,7 @@ AUDIO = {
         | {"conv_dim": [8, 8], "conv_stride": [5, 2], "conv_kernel": [10, 3], "num_feat_extract_layers": 2}
         | {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "mask_time_length": 2}
         | {"ctc_zero_infinity": True, "layerdrop": 0.0},
-        has_unused=True,  # the embedding of what is masked, where the mask is empty
+        has_unused=True,  # the embedding of masked positions, when the mask is empty
     ),
 }
 MODELS = DECODERS | ENCODERS | ENCODERS_AND_DECODERS | VISION | AUDIO

@@ -16,7 +16,7 @@ from tests.support.graphs import CountingBackend
 
 
 class Compiled(Learner):
-    """Compiles in `configure_model`, and shards there with FSDP2, as its strategy wants it.
+    """Compiles in `configure_model`, and shards there for FSDP2, whose strategy requires it.
 
     Arguments:
         way: what is compiled: "model", "training_step", or "" for nothing.
@@ -40,7 +40,7 @@ class Compiled(Learner):
 
 
 def count(strategy, name, way, **options):
-    """A run, and Dynamo's counts in it."""
+    """Fit; return the run and Dynamo's counts."""
     backend = CountingBackend()
 
     def make():
@@ -56,7 +56,7 @@ def compare(name, way):
     warnings.simplefilter("ignore")
     reference, _ = count("ddp", name, way)
     fsdp2 = ModelParallelStrategy(data_parallel_size=world_size(), tensor_parallel_size=1)
-    # Lightning refuses a compiled module there; its training_step is what is compiled of one
+    # with this strategy Lightning refuses a compiled module, so its training_step is compiled instead
     _, allowed = count(fsdp2, name, "training_step" if way == "module" else way, fsdp2=True)
     assert allowed["graphs"] > 0, "nothing was compiled"
     run, found = count(ZeroStrategy(3), name, way)

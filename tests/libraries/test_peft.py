@@ -48,7 +48,7 @@ def adapters_learn(name, dora):
 
 
 def costs_follow_what_trains(run, stage):
-    """A frozen parameter costs itself; a trainable one also a gradient and two moments of Adam, over the ranks."""
+    """A frozen parameter costs its own size; a trainable one adds its share of a gradient and of two Adam moments."""
     trainable = [p.numel() for p in run.module.parameters() if p.requires_grad]
     held, size = run.reports[-1].at_rest, world_size()
     # each parameter begins at a multiple of 32 elements, and each shard of a bucket ends at one
@@ -63,7 +63,7 @@ def costs_follow_what_trains(run, stage):
 @pytest.mark.behaviour("The module", "PEFT: LoRA and DoRA on a transformers model, `modules_to_save` too")
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_adapters_learn_as_under_ddp_and_the_frozen_base_costs_only_itself(run_on, name, dora):
+def test_adapters_learn_as_under_ddp_and_the_frozen_base_needs_memory_only_for_weights(run_on, name, dora):
     run_on(2, adapters_learn, name=name, dora=dora)
 
 
@@ -89,7 +89,7 @@ def after_fit():
     assert not any("lora_" in name for name in merged.state_dict())
 
 
-def test_after_fit_adapters_are_saved_loaded_and_merged_as_ever(run_on):
+def test_after_fit_adapters_are_saved_loaded_and_merged_as_usual(run_on):
     run_on(2, after_fit)
 
 
@@ -102,7 +102,7 @@ class Configured(Learner):
 
 
 class Saving(Callback):
-    """Saves adapters in the midst of training, in a hook that every rank runs."""
+    """Saves adapters during training, in a hook that every rank runs."""
 
     def __init__(self):
         self.refused = ""
@@ -143,6 +143,6 @@ def in_the_midst():
             same_tensors(torch.load("adapters.ckpt", weights_only=True)["state_dict"], trained, 0)
 
 
-@pytest.mark.behaviour("The module", "PEFT: only the adapters are saved, in the midst of training")
-def test_adapters_made_in_configure_model_are_saved_alone_in_the_midst_of_training(run_on):
+@pytest.mark.behaviour("The module", "PEFT: saving only the adapters during training")
+def test_adapters_made_in_configure_model_are_saved_alone_during_training(run_on):
     run_on(2, in_the_midst)

@@ -1,4 +1,4 @@
-"""Models of transformers, divided by their own plans of tensor parallelism, with ZeRO over the other dimension."""
+"""Transformers models split by their own tensor-parallel plans, with ZeRO over the other mesh dimension."""
 
 from __future__ import annotations
 
@@ -67,5 +67,5 @@ def learn(name: str, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("name", ["Llama", "Qwen3"])
-def test_a_model_divided_by_its_plan_learns_as_in_one_process(run_on, name, stage):
+def test_a_model_split_by_its_tensor_parallel_plan_learns_as_in_one_process(run_on, name, stage):
     run_on(4, learn, name=name, stage=stage)

@@ -31,7 +31,7 @@ def equal_to_ddp(name, stages=(3,), make=None, bound=0, **options):
         same_learning(fit(f"zero{stage}", learner, **options), reference, bound)
 
 
-@pytest.mark.behaviour("The module", "Models of transformers (text, vision, audio), unmodified")
+@pytest.mark.behaviour("The module", "Unmodified transformers models (text, vision, audio)")
 @pytest.mark.parametrize(
     "name", [pytest.param(each, marks=[] if each in IN_EVERY_RUN else [pytest.mark.exhaustive]) for each in MODELS]
 )
@@ -39,9 +39,9 @@ def test_a_model_learns_as_under_ddp_bit_for_bit(run_on, name):
     run_on(2, equal_to_ddp, name=name, stages=(1, 2, 3) if name in AT_ALL_STAGES else (3,))
 
 
-# ALBERT is not among them, see below.
+# ALBERT has a test of its own below.
 @pytest.mark.parametrize("name", ["Llama", "Mixtral", "BERT", "T5", "ConvNeXt", "Wav2Vec2"])
-def test_in_mixed_precision_too(run_on, name):
+def test_a_model_learns_as_under_ddp_in_mixed_precision(run_on, name):
     run_on(2, equal_to_ddp, name=name, precision="bf16-mixed")
 
 
@@ -64,7 +64,7 @@ def test_a_layer_used_several_times_in_mixed_precision_is_within_a_rounding_of_d
     """Under Lightning's autocast each use casts the weights anew, and gradients of the uses are added up in fp32.
 
     Here the weights are cast once, when they are gathered, and the gradients of the uses are added up in bf16: ALBERT's
-    three make two sums, each of which rounds by 2**-9 at most. From there on all is fp32.
+    three uses make two sums, each of which rounds by 2**-9 at most. After that, everything is fp32.
     """
     run_on(2, layer_used_three_times)
 
@@ -105,7 +105,7 @@ class Curious(Learner):
         return output["loss"] + output.attentions[0].square().mean() + 0.01 * penalty + 0.1 * logits.square().mean()
 
     def configure_optimizers(self):
-        # keys' biases have a gradient of rounding errors, which Adam would blow up to whole steps
+        # gradients of the keys' biases are rounding errors, which Adam would scale up to full steps
         return AdamW(self.parameters(), lr=1e-2, eps=1e-3)
 
     def on_train_end(self):
@@ -120,7 +120,7 @@ def curious():
 
 
 @pytest.mark.behaviour("The module", "A transformers model read from outside: tied heads, sizes, dtype, kept outputs")
-def test_a_model_may_be_read_resized_and_asked_for_all_it_has(run_on):
+def test_a_model_may_be_read_resized_and_asked_for_all_its_outputs(run_on):
     run_on(2, curious)
 
 
@@ -129,12 +129,12 @@ def dropped_layers():
     equal_to_ddp("Wav2Vec2", (1, 3), learner)
 
 
-def test_layers_that_every_rank_drops_alike_train_as_under_ddp(run_on):
+def test_layerdrop_that_is_the_same_on_every_rank_trains_as_under_ddp(run_on):
     run_on(2, dropped_layers)
 
 
-# A default configuration is a model of real size: what a unit holds at most, in parts of the whole. Above a tenth there
-# are embeddings tied to a head (the root unit) and models of few layers.
+# The largest unit's share of a model of real size (its default configuration). Shares above a tenth are those of
+# embeddings tied to a head (in the root unit) and of models with few layers.
 LARGEST_UNIT = {
     "GPT-2": 0.33,
     "Qwen3": 0.1,
@@ -170,8 +170,8 @@ def units_of_real_sizes():
     return shares
 
 
-def test_no_unit_of_a_model_of_real_size_holds_most_of_it(run_on):
-    """ALBERT's one layer, used over and over, is needed all the time, so in the root unit it is; BLOOM is tiny."""
+def test_no_unit_holds_most_of_a_model_of_real_size(run_on):
+    """Omit ALBERT, whose only layer is used repeatedly and thus is in the root unit, and BLOOM, which is tiny."""
     shares = run_on(1, units_of_real_sizes)[0]
     del shares["ALBERT"], shares["BLOOM"]
     for name, share in shares.items():

@@ -21,12 +21,12 @@ STEPS, BATCH = 3, 2
 
 
 class Learner(LightningModule):
-    """Trains a model as its authors show it: the forward takes a batch and returns an output with a loss.
+    """Trains a model as its authors show: `forward` takes a batch and returns an output with a loss.
 
     Arguments:
-        name: of the model in the table.
-        change: what is done to the model once it is made, such as adding adapters; it returns the module to train.
-        options: of the model's configuration.
+        name: the model's name in the table.
+        change: applied to the new model, for example to add adapters; returns the module to train.
+        options: options of the model's configuration.
     """
 
     def __init__(self, name: str, change: Callable[[nn.Module], nn.Module] = lambda model: model, **options: Any):

@@ -29,7 +29,7 @@ from tests.trainer.cases import Net, behaviours, data, fit, same_as_under_ddp, s
 
 
 class Written(Logger):
-    """Any logger: keeps what it is told."""
+    """A minimal logger, which keeps the logged rows."""
 
     name, version, experiment = "written", 0, None
 
@@ -47,7 +47,7 @@ class Written(Logger):
 
 
 def monitored(strategy: Any, module: LightningModule | None = None, **options: Any) -> tuple[list[Any], ZeroMonitor]:
-    """Fit for 12 steps under a monitor: what a logger was told, and the monitor."""
+    """Fit for 12 steps under a monitor; return the logged rows and the monitor."""
     logger = Written()
     monitor = ZeroMonitor(options.pop("every_n_steps", 2), **options.pop("monitor", {}))
     fit(
@@ -103,7 +103,7 @@ def figures(stage: int) -> None:
     # throughput: 4 samples a rank and step
     step_s = found["throughput/step_s"]
     assert found["throughput/samples_per_sec"] == pytest.approx(2 * 4 / step_s)
-    # products with the weights: forward, gradient of the weights, and of the inputs but for the first layer's
+    # matrix products: forward, gradients of the weights, and gradients of the inputs except the first layer's
     forward, first = 2 * 4 * (36 + 36 + 18), 2 * 4 * 36
     assert found["throughput/device/mfu"] == pytest.approx((3 * forward - first) / step_s / 1e9)
 
@@ -118,7 +118,7 @@ def figures(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_figures_are_those_of_closed_forms(run_on, stage):
+def test_monitored_figures_equal_closed_forms(run_on, stage):
     run_on(2, figures, stage=stage)
 
 
@@ -129,7 +129,7 @@ def measure_on_two_machines() -> None:
         return
     found = rows[-1][1]
     for kind in ("all_gather", "reduce_scatter"):
-        # of each buffer, the other machine has half of this rank's column, which is half of the buffer
+        # this rank's column is half of each buffer, and half of the column is on the other machine
         across, within = (found[f"communication/{kind}/{link}_MB"] for link in ("across", "within"))
         assert across == pytest.approx((across + within) / 4) and across > 0
         assert found[f"communication/{kind}/across_calls"] == len(monitor.units)
@@ -140,7 +140,7 @@ def test_traffic_within_and_across_machines_is_logged(run_on):
 
 
 def with_monitor(strategy: str) -> Any:
-    """`ZeroMonitor`: loss, gradient norm and throughput to any logger; the training is the same"""
+    """`ZeroMonitor`: loss, gradient norm and throughput to any logger; training is unchanged"""
     seen, folder = [], shared_folder()
     for options in ({}, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2, "precision": "bf16-mixed"}):
         torch.manual_seed(0)
@@ -218,7 +218,7 @@ DELAY = 0.3
 
 
 class Delayed(Net):
-    """A rank sleeps in its training steps."""
+    """One rank sleeps in some training steps."""
 
     def __init__(self, slow: int, steps: range, delay: float = DELAY) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ def test_the_slowest_rank_is_named(run_on, stage, slow):
 
 
 class Jumping(Net):
-    """The loss is multiplied for some steps, as by a bad batch: what is learned from them is lost on the next ones."""
+    """The loss is multiplied for some steps, as by a bad batch."""
 
     def __init__(self, steps: range) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ def warned(strategy: str, module: LightningModule) -> list[str]:
 
 def warnings_of_a_delay() -> None:
     said = warned("zero2", Delayed(1, range(41, 45), delay=1.0))
-    # where other programs take the machine for a moment, that is warned of, too, before and after
+    # other programs that occupy the machine for a moment may cause further warnings before and after
     late = [text for text in said if 41 <= int(text.partition("at step ")[2].partition(",")[0]) <= 45]
     assert len(late) == (1 if rank() == 0 else 0), said
     if late:
@@ -287,15 +287,15 @@ def warnings_of_a_jump() -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_delay_on_one_rank_is_warned_of_once(run_on):
+def test_a_delay_on_one_rank_causes_one_warning(run_on):
     run_on(2, warnings_of_a_delay)
 
 
-def test_a_jump_of_the_loss_is_warned_of_once(run_on):
+def test_a_jump_of_the_loss_causes_one_warning(run_on):
     run_on(2, warnings_of_a_jump)
 
 
-def test_a_band_is_left_once_and_by_a_steady_series_never():
+def test_a_jump_leaves_the_band_once_and_a_steady_series_never():
     for seed in range(20):
         noise = torch.randn(500, generator=torch.Generator().manual_seed(seed))
         for steady in (10 + noise, torch.exp(0.2 * noise), 5 - 0.005 * torch.arange(500) + 0.05 * noise):
@@ -305,12 +305,12 @@ def test_a_band_is_left_once_and_by_a_steady_series_never():
             low, high = band.exceeded_by(jump) or (0.0, 0.0)
             assert low < steady[-50:].median() < high < jump
             assert [band.exceeded_by(jump) for _ in range(100)] == [None] * 100
-            # what was the new range before is out of the band once it has been the old one for long
+            # after a long steady series the former jump is outside the band again
             assert [band.exceeded_by(value) for value in steady.tolist()] == [None] * 500
             assert band.exceeded_by(jump) is not None
 
 
-def test_values_that_are_not_finite_are_always_out():
+def test_non_finite_values_are_always_outside_the_band():
     band = Band(50, 8.0)
     assert band.exceeded_by(float("nan")) is not None and band.exceeded_by(float("inf")) is None
     assert band.exceeded_by(1.0) is None and band.exceeded_by(float("inf")) is not None
@@ -325,7 +325,9 @@ def test_arguments_out_of_range_are_named(argument):
         ZeroMonitor(**{argument: 0})
 
 
-def test_available_flops_are_read_from_the_doctors_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_available_flops_are_read_from_a_file_written_by_the_doctor_command(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "machine.json"
     file.write_text(json.dumps({"resources": {"flops": 2e9}}))
     found = [_mfu(ZeroMonitor(1, available_flops=given, flops_per_batch=1e6)) for given in (2e9, file, str(file))]
@@ -354,7 +356,7 @@ QUIET: dict[str, Any] = {
 }
 
 
-def test_a_trainer_without_a_logger_is_said_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trainer_without_a_logger_is_reported_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     _mfu(ZeroMonitor(1))
     (said,) = [record.message for record in caplog.records if "no logger" in record.message]
@@ -372,21 +374,21 @@ class Attention(nn.Module):
         return self.out(nn.functional.scaled_dot_product_attention(x, x, x))
 
 
-def test_operations_are_those_that_torch_counts():
+def test_counted_operations_equal_torchs_count():
     x = torch.randn(2, 8, 32)
     own, torchs = FlopCounter(), FlopCounterMode(display=False)
     for counter in (own, torchs):
         with counter:
             Attention()(x).sum().backward()
-    # attention by hand, of which torch counts none on the CPU unless our formulas are known: 2 products forward, 5 back
+    # attention, computed by hand, which torch counts on the CPU only with our formulas: 2 products forward, 5 backward
     assert own.total == torchs.get_total_flops() > 7 * 2 * 2 * 32 * 32 * 16
 
 
 # -- overhead ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_step_costs_few_instructions():
-    """Counted, as time is not the same twice: a step without an observation, and one with it."""
+def test_a_monitored_step_costs_few_instructions():
+    """Count instructions, since times vary: in steps without an observation, and in one with it."""
     monitor = ZeroMonitor(every_n_steps=50)
     counted: list[int] = []
 

@@ -19,7 +19,7 @@ BAD_RANK, BAD_BATCH = 1, 3
 
 
 class Overflows(nn.Module):
-    """Finite in forward; in backward, where it is told to, the gradient of its input is infinite."""
+    """Finite in forward; in backward, if `now` is set, the gradient of its input is infinite."""
 
     now = False
 
@@ -90,12 +90,12 @@ def test_every_rank_names_the_first_value_that_is_not_finite(run_on, strategy, b
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_a_run_without_such_values_goes_on_to_its_end(run_on, strategy):
+def test_a_run_without_non_finite_values_completes(run_on, strategy):
     assert run_on(2, error_of, strategy=strategy, broken="") == ["", ""]
 
 
 class ByHand(Net):
-    """Optimizes by hand, and breaks the loss on one rank."""
+    """Uses manual optimization, and breaks the loss on one rank."""
 
     def __init__(self) -> None:
         super().__init__("loss")
@@ -134,12 +134,12 @@ def error_of_other(strategy: str, kind: type[Net]) -> str:
         (Poisoned, 0, "the weights were not finite before the step: last.weight"),
     ],
 )
-def test_weights_and_steps_by_hand_are_told_apart(run_on, strategy, kind, step, expected):
+def test_the_error_says_if_weights_were_not_finite_or_optimization_is_manual(run_on, strategy, kind, step, expected):
     found = run_on(2, error_of_other, strategy=strategy, kind=kind)
     assert found[0] == found[1] and found[0].startswith(f"A loss or gradient is not finite at step {step}: ")
     assert expected in found[0]
 
 
-def test_a_single_process_without_zero_is_served_too(run_on):
+def test_a_non_finite_value_is_found_in_a_single_process_without_zero(run_on):
     (found,) = run_on(1, error_of_other, strategy="auto", kind=Poisoned)
     assert "rank 0: the weights were not finite before the step: last.weight" in found

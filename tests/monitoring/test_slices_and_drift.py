@@ -48,7 +48,7 @@ def sliced(strategy: str) -> None:
             expected[f"slices/{name}/samples"] = members.sum().float()
     slices = SliceMetrics(METRICS, SLICES, lambda outputs, batch: (outputs.softmax(-1), batch[1]))
     trainer = make_trainer(strategy, callbacks=[slices])
-    for _ in range(2):  # the second begins anew
+    for _ in range(2):  # metrics are reset for the second run
         trainer.validate(module, loader, verbose=False)
         assert trainer.callback_metrics.pop("slices/nothing/samples") == 0
         torch.testing.assert_close(dict(trainer.callback_metrics), expected)
@@ -59,18 +59,18 @@ def test_metrics_of_a_slice_are_those_of_its_samples_on_all_ranks(run_on, strate
     run_on(2, sliced, strategy=strategy)
 
 
-def test_slices_are_required():
+def test_at_least_one_slice_is_required():
     with pytest.raises(ValueError, match="needs at least one slice"):
         SliceMetrics(METRICS, {}, lambda *_: ())
 
 
-def test_figures_of_drift_are_closed_forms():
+def test_drift_figures_equal_closed_forms():
     half = np.repeat([0.0, 1.0], 500)
     fifth = np.repeat([0.0, 0.0, 0.0, 0.0, 1.0], 200)
     drift = drift_of({"x": half}, {"x": fifth})["x"]
     assert drift.psi == pytest.approx(0.3 * math.log(0.8 / 0.5) - 0.3 * math.log(0.2 / 0.5))
     assert drift.ks == pytest.approx(0.3) and drift.p < 1e-6 and drift.exceeds(0.2, 0.1)
-    # of a uniform distribution moved by half: five of ten bins are empty, the last one has the rest
+    # a uniform distribution moved by half: five of ten bins are empty, the last one has the rest
     uniform = (np.arange(1000) + 0.5) / 1000
     drift = drift_of({"x": uniform}, {"x": uniform + 0.5})["x"]
     assert drift.ks == pytest.approx(0.5, abs=0.01) and drift.psi > 3
@@ -116,11 +116,11 @@ def watched(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_what_drifts_calls_the_hook_once_on_rank_0(run_on, strategy):
+def test_drift_calls_the_hook_once_on_rank_0(run_on, strategy):
     run_on(2, watched, strategy=strategy)
 
 
-def test_the_commands_exit_code_says_whether_something_drifted(
+def test_the_drift_commands_exit_code_says_whether_something_drifted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     generator = np.random.default_rng(0)

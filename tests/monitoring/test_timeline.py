@@ -38,7 +38,7 @@ UNITS = ["blocks.1", "blocks.2", "blocks.3"]
 
 
 def traced(stage: int, overlap: bool) -> list[dict[str, Any]]:
-    """The spans of this rank's third to fifth step, by the profiler that a Trainer takes."""
+    """Spans of this rank's third to fifth step, recorded by a Trainer's profiler."""
     profiler = PyTorchProfiler(dirpath=shared_folder(), filename=f"trace-{stage}-{overlap}")
     strategy = ZeroStrategy(stage, units=Block, overlap=overlap)
     fit(strategy, Blocks(), profiler=profiler, max_epochs=3, limit_val_batches=0, num_sanity_val_steps=0)
@@ -73,7 +73,7 @@ def test_traces_name_units_and_phases(run_on, stage):
 
 
 def gathered_during_forward(overlap: bool) -> None:
-    """Whether the gather of a unit is under way while the unit before it computes."""
+    """Check that a unit's gather is under way while the previous unit computes, exactly if `overlap`."""
     spans = traced(3, overlap)
     shares = []
     for before, unit in zip(UNITS, UNITS[1:]):
@@ -87,12 +87,12 @@ def gathered_during_forward(overlap: bool) -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_gathers_are_under_way_while_the_unit_before_computes(run_on, overlap):
+def test_with_overlap_a_unit_is_gathered_while_the_previous_one_computes(run_on, overlap):
     run_on(2, gathered_during_forward, overlap=overlap)
 
 
 def test_a_label_costs_next_to_nothing_without_a_profiler():
-    """Beside a label of torch's, which costs the same whether a profiler runs or not."""
+    """Compare with torch's own label, which costs the same whether a profiler runs or not."""
     phases, calls = Phases(torch.device("cpu")), 20_000
 
     def ours() -> None:
@@ -107,7 +107,7 @@ def test_a_label_costs_next_to_nothing_without_a_profiler():
     assert ours_s < torchs_s / 5 and ours_s < 5e-6
 
 
-def test_seconds_are_kept_while_a_monitor_measures():
+def test_phase_times_are_kept_only_while_a_monitor_measures():
     phases = Phases(torch.device("cpu"))
     for phases.measures in (False, True, True, False):
         with phases("wait for gather", ""):

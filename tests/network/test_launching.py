@@ -36,7 +36,7 @@ def torchrun(node: int, local: int) -> tuple[list[str], dict[str, str]]:
         "--rdzv-endpoint",
         "10.213.7.1:29400",
     ]
-    # which machines find out by their names otherwise; both namespaces have that of this host
+    # otherwise machines find these by their host names; both namespaces have that of this host
     options += ["--local-addr", f"10.213.7.{node + 1}", "--rdzv-conf", f"is_host={int(node == 0)}"]
     return [sys.executable, "-m", "torch.distributed.run", *options, "-m", "lightning_zero", *TRAIN, "trainer=cpu"], {}
 
@@ -58,7 +58,7 @@ def srun(node: int, local: int) -> tuple[list[str], dict[str, str]]:
 
 
 @pytest.mark.parametrize(("launch", "tasks"), [(torchrun, 1), (srun, 2)], ids=["torchrun", "SLURM"])
-def test_a_training_on_two_machines(launch, tasks, tmp_path: Path):
+def test_each_documented_launch_trains_on_two_machines(launch, tasks, tmp_path: Path):
     with on_two() as machines:
         processes = []
         for node in range(2):

@@ -1,4 +1,4 @@
-"""Two machines, as far as the network is concerned: what leaves one is counted by the kernel."""
+"""Two machines, as far as the network is concerned: the kernel counts the bytes that leave each."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def train(stage: int, accumulate: int = 1, is_mixed: bool = False, **options: An
         losses.append(loss.item())
 
     def read_counters() -> dict[str, int]:
-        for bucket in engine.buckets:  # gathers that a step has begun
+        for bucket in engine.buckets:  # wait for gathers that a step has begun
             if bucket.part is not None:
                 bucket.part.values()
             elif bucket.is_ready:
@@ -64,7 +64,7 @@ def train(stage: int, accumulate: int = 1, is_mixed: bool = False, **options: An
 
 @pytest.mark.parametrize(
     ("options", "accumulate", "elements"),
-    # half of what a reduction or a gather moves: with two machines of which each element crosses once
+    # In units of PSI. Each element crosses once, so each of two machines sends half of a reduction or a gather.
     [
         pytest.param({"stage": 1}, 4, 2, marks=pytest.mark.exhaustive),
         pytest.param({"stage": 2}, 4, 5, marks=pytest.mark.exhaustive),
@@ -79,10 +79,10 @@ def train(stage: int, accumulate: int = 1, is_mixed: bool = False, **options: An
     ],
     ids=str,
 )
-def test_bytes_that_leave_a_machine_are_those_of_the_formula(options, accumulate, elements):
+def test_bytes_that_leave_a_machine_match_the_formula(options, accumulate, elements):
     ranks = run_on_two(train, accumulate=accumulate, **options)
     formula = 0.5 * elements * 4 * PSI
-    if options == {"stage": 3}:  # backward begins with the unit with which forward has ended, and finds it there
+    if options == {"stage": 3}:  # backward begins with the unit with which forward has ended, still gathered
         formula -= 0.5 * 4 * accumulate * WIDTH * WIDTH
     assert [rank["machines"] for rank in ranks] == [2] * 4
     assert ranks[0]["losses"] != ranks[1]["losses"] and len({rank["sum"] for rank in ranks}) == 1
@@ -95,7 +95,7 @@ def test_bytes_that_leave_a_machine_are_those_of_the_formula(options, accumulate
 
 @pytest.mark.parametrize("placement", [{"stage": 2}, {"stage": 3, "shard_within": "node"}], ids=str)
 @pytest.mark.exhaustive
-def test_exact_compression_gives_the_same_numbers_for_fewer_bytes(placement):
+def test_exact_compression_gives_the_same_numbers_with_fewer_bytes(placement):
     values, changes = (
         run_on_two(train, is_mixed=True, compression=compression, **placement) for compression in (None, "exact")
     )

@@ -14,11 +14,11 @@ from tests.support.training import CLOSE, Recipe, batch, prepare, same_runs, tra
 from tests.support.workers import world_size
 
 ACCUMULATION = pytest.mark.behaviour(
-    "The numbers", "Accumulation over micro-batches, the last window of an epoch shorter, with clipping too"
+    "The numbers", "Gradient accumulation, with a shorter last window of an epoch, and with clipping"
 )
 
 # Stage 1 adds up micro-batches locally and reduces the sum, as DDP's `no_sync` does. Stages 2 and 3 hold a shard of the
-# gradients only, so they reduce each micro-batch and add up the sums: the same number, rounded in another order.
+# gradients only, so they reduce each micro-batch and add up the sums: the same number, rounded in a different order.
 BOUND = {1: 0, 2: CLOSE, 3: CLOSE}
 
 
@@ -28,7 +28,7 @@ def train_both(stage: int, recipe: Recipe, bound: float) -> None:
 
 @ACCUMULATION
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_three_micro_batches_a_step_train_as_under_ddp(run_on, stage):
+def test_three_micro_batches_per_step_train_as_under_ddp(run_on, stage):
     recipe = Recipe(optimizer=adam_with_large_eps, steps=8, micro_batches=3)
     run_on(2, train_both, stage=stage, recipe=recipe, bound=BOUND[stage])
 
@@ -39,13 +39,13 @@ def clip_by_norm(parameters) -> None:
 
 @ACCUMULATION
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_three_micro_batches_a_step_with_clipping_train_as_under_ddp(run_on, stage):
+def test_three_micro_batches_per_step_with_clipping_train_as_under_ddp(run_on, stage):
     recipe = Recipe(optimizer=sgd_nesterov, steps=8, micro_batches=3, clip=clip_by_norm)
     run_on(2, train_both, stage=stage, recipe=recipe, bound=CLOSE)
 
 
 def count_collectives(stage: int, micro_batches: int) -> None:
-    """Count over two steps in the middle of training, where each gather of updated weights has its place."""
+    """Count over two steps in the middle of training, each with its gather of updated weights."""
     from lightning_zero.engine import Engine
 
     module, optimizer = prepare(Recipe())
@@ -81,7 +81,7 @@ def count_collectives(stage: int, micro_batches: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_gradients_travel_once_a_step_at_stage_1_and_once_a_micro_batch_above(run_on, stage, size, micro_batches):
+def test_gradients_are_reduced_once_per_step_at_stage_1_else_once_per_micro_batch(run_on, stage, size, micro_batches):
     run_on(size, count_collectives, stage=stage, micro_batches=micro_batches)
 
 
@@ -91,7 +91,7 @@ def fit_both(stage: int, bound: float, gradient_clip_val: float | None) -> None:
     reference, run = fit_ddp(learner, **options), fit(f"zero{stage}", learner, **options)
     assert len(run.losses) == 3 * 7
     same_runs(run, reference, bound)
-    # The second epoch's windows: batches 7 to 9, 10 to 12, and 13 alone. From the end of one to the end of the next:
+    # The second epoch's windows: batches 7 to 9, 10 to 12, and 13 alone. Count from the end of one to that of the next:
     padded = padded_units(run.units, reference.module, world_size())
     for before, after, micro_batches in [(9, 12, 3), (12, 13, 1)]:
         counted = difference(run.reports[after], run.reports[before])
@@ -102,11 +102,11 @@ def fit_both(stage: int, bound: float, gradient_clip_val: float | None) -> None:
 
 @ACCUMULATION
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_trainer_that_accumulates_three_of_seven_batches_trains_and_communicates_as_it_should(run_on, stage):
+def test_the_trainer_accumulates_seven_batches_in_threes_as_under_ddp_with_the_expected_traffic(run_on, stage):
     run_on(2, fit_both, stage=stage, bound=BOUND[stage], gradient_clip_val=None)
 
 
 @ACCUMULATION
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_trainer_that_accumulates_three_of_seven_batches_and_clips_trains_as_under_ddp(run_on, stage):
+def test_the_trainer_accumulates_seven_batches_in_threes_and_clips_as_under_ddp(run_on, stage):
     run_on(2, fit_both, stage=stage, bound=CLOSE, gradient_clip_val=0.1)

@@ -38,7 +38,7 @@ class Weight(nn.Module):
 
 
 def descend(stage: int, kind: str, value: float, gradients: list[list[float]]) -> Tensor:
-    """`w -= sum over micro-batches of the gradients` for each list in turn; the full weight at the end."""
+    """Apply `w -= sum of the micro-batches' gradients` for each list in turn; return the full weight."""
     from lightning_zero.engine import Engine
 
     module = Weight(torch.float32 if kind == "mixed" else torch.bfloat16, value)
@@ -72,32 +72,38 @@ def add_up_micro_batches(stage: int, kind: str) -> None:
     assert descend(stage, kind, 0.0, [[1.0] + [TINY] * 8]) == -(1 + 8 * TINY)
 
 
-@pytest.mark.behaviour("The numbers", "In bf16 micro-batches and ranks are added up, and masters kept, in fp32")
+@pytest.mark.behaviour(
+    "The numbers", "In bf16, gradients of micro-batches and ranks are summed, and masters kept, in fp32"
+)
 @STAGES
 @KINDS
 @pytest.mark.parametrize("size", [1, 2])
-def test_micro_batches_are_added_up_in_fp32(run_on, stage, kind, size):
+def test_gradients_of_micro_batches_are_summed_in_fp32(run_on, stage, kind, size):
     run_on(size, add_up_micro_batches, stage=stage, kind=kind)
 
 
 def add_up_ranks(stage: int, kind: str) -> None:
-    # The mean of 2 and 2 * 2**-9 is 1 + 2**-9; from 1 that leaves -2**-9, and after a reduction in bf16 0.
+    # The mean of 2 and 2 * 2**-9 is 1 + 2**-9. 1 minus that is -2**-9; after a reduction in bf16 it would be 0.
     assert descend(stage, kind, 1.0, [[2.0 if rank() == 0 else 2 * TINY]]) == -TINY
 
 
-@pytest.mark.behaviour("The numbers", "In bf16 micro-batches and ranks are added up, and masters kept, in fp32")
+@pytest.mark.behaviour(
+    "The numbers", "In bf16, gradients of micro-batches and ranks are summed, and masters kept, in fp32"
+)
 @STAGES
 @KINDS
-def test_ranks_are_added_up_in_fp32(run_on, stage, kind):
+def test_gradients_of_ranks_are_summed_in_fp32(run_on, stage, kind):
     run_on(2, add_up_ranks, stage=stage, kind=kind)
 
 
 def add_up_steps(stage: int, kind: str) -> None:
-    # Each step takes 2**-10 from 1, less than bf16 can show there (2**-8 apart below 1); 16 of them take 2**-6.
+    # Each step subtracts 2**-10 from 1, less than bf16's spacing there (2**-8 below 1); 16 steps subtract 2**-6.
     assert descend(stage, kind, 1.0, [[TINY / 2]] * 16) == 1 - 16 * TINY / 2
 
 
-@pytest.mark.behaviour("The numbers", "In bf16 micro-batches and ranks are added up, and masters kept, in fp32")
+@pytest.mark.behaviour(
+    "The numbers", "In bf16, gradients of micro-batches and ranks are summed, and masters kept, in fp32"
+)
 @STAGES
 @KINDS
 @pytest.mark.parametrize("size", [1, 2])
@@ -128,19 +134,19 @@ def test_the_optimizers_state_is_in_fp32(run_on, stage, kind):
 def count_bytes(stage: int, precision: str) -> None:
     from lightning_zero import ZeroStrategy
 
-    # Without normalisation layers, whose weights autocast computes with in fp32.
+    # Without normalisation layers, whose weights autocast uses in fp32.
     run = fit(ZeroStrategy(stage=stage), partial(Learner, Square, batches=9), max_epochs=1, precision=precision)
     counted = difference(run.reports[8], run.reports[2])
     psi = run.reports[8].padded_numel
     elements, nbytes = counted["elements"], counted["bytes"]
-    last = padded_units(run.units, run.module, 2)[run.units[-1].name]  # with which backward begins
+    last = padded_units(run.units, run.module, 2)[run.units[-1].name]  # backward begins with it
     assert elements == {"all_gather": 6 * (2 * psi - last if stage == 3 else psi), "reduce_scatter": 6 * psi}
     assert nbytes == {"all_gather": 2 * elements["all_gather"], "reduce_scatter": 4 * elements["reduce_scatter"]}
 
 
 @STAGES
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_weights_travel_in_bf16_and_gradients_in_fp32(run_on, stage, precision):
+def test_weights_are_gathered_in_bf16_and_gradients_reduced_in_fp32(run_on, stage, precision):
     run_on(2, count_bytes, stage=stage, precision=precision)
 
 
@@ -154,18 +160,18 @@ def train_beside_ddp() -> None:
 
 @pytest.mark.behaviour("The numbers", "`bf16-mixed`")
 @pytest.mark.parametrize("size", [1, 2])
-def test_bf16_mixed_equals_ddps_in_every_bit(run_on, size):
+def test_bf16_mixed_equals_ddp_bit_for_bit(run_on, size):
     run_on(size, train_beside_ddp)
 
 
 def train_beside_fp32(stage: int) -> None:
-    # DDP rounds the weights to bf16 at each step, which masters avoid: so the reference is the run in fp32.
+    # DDP rounds the weights to bf16 at each step, which masters avoid, so the reference is the run in fp32.
     learner = partial(Learner, batches=10)
     reference = fit_ddp(learner)
     run = fit(f"zero{stage}", learner, precision="bf16-true")
     same_on_every_rank(run.weights)
     for loss, expected in zip(run.losses, reference.losses, strict=True):
-        # Roundings of 2**-8 on the way, of which few add up: one percent.
+        # Roundings of 2**-8 along the way, few of which add up: one percent.
         assert abs(loss - expected) <= 0.01 * abs(expected), f"{loss} instead of {expected}"
     assert {weight.dtype for weight in run.weights.values()} == {torch.bfloat16}
     assert not torch.equal(run.losses[0].float(), reference.losses[0]), "this was computed in fp32"
@@ -173,7 +179,7 @@ def train_beside_fp32(stage: int) -> None:
 
 @pytest.mark.behaviour("The numbers", "`bf16-true`", notes=dict.fromkeys((1, 2, 3), "fp32 masters: follows fp32"))
 @STAGES
-def test_losses_of_bf16_true_follow_fp32_to_the_precision_of_bf16(run_on, stage):
+def test_losses_of_bf16_true_follow_fp32_within_the_precision_of_bf16(run_on, stage):
     run_on(2, train_beside_fp32, stage=stage)
 
 
@@ -186,12 +192,12 @@ def train_all_stages(kind: str) -> None:
 
 @KINDS
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_three_stages_give_the_same_bits(run_on, kind, size):
+def test_the_three_stages_give_the_same_bits_in_bf16(run_on, kind, size):
     run_on(size, train_all_stages, kind=kind)
 
 
 class WithBuffers(nn.Module):
-    """Float, double and integer buffers, an integer parameter that indexes, and a frozen one."""
+    """Float, double and integer buffers, an integer parameter used as an index, and a frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,22 +236,22 @@ def keep_buffers(stage: int, precision: str) -> None:
     assert run.weights["model.seen"] == 4 * 10
 
 
-@pytest.mark.behaviour("The numbers", "Buffers keep their dtype; integers survive")
+@pytest.mark.behaviour("The numbers", "Buffers keep their dtype; integers keep their values")
 @STAGES
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_buffers_keep_their_dtype_and_integers_survive(run_on, stage, precision):
+def test_buffers_keep_their_dtype_and_integers_their_values(run_on, stage, precision):
     run_on(2, keep_buffers, stage=stage, precision=precision)
 
 
 def train_with_buffers(stage: int) -> None:
     recipe = Recipe(model=WithBuffers, optimizer=trainable_adam)
     run, reference = train_zero(recipe, stage), train_ddp(recipe)
-    # The buffers of a rank are its own in the last forward, as under DDP, which broadcasts them before each.
+    # After the last forward, a rank's buffers are its own, as under DDP, which broadcasts them before each forward.
     same_runs(run, reference)
 
 
 @STAGES
-def test_in_fp32_a_model_with_buffers_integers_and_frozen_parameters_equals_ddps(run_on, stage):
+def test_in_fp32_a_model_with_buffers_integers_and_frozen_parameters_trains_as_under_ddp(run_on, stage):
     run_on(2, train_with_buffers, stage=stage)
 
 

@@ -20,7 +20,7 @@ from tests.support.workers import rank, world_size
 SYSTEMS = ["ddp", "zero1", "zero2", "zero3"]
 STAGES = ["zero1", "zero2", "zero3"]
 
-# Torch gives state to parameters without elements as well; one test has some, the others do not.
+# Torch creates state for parameters without elements too; one test has such parameters, the others do not.
 OddModel = partial(models.OddModel, rows=2)
 
 OPTIMIZERS = [
@@ -35,7 +35,7 @@ OPTIMIZERS = [
 
 
 class SaveAfter(Callback):
-    """Write a checkpoint after so many batches, on every rank: right there, or at the end of that epoch."""
+    """Write a checkpoint after a number of batches, on every rank: immediately, or at the end of that epoch."""
 
     def __init__(self, batches: int, path: Path, at_epoch_end: bool = False) -> None:
         self.batches, self.path, self.at_epoch_end, self.seen = batches, path, at_epoch_end, 0
@@ -51,7 +51,7 @@ class SaveAfter(Callback):
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Every rank may read rank 0's file. Without our own entry, which describes the writer."""
+    """Read rank 0's file, on any rank, without the package's own entry, which describes the writer."""
     if world_size() > 1:
         dist.barrier()
     checkpoint = torch.load(path, weights_only=True, map_location="cpu")
@@ -75,20 +75,20 @@ def write_the_same_file(
 
 @pytest.mark.parametrize("strategy", STAGES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.__name__)
-def test_the_file_equals_ddps_with_full_weights_and_optimizer_state_in_torchs_form(
+def test_a_checkpoint_equals_ddps_with_full_weights_and_optimizer_state_in_torchs_format(
     run_on, tmp_path, strategy, optimizer
 ):
     run_on(2, write_the_same_file, strategy=strategy, folder=tmp_path, optimizer=optimizer, batches=3)
 
 
 @pytest.mark.parametrize("strategy", STAGES)
-def test_the_file_equals_ddps_for_parameters_without_elements_too(run_on, tmp_path, strategy):
+def test_a_checkpoint_equals_ddps_with_parameters_without_elements(run_on, tmp_path, strategy):
     options = {"optimizer": models.adam, "batches": 3, "model": models.OddModel}
     run_on(2, write_the_same_file, strategy=strategy, folder=tmp_path, **options)
 
 
 @pytest.mark.parametrize("strategy", STAGES)
-def test_the_file_equals_a_single_devices_on_one_rank(run_on, tmp_path, strategy):
+def test_a_checkpoint_on_one_rank_equals_a_single_devices(run_on, tmp_path, strategy):
     run_on(1, write_the_same_file, strategy=strategy, folder=tmp_path, optimizer=models.adam, batches=3)
 
 
@@ -134,14 +134,14 @@ def resume_everywhere(saver: str, folder: Path, precision: str, systems: list[st
 
 
 @pytest.mark.parametrize("saver", SYSTEMS)
-def test_every_stage_and_ddp_resume_from_any_others_file_as_if_never_stopped(run_on, tmp_path, saver):
+def test_every_stage_and_ddp_resume_exactly_from_any_others_checkpoint(run_on, tmp_path, saver):
     run_on(2, resume_everywhere, saver=saver, folder=tmp_path, precision="32-true", systems=SYSTEMS)
 
 
 @pytest.mark.parametrize("saver", STAGES)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @pytest.mark.exhaustive
-def test_every_stage_resumes_in_bf16_as_if_never_stopped(run_on, tmp_path, saver, precision):
+def test_every_stage_resumes_exactly_in_bf16(run_on, tmp_path, saver, precision):
     run_on(2, resume_everywhere, saver=saver, folder=tmp_path, precision=precision, systems=STAGES)
 
 
@@ -151,13 +151,13 @@ def write_at_the_end_of_the_epoch(strategy: str, path: Path) -> None:
 
 
 def write(strategy: str, path: Path) -> dict[str, Tensor]:
-    """Stop in the middle of the second epoch; the weights at that time, which the next step would change."""
+    """Stop in the middle of the second epoch; return the weights at that time, which the next step would change."""
     learner = partial(Learner, OddModel, models.adamw_with_decay_groups)
     return fit(strategy, learner, callbacks=[SaveAfter(7, path)], max_steps=7).weights
 
 
 def load_alone(path: Path, weights: dict[str, Tensor]) -> None:
-    """On a single device: into a module, into a plain optimizer, and by a Trainer, which continues training."""
+    """Load on a single device: into a module, a plain optimizer, and a Trainer, which continues training."""
     module = Learner.load_from_checkpoint(path, model=OddModel, optimizer=models.adamw_with_decay_groups)
     same_tensors(dict(module.state_dict()), weights, bound=0)
     checkpoint = read(path)
@@ -176,7 +176,7 @@ def load_alone(path: Path, weights: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("strategy", STAGES)
-def test_a_single_device_loads_the_file_of_two_ranks_and_goes_on(run_on, tmp_path, strategy):
+def test_a_single_device_loads_a_checkpoint_of_two_ranks_and_continues_training(run_on, tmp_path, strategy):
     weights, _ = run_on(2, write, strategy=strategy, path=tmp_path / "checkpoint.ckpt")
     run_on(1, load_alone, path=tmp_path / "checkpoint.ckpt", weights=weights)
 
@@ -191,7 +191,7 @@ def load_on_more_ranks(path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", STAGES)
 @pytest.mark.exhaustive
-def test_four_ranks_load_the_file_of_two(run_on, tmp_path, strategy):
+def test_four_ranks_resume_from_a_checkpoint_of_two_ranks(run_on, tmp_path, strategy):
     path = tmp_path / "checkpoint.ckpt"
     run_on(2, write_at_the_end_of_the_epoch, strategy=strategy, path=path)
     run_on(4, load_on_more_ranks, path=path)

@@ -21,19 +21,19 @@ from tests.support.workers import rank, world_size
 
 CLIPPING = pytest.mark.behaviour(
     "The numbers",
-    "Clipping by norm (1, 2, infinity) and by value: the Trainer's, `configure_gradient_clipping`, by hand",
+    "Clipping by norm (1, 2, infinity) and by value: by the Trainer, in `configure_gradient_clipping`, by hand",
 )
 
-# A sum over all shards is taken in another order than a sum over all parameters; a maximum and a bound are not sums.
+# A sum over all shards is taken in a different order from one over all parameters; a maximum and a bound are not sums.
 NORMS = [
     pytest.param(1.0, CLOSE, id="norm 1"),
     pytest.param(2.0, CLOSE, id="norm 2"),
     pytest.param(inf, 0, id="norm inf"),
 ]
-# Small against these models' gradients, so that every step is clipped. (Plain gradient descent, as Adam hides scale.)
+# Small compared with these models' gradients, so that every step is clipped. (With SGD, since Adam hides scale.)
 MAX_NORM, MAX_VALUE = 0.01, 0.001
 
-# Torch has no infinity norm of a parameter without elements, so each has some; on four ranks a rank's part may not.
+# Torch has no infinity norm of a parameter without elements, so each has some; on four ranks a shard may have none.
 model = partial(OddModel, rows=2)
 
 
@@ -62,7 +62,7 @@ def test_torchs_clip_grad_norm_before_a_step_acts_as_under_ddp(run_on, stage, no
 @CLIPPING
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("size", [1, 4])
-def test_so_it_does_on_one_rank_and_on_four(run_on, stage, size):
+def test_torchs_clip_grad_norm_acts_as_under_ddp_on_one_rank_and_on_four(run_on, stage, size):
     recipe = Recipe(model, sgd_nesterov, clip=partial(clip_norm_of, norm_type=2.0))
     run_on(size, train_both, stage=stage, recipe=recipe, bound=CLOSE)
 
@@ -88,7 +88,7 @@ def count_reductions(stage: int) -> None:
     squares = sum(p.grad.square().sum() for p in used)
     assert calls_of(lambda: clip_norm_of(used, 2.0)) == 1, "one sum over ranks, not one of each parameter"
     assert calls_of(lambda: clip_value_of(used)) == 0
-    # among others, such as a loss's own, which no rank has a part of
+    # together with unsharded parameters, such as a loss's own
     used_norm = torch.stack([p.grad.norm() for p in used]).norm()
     assert used_norm < squares.sqrt()
     norms: list[Tensor] = []
@@ -100,7 +100,7 @@ def count_reductions(stage: int) -> None:
 
 
 def clip_in_two_groups() -> None:
-    """Modules over all ranks and over this one alone, as of experts, clipped together."""
+    """Clip a module sharded over all ranks and one on this rank alone (such as an expert) together."""
     from lightning_zero.engine import Engine
 
     alone = [dist.new_group([r]) for r in range(world_size())][rank()]
@@ -117,7 +117,7 @@ def clip_in_two_groups() -> None:
         engine.close()
 
 
-def test_each_parameters_norm_is_taken_over_the_ranks_that_have_parts_of_it(run_on):
+def test_each_parameters_norm_is_taken_over_the_ranks_that_hold_its_shards(run_on):
     run_on(2, clip_in_two_groups)
 
 
@@ -134,7 +134,7 @@ def clip_fewer_on_rank_1() -> None:
     engine.close()
 
 
-def test_ranks_that_clip_different_parameters_are_told(run_on):
+def test_clipping_different_parameters_on_each_rank_is_an_error(run_on):
     run_on(2, clip_fewer_on_rank_1)
 
 

@@ -22,13 +22,13 @@ from tests.support.training import same_on_every_rank, same_runs
 from tests.support.workers import rank, world_size
 
 ROUNDED = 1e-5
-"""Relative bound where numbers are added up in another order: a last bit of fp32 is a last bit of fp16 sometimes."""
+"""Relative bound where summation order differs: a difference in fp32's last bit is sometimes one in fp16's last bit."""
 
 SIZES = pytest.mark.parametrize("size", [1, 2])
 
 
 def mixed() -> MixedPrecision:
-    """The plug-in for "16-mixed" on a GPU. On a CPU Lightning interprets that as "bf16-mixed"."""
+    """The plugin for "16-mixed" on a GPU. On a CPU, Lightning interprets "16-mixed" as "bf16-mixed"."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
     return MixedPrecision("16-mixed", "cpu", scaler)
 
@@ -36,8 +36,8 @@ def mixed() -> MixedPrecision:
 class Lifted(nn.Module):
     """A model, and a vector whose gradient can be chosen.
 
-    On the last rank one element of that gradient overflows in batches 2 and 6: in the part of the first rank, then in
-    that of the last.
+    On the last rank one element of that gradient overflows in batches 2 and 6: first in the first rank's shard, then
+    in the last rank's.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Lifted(nn.Module):
         overflows = {2: 0, 6: 63} if rank() == world_size() - 1 else {}
         factor = torch.zeros(64)
         if self.batches in overflows:
-            factor[overflows[self.batches]] = 3e38  # times the scale: no fp32 can hold it
+            factor[overflows[self.batches]] = 3e38  # times the scale it overflows fp32
         self.batches += 1
         return self.model(tokens, targets) + (self.lift * factor).sum()
 
@@ -74,7 +74,7 @@ def fit_mixed(strategy: Any, learner: Any, **options: Any) -> tuple[TrainerRun, 
 
 
 def fit_all(learner: Any, bound: float = 0, ddp: str = "ddp", **options: Any) -> None:
-    """Train under DDP and at each stage: losses, weights and the path of the scale are the same."""
+    """Train under DDP and at each stage: losses, weights and the scale's history are the same."""
     reference, expected = fit_mixed(ddp if world_size() > 1 else "ddp", learner, **options)
     for stage in (1, 2, 3):
         run, path = fit_mixed(f"zero{stage}", learner, **options)
@@ -92,13 +92,13 @@ def skip_together(optimizer: Any) -> None:
 
 
 @pytest.mark.behaviour(
-    "The numbers", "`16-mixed`: an overflow on one rank skips the step on all; the scale goes DDP's way"
+    "The numbers", "`16-mixed`: an overflow on one rank skips the step on all; the scale changes as under DDP"
 )
 @SIZES
 @pytest.mark.parametrize(
     "optimizer", [models.adam, models.adam_fused, models.several_groups], ids=lambda optimizer: optimizer.__name__
 )
-def test_an_overflow_on_one_rank_skips_the_step_on_all_and_the_scale_goes_ddps_way(run_on, optimizer, size):
+def test_an_overflow_on_one_rank_skips_the_step_on_all_ranks_and_the_scale_follows_ddps(run_on, optimizer, size):
     run_on(size, skip_together, optimizer=optimizer)
 
 
@@ -110,7 +110,7 @@ class WithSchedule(Learner):
 
 
 class TwoOptimizers(ManualLearner):
-    """Turns of two optimizers with a scale that the user steps; gradients are clipped once they are unscaled."""
+    """Alternate two optimizers, with a scaler used by hand; gradients are clipped after they are unscaled."""
 
     def configure_optimizers(self) -> list[Optimizer]:
         first = [*self.model.model.blocks.parameters(), self.model.lift]
@@ -137,16 +137,17 @@ class TwoOptimizers(ManualLearner):
 def skip_otherwise() -> None:
     by_adam = partial(Learner, Lifted, models.adam_with_large_eps, batches=10)
     fit_all(by_adam, ROUNDED, max_epochs=1, gradient_clip_val=0.05)
-    # 14 batches of an epoch in windows of 3: the overflows are in the first and the third
+    # an epoch of 14 batches in windows of 3: the overflows are in the first and the third window
     fit_all(partial(WithSchedule, Lifted, models.sgd_nesterov, batches=14), ROUNDED, accumulate_grad_batches=3)
     fit_all(partial(TwoOptimizers, Lifted, batches=10), ROUNDED, "ddp_find_unused_parameters_true", max_epochs=1)
 
 
 @pytest.mark.behaviour(
-    "The numbers", "`16-mixed` with schedules, clipping, accumulation, two optimizers by hand (within 1e-5)"
+    "The numbers",
+    "`16-mixed` with schedules, clipping, accumulation, two optimizers in manual optimization (within 1e-5)",
 )
 @SIZES
-def test_so_it_is_with_a_schedule_clipping_accumulation_and_by_hand_with_two_optimizers(run_on, size):
+def test_fp16_with_a_schedule_clipping_accumulation_or_manual_optimization_equals_ddp(run_on, size):
     run_on(size, skip_otherwise)
 
 
@@ -180,15 +181,13 @@ def resume(folder: Path) -> None:
 
 
 class Resumed(Learner):
-    """Counts the batches after resuming."""
+    """Continues the count of batches after resuming."""
 
     def on_train_start(self) -> None:
         self.model.batches = self.trainer.fit_loop.epoch_loop.total_batch_idx + 1
 
 
-@pytest.mark.behaviour("The numbers", "`16-mixed`: scale and growth are kept in checkpoints")
+@pytest.mark.behaviour("The numbers", "`16-mixed`: checkpoints keep the scale and its growth count")
 @SIZES
-def test_scale_and_growth_are_kept_in_the_checkpoint_which_equals_ddps_and_a_resumed_run_goes_on_from_them(
-    run_on, size, tmp_path
-):
+def test_fp16_checkpoints_equal_ddps_and_a_resumed_run_continues_with_their_scale(run_on, size, tmp_path):
     run_on(size, resume, folder=tmp_path)

@@ -1,7 +1,7 @@
 """Host memory while a big module is created, loaded and saved: at most two units in addition to the shards.
 
-With states on a disk an update needs three chunks of them, independent of the model's size. The one exception is rank 0
-while it writes a full checkpoint, which it holds once.
+With states on a disk, an update needs three chunks of them, independent of the model's size. The one exception is rank
+0 while it writes a full checkpoint, which it holds once.
 
 Measured in separate processes, which do nothing else and whose allocator returns memory at once: the anonymous memory
 (not backed by files) and the resident pages of the file being read.
@@ -34,7 +34,7 @@ UNIT = 4 * WIDTH * WIDTH  # bytes
 WHOLE = UNITS * UNIT
 SHARDS = WHOLE // RANKS
 SUB_GROUP = 2**18
-PIECES = 3 * 12 * SUB_GROUP  # bytes of three, with a master and two moments for each element
+PIECES = 3 * 12 * SUB_GROUP  # bytes of three chunks, with a master and two moments for each element
 OTHER = 3 * 2**20  # allocated or freed meanwhile by libraries and the measurement itself
 
 
@@ -80,13 +80,13 @@ CASES = {
 
 
 def anonymous() -> int:
-    """Bytes of this process's own memory."""
+    """Bytes of this process's anonymous memory."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 
 def mapped_of_file() -> int:
-    """Bytes of the weights' file that are in this process's memory, by the pages that it has read."""
+    """Bytes of the weight file that are resident in this process, counted by the pages that it has read."""
     total, counts = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split()[0]:
@@ -97,9 +97,9 @@ def mapped_of_file() -> int:
 
 
 def measure(case: str) -> dict[str, int]:
-    """Own memory over what there was before, at its peak and in the end, and what was read of the file.
+    """The increase of anonymous memory, at its peak and at the end, and the bytes read of the file.
 
-    The peak is looked for where most is held: when a rank has its shard of a unit, and the unit's buffer still.
+    The peak is sampled where most is held: when a rank has its shard of a unit and still holds the unit's buffer.
     """
     from lightning_zero.engine import Engine
     from lightning_zero.engine.init.bucketing import UncutBucket
@@ -131,7 +131,7 @@ def measure(case: str) -> dict[str, int]:
 
 
 def peak_at(kind: Any, method: str, act: Callable[[], object]) -> int:
-    """The peak of own memory while something is done, looked for at each call of a method."""
+    """The peak of anonymous memory while ``act`` runs, sampled at each call of a method."""
     peak, call = anonymous(), getattr(kind, method)
 
     def look(*args: Any) -> Any:
@@ -147,7 +147,7 @@ def peak_at(kind: Any, method: str, act: Callable[[], object]) -> int:
 
 
 def measure_saving(form: str, rank: int) -> int:
-    """The peak of own memory over the shards, looked for at each write, of which a file has thousands."""
+    """The peak of anonymous memory in addition to the shards, sampled at each write; a file has thousands of writes."""
     from lightning_zero.checkpoint.commit import Stream
     from lightning_zero.checkpoint.saver import Saver
     from lightning_zero.engine import Engine
@@ -167,7 +167,7 @@ def measure_saving(form: str, rank: int) -> int:
             saver.save_whole({"state_dict": state}, "saved.ckpt")
 
     deadline = time.monotonic() + 30
-    while (before := anonymous()) >= without + SHARDS + OTHER:  # in garbage, or for another thread or rank
+    while (before := anonymous()) >= without + SHARDS + OTHER:  # held by garbage, or for another thread or rank
         assert time.monotonic() < deadline, f"{before - without} bytes are left of the module, where {SHARDS} stay"
         gc.collect()
         time.sleep(0.01)
@@ -185,7 +185,7 @@ def measure_on_disk(rank: int) -> dict[str, int]:
     from lightning_zero.engine.offload.updates import Update
     from lightning_zero.engine.tensor.sharded_tree import in_parts, on_meta
 
-    torch.optim.AdamW([torch.zeros(1)])  # for the first of all torch imports its compiler
+    torch.optim.AdamW([torch.zeros(1)])  # creating the first optimizer makes torch import its compiler
     before = anonymous()
     module = make()
     optimizer = torch.optim.AdamW(module.parameters(), fused=True)
@@ -199,7 +199,7 @@ def measure_on_disk(rank: int) -> dict[str, int]:
             module(torch.randn(2, WIDTH)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        engine.full_state_dict(leaf=on_meta)  # when all is updated
+        engine.full_state_dict(leaf=on_meta)  # after all updates
 
     def save() -> None:
         states = by_name(engine.full_optimizer_state_dict(optimizer, leaf=in_parts), names)
@@ -220,7 +220,7 @@ def worker(rank: int, port: int) -> None:
     from lightning_zero.engine import Engine
 
     torch.set_num_threads(1)
-    ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: huge pages would count what was not read
+    ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: huge pages would count unread bytes
     store = dist.TCPStore("127.0.0.1", port, RANKS, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     Engine(nn.Linear(2, 2)).close()  # initializes everything that is set up once
@@ -231,8 +231,8 @@ def worker(rank: int, port: int) -> None:
 
 
 def cache_page_by_page(file: Path) -> None:
-    """Have a file in the kernel's cache in pages of the smallest size: larger ones are mapped whole where one byte is
-    read, and would count as read."""
+    """Load a file into the kernel's cache in pages of the smallest size: larger pages are mapped whole when one byte is
+    read, and would be counted as read."""
     with file.open("rb+") as opened:
         number = opened.fileno()
         os.fsync(number)
@@ -270,7 +270,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[st
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "whole"])
 @pytest.mark.exhaustive
-def test_beside_the_shards_a_rank_never_holds_two_units_and_reads_its_share(measured, case):
+def test_in_addition_to_its_shards_a_rank_never_holds_two_units_and_reads_only_its_share(measured, case):
     for found in (of_rank[case] for of_rank in measured):
         assert SHARDS - OTHER <= found["peak"] < SHARDS + 2 * UNIT + OTHER, f"{found}, where the whole is {WHOLE}"
         assert SHARDS - OTHER <= found["at rest"] < SHARDS + OTHER, f"{found}: more than the shards, {SHARDS}"
@@ -281,13 +281,13 @@ def test_beside_the_shards_a_rank_never_holds_two_units_and_reads_its_share(meas
 
 
 @pytest.mark.exhaustive
-def test_the_measurement_sees_a_module_that_is_made_whole(measured):
+def test_the_measurement_detects_a_module_that_is_created_in_full(measured):
     for found in (of_rank["whole"] for of_rank in measured):
         assert found["peak"] >= WHOLE > SHARDS + 2 * UNIT + OTHER
 
 
 @pytest.mark.exhaustive
-def test_one_file_is_held_once_by_the_rank_that_writes_it_and_parts_by_nobody(measured):
+def test_a_full_checkpoint_is_held_once_by_the_writing_rank_and_a_sharded_one_by_no_rank(measured):
     first, second = (of_rank["saving"] for of_rank in measured)
     assert WHOLE - OTHER <= first["full"] < WHOLE + UNIT + OTHER
     assert second["full"] < UNIT + OTHER
@@ -295,15 +295,15 @@ def test_one_file_is_held_once_by_the_rank_that_writes_it_and_parts_by_nobody(me
 
 
 @pytest.mark.exhaustive
-def test_with_states_on_a_disk_an_update_takes_three_pieces_beside_the_gradients(measured):
+def test_with_states_on_a_disk_an_update_needs_three_chunks_in_addition_to_the_gradients(measured):
     for found in (of_rank["on disk"] for of_rank in measured):
         assert found["on disk"] == 3 * SHARDS > 3 * PIECES
         assert found["at rest"] < OTHER, f"{found}: parameters are on the disk too"
-        beside = found["updating"] - SHARDS  # the gradients; updates go on in the next forward, which gathers two units
+        beside = found["updating"] - SHARDS  # gradients; updates continue in the next forward, which gathers two units
         assert PIECES - OTHER <= beside < PIECES + 2 * UNIT + OTHER, f"{found}: pieces of {PIECES}"
 
 
 @pytest.mark.exhaustive
-def test_states_on_a_disk_are_saved_in_the_background_without_memory_for_them(measured):
+def test_states_on_a_disk_are_saved_in_the_background_without_being_held_in_memory(measured):
     for found in (of_rank["on disk"] for of_rank in measured):
         assert found["saving"] < PIECES + UNIT + OTHER, f"{found}: the pieces are kept for the next update"

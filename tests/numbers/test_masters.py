@@ -1,4 +1,4 @@
-"""fp32 masters of low-precision parameters: trained from a later step on, loaded, or with third-party optimizers."""
+"""fp32 masters of low-precision parameters: unfrozen in mid-run, loaded, or with third-party optimizers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def unfreeze() -> None:
         frozen.requires_grad_(True)
         for _ in range(16):
             step(module, optimizer, tiny)
-        # A master of four bytes is new; at stage 3 it takes the place of the shard.
+        # There is a new master of four bytes an element; at stage 3 it replaces the shard.
         assert held(engine) == before + (2 if stage == 3 and size > 1 else 4) * 64 // size
         weights, masters = engine.full_state_dict(), engine.masters_by_name()
         assert weights["late.linear.weight"].dtype == dtype
@@ -78,7 +78,7 @@ def resume_unfrozen() -> None:
             "late.linear.weight": torch.full((64, 1), 1 - tiny),
         }
         with torch.no_grad():
-            # Changed since the masters were saved (by averaging weights, say): the parameter's value counts.
+            # Changed since the masters were saved (by averaging weights, say): the parameter's value takes precedence.
             module["early"].linear.weight[5] = 0.5
             module["late"].linear.weight[60] = 0.25
         engine.load_masters(saved)
@@ -90,7 +90,7 @@ def resume_unfrozen() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_loaded_masters_give_parameters_their_digits_except_where_these_were_changed(run_on, size):
+def test_loaded_masters_restore_full_precision_except_where_parameters_have_changed(run_on, size):
     run_on(size, resume_unfrozen)
 
 
@@ -107,7 +107,7 @@ def test_an_optimizer_that_the_engine_was_not_given_keeps_its_own_state_dict(run
 
 
 def load_beside_a_foreign_parameter(**foreign: Any) -> None:
-    """The state of a parameter that is not the module's, saved in fp32 on the CPU."""
+    """Load the state of a parameter that is not the module's, saved in fp32 on the CPU."""
 
     def make(**options: Any) -> tuple[nn.Module, nn.Parameter, SGD]:
         module, other = nn.Linear(3, 3), nn.Parameter(torch.ones(3, **options))
@@ -126,13 +126,13 @@ def load_beside_a_foreign_parameter(**foreign: Any) -> None:
     assert state.is_meta or torch.equal(state, expected_state)
     whole = optimizer.state_dict()["state"]
     assert torch.equal(whole[0]["momentum_buffer"] + 0, saved.state_dict()["state"][0]["momentum_buffer"])
-    del optimizer.state[other]  # at the end it would be moved, which the meta device has no values for
+    del optimizer.state[other]  # closing would move it, but the meta device has no values
     engine.close()
 
 
 @pytest.mark.parametrize("foreign", [{"dtype": torch.float64}, {"device": "meta"}], ids=str)
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_state_of_a_foreign_parameter_is_loaded_as_torch_does_to_where_it_is(run_on, size, foreign):
+def test_the_state_of_a_foreign_parameter_is_loaded_to_its_dtype_and_device_as_by_torch(run_on, size, foreign):
     run_on(size, load_beside_a_foreign_parameter, **foreign)
 
 
@@ -153,12 +153,12 @@ def load_a_mismatch() -> None:
     engine.close()
 
 
-def test_a_state_dict_with_other_groups_is_refused_by_torch_and_nothing_of_it_is_kept(run_on):
+def test_a_state_dict_with_different_groups_is_refused_by_torch_and_not_kept_alive(run_on):
     run_on(2, load_a_mismatch)
 
 
 class Averaging(Optimizer):
-    """Keeps one number for each element under a name that torch's optimizers have for a count."""
+    """Keeps one number for each element under a name that torch's optimizers use for a count."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -183,7 +183,7 @@ def load_an_entry_that_is_called_as_a_count() -> None:
     engine.close()
 
 
-def test_an_entry_by_element_may_have_the_name_of_a_count(run_on):
+def test_an_elementwise_state_entry_may_have_the_name_of_a_count(run_on):
     run_on(2, load_an_entry_that_is_called_as_a_count)
 
 
@@ -208,13 +208,13 @@ def step_after_a_state_dict_that_failed() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_an_optimizer_keeps_its_state_when_a_hook_ends_its_state_dict_with_an_error(run_on, size):
+def test_an_optimizer_keeps_its_state_when_a_state_dict_hook_raises(run_on, size):
     run_on(size, step_after_a_state_dict_that_failed)
 
 
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"capturable": True}])
 @pytest.mark.parametrize("key", ["step", "mu_product"])
-def test_counts_are_loaded_to_where_torch_loads_them(key, options):
+def test_counts_are_loaded_with_the_device_and_dtype_that_torch_gives_them(key, options):
     parameter, count = nn.Parameter(torch.empty(4, device="meta")), torch.tensor(3, dtype=torch.int64)
     if key != "step":
         count = count.float()

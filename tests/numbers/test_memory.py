@@ -32,7 +32,7 @@ def wide() -> nn.Module:
 
 
 def make(stage: int, kind: str = "fp32", **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-    """A model of 8 equal layers and no root unit, in fp32, in fp32 computed in bf16, in bf16 itself, or in fp64."""
+    """A model of 8 equal layers and no root unit, in fp32, in fp32 computed in bf16, in pure bf16, or in fp64."""
     from lightning_zero.engine import Engine
 
     dtype = {"true": torch.bfloat16, "fp64": torch.float64}.get(kind, torch.float32)
@@ -57,7 +57,7 @@ def expected_at_rest(stage: int, kind: str) -> dict[str, int]:
     if stage == 3:
         parameters = master * PSI // ranks  # the masters; a bf16 copy exists only while it is gathered
     elif kind in ("fp32", "fp64"):
-        parameters = master * PSI  # the masters are this rank's slice of them
+        parameters = master * PSI  # the masters are this rank's slice of the parameters
     else:
         parameters = 2 * PSI + master * PSI // ranks
     return {"parameters": parameters, "optimizer": 2 * master * PSI // ranks}
@@ -68,7 +68,7 @@ def master_bytes(kind: str) -> int:
 
 
 def measure_at_rest(stage: int, kind: str) -> None:
-    torch.set_default_dtype(torch.float64 if kind == "fp64" else torch.float32)  # of the inputs
+    torch.set_default_dtype(torch.float64 if kind == "fp64" else torch.float32)  # the dtype of the inputs
     module, optimizer, engine = make(stage, kind)
     expected = expected_at_rest(stage, kind)
     assert held(engine) == {"parameters": expected["parameters"]}, "before the first step there is no state"
@@ -81,7 +81,7 @@ def measure_at_rest(stage: int, kind: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         assert held(engine) == expected, f"{held(engine)} instead of {expected}"
-    # The formula counts gradients too: a shard of them, or at stage 1 all, which is what accumulation there needs.
+    # The formula includes gradients: a shard, or at stage 1 all of them, which accumulation at that stage requires.
     formula = sum(expected.values()) + master_bytes(kind) * PSI // (1 if stage == 1 else world_size())
     assert engine.report().formula == formula, f"{engine.report().formula} instead of {formula}"
     engine.close()
@@ -90,12 +90,12 @@ def measure_at_rest(stage: int, kind: str) -> None:
 @STAGES
 @SIZES
 @pytest.mark.parametrize("kind", ["fp32", "mixed", "true", "fp64"])
-def test_at_rest_a_rank_holds_what_the_formula_says(run_on, stage, size, kind):
+def test_the_memory_of_a_rank_at_rest_equals_the_papers_formula(run_on, stage, size, kind):
     run_on(size, measure_at_rest, stage=stage, kind=kind)
 
 
 def measure_owners(stage: int, kind: str) -> None:
-    """Muon has one state. The rank with the largest share owns three of eight equal matrices if there are three."""
+    """Muon has one state. On three ranks, the largest share is three of eight equal matrices."""
     from lightning_zero.engine import Engine
 
     dtype = torch.bfloat16 if kind == "true" else torch.float32
@@ -124,7 +124,7 @@ def muon(module: nn.Module) -> torch.optim.Optimizer:
 @STAGES
 @KINDS
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_with_owners_at_rest_a_rank_holds_what_the_formula_says(run_on, stage, size, kind):
+def test_with_owned_matrices_the_memory_of_a_rank_at_rest_follows_the_formula(run_on, stage, size, kind):
     run_on(size, measure_owners, stage=stage, kind=kind)
 
 
@@ -137,7 +137,7 @@ def measure_frozen(kind: str) -> None:
         engine = Engine(
             module.requires_grad_(False), [], stage=stage, compute_dtype=torch.bfloat16 if kind == "mixed" else None
         )
-        # In bf16 itself nothing is kept in fp32 of what does not train.
+        # In pure bf16, frozen parameters have no fp32 masters.
         parameters = {"fp32": 4 * PSI, "true": 2 * PSI, "mixed": 2 * PSI + 4 * PSI // 2}[kind]
         if stage == 3:
             parameters = (2 if kind == "true" else 4) * PSI // 2
@@ -147,7 +147,7 @@ def measure_frozen(kind: str) -> None:
 
 
 @KINDS
-def test_frozen_parameters_cost_themselves_only(run_on, kind):
+def test_frozen_parameters_need_no_memory_beyond_their_own_values(run_on, kind):
     run_on(2, measure_frozen, kind=kind)
 
 
@@ -169,7 +169,7 @@ def test_stage_1_holds_all_gradients_only_while_it_accumulates(run_on):
 
 
 def large_storages(least: int) -> dict[int, int]:
-    """Bytes of every tensor storage above a size in this process, by address, whoever references it."""
+    """Bytes of every tensor storage above a size in this process, by address, regardless of what references it."""
     found = {}
     for item in gc.get_objects():
         if issubclass(type(item), torch.Tensor) and type(item) in (torch.Tensor, nn.Parameter):
@@ -180,7 +180,7 @@ def large_storages(least: int) -> dict[int, int]:
 
 
 def watch(module: nn.Module, look: Callable[[str], None]) -> None:
-    """Call `look` inside the forward and the backward of each layer, while its weights are there."""
+    """Call `look` inside the forward and the backward of each layer, while its weights are gathered."""
     for layer in module.layers:
         layer.linear.register_forward_hook(lambda *_: look("forward"))
         layer.linear.register_full_backward_hook(lambda *_: look("backward"))
@@ -197,18 +197,18 @@ def measure_peak(stage: int, kind: str, prefetch: int, reduction_buffers: int) -
     watch(module, look)
     for index in range(3):
         if index == 1:
-            engine.reset_peak()  # from here on with optimizer state
+            engine.reset_peak()  # from now on with optimizer state
         loss_of(module, index, kind).backward()
         optimizer.step()
         optimizer.zero_grad()
-    # Two units in forward and three in backward with one of prefetch; one more for each more, one less for none.
+    # With prefetch=1, two units in forward and three in backward; one more for each further unit, one less without.
     units = {"forward": 1 + prefetch, "backward": 2 + prefetch} if stage == 3 else {"forward": 0, "backward": 0}
     for phase, most in units.items():
         assert gathered[phase] <= most * width * UNIT, f"{gathered[phase] / (width * UNIT)} units in {phase}"
         assert (gathered[phase] > 0) == (most > 0)
     at_rest = sum(expected_at_rest(stage, kind).values())
     gradients = 4 * PSI // world_size()
-    # K buffers in reduction, each with what is received from the other ranks, and one that backward fills meanwhile.
+    # K buffers in reduction, each with the data received from other ranks, and one that backward fills meanwhile.
     received = (world_size() - 1) * UNIT // world_size()
     reduction = 4 * (reduction_buffers * (UNIT + received) + UNIT)
     bound = at_rest + gradients + units["backward"] * width * UNIT + reduction
@@ -222,12 +222,12 @@ def measure_peak(stage: int, kind: str, prefetch: int, reduction_buffers: int) -
 @STAGES
 @SIZES
 @KINDS
-def test_at_the_peak_buffers_are_bounded_whatever_the_size_of_the_model(run_on, stage, size, kind):
+def test_buffers_at_the_peak_are_bounded_regardless_of_the_models_size(run_on, stage, size, kind):
     run_on(size, measure_peak, stage=stage, kind=kind, prefetch=1, reduction_buffers=2)
 
 
 @pytest.mark.parametrize(("prefetch", "reduction_buffers"), [(0, 1), (2, 1), (2, 3)])
-def test_each_unit_of_prefetch_and_each_buffer_costs_one_more(run_on, prefetch, reduction_buffers):
+def test_each_unit_of_prefetch_and_each_reduction_buffer_adds_one_unit_of_memory(run_on, prefetch, reduction_buffers):
     run_on(2, measure_peak, stage=3, kind="fp32", prefetch=prefetch, reduction_buffers=reduction_buffers)
 
 
@@ -237,14 +237,14 @@ def compare_with_the_process(stage: int) -> None:
     before = large_storages(least)
     module, optimizer, engine = make(stage, prefetch=1, reduction_buffers=2)
     excess = {"forward": 0, "backward": 0}
-    # In flight besides: the gradient of one layer on its way into the flat buffer, and the sum of one reduction.
+    # Also in flight: the gradient of one layer on its way into the flat buffer, and the sum of one reduction.
     allowed = {"forward": 0, "backward": 4 * UNIT + 4 * UNIT // world_size()}
 
     def total() -> int:
         return sum(n for address, n in large_storages(least).items() if address not in before)
 
     def look(phase: str) -> None:
-        # The least of several readings: a thread of Gloo's lets go of its last tensor a moment after the wait for it.
+        # The minimum of several readings: a Gloo thread releases its last tensor a moment after the wait for it.
         readings = [total() - sum(held(engine).values())]
         while readings[-1] > allowed[phase] and len(readings) < 5:
             time.sleep(0.005)
@@ -264,12 +264,12 @@ def compare_with_the_process(stage: int) -> None:
 
 @STAGES
 @SIZES
-def test_the_engine_knows_of_every_large_buffer_in_the_process(run_on, stage, size):
+def test_the_engines_report_covers_every_large_buffer_in_the_process(run_on, stage, size):
     run_on(size, compare_with_the_process, stage=stage)
 
 
 class Block(nn.Module):
-    """A residual block of four matrices and two norms, as of a transformer."""
+    """A residual block of four matrices and two norms, as in a transformer."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -299,7 +299,7 @@ class Stack(nn.Module):
 
 
 class WithoutBlocks(nn.Module):
-    """Layers of which each is smaller than one of four parts, so that all of it is the root unit."""
+    """Layers that are each smaller than a quarter of the model, so that all of them form the root unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -327,7 +327,7 @@ def compare_with_ddp(stage: int, model: str, clip: bool, micro_batches: int) -> 
     from lightning_zero.engine import Engine
     from lightning_zero.engine.plan import units
 
-    units.UNIT_NUMEL = 2**20  # as by default, outside of these tests
+    units.UNIT_NUMEL = 2**20  # the default outside of these tests
     before = set(large_storages(2**15))
     module, optimizer = prepare(Recipe(SMALL_MODELS[model], adam))
     numel = sum(parameter.numel() for parameter in module.parameters())
@@ -335,12 +335,12 @@ def compare_with_ddp(stage: int, model: str, clip: bool, micro_batches: int) -> 
     engine = Engine(module, [optimizer], stage=stage)
     report = engine.report()
     assert report.replicated == 16 * numel and sum(report.units.values()) == numel
-    # A parameter begins at a multiple of so many elements, and all that is flat has these gaps.
+    # Parameters begin at aligned offsets, which leaves gaps in all flat buffers.
     bound, most = 16 * report.padded_numel, 0
 
     def look(*_: Any) -> None:
         nonlocal most
-        storages = large_storages(2**15)  # of which most activations, of 24 rows, are not
+        storages = large_storages(2**15)  # larger than most activations, which have 24 rows
         most = max(most, sum(nbytes for address, nbytes in storages.items() if address not in before))
 
     for index in range(2):
@@ -379,19 +379,19 @@ def compare_with_ddp(stage: int, model: str, clip: bool, micro_batches: int) -> 
         (3, True, 3, "1.7 M, 2 blocks and a large root unit"),
     ],
 )
-def test_a_small_model_never_takes_more_than_under_ddp(run_on, stage, clip, micro_batches, model):
+def test_a_small_model_takes_no_more_memory_than_under_ddp(run_on, stage, clip, micro_batches, model):
     run_on(2, compare_with_ddp, stage=stage, model=model, clip=clip, micro_batches=micro_batches)
 
 
-def test_nor_does_it_on_four_ranks(run_on):
+def test_a_small_model_on_four_ranks_takes_no_more_memory_than_under_ddp(run_on):
     run_on(4, compare_with_ddp, stage=3, model="1.2 M, 6 blocks", clip=True, micro_batches=3)
 
 
 def measure_buffers(stage: int, model: str, part: float) -> None:
-    """What is gathered and in reduction at once, at any moment, as a share of the bytes of all parameters.
+    """Measure the peak of gathered and reduction buffers together, as a share of the bytes of all parameters.
 
     Args:
-        part: the share of the largest unit or bucket.
+        part: the largest unit's or bucket's share of the parameters.
     """
     from lightning_zero.engine import Engine
     from lightning_zero.engine.plan import units
@@ -412,8 +412,8 @@ def measure_buffers(stage: int, model: str, part: float) -> None:
         module(*batch(index)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    # Three units are gathered in backward at stage 3. Two are in reduction, each with a half that is received from the
-    # other rank, while a third buffer fills: four times a unit.
+    # Three units are gathered in backward at stage 3. Two buffers are in reduction, each with a half received from the
+    # other rank, while a third fills: four units in all.
     parts = 4 if stage == 2 else 3 + 4
     assert 0 < most <= 1.01 * parts * part * 4 * numel, f"{most / (4 * numel)} of the parameters"
     engine.close()
@@ -424,7 +424,7 @@ def measure_buffers(stage: int, model: str, part: float) -> None:
     ("model", "part"),
     [("1.2 M, 6 blocks", 1 / 6), ("1.2 M, 24 blocks", 1 / 4), ("1.2 M, no blocks", 1 / 4), ("2.5 M, 3 blocks", 1 / 4)],
 )
-def test_what_a_small_model_has_in_buffers_is_a_few_of_its_parts(run_on, stage, model, part):
+def test_buffers_of_a_small_model_take_a_few_times_its_largest_unit(run_on, stage, model, part):
     run_on(2, measure_buffers, stage=stage, model=model, part=part)
 
 
@@ -463,7 +463,7 @@ def test_a_released_units_storage_has_zero_bytes(run_on, size):
 
 
 def delete(stage: int, kind: str, training: bool) -> None:
-    """With the collector off, so that a single cycle would keep its memory."""
+    """With the garbage collector disabled, so that a reference cycle would keep memory."""
     gc.collect()
     gc.disable()
     before = large_storages(1)
@@ -480,7 +480,7 @@ def delete(stage: int, kind: str, training: bool) -> None:
     del module, optimizer, engine
     alive = [reference() for reference in watched if reference() is not None]
     assert not alive, f"still there: {[type(item).__name__ for item in alive]}"
-    # A thread of Gloo's lets go of its last tensor a moment after the wait for it has returned; a leak stays for ever.
+    # A Gloo thread releases its last tensor a moment after the wait for it has returned; a leak stays forever.
     deadline = time.monotonic() + 2
     while (left := large_storages(1).keys() - before.keys()) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -544,7 +544,7 @@ def test_old_gradients_are_freed_without_the_garbage_collector_however_they_were
 
 
 def delete_an_odd_model(stage: int) -> None:
-    """Through the root unit, embeddings and scalars, after an evaluation too."""
+    """With a root unit, embeddings and scalars, and after an evaluation."""
     from lightning_zero.engine import Engine
 
     gc.collect()
@@ -566,12 +566,12 @@ def delete_an_odd_model(stage: int) -> None:
 )
 @STAGES
 @pytest.mark.parametrize("size", [1, 2])
-def test_deleting_a_model_with_a_root_unit_frees_it_too(run_on, stage, size):
+def test_deleting_a_model_with_a_root_unit_frees_everything_without_the_garbage_collector(run_on, stage, size):
     run_on(size, delete_an_odd_model, stage=stage)
 
 
 def freeze_half(stage: int) -> None:
-    """Every other layer is frozen, and optimizer and engine are given all of them."""
+    """Freeze every other layer; the optimizer and the engine receive all layers."""
     from lightning_zero.engine import Engine
 
     module, optimizer = prepare(Recipe(wide, adam))
@@ -588,8 +588,10 @@ def freeze_half(stage: int) -> None:
     engine.close()
 
 
-@pytest.mark.behaviour("The module", "Frozen parameters cost no gradient, no communication of one, and no state")
+@pytest.mark.behaviour(
+    "The module", "Frozen parameters need no gradients, no gradient communication and no optimizer state"
+)
 @STAGES
 @SIZES
-def test_frozen_parameters_cost_neither_gradients_nor_state(run_on, stage, size):
+def test_frozen_parameters_need_neither_gradients_nor_optimizer_state(run_on, stage, size):
     run_on(size, freeze_half, stage=stage)

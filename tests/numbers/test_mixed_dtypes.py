@@ -17,7 +17,7 @@ from tests.support.workers import world_size
 
 
 class Mixed(nn.Module):
-    """An embedding, a body and a head of chosen dtypes, a complex filter, and integers that index."""
+    """An embedding, a body and a head of chosen dtypes, a complex filter, and an integer parameter used as an index."""
 
     def __init__(self, embed: torch.dtype, body: torch.dtype, head: torch.dtype) -> None:
         super().__init__()
@@ -95,14 +95,14 @@ def test_fp32_fp64_complex_and_integer_parameters_in_one_model_equal_ddps_in_eve
 
 
 def train_by_hand(*dtypes: torch.dtype, compute_dtype: Any = None) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Expected for low precision: masters updated in fp32 or wider, and parameters cast from the masters."""
+    """The expected result in low precision: masters updated in fp32 or wider, and parameters cast from the masters."""
     module, _ = prepare(*dtypes)
     own = {name: p.dtype for name, p in module.named_parameters()}
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     masters = {n: nn.Parameter(p.detach().to(torch.promote_types(p.dtype, torch.float32))) for n, p in trained.items()}
     optimizer = Adam(masters.values(), lr=0.01)
     for name, parameter in trained.items():
-        is_linear = name.startswith(("body", "head"))  # which autocast casts
+        is_linear = name.startswith(("body", "head"))  # these are cast by autocast
         if compute_dtype is not None and parameter.dtype == torch.float32 and is_linear:
             parameter.data = parameter.data.to(compute_dtype)
     losses = []
@@ -134,10 +134,10 @@ def mix_low(compute_dtype: Any) -> None:
             assert ours == losses, f"stage {stage}, {dtypes}"
 
 
-@pytest.mark.behaviour("The numbers", "Low precision beside higher in one model, each from its own masters")
+@pytest.mark.behaviour("The numbers", "Low and high precision in one model, each parameter updated from its own master")
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16], ids=["true", "mixed"])
-def test_low_precision_beside_higher_trains_each_from_its_own_masters(run_on, size, compute_dtype):
+def test_low_and_high_precision_parameters_in_one_model_train_from_their_own_masters(run_on, size, compute_dtype):
     run_on(size, mix_low, compute_dtype=compute_dtype)
 
 

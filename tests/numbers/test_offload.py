@@ -50,7 +50,7 @@ ON_BOTH = pytest.mark.parametrize("offload", ["cpu, parameters too", "disk, all 
 
 
 class Wide(nn.Module):
-    """Layers each of whose shards are several pieces of a file, on two ranks too; and some of a few elements."""
+    """Layers whose shards each span several pieces of a file, also on two ranks; and layers of a few elements."""
 
     def __init__(self, width: int = 150, layers: int = 3) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def option(offload: str | None, stage: int) -> Any:
 
 
 def train(recipe: Recipe, stage: int, offload: str | None, early: bool = False, **options: Any) -> dict[str, Any]:
-    """The results of a run; with ``early`` updates may start during the last backward of a step."""
+    """The results of a run; with ``early``, updates may start during the last backward of a step."""
     module, optimizer = prepare(recipe)
     before = set(threading.enumerate())
     engine = Engine(module, [optimizer], stage=stage, offload=option(offload, stage), **options)
@@ -120,20 +120,20 @@ def is_as_without(recipe: Recipe, stage: int, offload: str, **options: Any) -> N
 @EACH
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_run_is_as_without(run_on, ranks, stage, offload):
+def test_a_run_with_offload_equals_one_without(run_on, ranks, stage, offload):
     run_on(ranks, is_as_without, recipe=Recipe(steps=4), stage=stage, offload=offload)
 
 
 @EACH
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_updates_that_begin_during_backward_change_nothing(run_on, ranks, offload):
+def test_offloaded_updates_that_begin_during_backward_change_no_numbers(run_on, ranks, offload):
     recipe = Recipe(Wide, steps=5, micro_batches=2)
     run_on(ranks, is_as_without, recipe=recipe, stage=3, offload=offload, early=True, units=[nn.Linear])
 
 
 @ON_BOTH
 @pytest.mark.parametrize("stage", [1, 3])
-def test_in_low_precision(run_on, stage, offload):
+def test_offload_changes_no_numbers_in_low_precision(run_on, stage, offload):
     run_on(2, is_as_without, recipe=Recipe(Wide, steps=4, dtype=torch.bfloat16), stage=stage, offload=offload)
 
 
@@ -152,7 +152,7 @@ def test_in_low_precision(run_on, stage, offload):
         models.with_an_empty_group,
     ],
 )
-def test_with_each_optimizer(run_on, optimizer, offload):
+def test_offload_changes_no_numbers_with_any_optimizer(run_on, optimizer, offload):
     run_on(2, is_as_without, recipe=Recipe(Wide, optimizer, steps=3), stage=3, offload=offload, early=True)
 
 
@@ -162,19 +162,19 @@ def clip(parameters: Any) -> Any:
 
 @ON_BOTH
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_with_clipping_and_micro_batches(run_on, ranks, offload):
+def test_offload_changes_no_numbers_with_clipping_and_micro_batches(run_on, ranks, offload):
     recipe = Recipe(steps=4, micro_batches=3, clip=clip)
     run_on(ranks, is_as_without, recipe=recipe, stage=3, offload=offload)
 
 
 @ON_BOTH
-def test_with_activation_checkpointing(run_on, offload):
+def test_offload_changes_no_numbers_with_activation_checkpointing(run_on, offload):
     options = {"early": True, "units": [nn.Linear], "activation_checkpointing": "units"}
     run_on(2, is_as_without, recipe=Recipe(Wide, steps=3), stage=3, offload=offload, **options)
 
 
 class AroundTorchs(torch.optim.AdamW):
-    """With a step of its own around torch's, as projects have them."""
+    """With a step of its own that calls torch's, as in some projects."""
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
@@ -185,7 +185,7 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def around_torchs(module: nn.Module) -> torch.optim.Optimizer:
-    adamw(module)  # torch hooks the step of a class when one of it is made
+    adamw(module)  # torch hooks a class's step when the class is instantiated
     return AroundTorchs(module.parameters(), lr=0.01)
 
 
@@ -210,23 +210,23 @@ def calls_of_hooks(offload: str | None, optimizer: Any) -> list[str]:
 
 @ON_BOTH
 @pytest.mark.parametrize("optimizer", [adamw, around_torchs])
-def test_hooks_on_the_steps_of_all_optimizers_are_called_as_often_as_without(run_on, optimizer, offload):
+def test_global_optimizer_step_hooks_are_called_as_often_as_without_offload(run_on, optimizer, offload):
     (calls,) = run_on(1, calls_of_hooks, offload=offload, optimizer=optimizer)
     assert [calls] == run_on(1, calls_of_hooks, offload=None, optimizer=optimizer)
     assert calls.count("before") == calls.count("after") >= 3
 
 
 @ON_BOTH
-def test_an_optimizer_with_a_step_around_torchs_updates_as_without(run_on, offload):
+def test_an_optimizer_that_wraps_torchs_step_updates_as_without_offload(run_on, offload):
     recipe = Recipe(Wide, around_torchs, steps=3)
     run_on(2, is_as_without, recipe=recipe, stage=3, offload=offload, allow_any_optimizer=True)
 
 
-# ----------------------------------------------------------------------------------------------- what users do between
+# ----------------------------------------------------------------------------------------------- changes between steps
 
 
 def in_between(stage: int, offload: str | None) -> dict[str, Any]:
-    """Freeze and unfreeze, write to parameters and states in all the ways there are, load, change the rate."""
+    """Freeze and unfreeze, write to parameters and states in every way, load, change the learning rate."""
     module, optimizer = prepare(Recipe(Wide))
     engine = Engine(module, [optimizer], stage=stage, offload=option(offload, stage))
     first, last, norms = module.layers[0], module.layers[2], []
@@ -269,7 +269,7 @@ def in_between_is_as_without(stage: int, offload: str) -> None:
 
 @EACH
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 3), (2, 1), (2, 3)])
-def test_what_users_do_between_steps_has_its_effect(run_on, ranks, stage, offload):
+def test_changes_between_steps_take_effect_as_without_offload(run_on, ranks, stage, offload):
     run_on(ranks, in_between_is_as_without, stage=stage, offload=offload)
 
 
@@ -311,7 +311,7 @@ def replaced_is_as_without(offload: str) -> None:
 
 @ON_BOTH
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_optimizer_may_be_replaced_while_its_update_is_under_way(run_on, ranks, offload):
+def test_an_optimizer_may_be_replaced_while_its_update_is_still_running(run_on, ranks, offload):
     run_on(ranks, replaced_is_as_without, offload=offload)
 
 
@@ -319,7 +319,7 @@ def test_an_optimizer_may_be_replaced_while_its_update_is_under_way(run_on, rank
 
 
 def updates_in_backward(offload: str) -> None:
-    """The last layers are updated before the first ones have their gradients: backward waits for it in the test."""
+    """The last layers are updated before the first have their gradients: the test makes backward wait for it."""
     module, optimizer = prepare(Recipe(lambda: Wide(layers=4)))
     engine = Engine(module, [optimizer], units=[nn.Linear], offload=option(offload, 3), reduction_buffers=1)
     act, updated = Update.act, threading.Event()
@@ -352,12 +352,12 @@ def updates_in_backward(offload: str) -> None:
 
 @ON_BOTH
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_updates_begin_while_backward_goes_on(run_on, ranks, offload):
+def test_updates_begin_while_backward_is_still_running(run_on, ranks, offload):
     run_on(ranks, updates_in_backward, offload=offload)
 
 
 def updates_in_forward(stage: int, offload: str) -> None:
-    """The next forward begins while the last layer is not updated yet: its update waits for that in the test."""
+    """The next forward begins before the last layer is updated: the test makes that update wait for the forward."""
     module, _ = prepare(Recipe(lambda: Wide(layers=4)))
     others = [p for name, p in module.named_parameters() if "head" not in name]
     groups = [{"params": others, "is_last": False}, {"params": module.head.parameters(), "is_last": True}]
@@ -376,7 +376,7 @@ def updates_in_forward(stage: int, offload: str) -> None:
         optimizer.zero_grad()
         loss.backward()
         began.clear()
-        if step:  # the first also tries the optimizer out
+        if step:  # the first step also tries out the optimizer
             Update.act = waits
         try:
             optimizer.step()
@@ -397,12 +397,12 @@ def updates_in_forward(stage: int, offload: str) -> None:
         (2, 3, "disk, all else too"),
     ],
 )
-def test_updates_go_on_while_the_next_forward_has_begun(run_on, ranks, stage, offload):
+def test_updates_continue_during_the_next_forward(run_on, ranks, stage, offload):
     run_on(ranks, updates_in_forward, stage=stage, offload=offload)
 
 
 def transformed(offload: str | None) -> list[torch.Tensor]:
-    """Gradients by ``torch.func`` in a step, before any other computation uses the last update's parameters."""
+    """Compute gradients by ``torch.func`` in a step, before anything else uses the parameters of the last update."""
     module, optimizer = prepare(Recipe(lambda: nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))))
     engine = Engine(module, [optimizer], stage=2, offload=option(offload, 2))
     x, losses = torch.randn(6, 5), []
@@ -419,12 +419,12 @@ def transformed(offload: str | None) -> list[torch.Tensor]:
 
 
 @EACH
-def test_what_an_update_changed_comes_back_within_a_transform_too(run_on, offload):
+def test_a_transform_uses_the_parameters_of_the_last_update(run_on, offload):
     assert run_on(1, transformed, offload=offload) == run_on(1, transformed, offload=None)
 
 
 class Keeping(nn.Linear):
-    """Saves a part of its weight for later, as networks that inspect themselves do."""
+    """Keeps a view of its weight, as networks that inspect themselves do."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.row = self.weight[0].detach()
@@ -436,8 +436,8 @@ def kept_parts(
 ) -> list[torch.Tensor]:
     """
     Args:
-        with_others: something else has tensors over the buffers until the first backward is over, as a thread of Gloo
-            may, which lets go of what it has broadcast late.
+        with_others: other tensors share the buffers until the first backward ends, as those of a Gloo thread may, which
+            releases late what it has broadcast.
     """
     module, optimizer = prepare(Recipe(lambda: nn.Sequential(Keeping(5, 7), nn.Tanh(), Keeping(7, 1))))
     engine = Engine(module, [optimizer], stage=stage, offload=option(offload, stage)) if sharded else None
@@ -446,7 +446,7 @@ def kept_parts(
     for _ in range(3):
         module(x).square().mean().backward()
         others.clear()
-        time.sleep(0.2 * rank())  # the other ranks have their own shards long before
+        time.sleep(0.2 * rank())  # the other ranks have their own shards long before that
         optimizer.step()
         optimizer.zero_grad()
         rows += [layer.row.clone() for layer in (module[0], module[2])]
@@ -456,7 +456,7 @@ def kept_parts(
 
 
 @EACH
-def test_what_a_module_keeps_of_its_weight_has_the_new_values_after_the_step(run_on, offload):
+def test_a_view_that_a_module_keeps_of_its_weight_has_the_new_values_after_the_step(run_on, offload):
     ((kept,), (expected,)) = (run_on(1, kept_parts, offload=each) for each in (offload, None))
     same_values(kept, expected, offload)
 
@@ -464,21 +464,21 @@ def test_what_a_module_keeps_of_its_weight_has_the_new_values_after_the_step(run
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("offload", [None, *OFFLOADS])
 @pytest.mark.parametrize("stage", [1, 2])
-def test_so_it_has_when_the_parts_of_other_ranks_come_late(run_on, stage, offload):
+def test_a_kept_view_of_a_weight_has_the_new_values_when_other_ranks_shards_arrive_late(run_on, stage, offload):
     (expected,) = run_on(1, kept_parts, offload=None, sharded=False)
     for found in run_on(2, kept_parts, offload=offload, stage=stage):
         same_values(found, expected, offload or "")
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_so_it_has_where_something_else_had_a_view_of_the_weights_before(run_on, stage):
+def test_a_kept_view_of_a_weight_has_the_new_values_when_other_tensors_shared_its_buffer(run_on, stage):
     (expected,) = run_on(1, kept_parts, offload=None, sharded=False)
     for found in run_on(2, kept_parts, offload=None, stage=stage, with_others=True):
         same_values(found, expected, "")
 
 
 def traffic_on_disk(stage: int) -> None:
-    """All pieces go through the pipeline once a step; nothing else is read or written."""
+    """All pieces go through the pipeline once per step; nothing else is read or written."""
     module, optimizer = prepare(Recipe(Wide))
     engine = Engine(module, [optimizer], stage=stage, offload=option("disk", stage))
     calls: list[str] = []
@@ -493,19 +493,19 @@ def traffic_on_disk(stage: int) -> None:
             assert calls == [] or step == 0
             calls.clear()
             optimizer.state[module.head.weight]["exp_avg"].mul_(1.0)
-        assert calls == ["read", "write"] or world_size() > 1 and calls == []  # where none of it is this rank's
+        assert calls == ["read", "write"] or world_size() > 1 and calls == []  # where this rank owns none of it
         calls.clear()
         optimizer.zero_grad()
     engine.close()
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 1), (1, 3), (2, 2)])
-def test_beside_an_update_nothing_is_read_from_the_disk_or_written_to_it(run_on, ranks, stage):
+def test_apart_from_updates_nothing_is_read_from_or_written_to_the_disk(run_on, ranks, stage):
     run_on(ranks, traffic_on_disk, stage=stage)
 
 
 def read_in_backward(offload: str) -> None:
-    """A tensor hook that reads a parameter interrupts the wait for gradients on a disk, which is then restarted."""
+    """A tensor hook that reads a parameter interrupts an update's wait for gradients, which is then restarted."""
     module, optimizer = prepare(Recipe(lambda: Wide(layers=4)))
     engine = Engine(module, [optimizer], units=[nn.Linear], stage=1, offload=option(offload, 1), reduction_buffers=1)
     for step in range(3):
@@ -524,12 +524,12 @@ def read_in_backward(offload: str) -> None:
 
 
 @ON_BOTH
-def test_a_parameter_that_is_read_in_backward_is_waited_for_by_nobody_else(run_on, offload):
+def test_reading_a_parameter_in_backward_blocks_no_update(run_on, offload):
     run_on(1, read_in_backward, offload=offload, timeout=60)
 
 
 def dropped_by_two() -> None:
-    """Both have seen what waits before either drops it."""
+    """Both threads have seen the waiting updates before either drops them."""
     module, optimizer = prepare(Recipe(Wide))
     engine = Engine(module, [optimizer], offload=option("disk", 3))
     update = engine.background.stream([bucket.states for bucket in engine.buckets if bucket.states is not None])
@@ -548,7 +548,7 @@ def dropped_by_two() -> None:
     engine.close()
 
 
-def test_two_threads_may_drop_what_waits_at_once(run_on):
+def test_two_threads_may_drop_waiting_updates_at_the_same_time(run_on):
     run_on(1, dropped_by_two)
 
 
@@ -569,7 +569,7 @@ def settled_meanwhile() -> None:
     assert next(calls) > 8
 
 
-def test_what_another_thread_drops_meanwhile_is_updated_all_the_same(run_on):
+def test_an_update_that_another_thread_drops_meanwhile_is_still_applied(run_on):
     run_on(1, settled_meanwhile)
 
 
@@ -595,12 +595,12 @@ def dtype_of_counts(offload: str | None) -> set[torch.dtype]:
 
 
 @ON_BOTH
-def test_counts_of_steps_have_the_dtype_that_they_would_have_without(run_on, offload):
+def test_step_counts_have_the_same_dtype_as_without_offload(run_on, offload):
     assert run_on(1, dtype_of_counts, offload=offload) == run_on(1, dtype_of_counts, offload=None) == [{torch.float32}]
 
 
 def with_forwards_before_step(stage: int, offload: str | None) -> dict[str, Any]:
-    """Each is refused where updates may have begun, and the step ends what has begun; without offload none is tried."""
+    """Each forward is refused where updates may have begun; the step completes them. Without offload none is tried."""
     module, optimizer = prepare(Recipe(lambda: Wide(layers=4)))
     engine = Engine(module, [optimizer], units=[nn.Linear], stage=stage, offload=option(offload, stage))
     for step in range(4):
@@ -649,12 +649,12 @@ def backward_after_the_last() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_backward_after_what_was_said_to_be_the_last_is_refused(run_on, ranks):
+def test_a_backward_after_the_declared_last_one_is_refused(run_on, ranks):
     run_on(ranks, backward_after_the_last)
 
 
 class Odd(Wide):
-    """A parameter that is never used, one that a module writes to itself, and a layer that runs twice."""
+    """A parameter that is never used, one that its module modifies in forward, and a layer that runs twice."""
 
     def __init__(self) -> None:
         super().__init__(layers=4)
@@ -665,7 +665,7 @@ class Odd(Wide):
 
 @EACH
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_odd_modules_are_updated_during_backward_as_without(run_on, ranks, offload):
+def test_odd_modules_are_updated_during_backward_as_without_offload(run_on, ranks, offload):
     options = {"early": True, "units": [nn.Linear], "reduction_buffers": 1}
     run_on(ranks, is_as_without, recipe=Recipe(Odd, steps=4), stage=3, offload=offload, timeout=90, **options)
 
@@ -698,11 +698,11 @@ def unfrozen_is_as_without(offload: str, dtype: torch.dtype) -> None:
 
 @EACH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_is_unfrozen_in_mid_run_trains(run_on, dtype, offload):
+def test_parameters_unfrozen_in_mid_run_train_as_without_offload(run_on, dtype, offload):
     run_on(2, unfrozen_is_as_without, offload=offload, dtype=dtype)
 
 
-# ----------------------------------------------------------------------------------------------------- what goes wrong
+# -------------------------------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(
@@ -716,7 +716,7 @@ def test_what_is_unfrozen_in_mid_run_trains(run_on, dtype, offload):
         ({"optimizer": "cpu", "parameters": "nvme", "path": "x"}, "requires optimizer='nvme'"),
     ],
 )
-def test_what_cannot_be_is_refused(options, said):
+def test_invalid_offload_options_are_refused(options, said):
     with pytest.raises(ValueError, match="offload: ") as told:
         OffloadConfig(**options)
     assert said in str(told.value)
@@ -730,12 +730,12 @@ def refused_stage() -> None:
     assert all(parameter is before[name] for name, parameter in module.named_parameters())
 
 
-def test_parameters_stay_at_stages_at_which_every_rank_has_them_all(run_on):
+def test_offloading_parameters_requires_stage_3(run_on):
     run_on(2, refused_stage)
 
 
 def refused_for_want_of_room(folder: Path) -> str:
-    """The error is reported; the module and the optimizer are unchanged, and train."""
+    """The error is reported; the module and the optimizer are unchanged, and still train."""
     module, optimizer = prepare(Recipe(Wide, models.adagrad_with_initial_accumulator))
     before, state = copy.deepcopy(module.state_dict()), optimizer.state
     with pytest.raises(OSError, match="No space left on device") as told:
@@ -760,7 +760,7 @@ def no_room(folder: Path, nbytes: int) -> None:
 
 # all masters take 4 * (11 * 150 + 3 * 150 * 151 + 151 * 16) = 288064 bytes, and Adagrad's states as many
 @pytest.mark.parametrize("nbytes", [2**18, 2**19], ids=["for masters", "for states"])
-def test_a_disk_that_is_too_small_is_told_at_the_start_and_nothing_is_changed(run_on, tmp_path, nbytes):
+def test_a_disk_that_is_too_small_is_reported_at_the_start_and_nothing_is_changed(run_on, tmp_path, nbytes):
     run_on(1, no_room, folder=tmp_path, nbytes=nbytes)
 
 
@@ -778,7 +778,7 @@ def no_room_for_one(folder: Path) -> None:
     assert ("on rank 1: " in said) == (rank() == 0)
 
 
-def test_a_disk_that_is_too_small_for_one_rank_is_told_on_every_rank(run_on, tmp_path):
+def test_a_disk_that_is_too_small_for_one_rank_is_reported_on_every_rank(run_on, tmp_path):
     run_on(2, no_room_for_one, folder=tmp_path)
 
 
@@ -801,14 +801,14 @@ def fails(when: str) -> None:
             optimizer.step()
             engine.full_optimizer_state_dict(optimizer)
         assert engine.updates is None or when == "write"
-        with suppress(OSError):  # again, where masters are not whole
+        with suppress(OSError):  # raises again where masters are incomplete
             engine.close()
     finally:
         setattr(DirectFile, when, call)
     assert not os.listdir("swap"), "files are left"
     assert all(type(p) is nn.Parameter and p.isfinite().all() for p in module.parameters())
     module(*batch(2)).backward()
-    optimizer.step()  # as without the engine
+    optimizer.step()  # works as without the engine
 
 
 def one_engine_of_two_fails() -> None:
@@ -835,17 +835,17 @@ def one_engine_of_two_fails() -> None:
     engines[0].close()
 
 
-def test_an_update_that_fails_is_told_to_its_own_engine_alone(run_on):
+def test_a_failed_update_is_reported_by_its_own_engine_only(run_on):
     run_on(1, one_engine_of_two_fails)
 
 
 @pytest.mark.parametrize("when", ["read", "write"])
-def test_a_disk_that_fails_is_told(run_on, when):
+def test_a_disk_failure_is_reported(run_on, when):
     run_on(1, fails, when=when)
 
 
 def ends_in_backward(offload: str) -> None:
-    """An error in a backward in which updates have started: missing gradients are not waited for."""
+    """An error in a backward in which updates have started: missing gradients are not awaited."""
     module, optimizer = prepare(Recipe(lambda: Wide(layers=4)))
     engine = Engine(module, [optimizer], units=[nn.Linear], offload=option(offload, 3), reduction_buffers=1)
     module(*batch(0)).backward()
@@ -866,7 +866,7 @@ def ends_in_backward(offload: str) -> None:
 
 @ON_BOTH
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_error_in_backward_leaves_nobody_waiting(run_on, ranks, offload):
+def test_an_error_in_backward_leaves_no_update_waiting(run_on, ranks, offload):
     run_on(ranks, ends_in_backward, offload=offload, timeout=60)
 
 
@@ -890,12 +890,12 @@ def frees_all() -> None:
         gc.enable()
 
 
-def test_what_an_engine_had_in_memory_goes_with_it(run_on):
+def test_the_buffers_of_an_engine_are_freed_without_the_garbage_collector(run_on):
     run_on(1, frees_all)
 
 
 def memory_of_an_update(sub_group: int) -> tuple[int, int]:
-    """Bytes of the buffers for the transfer of states three times as large, and of those states."""
+    """Bytes of the buffers that transfer the states, and of the states, which are more than three times as large."""
     module = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(12)))
     optimizer = torch.optim.Adam(module.parameters())
     engine = Engine(module, [optimizer], stage=3, offload={"optimizer": "nvme", "path": "swap", "sub_group": sub_group})
@@ -911,15 +911,15 @@ def memory_of_an_update(sub_group: int) -> tuple[int, int]:
     return buffers, states
 
 
-def test_an_update_takes_three_sub_groups_of_memory_whatever_the_model(run_on):
+def test_an_update_takes_three_sub_groups_of_memory_regardless_of_the_models_size(run_on):
     ((buffers, states),) = run_on(1, memory_of_an_update, sub_group=8192)
-    assert buffers == 3 * 8192 * (4 + 4 + 4)  # a master and two moments an element
+    assert buffers == 3 * 8192 * (4 + 4 + 4)  # a master and two moments per element
     assert states == 12 * 256 * 256 * 12 and states > 3 * buffers
     assert 8192 * 4 % ALIGNMENT == 0
 
 
 def load_right_after_a_step(place: str) -> None:
-    """States that are loaded while the update before is still running replace what that update makes."""
+    """States that are loaded while the previous update is still running replace the results of that update."""
     runs = []
     for offload in (None, place):
         torch.manual_seed(0)
@@ -943,5 +943,5 @@ def load_right_after_a_step(place: str) -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("place", ["cpu", "nvme"])
-def test_states_are_loaded_after_the_update_that_runs(run_on, size, place):
+def test_states_loaded_during_an_update_replace_its_results(run_on, size, place):
     run_on(size, load_right_after_a_step, place=place)

@@ -42,7 +42,7 @@ def train_both(stage: int, optimizer: Callable[[nn.Module], Optimizer]) -> None:
 
 @pytest.mark.behaviour(
     "The numbers",
-    "Adam, AdamW, SGD with momentum, Adagrad, RMSprop, NAdam; `fused`, `foreach`; groups, empty ones too",
+    "Adam, AdamW, SGD with momentum, Adagrad, RMSprop, NAdam; `fused`, `foreach`; groups, also empty ones",
 )
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.__name__)
@@ -130,5 +130,5 @@ def train_with_two_optimizers(stage: int) -> None:
 
 @pytest.mark.behaviour("The numbers", "Two optimizers that step at different times")
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_two_optimizers_that_step_at_different_times_equal_ddps(run_on, stage):
+def test_two_optimizers_that_step_at_different_times_train_as_under_ddp(run_on, stage):
     run_on(2, train_with_two_optimizers, stage=stage)

@@ -18,7 +18,7 @@ from tests.support.workers import rank
 
 
 def layers(name: str, module: nn.Module) -> bool:
-    """A predicate for many small units: all layers without submodules that are layers."""
+    """A predicate for many small units: all modules without submodules."""
     return not list(module.children())
 
 
@@ -46,7 +46,7 @@ def train_both(stage: int, options: dict[str, Any]) -> None:
 @pytest.mark.behaviour("The numbers", "Overlap on and off, every prefetch, bucket size and choice of units: bit-equal")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("options", SCHEDULES, ids=describe)
-def test_every_schedule_and_choice_of_units_gives_ddps_bits(run_on, stage, options):
+def test_every_schedule_and_choice_of_units_equals_ddp_bit_for_bit(run_on, stage, options):
     run_on(2, train_both, stage=stage, options=options)
 
 
@@ -70,7 +70,7 @@ def test_units_are_chosen_automatically_by_class_or_by_predicate(run_on):
 
 @contextlib.contextmanager
 def late_collectives(seed: int) -> Iterator[list[float]]:
-    """The engine's own collectives, each rank's started and waited for up to 2 ms late; yields the delays so far."""
+    """Start and await the engine's collectives up to 2 ms late, differently on each rank; yield the delays so far."""
     from lightning_zero.engine.comm.bucket_collectives import BucketCollectives, Pending
 
     generator = random.Random(100 * seed + rank())
@@ -111,11 +111,11 @@ def train_both_with_late_collectives(stage: int, options: dict[str, Any], delays
     same_runs(run, train_ddp(recipe))
 
 
-@pytest.mark.behaviour("The numbers", "Late collectives change nothing")
+@pytest.mark.behaviour("The numbers", "Delayed collectives change no numbers")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("options", [{"overlap": True, "prefetch": p} for p in (0, 1, 2)], ids=describe)
-def test_random_sleeps_around_collectives_change_nothing(run_on, stage, options, seed):
+def test_random_delays_of_collectives_change_no_numbers(run_on, stage, options, seed):
     run_on(2, train_both_with_late_collectives, stage=stage, options=options, delays_from=seed)
 
 
@@ -130,7 +130,7 @@ def step_while_another_does_not(stage: int) -> None:
     for index in range(3):
         module(*batch(index)).backward()
         if rank() == 1:
-            dist.recv(told, 0)  # that its step has ended
+            dist.recv(told, 0)  # rank 0's step has ended
         optimizer.step()
         if rank() == 0:
             dist.send(told, 1)
@@ -139,5 +139,5 @@ def step_while_another_does_not(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_step_waits_for_no_other_rank(run_on, stage):
+def test_an_optimizer_step_waits_for_no_other_rank(run_on, stage):
     run_on(2, step_while_another_does_not, stage=stage)

@@ -38,12 +38,12 @@ def train_in_fp64() -> None:
 
 @pytest.mark.behaviour("The numbers", "`64-true`")
 @SIZES
-def test_64_true_equals_ddps_in_every_bit(run_on, size):
+def test_64_true_equals_ddp_bit_for_bit(run_on, size):
     run_on(size, train_in_fp64)
 
 
 def train_in_fp16() -> None:
-    # DDP rounds the weights to fp16 at each step, which masters avoid: so the reference is the run in fp32.
+    # DDP rounds the weights to fp16 at each step, which masters avoid, so the reference is the run in fp32.
     reference = fit_ddp(max_epochs=1)
     first = None
     for stage in (1, 2, 3):
@@ -51,7 +51,7 @@ def train_in_fp16() -> None:
         assert {weight.dtype for weight in run.weights.values()} == {torch.float16}
         same_on_every_rank(run.weights)
         for loss, expected in zip(run.losses, reference.losses, strict=True):
-            # Roundings of 2**-11 on the way, of which few add up: a quarter of a percent.
+            # Roundings of 2**-11 along the way, few of which add up: a quarter of a percent.
             assert abs(loss - expected) <= 0.0025 * abs(expected), f"{loss} instead of {expected}"
         first = first or run
         same_runs(run, first)
@@ -70,12 +70,12 @@ def train_with_the_word() -> None:
         assert type(plugin) is MixedPrecision and plugin.precision == "bf16-mixed" and plugin.scaler is None
 
 
-def test_the_word_16_mixed_means_bf16_mixed_on_a_cpu_as_under_ddp(run_on):
+def test_16_mixed_means_bf16_mixed_on_a_cpu_as_under_ddp(run_on):
     run_on(1, train_with_the_word)
 
 
 class Scaled(Precision):
-    """A plugin of a project's own: scales the loss by hand and takes the scale away again before the step."""
+    """A project's own plugin: scales the loss by hand and unscales the gradients before the step."""
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         super().backward(tensor * 8, model, optimizer, *args, **kwargs)
@@ -93,7 +93,7 @@ class Scaled(Precision):
 
 
 class Autocast(Precision):
-    """Another: autocast without Lightning's own plugin; weights stay in fp32, and DDP's numbers are reached exactly."""
+    """Autocast without Lightning's own plugin; weights stay in fp32, and numbers equal DDP's exactly."""
 
     @contextmanager
     def forward_context(self) -> Any:
@@ -102,7 +102,7 @@ class Autocast(Precision):
 
 
 class Half(HalfPrecision):
-    """A subclass of one of Lightning's own."""
+    """A subclass of one of Lightning's own plugins."""
 
 
 def train_with_a_plugin(plugin: Callable[[], Precision]) -> None:
@@ -111,9 +111,9 @@ def train_with_a_plugin(plugin: Callable[[], Precision]) -> None:
         same_runs(fit(f"zero{stage}", plugins=plugin(), max_epochs=1), reference)
 
 
-@pytest.mark.behaviour("The numbers", "A precision plugin of the project")
+@pytest.mark.behaviour("The numbers", "A project's own precision plugin")
 @pytest.mark.parametrize("plugin", [Scaled, Autocast], ids=lambda plugin: plugin.__name__)
-def test_a_users_own_plugin_works_as_under_ddp(run_on, plugin):
+def test_a_users_own_precision_plugin_works_as_under_ddp(run_on, plugin):
     run_on(2, train_with_a_plugin, plugin=plugin)
 
 
@@ -124,12 +124,14 @@ def train_with_a_subclass() -> None:
     same_runs(run, reference)
 
 
-def test_a_subclass_of_lightnings_own_plugin_works_as_that(run_on):
+def test_a_subclass_of_a_lightning_precision_plugin_works_as_its_base_class(run_on):
     run_on(1, train_with_a_subclass)
 
 
 @pytest.mark.behaviour(
-    "The numbers", "TransformerEngine, bitsandbytes", notes=dict.fromkeys((1, 2, 3), "refused: says how")
+    "The numbers",
+    "TransformerEngine, bitsandbytes",
+    notes=dict.fromkeys((1, 2, 3), "refused; the error names alternatives"),
 )
 @pytest.mark.parametrize(
     "plugin",
@@ -142,12 +144,12 @@ def test_a_subclass_of_lightnings_own_plugin_works_as_that(run_on):
     ],
     ids=lambda plugin: type(plugin).__name__,
 )
-def test_a_plugin_whose_parameters_cannot_be_sharded_is_refused_in_one_line(plugin):
+def test_a_precision_plugin_whose_parameters_cannot_be_sharded_is_refused_in_one_line(plugin):
     with pytest.raises(ValueError, match=rf"^{type(plugin).__name__} cannot be used with .*'16-mixed'") as error:
         ZeroStrategy(stage=2, precision_plugin=plugin)
     assert "\n" not in str(error.value)
 
 
-def test_it_is_refused_when_the_trainer_is_made_before_any_process_is_started():
+def test_the_trainer_refuses_an_unsupported_precision_plugin_before_any_process_is_started():
     with pytest.raises(ValueError, match="FSDPPrecision cannot be used with ZeroStrategy"):
         make_trainer("zero3", plugins=FSDPPrecision("bf16-mixed"))

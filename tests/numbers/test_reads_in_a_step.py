@@ -20,10 +20,10 @@ WIDTH = 32
 
 
 class Reader(Learner):
-    """Everything else in its step is computed in bf16 under DDP as well, so that its numbers are to be reached."""
+    """Reads parameters directly; the rest of its step runs in bf16 under DDP too, so numbers should equal DDP's."""
 
     def __init__(self) -> None:
-        # Few steps: a last bit of fp32 that differs is a last bit of bf16 sometimes.
+        # Few steps: a difference in fp32's last bit is sometimes one in bf16's last bit.
         super().__init__(Square, adam_with_large_eps, batches=2)
         self.table = nn.Linear(WIDTH, WIDTH, bias=False)  # not in a block: in the root unit
         self.scale = nn.Parameter(torch.tensor([1 / 3, 1.0]))
@@ -47,9 +47,9 @@ def read() -> None:
         same_runs(fit(f"zero{stage}", Reader, **options), reference, bound=CLOSE)
 
 
-@pytest.mark.behaviour("The numbers", "In mixed precision a parameter read directly shows its fp32 digits")
+@pytest.mark.behaviour("The numbers", "In mixed precision, a parameter read directly has its fp32 value")
 @pytest.mark.parametrize("size", [1, 2])
-def test_penalties_norms_and_direct_uses_of_parameters_are_ddps_to_the_precision_of_fp32(run_on, size):
+def test_penalties_norms_and_direct_uses_of_parameters_equal_ddps_within_fp32_precision(run_on, size):
     run_on(size, read)
 
 
@@ -74,7 +74,7 @@ def read_without_asking() -> None:
         fit(f"zero{stage}", Tied, precision="bf16-mixed", max_epochs=1)
 
 
-def test_what_autocast_casts_of_the_root_unit_and_the_modules_own_parameters_are_read_without_communication(run_on):
+def test_direct_reads_of_root_unit_parameters_that_autocast_casts_need_no_communication(run_on):
     run_on(2, read_without_asking)
 
 
@@ -110,7 +110,7 @@ def test_modules_that_need_their_parameters_in_fp32_work_as_under_ddp(run_on, si
 
 
 class Outside(Learner):
-    """Layers called where autocast is switched off, and a forward in a hook, where it is not on."""
+    """Layers called where autocast is switched off, and a forward in a hook, outside of autocast."""
 
     def __init__(self) -> None:
         super().__init__(Square, adam_with_large_eps, batches=2)
@@ -141,14 +141,16 @@ def call_outside_of_autocast() -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.behaviour("The numbers", "In mixed precision layers called where autocast is off, and forwards in hooks")
+@pytest.mark.behaviour(
+    "The numbers", "In mixed precision, layers called where autocast is off, and forward passes in hooks"
+)
 @pytest.mark.parametrize("size", [1, 2])
 def test_layers_called_outside_of_autocast_compute_in_fp32(run_on, size):
     run_on(size, call_outside_of_autocast)
 
 
 class Lookup(Learner):
-    """One row of an embedding is looked up 4096 times: added up in bf16 its gradient would stop at 256."""
+    """One row of an embedding is looked up 4096 times: added up in bf16, its gradient would stop at 256."""
 
     def __init__(self) -> None:
         super().__init__(partial(nn.Embedding, 3, WIDTH), plain_sgd, batches=1)

@@ -22,7 +22,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def reduce_once(
     dtype: torch.dtype, reduce_dtype: torch.dtype, stage: int, micro_batches: list[list[float]]
 ) -> torch.Tensor:
-    """The mean over ranks of each rank's sum of gradients, given by rank and micro-batch; the whole of it."""
+    """The full mean over ranks of each rank's sum of gradients, which are given by rank and micro-batch."""
     import lightning_zero
     from lightning_zero.engine import Engine
 
@@ -47,24 +47,24 @@ def round_on_the_wire_only(name: str) -> None:
     wire = DTYPES[name]
     third = torch.tensor(1 / 3)
     for stage in (1, 2, 3):
-        # Of two ranks' 1/3 and 2/3 each adds what came rounded to its own half as it is.
+        # Gradients are 1/3 and 2/3: each rank adds the rounded half that it receives to its own unrounded half.
         halves = third / 2, third * 2 / 2
         expected = torch.stack([halves[0] + halves[1].to(wire).float(), halves[1] + halves[0].to(wire).float()])
         result = reduce_once(torch.float32, wire, stage, [[1 / 3], [2 / 3]])
         assert torch.equal(result, expected), f"{result} instead of {expected}"
-        # At stage 1 micro-batches are added up before they travel, above it after; in fp32 either way. What bf16 and
-        # fp16 cannot say beside 1 is not lost by adding, and 1 + 16 * 2**-12 = 1 + 2**-8 travels as it is in fp16.
+        # Micro-batches are summed in fp32, at stage 1 before they are communicated, at stages 2 and 3 after. Terms that
+        # bf16 and fp16 cannot represent next to 1 are not lost, and 1 + 16 * 2**-12 = 1 + 2**-8 is exact in fp16.
         tiny = 2.0**-12
         result = reduce_once(torch.float32, wire, stage, [[0.0] * 17, [1.0] + [tiny] * 16])
         sent = torch.tensor(1 + 16 * tiny) / 2
         if stage == 1:
             sent = sent.to(wire).float()
         assert torch.equal(result, torch.stack([sent, torch.tensor(1 + 16 * tiny) / 2]))
-        # The mean is taken first, so that a sum which fp16 cannot hold does not overflow.
+        # Gradients are divided first, so that a sum that exceeds fp16 does not overflow.
         assert torch.equal(
             reduce_once(torch.float32, wire, stage, [[40000.0], [40000.0]]).to(wire), torch.full((2,), 40000.0).to(wire)
         )
-        # What is wider than fp32 may travel in less; what is kept in fp32 for it does so by default.
+        # fp64 gradients may be communicated in fp32; gradients of low-precision parameters are by default.
         result = reduce_once(torch.float64, torch.float32, stage, [[1 / 3], [2 / 3]])
         third64 = torch.tensor(1 / 3, dtype=torch.float64)
         other = (third64 / 2).float().double()
@@ -89,7 +89,7 @@ def count_bytes() -> None:
             assert counted["bytes"]["reduce_scatter"] == width * elements
 
 
-def test_the_bytes_that_travel_are_counted(run_on):
+def test_the_report_counts_bytes_in_the_reduce_dtype(run_on):
     run_on(2, count_bytes)
 
 
@@ -105,7 +105,7 @@ def train_all_stages() -> None:
     same_runs(in_fp32, reference)
 
 
-def test_the_three_stages_give_the_same_bits_and_follow_ddp(run_on):
+def test_with_a_bf16_reduce_dtype_the_three_stages_give_the_same_bits_and_follow_ddp(run_on):
     run_on(2, train_all_stages)
 
 
@@ -113,5 +113,5 @@ def train_alone() -> None:
     same_runs(train_zero(Recipe(), 2, reduce_dtype="bf16"), train_ddp(Recipe()))
 
 
-def test_over_one_rank_nothing_travels_and_nothing_is_rounded(run_on):
+def test_with_a_reduce_dtype_one_rank_communicates_and_rounds_nothing(run_on):
     run_on(1, train_alone)

@@ -1,4 +1,4 @@
-"""Optimizers whose update of a parameter needs others, and unknown ones, are refused by name over several ranks.
+"""Optimizers whose update of a parameter needs other parameters, and unknown ones, are refused on several ranks.
 
 A single rank has full parameters, which every optimizer updates as in plain torch.
 """
@@ -56,7 +56,7 @@ def refuse(stage: int, kind: type[Optimizer], says: str = "elementwise", **optio
 
 
 class Reading(SGD):
-    """Overrides a known optimizer's `step` by more than a call of it."""
+    """Overrides a known optimizer's `step` with more than a call to it."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None if closure is None else closure()
@@ -85,19 +85,19 @@ class ByAHelper(SGD):
 
 
 @pytest.mark.parametrize("kind", [Reading, Decorated, ByAHelper], ids=lambda kind: kind.__name__)
-def test_a_subclass_whose_step_may_do_more_than_the_known_one_is_refused_with_the_option_that_accepts_it(run_on, kind):
+def test_a_subclass_whose_step_may_do_more_is_refused_with_the_option_that_accepts_it(run_on, kind):
     run_on(2, refuse, stage=3, kind=kind, says="whole_parameters=False.*whole_parameters=True")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("kind", "says"), REFUSED)
-def test_an_optimizer_that_needs_other_parameters_or_is_not_known_is_refused_by_name(run_on, stage, kind, says):
+def test_an_optimizer_that_needs_other_parameters_or_is_unknown_is_refused_by_name(run_on, stage, kind, says):
     run_on(2, refuse, stage=stage, kind=kind, says=says)
 
 
 @pytest.mark.parametrize("option", ["allow_any_optimizer", "whole_parameters"])
 @pytest.mark.parametrize(("kind", "says"), REFUSED[:2])
-def test_one_that_is_known_to_need_other_parameters_is_refused_in_any_case(run_on, kind, says, option):
+def test_an_optimizer_known_to_need_other_parameters_is_refused_whatever_is_declared(run_on, kind, says, option):
     run_on(2, refuse, stage=3, kind=kind, says=says, **{option: True})
 
 
@@ -131,7 +131,7 @@ class ByTheMean(SignDescent):
         (ByTheMean, False, "halves of a matrix differ.*Pass whole_parameters=True"),
     ],
 )
-def test_a_declaration_that_small_tensors_refute_is_refused_with_what_was_seen(run_on, kind, declared, says):
+def test_a_declaration_that_a_trial_on_small_tensors_refutes_is_refused_with_the_reason(run_on, kind, declared, says):
     run_on(2, refuse, stage=3, kind=kind, says=says, whole_parameters=declared)
 
 
@@ -145,7 +145,7 @@ def by_the_mean(model: nn.Module) -> Optimizer:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("declared", [True, is_always], ids=["all", "by a predicate"])
-def test_an_unknown_optimizer_of_whole_parameters_trains_as_under_ddp_when_it_is_declared(run_on, stage, declared):
+def test_an_unknown_optimizer_declared_to_need_whole_parameters_trains_as_under_ddp(run_on, stage, declared):
     run_on(2, train_both, stage=stage, optimizer=by_the_mean, whole_parameters=declared)
 
 
@@ -156,7 +156,7 @@ def refuse_wrong_declarations() -> None:
     refuse(stage=3, kind=Adafactor, says="states on a disk.*offload='cpu'", offload="nvme")
 
 
-def test_whole_parameters_are_neither_cut_nor_on_a_disk(run_on):
+def test_an_optimizer_of_whole_parameters_is_refused_with_shards_or_disk_offload(run_on):
     run_on(2, refuse_wrong_declarations)
 
 
@@ -188,7 +188,7 @@ def refuse_in_the_trainer(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_trainer_refuses_it_before_the_first_step(run_on, stage):
+def test_the_trainer_refuses_lbfgs_before_the_first_step(run_on, stage):
     run_on(2, refuse_in_the_trainer, stage=stage)
 
 
@@ -207,7 +207,7 @@ class Matrices(nn.Module):
 
 
 class Biased(Matrices):
-    """The same with biases, and with no parameter that is empty, which Adafactor cannot take."""
+    """The same with a bias, and without empty parameters, which Adafactor does not support."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ class Biased(Matrices):
 
 
 class Rows(nn.Module):
-    """An embedding with sparse gradients, which SparseAdam takes; some rows are never used."""
+    """An embedding with sparse gradients, which SparseAdam requires; some rows are never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class Rows(nn.Module):
 
 
 class Unused(OddModel):
-    """With a parameter that never has a gradient, between others."""
+    """With a parameter that never gets a gradient, between others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ ON_ONE_RANK = [
 
 
 def train_plain(strategy: str, optimizer: Any, model: Any, folder: str) -> Any:
-    """Two epochs, and a third one resumed from their checkpoint: weights, and the optimizer's state."""
+    """Train two epochs, and a third resumed from their checkpoint; return weights and the optimizer's state."""
 
     def learner() -> Learner:
         return Learner(model, optimizer)
@@ -293,7 +293,7 @@ def train_as_plain_lightning(optimizer: Any, model: Any, folder: str) -> None:
 
 
 @pytest.mark.behaviour(
-    "The numbers", "On one rank every optimizer, those that need whole matrices or several closures too"
+    "The numbers", "On one rank, every optimizer, also those that need whole matrices or several closure calls"
 )
 @pytest.mark.parametrize(("optimizer", "model"), ON_ONE_RANK, ids=lambda part: part.__name__)
 def test_on_one_rank_every_optimizer_trains_saves_and_resumes_as_in_plain_lightning(run_on, optimizer, model, tmp_path):
@@ -329,7 +329,7 @@ def refuse_in_pieces() -> None:
     refuse(stage=3, kind=LBFGS, says="offload", offload="cpu")
 
 
-def test_with_offload_updates_are_of_pieces_on_one_rank_too(run_on):
+def test_lbfgs_is_refused_with_offload_on_one_rank_too(run_on):
     run_on(1, refuse_in_pieces)
 
 
@@ -353,5 +353,5 @@ def refuse_overrides(by_module: bool) -> None:
 
 
 @pytest.mark.parametrize("by_module", [False, True])
-def test_overrides_by_the_identity_of_tensors_are_refused(run_on, by_module):
+def test_bitsandbytes_overrides_of_individual_tensors_are_refused(run_on, by_module):
     run_on(2, refuse_overrides, by_module=by_module)

@@ -10,13 +10,14 @@ from tests.support.training import CLOSE, Recipe, same_on_every_rank, same_runs,
 from tests.support.workers import world_size
 
 SHAPES = pytest.mark.behaviour(
-    "The numbers", "Shapes that divide by nothing, scalars, no elements, more ranks than elements; 1 to 4 ranks"
+    "The numbers",
+    "Shapes that no world size divides, scalars, empty parameters, more ranks than elements; 1 to 4 ranks",
 )
 
 
 def train_both(stage: int, recipe: Recipe) -> None:
     run = train_zero(recipe, stage)
-    # Two numbers have one sum, in either order; of three or four, DDP's ring and the engine add in different orders.
+    # Two numbers have the same sum in either order; DDP's ring and the engine add three or four in different orders.
     same_runs(run, train_ddp(recipe), bound=0 if world_size() <= 2 else CLOSE)
     same_on_every_rank(run.weights)
 

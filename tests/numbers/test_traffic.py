@@ -22,12 +22,12 @@ def measure(stage: int, prefetch: int, optimizer: Callable[[nn.Module], Optimize
 
     module, optimizer = prepare(Recipe(model=Square, optimizer=optimizer))
     engine = Engine(module, [optimizer], stage=stage, prefetch=prefetch)
-    # 32 * 32 elements a layer divide by 8 * 2 and 8 * 4: Psi without padding. Each layer's backward needs its weight.
+    # A layer's 32 * 32 elements are a multiple of 8 * 4: Psi without padding. Each layer's backward needs its weight.
     psi = LAYERS * WIDTH * WIDTH
     for step in range(1 + STEPS):
         module(*batch(step)).backward()
         before = engine.report().elements
-        optimizer.step()  # at stages 1 and 2 it begins to gather the new values, and that is all
+        optimizer.step()  # at stages 1 and 2 it begins to gather the new values, nothing else
         moved = Counter(engine.report().elements)
         moved.subtract(before)
         assert +moved == ({} if stage == 3 else {"all_gather": psi})
@@ -36,7 +36,7 @@ def measure(stage: int, prefetch: int, optimizer: Callable[[nn.Module], Optimize
             engine.reset_counters()
     report = engine.report()
     assert report.numel == report.padded_numel == psi
-    # backward begins with the unit with which forward has ended, and finds it there
+    # backward begins with the last unit of forward, which is still gathered
     gathered = {1: psi, 2: psi, 3: 2 * psi - WIDTH * WIDTH}[stage]
     assert report.steps == report.backwards == STEPS
     assert report.elements_per_step() == psi + gathered, f"{report.elements_per_step() / psi} Psi"
@@ -44,7 +44,7 @@ def measure(stage: int, prefetch: int, optimizer: Callable[[nn.Module], Optimize
     assert report.elements["all_gather"] == STEPS * gathered
     for kind in ("all_gather", "reduce_scatter"):
         assert report.bytes[kind] == 4 * report.elements[kind]
-    # Besides, ranks exchange a few words per unit, independent of its size.
+    # In addition, ranks exchange a few words per unit, independent of its size.
     assert report.bytes.get("control", 0) <= STEPS * LAYERS * 64
     engine.close()
     assert world_size() == report.world_size
@@ -52,7 +52,7 @@ def measure(stage: int, prefetch: int, optimizer: Callable[[nn.Module], Optimize
 
 @pytest.mark.behaviour(
     "The numbers",
-    "Elements that a step communicates, by the number of parameters Psi (DDP: 2 Psi)",
+    "Elements communicated per step, for Psi parameters (DDP: 2 Psi)",
     notes={1: "2 Psi", 2: "2 Psi", 3: "3 Psi at most"},
 )
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
@@ -68,5 +68,5 @@ def muon(module: nn.Module) -> Optimizer:
 
 @pytest.mark.parametrize("size", [2, 4])  # six matrices: at four ranks shares are unequal
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_owned_matrices_move_as_much_as_shards_do(run_on, stage, size):
+def test_owned_matrices_need_as_much_communication_as_shards(run_on, stage, size):
     run_on(size, measure, stage=stage, prefetch=1, optimizer=muon)

@@ -16,7 +16,7 @@ from tests.support.trainer import Learner, ManualLearner, fit, fit_ddp
 from tests.support.training import CLOSE, same_on_every_rank, same_runs
 from tests.support.workers import world_size
 
-# The plain-torch loops test all; here are those that differ for the Trainer and the strategy.
+# The plain-torch loops test all optimizers; these are the ones that differ for the Trainer and the strategy.
 OPTIMIZERS = [
     models.adam_fused,
     models.adamw_with_decay_groups,
@@ -27,7 +27,7 @@ OPTIMIZERS = [
 
 
 def fit_both(stage: int, learner: Callable[[], Learner], bound: float = 0) -> None:
-    """Two epochs."""
+    """Train for two epochs under DDP and at a stage, and compare."""
     reference, run = fit_ddp(learner), fit(f"zero{stage}", learner)
     assert len(reference.losses) == 2 * run.module.batches
     same_runs(run, reference, bound)
@@ -41,7 +41,7 @@ def fit_both(stage: int, learner: Callable[[], Learner], bound: float = 0) -> No
 )
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.__name__)
-def test_losses_and_weights_equal_ddps_over_20_steps(run_on, stage, optimizer):
+def test_losses_and_weights_through_the_trainer_equal_ddps_over_20_steps(run_on, stage, optimizer):
     run_on(2, fit_both, stage=stage, learner=partial(Learner, optimizer=optimizer, batches=10))
 
 
@@ -58,7 +58,7 @@ def test_losses_and_weights_equal_those_of_a_single_device_and_follow_ddps_on_mo
 
 @pytest.mark.behaviour("The Trainer", "Manual optimization")
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_manual_optimization_equals_ddps(run_on, stage):
+def test_manual_optimization_trains_as_under_ddp(run_on, stage):
     run_on(2, fit_both, stage=stage, learner=ManualLearner)
 
 
@@ -111,7 +111,7 @@ def read_the_report(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_strategy_offers_its_units_and_its_last_report(run_on, stage, size):
+def test_the_strategy_exposes_its_units_and_its_last_report(run_on, stage, size):
     run_on(size, read_the_report, stage=stage)
 
 

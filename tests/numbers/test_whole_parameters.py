@@ -1,4 +1,4 @@
-"""Optimizers that need whole matrices train as under DDP, bit for bit: each matrix has one owner, who computes it."""
+"""Optimizers that need whole matrices train as under DDP, bit for bit: each matrix has one owner, which updates it."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ def train_both(stage: int, optimizer: Callable[[nn.Module], Any], steps: int = 2
 
 @pytest.mark.behaviour(
     "The numbers",
-    "Muon, Adafactor, SOAP, Shampoo, LAMB, LARS, CAME; 8-bit and 4-bit AdamW and Lion; Muon and AdamW, in one or two",
+    "Muon, Adafactor, SOAP, Shampoo, LAMB, LARS, CAME; 8-bit and 4-bit AdamW and Lion; Muon with AdamW, as one or two",
 )
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS + LOW_BIT, ids=lambda optimizer: optimizer.__name__)
-def test_losses_and_weights_equal_ddps_over_20_steps(run_on, stage, optimizer):
+def test_whole_parameter_optimizers_equal_ddp_over_20_steps(run_on, stage, optimizer):
     run_on(2, train_both, stage=stage, optimizer=optimizer)
 
 
@@ -96,7 +96,7 @@ CROSSED: list[Any] = [
 
 def train_crossed(stage: int, recipe: Recipe, options: dict[str, Any]) -> None:
     run = train_zero(recipe, stage, **options)
-    # Stages 2 and 3 reduce each micro-batch: the same sums, rounded in another order.
+    # Stages 2 and 3 reduce each micro-batch: the same sums, rounded in a different order.
     bound = CLOSE if recipe.micro_batches > 1 and stage > 1 else 0
     same_runs(run, train_ddp(recipe), bound)
     same_on_every_rank(run.weights)
@@ -104,12 +104,12 @@ def train_crossed(stage: int, recipe: Recipe, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("recipe", "options"), CROSSED)
-def test_they_equal_ddps_with_what_projects_combine_them_with(run_on, stage, recipe, options):
+def test_whole_parameter_optimizers_equal_ddp_combined_with_other_options(run_on, stage, recipe, options):
     run_on(2, train_crossed, stage=stage, recipe=recipe, options=options)
 
 
 def skip_a_layer(stage: int, optimizer: Callable[[nn.Module], Any], offload: str | None) -> None:
-    """Data decide whether a layer is used, below stage 3 on each rank; in some steps no rank uses it."""
+    """The data decide whether a layer is used, below stage 3 on each rank separately; in some steps no rank uses it."""
     from lightning_zero.engine import Engine
 
     recipe = Recipe(whole.skipping, optimizer)
@@ -132,12 +132,12 @@ def skip_a_layer(stage: int, optimizer: Callable[[nn.Module], Any], offload: str
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", [whole.adafactor, whole.came], ids=lambda optimizer: optimizer.__name__)
 @pytest.mark.parametrize("offload", [None, "cpu"])
-def test_layers_may_be_left_out_by_data(run_on, stage, optimizer, offload):
+def test_layers_may_be_skipped_depending_on_the_data(run_on, stage, optimizer, offload):
     run_on(2, skip_a_layer, stage=stage, optimizer=optimizer, offload=offload)
 
 
 def train_in_the_engines_order(stage: int) -> None:
-    """Over three and four ranks DDP's ring adds in an order of its own; here each owner's order is followed."""
+    """On three and four ranks DDP's ring sums in its own order; this reference sums in each owner's order."""
     from lightning_zero.engine import Engine
 
     size = world_size()
@@ -173,12 +173,12 @@ def train_in_the_engines_order(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("size", [3, 4])
-def test_over_more_ranks_they_equal_a_sum_in_the_engines_order(run_on, stage, size):
+def test_whole_parameter_optimizers_on_more_ranks_equal_sums_in_the_engines_order(run_on, stage, size):
     run_on(size, train_in_the_engines_order, stage=stage)
 
 
 def count_calls(stage: int) -> None:
-    """Muon orthogonalises each matrix once a step, on its owner."""
+    """Muon orthogonalises each matrix once per step, on its owner."""
     from torch.optim import _muon
 
     calls, original = [], _muon._zeropower_via_newtonschulz
@@ -196,7 +196,7 @@ def count_calls(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("size", [2, 4])
-def test_each_matrix_is_orthogonalised_once_a_step_over_all_ranks(run_on, stage, size):
+def test_each_matrix_is_orthogonalised_once_per_step_across_all_ranks(run_on, stage, size):
     run_on(size, count_calls, stage=stage)
 
 
@@ -205,7 +205,7 @@ def test_each_matrix_is_orthogonalised_once_a_step_over_all_ranks(run_on, stage,
 
 @torch.compiler.set_stance("force_eager")
 def same_states(stage: int, optimizer: Callable[[nn.Module], Any], **options: Any) -> None:
-    """The state dict is DDP's; loaded into a new engine, training goes on as if never stopped."""
+    """The state dict equals DDP's; a new engine that loads it resumes training exactly."""
     from lightning_zero.engine import Engine
 
     recipe = Recipe(model_for(optimizer), optimizer)
@@ -246,15 +246,15 @@ def same_states(stage: int, optimizer: Callable[[nn.Module], Any], **options: An
     [each for each in OPTIMIZERS + LOW_BIT if each is not whole.muon_and_adamw],
     ids=lambda optimizer: optimizer.__name__,
 )
-def test_state_dicts_equal_ddps_and_are_loaded(run_on, stage, optimizer):
+def test_state_dicts_of_whole_parameter_optimizers_equal_ddps_and_can_be_loaded(run_on, stage, optimizer):
     run_on(2, same_states, stage=stage, optimizer=optimizer)
 
 
-# ---------------------------------------------------------------------------------------------------------- given late
+# ---------------------------------------------------------------------------------------------------------- added late
 
 
 def give_late(stage: int, offload: str | None, how: str) -> None:
-    """Parameters, or the whole optimizer, come after the engine: their buckets are cut anew."""
+    """Add parameters, or a whole optimizer, after the engine is created: their buckets are rebuilt."""
     from lightning_zero.engine import Engine
 
     torch.manual_seed(0)
@@ -294,7 +294,7 @@ def give_late(stage: int, offload: str | None, how: str) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("offload", [None, "cpu"])
 @pytest.mark.parametrize("how", ["a late optimizer", "add_param_group"])
-def test_parameters_may_be_given_late(run_on, stage, offload, how):
+def test_optimizers_and_parameter_groups_may_be_added_after_the_engine_is_created(run_on, stage, offload, how):
     run_on(2, give_late, stage=stage, offload=offload, how=how)
 
 
@@ -311,12 +311,12 @@ def give_within_accumulation() -> None:
     engine.close()
 
 
-def test_parameters_with_gradients_are_not_given_to_one(run_on):
+def test_parameters_with_gradients_cannot_be_added_to_a_whole_parameter_optimizer(run_on):
     run_on(2, give_within_accumulation)
 
 
 def unfreeze(stage: int, offload: str | None) -> None:
-    """A layer starts to train in mid-run. (DDP would not reduce its gradients, so that they are averaged here.)"""
+    """Unfreeze a layer in mid-run. (DDP would not reduce its gradients, so they are averaged here.)"""
     from lightning_zero.engine import Engine
 
     recipe = Recipe(Layered, whole.adafactor)
@@ -342,7 +342,7 @@ def unfreeze(stage: int, offload: str | None) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("offload", [None, "cpu"])
-def test_a_layer_may_start_to_train_in_mid_run(run_on, stage, offload):
+def test_a_layer_may_be_unfrozen_in_mid_run(run_on, stage, offload):
     run_on(2, unfreeze, stage=stage, offload=offload)
 
 
@@ -363,7 +363,7 @@ class Compiled(Learner):
 
 
 class ByHand(Learner):
-    """Muon and AdamW as two optimizers."""
+    """Muon and AdamW as two optimizers, in manual optimization."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -402,12 +402,12 @@ def fit_both(stage: int, learner: Any, options: dict[str, Any], clips_by: str | 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("learner", "options", "clips_by"), IN_THE_TRAINER)
-def test_through_the_trainer_they_equal_ddps(run_on, stage, learner, options, clips_by):
+def test_whole_parameter_optimizers_through_the_trainer_equal_ddp(run_on, stage, learner, options, clips_by):
     run_on(2, fit_both, stage=stage, learner=learner, options=options, clips_by=clips_by)
 
 
 def fit_low(stage: int) -> None:
-    """Masters are in fp32, which DDP has not: training follows fp32 to the precision of bf16."""
+    """Masters are in fp32, unlike under DDP: training follows fp32 within the precision of bf16."""
     learner = partial(Learner, Layered, whole.adafactor, batches=10)
     reference, run = fit("ddp", learner), fit(f"zero{stage}", learner, precision="bf16-true")
     for loss, expected in zip(run.losses, reference.losses, strict=True):
@@ -416,5 +416,5 @@ def fit_low(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_in_bf16_they_follow_fp32(run_on, stage):
+def test_whole_parameter_optimizers_in_bf16_follow_fp32(run_on, stage):
     run_on(2, fit_low, stage=stage)

@@ -1,4 +1,4 @@
-"""Projects that are planned: modules as users write them, and their batches."""
+"""Projects to plan: modules as users write them, and their batches."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Net(LightningModule):
 
 
 class Reading(Net):
-    """Reads values, which a plan does not have."""
+    """Reads tensor values, which a plan does not have."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         chosen = batch[batch > 0]
@@ -50,7 +50,7 @@ class Reading(Net):
 
 
 class KnowsItsStrategy(Net):
-    """Computes another loss under ZeRO from the second batch on."""
+    """Computes a different loss under ZeRO from the second batch on."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -58,7 +58,7 @@ class KnowsItsStrategy(Net):
 
 
 class LooksAtWeights(Net):
-    """Reads a weight where it is made."""
+    """Reads a weight in its constructor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ def narrow() -> Tensor:
 
 
 class WithAdafactor(Net):
-    """Matrices that one rank each owns, which no two ranks can share evenly."""
+    """Trains with an optimizer whose whole matrices are owned by one rank each, and do not divide evenly by rank."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adafactor(self.parameters(), lr=1e-3)

@@ -1,4 +1,4 @@
-"""``strategy="zero_auto"``: the advisor's choice, whose numbers are those of any stage."""
+"""``strategy="zero_auto"``: what the advisor chooses, and that training then gives the usual numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPEED = {"flops": 1e11, "memory_bandwidth": 1e10, "link_bandwidth": 1e9}
 
 
 class Rows(Dataset):
-    """Random rows, drawn when they are asked for: an advisor that draws changes what follows."""
+    """Random rows, drawn on access: if the advisor drew some, later rows would change."""
 
     read = 0
 
@@ -52,7 +52,7 @@ class Says(logging.Handler):
 
 
 def trained(strategy: str, memory: float | None = None, stream: bool = False) -> dict[str, Any]:
-    said, log = Says(), rank_zero.log  # of lightning or of pytorch_lightning: the one imported last
+    said, log = Says(), rank_zero.log  # that of lightning or pytorch_lightning, whichever was imported last
     log.addHandler(said)
     seed_everything(3, verbose=False)
     Stream.taken = Rows.read = 0
@@ -75,7 +75,7 @@ def trained(strategy: str, memory: float | None = None, stream: bool = False) ->
     }
 
 
-def test_the_choice_gives_ddps_numbers(run_on):
+def test_training_under_zero_auto_gives_ddps_numbers(run_on):
     expected, found = run_on(2, trained, strategy="ddp"), run_on(2, trained, strategy="zero_auto")
     for theirs, ours in zip(expected, found):
         assert all(map(torch.equal, theirs["weights"], ours["weights"]))
@@ -87,7 +87,7 @@ def test_the_choice_gives_ddps_numbers(run_on):
     assert found[0]["read"] == expected[0]["read"] + 1 and found[1]["read"] == expected[1]["read"]
 
 
-def test_with_less_memory_it_shards_more_and_then_recomputes(run_on):
+def test_with_less_memory_zero_auto_shards_more_and_then_recomputes(run_on):
     states = 16 * sum(parameter.numel() for parameter in Net().parameters())
     roomy, tight = (run_on(2, trained, strategy="", memory=part * states)[0]["choice"] for part in (8, 0.5))
     assert roomy.offload is None and roomy.activation_checkpointing is None
@@ -120,7 +120,7 @@ def chosen_by_the_other_package(memory: float) -> tuple[Any, list[torch.Tensor]]
 
 
 @pytest.mark.exhaustive
-def test_it_plans_for_pytorch_lightning_as_well(run_on):
+def test_zero_auto_also_plans_for_pytorch_lightning(run_on):
     states = 16 * sum(parameter.numel() for parameter in OfOther().parameters())
     (roomy, weights), (tight, same) = (
         run_on(2, chosen_by_the_other_package, memory=part * states)[0] for part in (8, 0.5)
@@ -130,7 +130,7 @@ def test_it_plans_for_pytorch_lightning_as_well(run_on):
     assert all(map(torch.equal, weights, same))
 
 
-def test_a_stream_is_not_read_for_the_choice(run_on):
+def test_zero_auto_does_not_read_a_stream_to_choose(run_on):
     expected, found = (
         run_on(2, trained, strategy="ddp", stream=True),
         run_on(2, trained, strategy="zero_auto", stream=True),
@@ -141,7 +141,7 @@ def test_a_stream_is_not_read_for_the_choice(run_on):
 
 
 @pytest.mark.parametrize("name", ["stage", "offload", "activation_checkpointing"])
-def test_what_is_chosen_cannot_be_given(name):
+def test_options_that_zero_auto_chooses_cannot_be_given(name):
     ZeroAutoStrategy(**{name: None})
     with pytest.raises(TypeError, match=f"{name}: zero_auto chooses this. Write strategy=ZeroStrategy"):
         ZeroAutoStrategy(**{name: 1})

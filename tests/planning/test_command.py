@@ -30,18 +30,18 @@ def test_json_has_an_entry_for_each_choice(capsys):
         assert plan["fits"] is None and plan["seconds_per_step"] is None
 
 
-def test_memory_and_speed_say_what_fits_and_how_long_it_takes(capsys):
+def test_with_memory_and_speeds_a_plan_says_what_fits_and_how_long_a_step_takes(capsys):
     speeds = ["--flops", "1e12", "--link-bandwidth", "1e10"]
     choices = ["--ranks", "8", "--stage", "0", "3"]
     most, least = (plan["peak_bytes"]["total"] for plan in planned(capsys, *choices))
     assert most > least
-    memory = (most + least) / 2 / 0.9  # of which a plan may use 90 %
+    memory = (most + least) / 2 / 0.9  # a plan may use 90 % of it
     ddp, zero3 = planned(capsys, *choices, "--memory", f"{memory:.0f}B", *speeds)
     assert not ddp["fits"] and zero3["fits"]
     assert 0 < zero3["seconds_per_step"] < 60 and zero3["samples_per_second"] > 0
 
 
-def test_offload_to_a_disk_frees_the_host_and_takes_the_time_of_the_disk(capsys):
+def test_offload_to_a_disk_frees_the_host_and_takes_the_time_of_disk_transfers(capsys):
     speeds = ["--flops", "1e15", "--host-bandwidth", "1e15", "--disk-bandwidth", "1e5"]
     cpu, nvme = planned(capsys, "--ranks", "8", "--stage", "2", "--offload", "cpu", "nvme", *speeds)
     assert nvme["offload"] == "nvme" and nvme["peak_bytes"]["total"] == cpu["peak_bytes"]["total"]
@@ -52,7 +52,7 @@ def test_offload_to_a_disk_frees_the_host_and_takes_the_time_of_the_disk(capsys)
     assert "zero2_nvme" in printed and "  disk  " in printed
 
 
-def test_a_batch_may_be_declared_by_its_shapes(capsys):
+def test_a_batch_may_be_declared_by_its_shape(capsys):
     declared = [*PROJECT[:2], "--batch", "float32[4,16,32]", "--stage", "2", "--json"]
     assert main(declared) == 0
     assert json.loads(capsys.readouterr().out) == planned(capsys, "--stage", "2")
@@ -78,7 +78,7 @@ raise SystemExit("the script was to end at fit")
 """
 
 
-def test_a_script_is_planned_as_its_trainer_is_made_without_its_devices(capsys, tmp_path):
+def test_a_script_is_planned_with_its_trainers_settings_without_its_devices(capsys, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     assert main([str(tmp_path / "train.py"), "--stage", "2", "--json", "--", "--width", "32"]) == 0
     (plan,) = json.loads(capsys.readouterr().out)
@@ -118,7 +118,7 @@ def test_a_script_of_pytorch_lightning_is_planned(capsys, tmp_path):
         assert plan["peak_bytes"]["optimizer"] == like["peak_bytes"]["optimizer"]
 
 
-def test_a_configuration_is_planned_as_train_would_make_it(capsys):
+def test_a_configuration_is_planned_as_train_would_run_it(capsys):
     overrides = ["model=vit_tiny", "data=digits", "trainer.devices=4", "precision=bf16-mixed"]
     assert main([*overrides, "--stage", "3", "--json"]) == 0
     (plan,) = json.loads(capsys.readouterr().out)
@@ -128,14 +128,14 @@ def test_a_configuration_is_planned_as_train_would_make_it(capsys):
     assert wider["ranks"] == 8 and wider["peak_bytes"]["optimizer"] < plan["peak_bytes"]["optimizer"]
 
 
-def test_micro_batches_and_checkpointing_are_varied(capsys):
+def test_plans_vary_the_micro_batch_and_checkpointing(capsys):
     plans = planned(capsys, "--stage", "2", "--micro-batch", "2", "8", "--checkpointing", "off", "on")
     by_choice = {(p["micro_batch"], p["activation_checkpointing"]): p["peak_bytes"]["activations"] for p in plans}
     assert by_choice[8, False] > 2 * by_choice[2, False] and by_choice[8, True] < by_choice[8, False]
 
 
 @pytest.mark.exhaustive
-def test_accumulation_is_varied_and_advised_where_communication_is_slow(capsys):
+def test_plans_vary_accumulation_and_advise_it_where_communication_is_slow(capsys):
     speed = ["--flops", "1e10", "--memory-bandwidth", "1e10", "--link-bandwidth", "1e6"]
     plans = planned(capsys, "--stage", "1", "--ranks", "4", "--accumulate", "1", "8", *speed)
     assert [plan["accumulate"] for plan in plans] == [1, 8]
@@ -161,7 +161,7 @@ def test_the_table_ends_with_advice(capsys):
     assert "zero3" in printed and "ZeRO does not help here" in printed
 
 
-def test_what_fits_nowhere_is_said_with_the_way_out(capsys):
+def test_if_nothing_fits_the_smallest_choice_is_reported(capsys):
     assert main([*PROJECT, "--stage", "1", "--memory", "10KB"]) == 0
     assert "Nothing fits: the smallest is zero1" in capsys.readouterr().out
 
@@ -186,13 +186,13 @@ def test_what_fits_nowhere_is_said_with_the_way_out(capsys):
         ([*PROJECT[:2], "--batch", "float[4]", "four[4]"], "'four[4]' must be package.module:function, or tensors"),
     ],
 )
-def test_wrong_arguments_get_one_line(capsys, arguments, message):
+def test_wrong_arguments_are_reported_in_one_line(capsys, arguments, message):
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive
-def test_what_doctor_measures_gives_plans_their_times(capsys, tmp_path):
+def test_plans_use_the_speeds_that_doctor_measured(capsys, tmp_path):
     assert doctor.main(["--ranks", "2", "--disk", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["machine"]["ranks"] == 2 and found["machine"]["transport"] in ("shared memory", "gloo")
@@ -203,7 +203,7 @@ def test_what_doctor_measures_gives_plans_their_times(capsys, tmp_path):
     assert plan["seconds_per_step"] > 0 and plan["fits"]
 
 
-def test_a_disk_that_cannot_be_measured_is_a_finding(capsys, tmp_path):
+def test_a_disk_that_cannot_be_measured_is_reported_by_doctor(capsys, tmp_path):
     (tmp_path / "file").touch()
     assert doctor.main(["--ranks", "1", "--disk", str(tmp_path / "file")]) == 0
     assert "The disk for offload='nvme' could not be measured" in capsys.readouterr().out
@@ -217,7 +217,7 @@ def test_a_rank_that_cannot_be_measured_ends_doctor_with_one_line(capfd):
 
 
 @pytest.mark.exhaustive
-def test_sharding_within_machines_is_planned_beside_stage_3(capsys):
+def test_sharding_within_machines_is_planned_next_to_stage_3(capsys):
     choices = ["--stage", "3", "--ranks", "8", "--machines", "2", "--shard-within", "none", "node", "2"]
     speed = ["--flops", "1e12", "--machine-bandwidth", "1e7", "--accumulate", "4"]
     flat, node, pairs = planned(capsys, *choices, *speed)
@@ -231,7 +231,7 @@ def test_sharding_within_machines_is_planned_beside_stage_3(capsys):
 
 
 @pytest.mark.exhaustive
-def test_compression_is_planned_and_loses_on_a_fast_link(capsys):
+def test_compression_is_planned_and_is_slower_on_a_fast_link(capsys):
     choices = ["--ranks", "8", "--machines", "2", "--transport", "gloo", "--precision", "bf16-mixed", "--flops", "1e12"]
     choices += ["--stage", "2", "3", "--shard-within", "none", "node", "--compression", "none", "exact"]
     slow, fast = (
@@ -251,13 +251,13 @@ def test_compression_is_planned_and_loses_on_a_fast_link(capsys):
 SMALL = ["--ranks", "4", "--machines", "2", "--transport", "gloo", "--precision", "bf16-mixed", "--stage", "2"]
 
 
-def test_compression_of_a_small_model_loses_by_the_latency_of_its_messages(capsys):
+def test_compression_of_a_small_model_is_slower_by_the_latency_of_its_messages(capsys):
     speeds = ["--flops", "1e12", "--machine-bandwidth", "1.25e8"]  # 1 Gbit/s
     choices = [*SMALL, *speeds, "--compression", "none", "exact"]
     (_, exact), (values, changes) = (planned(capsys, *choices, "--link-seconds", seconds) for seconds in ("0", "1e-4"))
     assert changes["leaving_bytes"] < values["leaving_bytes"]
     assert changes["samples_per_second"] < values["samples_per_second"]
-    # both collectives of each of four units, and for changes one message more
+    # two collectives for each of four units, and for changes one message more
     waits = changes["seconds_per_step"] - exact["seconds_per_step"]
     assert waits == pytest.approx(1e-4 * 4 * 3, rel=0.3)
 

@@ -1,4 +1,4 @@
-"""A plan's memory is what the real engine takes: to the byte with real tensors, and as real ranks hold it."""
+"""Planned memory is that of the real engine: to the byte with real tensors, and within 2 % on real ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.trainer import make_trainer
 
 @pytest.mark.parametrize("offload", [None, "cpu", "nvme"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_fake_tensors_take_the_bytes_of_real_ones(stage, offload):
+def test_fake_tensors_take_as_many_bytes_as_real_tensors(stage, offload):
     runs = [
         fake_run(
             partial(Net, width=256), torch.randn(4, 16, 256), ranks=2, stage=stage, offload=offload, with_values=real
@@ -46,9 +46,7 @@ def test_fake_tensors_take_the_bytes_of_real_ones(stage, offload):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("precision", "bytes_of_state"), [("32-true", 12), ("bf16-true", 14)])
-def test_what_resilience_keeps_is_twice_a_rank_s_states_and_as_much_for_another_machine(
-    stage, precision, bytes_of_state
-):
+def test_resilience_keeps_two_copies_of_a_ranks_states_and_four_on_two_machines(stage, precision, bytes_of_state):
     for machines, copies in ((1, 2), (2, 4)):
         plain, keeping = (
             fake_run(
@@ -69,21 +67,21 @@ def test_what_resilience_keeps_is_twice_a_rank_s_states_and_as_much_for_another_
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_states_in_files_take_the_bytes_of_their_elements(precision):
+def test_states_in_files_take_as_many_bytes_as_their_elements(precision):
     offload = {"optimizer": "nvme", "parameters": "nvme", "sub_group": 2**14, "path": "."}
     runs = [
         fake_run(partial(Net, width=256), torch.randn(4, 16, 256), ranks=2, stage=3, precision=precision, **options)
         for options in ({}, {"offload": offload}, {"offload": offload, "with_values": True})
     ]
     assert runs[1].peak_bytes == runs[2].peak_bytes and runs[1].events == runs[2].events
-    copy = 2 if precision == "bf16-true" else 0  # in the file, too, since the masters are fp32
+    copy = 2 if precision == "bf16-true" else 0  # the copy is in the file, too, since the masters are fp32
     shard = runs[1].numel / 2
     assert runs[1].disk_bytes == pytest.approx((12 + copy) * shard, rel=0.02)
     assert runs[1].host_bytes == 3 * (12 + copy) * 2**14, "a ring of three pieces"
     assert runs[1].peak_bytes["optimizer"] == 0 and runs[1].peak_bytes["parameters"] == 0
     assert runs[1].total_bytes < runs[0].total_bytes - 0.8 * 12 * shard
     moved = sum(event.nbytes for event in runs[1].events if event.kind == "disk")
-    gathers = (4 - copy) * runs[1].numel  # a rank reads its half for forward and backward, but the last unit's once
+    gathers = (4 - copy) * runs[1].numel  # a rank reads its half for forward and backward, the last unit's only once
     assert 0.85 * gathers < moved - 2 * runs[1].disk_bytes < 0.95 * gathers
 
 
@@ -97,7 +95,7 @@ def hold_whole_parameters(stage: int, offload: str | None) -> dict[str, int]:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("offload", [None, "cpu"])
 @pytest.mark.exhaustive
-def test_of_whole_parameters_the_rank_with_the_most_is_planned(run_on, stage, offload):
+def test_with_whole_parameters_the_rank_that_holds_the_most_is_planned(run_on, stage, offload):
     held = run_on(3, hold_whole_parameters, stage=stage, offload=offload)
     run = fake_run(
         partial(WithAdafactor, width=128, depth=16),
@@ -123,7 +121,7 @@ def hold_within_groups(precision: str, accumulate: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_sharding_within_groups_is_planned_as_real_ranks_hold_it(run_on, precision, accumulate):
+def test_planned_memory_of_sharding_within_groups_is_what_real_ranks_hold(run_on, precision, accumulate):
     held = run_on(4, hold_within_groups, precision=precision, accumulate=accumulate)
     run = fake_run(
         partial(Net, width=128),
@@ -143,19 +141,19 @@ def test_sharding_within_groups_is_planned_as_real_ranks_hold_it(run_on, precisi
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("options", "elements"),
-    # half of each gather of 4 bytes, and of each reduction, leaves one of two machines
+    # half of each gather and each reduction, of 4 bytes an element, leaves one of two machines
     [({"stage": 2}, 3), ({"stage": 3}, 6), ({"stage": 3, "shard_within": "node"}, 2), ({"stage": 1}, 2)],
     ids=str,
 )
-def test_what_leaves_a_machine_is_planned(options, elements):
+def test_traffic_that_leaves_a_machine_is_planned(options, elements):
     run = fake_run(Net, batch(), ranks=4, machines=2, accumulate=2, transport="shared memory", unit_numel=0, **options)
     whole = 0.5 * 4 * elements * run.numel
-    assert 0.85 * whole < run.leaving < 1.02 * whole  # backward finds the unit gathered with which forward has ended
+    assert 0.85 * whole < run.leaving < 1.02 * whole  # the last unit of forward is still gathered when backward starts
     assert fake_run(Net, batch(), ranks=4, accumulate=2, transport="shared memory", **options).leaving == 0
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_other_precisions_take_the_bytes_of_real_ones(precision):
+def test_fake_tensors_of_other_precisions_take_as_many_bytes_as_real_tensors(precision):
     runs = [
         fake_run(Net, batch(), ranks=2, stage=3, precision=precision, accumulate=2, clip=1.0, with_values=real)
         for real in (False, True)
@@ -163,7 +161,7 @@ def test_other_precisions_take_the_bytes_of_real_ones(precision):
     assert runs[0].peak_bytes == runs[1].peak_bytes
 
 
-def test_ddp_takes_sixteen_bytes_a_parameter_and_its_buckets():
+def test_ddp_takes_sixteen_bytes_a_parameter_plus_its_buckets():
     run = fake_run(Net, batch(), ranks=2, stage=None)
     numel = sum(parameter.numel() for parameter in Net().parameters())
     states = sum(run.peak_bytes[category] for category in ("parameters", "gradients", "reduction", "optimizer"))
@@ -174,7 +172,7 @@ def test_ddp_takes_sixteen_bytes_a_parameter_and_its_buckets():
 
 class Watch(Callback):
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        list(trainer.optimizers[0].state.items())  # waits for updates in the background, whose states are entered then
+        list(trainer.optimizers[0].state.items())  # waits for background updates, which then enter their states
         trainer.strategy.engine.report()
         trainer.strategy.engine.reset_peak()
 
@@ -224,7 +222,7 @@ PROJECTS = {"llama": (Llama, tokens), "vit": (ViT, labelled_pictures), "gan": (A
 
 @pytest.mark.parametrize("stage", [None, 2, 3])
 @pytest.mark.parametrize("project", PROJECTS)
-def test_projects_are_planned_as_they_are(project, stage):
+def test_unmodified_projects_are_planned(project, stage):
     make_module, make_batch = PROJECTS[project]
     sample = make_batch()
     runs = [fake_run(make_module, sample, ranks=4, stage=stage, with_values=real) for real in (False, True)]
@@ -234,7 +232,7 @@ def test_projects_are_planned_as_they_are(project, stage):
     assert list(runs[0].assumptions) == left_out
 
 
-def test_values_that_a_project_reads_are_assumed_with_the_line():
+def test_values_that_a_project_reads_are_assumed_and_the_line_is_named():
     run = fake_run(Reading, batch(), ranks=2, stage=2)
     read, masked = sorted(run.assumptions)
     assert read.startswith("a mask selects every element") and masked.startswith("a value that is read")
@@ -243,7 +241,7 @@ def test_values_that_a_project_reads_are_assumed_with_the_line():
 
 @pytest.mark.exhaustive
 @pytest.mark.alone
-def test_seven_billion_parameters_on_64_ranks_take_twenty_seconds():
+def test_planning_seven_billion_parameters_on_64_ranks_takes_less_than_20_seconds():
     began = time.process_time()
     run = fake_run(partial(Net, width=4608, depth=35), torch.randn(1, 128, 4608), ranks=64, stage=3)
     assert run.numel > 7.4e9

@@ -1,4 +1,4 @@
-"""Table 1 of the paper, as printed there; and what this engine takes of it."""
+"""Table 1 of the paper as printed there, and the memory of this engine."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def test_the_formula_gives_the_papers_table():
 
 @pytest.mark.parametrize("ranks", [4, 1024])
 @pytest.mark.parametrize("parameters", [7.5e9, pytest.param(1e12, marks=pytest.mark.exhaustive)])
-def test_the_engine_takes_its_own_formula(parameters, ranks):
-    """As the paper's, with gradients of 4 bytes; stage 1 keeps them in full only while micro-batches accumulate."""
+def test_engine_bytes_follow_the_engines_own_formula(parameters, ranks):
+    """As in the paper, with gradients of 4 bytes; stage 1 keeps them in full only while micro-batches accumulate."""
     shard = parameters / ranks
     own = {1: 2 * parameters + 16 * shard, 2: 2 * parameters + 16 * shard, 3: 16 * shard}
     for stage, expected in own.items():

@@ -1,4 +1,4 @@
-"""`lightning-zero parity`: the same steps under DDP and under ZeRO, or where they part."""
+"""`lightning-zero parity`: the same steps under DDP and under ZeRO, and where they first differ."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.planning.test_command import OTHER_SCRIPT, PROJECT, SCRIPT
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process of its own, since it forks."""
+    """Run the command in a separate process, since it forks."""
     command = [sys.executable, "-m", "lightning_zero", "parity", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
@@ -31,8 +31,8 @@ def test_a_project_trains_as_under_ddp():
 
 
 @pytest.mark.exhaustive
-def test_where_they_part_is_named_with_the_weights():
-    """Gradients that are rounded once more part after the first step, whose losses are still the same."""
+def test_the_first_difference_from_ddp_is_reported_with_its_weights():
+    """With one more rounding of the gradients, weights differ after the first step; its losses are still equal."""
     code, (found,) = probed(*PROJECT, "--stage", "2", "--steps", "2", "--option", "reduce_dtype=bf16")
     assert code == 1 and not found["is_equal"]
     assert found["step"] == 0 and found["loss"] is None
@@ -42,7 +42,7 @@ def test_where_they_part_is_named_with_the_weights():
 
 
 @pytest.mark.exhaustive
-def test_other_losses_are_named_with_those_of_ddp():
+def test_different_losses_are_reported_with_those_of_ddp():
     other = ["tests.planning.projects:KnowsItsStrategy", *PROJECT[1:]]
     code, (found,) = probed(*other, "--stage", "3", "--steps", "2")
     assert code == 1 and found["step"] == 1
@@ -51,7 +51,7 @@ def test_other_losses_are_named_with_those_of_ddp():
 
 
 @pytest.mark.exhaustive
-def test_optimization_by_hand_is_probed():
+def test_manual_optimization_is_compared():
     project = ["tests.planning.projects:Adversaries", "--batch", "tests.planning.projects:pictures"]
     code, found = probed(*project, "--stage", "1", "3", "--steps", "2")
     assert code == 0 and [each["stage"] for each in found] == [1, 3]
@@ -59,7 +59,7 @@ def test_optimization_by_hand_is_probed():
 
 @pytest.mark.parametrize("text", [SCRIPT, OTHER_SCRIPT], ids=["lightning", "pytorch_lightning"])
 @pytest.mark.exhaustive
-def test_a_script_is_probed_with_its_own_batches(tmp_path, text):
+def test_a_script_is_compared_on_its_own_batches(tmp_path, text):
     (tmp_path / "train.py").write_text(text)
     script = [str(tmp_path / "train.py"), "--stage", "3", "--precision", "32-true"]
     code, (found,) = probed(*script, "--steps", "1", "--ranks", "1", "--", "--width", "32")

@@ -1,4 +1,4 @@
-"""A plan's peak is the growth of resident memory of real ranks on a CPU whose allocator returns what is freed."""
+"""A plan's peak equals the growth of resident memory of real CPU ranks whose allocator returns freed memory."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.planning.projects import Net
 from tests.support.trainer import make_trainer
 
 ROOT = Path(__file__).resolve().parents[2]
-RANKS, WIDTH, DEPTH = 2, 384, 24  # 39 M parameters: a unit is 2 % of what is held
+RANKS, WIDTH, DEPTH = 2, 384, 24  # 39 M parameters: a unit is 2 % of the held memory
 KINDS = {"VmHWM", "VmRSS", "RssFile", "RssShmem"}
 
 
 def memory() -> dict[str, int]:
-    """Bytes of this process's resident memory, now and at its peak, and what of it is of files or shared."""
+    """Resident memory of this process in bytes: now, at its peak, and the parts that are of files or shared."""
     lines = map(str.split, Path("/proc/self/status").read_text().splitlines())
     return {line[0][:-1]: 1024 * int(line[1]) for line in lines if line[0][:-1] in KINDS}
 
@@ -35,7 +35,7 @@ def memory() -> dict[str, int]:
 class PeakOfSecondStep(Callback):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak begins at what is resident now
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak to what is resident now
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.found = memory()
@@ -51,7 +51,7 @@ def train(stage: int, width: int, depth: int) -> dict[str, int]:
 
 def worker(stage: int) -> None:
     torch.set_num_threads(1)
-    train(stage, 32, 2)  # what libraries allocate once is no part of a plan
+    train(stage, 32, 2)  # a plan does not include what libraries allocate once
     gc.collect()
     before = memory()
     after = train(stage, WIDTH, DEPTH)

@@ -1,4 +1,4 @@
-"""Plans with tensor parallelism, beside what real ranks hold and what the paper says."""
+"""Plans with tensor parallelism, compared with what real ranks hold and what the paper says."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Layer(nn.Module):
 
 
 class Divided(LightningModule):
-    """Layers of a matrix by columns and one by rows, so that each takes one sum over tensor-parallel ranks."""
+    """Layers of a column-wise and a row-wise matrix, so that each needs one sum over tensor-parallel ranks."""
 
     def __init__(self, width: int = WIDTH, depth: int = DEPTH) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class Llama(Divided):
 @pytest.mark.parametrize("together", [2, 4])
 def test_partitioned_activations_add_a_tenth_to_the_traffic_of_tensor_parallelism(together):
     """Section 8.1: at most 10 %. With s tokens of width h a layer has six all-reduces, two in forward, two as it is
-    computed again (the last is left out: nothing needs its result) and two in backward, each of 2 (T - 1) / T s h; and
+    recomputed (the last is omitted: nothing needs its result) and two in backward, each of 2 (T - 1) / T s h; and
     one all-gather of (T - 1) / T s h."""
     sent, gathered, reduced = [], [], []
     for depth in (3, 6):
@@ -203,10 +203,10 @@ def test_partitioned_activations_add_a_tenth_to_the_traffic_of_tensor_parallelis
 
 
 @pytest.mark.parametrize(("together", "crossing"), [(2, False), (4, True)])
-def test_tensor_parallel_ranks_are_neighbours(together, crossing):
-    """Of two machines with two ranks each: pairs stay within a machine, four do not."""
+def test_tensor_parallel_ranks_are_consecutive(together, crossing):
+    """On two machines with two ranks each, pairs stay within a machine, and groups of four do not."""
     run = fake_run(Divided, batch(), ranks=4, machines=2, stage=2, tensor_parallel_size=together)
-    leaving = run.traffic["tensor_parallel"] * 2 * 3 / 4 * 2 if crossing else 0  # both ranks of a machine send as much
+    leaving = run.traffic["tensor_parallel"] * 2 * 3 / 4 * 2 if crossing else 0  # both ranks of a machine send it
     of_zero = 0 if crossing else 2 * 4 * run.numel / 2 * 2 * 1 / 2  # two rings, each with half of the parameters
     assert run.leaving == pytest.approx(leaving + of_zero)
 
@@ -215,10 +215,10 @@ def test_tensor_parallel_ranks_are_neighbours(together, crossing):
 @pytest.mark.parametrize(
     "name", [pytest.param(each, marks=[] if each == "C5" else [pytest.mark.exhaustive]) for each in CONFIGURATIONS]
 )
-def test_the_papers_configurations_take_their_memory(name, together):
-    """Table 3: C1 and C3 keep inputs of layers whole, C2 and C4 a part of each, and C5 has this in the CPU's memory.
+def test_the_papers_configurations_take_the_memory_that_the_paper_describes(name, together):
+    """Table 3: C1 and C3 keep inputs of layers whole, C2 and C4 a part of each, and C5 that part in CPU memory.
 
-    From C3 on gradients are sharded. Beside tensor parallelism the engine shards them at stage 1, too.
+    From C3 on, gradients are sharded. With tensor parallelism the engine shards them at stage 1, too.
     """
     sizes: dict[str, Any] = {"ranks": 16, "tensor_parallel": [together], "precision": "bf16-true", "unit_numel": 0}
     depths = DEPTH, 2 * DEPTH
@@ -261,7 +261,7 @@ def test_the_command_plans_choices_of_both_dimensions(capsys):
     ],
     ids=str,
 )
-def test_what_no_mesh_allows_is_refused(capsys, arguments, said):
+def test_sizes_that_no_mesh_allows_are_refused(capsys, arguments, said):
     project = ["tests.planning.test_tensor_parallel:Divided", "--batch", "float32[256,128]", "--ranks", "8"]
     assert main([*project, "--stage", "3", *arguments]) == 2
     assert said in capsys.readouterr().err
@@ -273,5 +273,5 @@ def plan_beside_real_ranks() -> str:
     return str(error.value)
 
 
-def test_a_process_with_groups_of_its_own_is_refused(run_on):
+def test_planning_in_a_process_that_has_process_groups_is_refused(run_on):
     assert "without process groups" in run_on(2, plan_beside_real_ranks)[0]

@@ -1,4 +1,4 @@
-"""A step's time, by hand."""
+"""The simulated time of a step, compared with times computed by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SLOW = Resources(
 )
 
 
-def test_an_operator_takes_the_time_of_its_arithmetic_and_of_its_bytes_but_no_less_than_a_start():
+def test_an_operator_takes_the_time_of_its_arithmetic_plus_its_bytes_and_at_least_a_launch():
     for event, seconds in (
         (Event("compute", flops=50.0), 5.0),
         (Event("compute", nbytes=30.0), 3.0),
@@ -29,22 +29,22 @@ def test_an_operator_takes_the_time_of_its_arithmetic_and_of_its_bytes_but_no_le
         assert replay([event], SLOW)["total"] == seconds
 
 
-def test_a_collective_runs_beside_operators_until_it_is_awaited():
+def test_a_collective_overlaps_with_operators_until_it_is_awaited():
     events = [Event("launch", nbytes=30.0, number=1), Event("compute", nbytes=20.0), Event("wait", number=1)]
     assert replay(events, SLOW) == {"total": 4.0, "compute": 2.0, "communication": 4.0, "waiting": 2.0}
 
 
-def test_collectives_follow_one_another():
+def test_collectives_run_one_after_another():
     events = [Event("launch", nbytes=10.0, number=number) for number in (1, 2)] + [Event("wait", number=2)]
     assert replay(events, SLOW)["total"] == 4.0
 
 
-def test_updates_on_the_host_run_beside_the_device():
+def test_updates_on_the_host_overlap_with_the_device():
     events = [Event("compute", nbytes=10.0), Event("host", nbytes=50.0), Event("compute", nbytes=20.0)]
     assert replay(events, SLOW) == {"total": 6.0, "compute": 3.0, "communication": 0.0, "waiting": 3.0}
 
 
-def test_on_a_cpu_collectives_and_updates_take_the_time_of_its_cores():
+def test_on_a_cpu_collectives_and_updates_do_not_overlap_with_operators():
     cpu = with_(SLOW, overlaps=False)
     events = [Event("launch", nbytes=30.0, number=1), Event("compute", nbytes=20.0), Event("wait", number=1)]
     assert replay(events, cpu) == {"total": 6.0, "compute": 2.0, "communication": 4.0, "waiting": 4.0}
@@ -52,12 +52,12 @@ def test_on_a_cpu_collectives_and_updates_take_the_time_of_its_cores():
     assert replay(events, cpu)["total"] == 8.0
 
 
-def test_a_disk_is_read_and_written_beside_the_device_and_the_host():
+def test_disk_transfers_overlap_with_the_device_and_the_host():
     events = [Event("disk", nbytes=40.0), Event("compute", nbytes=20.0), Event("host", nbytes=50.0)]
     assert replay(events, SLOW)["total"] == 7.0
     assert replay([*events, Event("disk", nbytes=40.0)], SLOW)["total"] == 8.0
 
 
-def test_speeds_are_numbers():
+def test_a_speed_that_is_not_a_number_is_refused():
     with pytest.raises(ValueError, match="flops='fast' must be a number of 0 or more"):
         Resources(flops="fast", memory_bandwidth=1.0)

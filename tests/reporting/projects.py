@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Noisy(Dataset[Tensor]):
-    """Samples with random noise, as augmentation makes them."""
+    """Samples with random noise, as augmentation produces them."""
 
     def __init__(self, seed: int = 0) -> None:
         self.values = torch.randn(32, 16, generator=torch.Generator().manual_seed(seed))

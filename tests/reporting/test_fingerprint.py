@@ -25,7 +25,7 @@ def of(*datasets: Any) -> str:
     return fingerprint_of_datasets(datasets)["fingerprint"]
 
 
-def test_equal_data_has_an_equal_fingerprint_and_one_changed_element_another():
+def test_equal_data_has_the_same_fingerprint_and_a_changed_element_a_different_one():
     before = of(TensorDataset(numbers()))
     assert before == of(TensorDataset(numbers().clone()))
     changed = numbers()
@@ -51,7 +51,7 @@ class Listed(Dataset[Any]):
         return self.samples[index]
 
 
-def test_samples_of_any_structure_differ_by_value_type_shape_and_place():
+def test_samples_of_any_structure_differ_by_value_type_shape_and_position():
     samples = [
         torch.zeros(2, 3),
         torch.zeros(3, 2),
@@ -84,7 +84,7 @@ class Augmented(Listed):
         return self.samples[index] + torch.rand(8) + np.random.rand() + random.random()
 
 
-def test_random_transforms_leave_the_fingerprint_and_the_generators_as_they_were():
+def test_random_transforms_change_neither_the_fingerprint_nor_the_generators():
     dataset = Augmented(*numbers())
     torch.manual_seed(1), np.random.seed(1), random.seed(1)
     expected = torch.rand(()), np.random.rand(), random.random()
@@ -110,7 +110,7 @@ class Counting(Dataset[Tensor]):
 @pytest.mark.parametrize(
     ("count", "nbytes", "most"), [(10**9, 100, 2_000), (10**6, 2**20, 2**26 // 2**20), (50, 10, 50)]
 )
-def test_of_a_large_dataset_evenly_spread_samples_are_read(count: int, nbytes: int, most: int):
+def test_evenly_spread_samples_of_a_large_dataset_are_read(count: int, nbytes: int, most: int):
     dataset = Counting(count, nbytes)
     found = fingerprint_of_datasets([dataset])
     assert found["samples"] == count and found["samples_read"] == len(dataset.read) <= most
@@ -123,13 +123,13 @@ class Stream(IterableDataset[int]):
         return iter(range(3))
 
 
-def test_data_without_samples_by_index_has_no_fingerprint_and_says_what_to_write():
+def test_data_without_samples_by_index_gets_advice_instead_of_a_fingerprint():
     found = fingerprint_of_datasets([Stream()])
     assert found["fingerprint"] is None
     assert found["method"] == "Stream has no samples by index: name its files, RunManifest(data=[...])"
 
 
-def test_datasets_of_one_loader_of_several_and_of_none_of_torch_s():
+def test_datasets_are_found_in_one_loader_in_several_loaders_and_without_a_loader():
     one, two = TensorDataset(numbers(4)), TensorDataset(numbers(5))
     assert datasets_of(DataLoader(one)) == [one]
     assert datasets_of({"a": DataLoader(one), "b": [DataLoader(two)]}) == [one, two]
@@ -145,7 +145,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def test_files_count_by_name_and_content_and_not_by_time_or_place(folder: Path, tmp_path: Path):
+def test_the_fingerprint_of_files_depends_on_name_and_content_not_on_time_or_folder(folder: Path, tmp_path: Path):
     before = fingerprint_of_files([folder])
     assert before["files"] == 3 and before["bytes"] == before["bytes_read"] == 5 + 6 + 5_000
     (folder / "a.txt").touch()
@@ -160,7 +160,7 @@ def test_files_count_by_name_and_content_and_not_by_time_or_place(folder: Path, 
     assert fingerprint_of_files([moved])["fingerprint"] != before["fingerprint"]
 
 
-def test_of_large_files_the_beginning_and_the_end_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_beginning_and_the_end_of_large_files_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fingerprint, "MOST_BYTES", 300)
     before = fingerprint_of_files([folder])
     assert before["bytes_read"] == 5 + 6 + 100 and before["bytes"] == 5_011
@@ -168,7 +168,7 @@ def test_of_large_files_the_beginning_and_the_end_are_read(folder: Path, monkeyp
     assert fingerprint_of_files([folder])["fingerprint"] != before["fingerprint"]
 
 
-def test_of_many_files_evenly_spread_ones_are_opened_and_all_count_by_size(
+def test_of_many_files_only_evenly_spread_ones_are_opened_but_all_sizes_count(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(fingerprint, "MOST_FILES", 1)

@@ -1,4 +1,4 @@
-"""The manifest that the callback writes: for any strategy, without a trace in the training."""
+"""The manifest that the callback writes: for any strategy, without an effect on training."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def manifest_in(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "manifest.json").read_text())
 
 
-def test_a_manifest_says_what_was_run(tmp_path: Path) -> None:
+def test_a_manifest_describes_the_run(tmp_path: Path) -> None:
     fit(tmp_path, seed=3, width=24, api_key="abc123")
     found = manifest_in(tmp_path)
     assert found["config"]["model"] == {"width": 24, "api_key": "***", "fails_at": None}
@@ -71,7 +71,7 @@ def test_the_fingerprint_changes_with_the_data_and_not_with_the_seed(tmp_path: P
     assert same == again != other
 
 
-def test_files_are_fingerprinted_where_the_callback_names_them(tmp_path: Path) -> None:
+def test_files_given_to_the_callback_are_fingerprinted(tmp_path: Path) -> None:
     (tmp_path / "data.txt").write_text("text")
     fit(tmp_path, manifest=RunManifest(tmp_path, data=[tmp_path / "data.txt"]))
     assert manifest_in(tmp_path)["data"]["files"] == 1
@@ -79,7 +79,7 @@ def test_files_are_fingerprinted_where_the_callback_names_them(tmp_path: Path) -
         fit(tmp_path, manifest=RunManifest(tmp_path, data=[tmp_path / "none.txt"]))
 
 
-def test_a_training_with_a_manifest_has_the_numbers_of_one_without(tmp_path: Path) -> None:
+def test_training_with_a_manifest_gives_the_same_numbers_as_without(tmp_path: Path) -> None:
     with_one = fit(tmp_path)
     seed_everything(0, verbose=False)
     without = Project()
@@ -98,14 +98,14 @@ def test_a_training_with_a_manifest_has_the_numbers_of_one_without(tmp_path: Pat
         assert torch.equal(ours, theirs)
 
 
-def test_a_failed_run_says_so(tmp_path: Path) -> None:
+def test_the_manifest_of_a_failed_run_names_the_error(tmp_path: Path) -> None:
     with pytest.raises(ArithmeticError):
         fit(tmp_path, fails_at=5)
     end = manifest_in(tmp_path)["end"]
     assert (end["status"], end["steps"]) == ("ended by ArithmeticError", 5)
 
 
-def test_the_logger_s_folder_is_the_default(tmp_path: Path) -> None:
+def test_the_loggers_folder_is_the_default(tmp_path: Path) -> None:
     fit(tmp_path, manifest=RunManifest())
     assert sorted(path.name for path in (tmp_path / "logs").glob("m*")) == ["manifest.json", "metrics.csv"]
 
@@ -133,7 +133,7 @@ def test_a_commit_is_dirty_when_a_tracked_file_has_changed(tmp_path: Path) -> No
     assert commit_of(tmp_path) == clean | {"dirty": True}
 
 
-def test_passwords_and_keys_are_left_out_of_what_is_written() -> None:
+def test_passwords_and_keys_are_not_written() -> None:
     given = {
         "logger": {"api_key": "abc", "tracking_uri": "http://me:abc@host/x"},
         "hf_token": "abc",

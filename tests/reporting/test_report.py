@@ -40,7 +40,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sweep of two jobs, which TensorBoard has logged, with its report."""
+    """A sweep of two jobs, logged by TensorBoard, with its report."""
     folder = tmp_path_factory.mktemp("sweep")
     tiny = [argument for argument in TINY if not argument.startswith("logger=")]
     succeed("train", "-m", *tiny, "stage=ddp,2", "hydra.sweep.dir=sweep", folder=folder)
@@ -50,7 +50,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def summary_of(folder: Path, *arguments: str) -> dict[str, Any]:
-    """What `lightning-zero report FOLDER --json` prints, in this process, which is quicker."""
+    """The output of `lightning-zero report FOLDER --json`, called in this process, which is faster."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         assert report.main([str(folder), "--json", *arguments]) == 0
@@ -103,7 +103,7 @@ def test_curves_are_those_of_the_logger(job: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_numbers_on_the_page_are_those_of_the_run_s_records(job: Path) -> None:
+def test_numbers_on_the_page_are_those_of_the_runs_records(job: Path) -> None:
     results, manifest = read_json(job / "results.json"), read_json(job / "manifest.json")
     page = Tables(job / "report.html")
     heading, *rows, total = page.tables["memory"]
@@ -138,7 +138,7 @@ def test_predicted_memory_is_what_the_ranks_held(job: Path) -> None:
     assert without["predicted"] is None and without["measured"] == memory["measured"]
 
 
-def test_cost_is_time_times_ranks_times_what_was_declared(job: Path) -> None:
+def test_cost_is_time_times_ranks_times_the_declared_rates(job: Path) -> None:
     (found,) = summary_of(job, *COST)["jobs"]
     hours = read_json(job / "manifest.json")["end"]["seconds"] * 2 / 3600
     expected = {"rank_hours": hours, "price": hours * 2.5, "kwh": hours * 0.4, "co2_kg": hours * 0.4 * 0.3}
@@ -147,7 +147,7 @@ def test_cost_is_time_times_ranks_times_what_was_declared(job: Path) -> None:
     assert f"{hours * 2.5:.5g}" in Tables(job / "report.html").text
 
 
-def test_the_model_card_is_one_for_the_hub(job: Path) -> None:
+def test_the_model_card_has_the_metadata_of_the_hub(job: Path) -> None:
     results, manifest = read_json(job / "results.json"), read_json(job / "manifest.json")
     card = ModelCard.load(job / "README.md")
     assert card.data.tags == ["lightning_zero", "zero3"] and card.data.library_name == "lightning"
@@ -160,7 +160,7 @@ def test_the_model_card_is_one_for_the_hub(job: Path) -> None:
         assert text in card.text
 
 
-def test_a_card_is_written_anew_until_somebody_takes_it_for_their_own(job: Path, tmp_path: Path) -> None:
+def test_a_card_is_overwritten_unless_a_user_has_replaced_it(job: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(job, copy)
     succeed("report", "copy", "--no-prediction", folder=tmp_path)
@@ -177,7 +177,7 @@ def test_a_card_is_written_anew_until_somebody_takes_it_for_their_own(job: Path,
 
 
 @pytest.mark.exhaustive
-def test_a_sweep_is_one_page_that_compares_its_jobs_by_what_differs(sweep: Path) -> None:
+def test_a_sweep_is_one_page_that_compares_its_jobs_by_the_settings_that_differ(sweep: Path) -> None:
     page = Tables(sweep / "report.html")
     heading, *rows = page.tables["jobs"]
     results = [read_json(sweep / name / "results.json") for name in "01"]
@@ -194,15 +194,15 @@ def test_a_sweep_is_one_page_that_compares_its_jobs_by_what_differs(sweep: Path)
 
 
 @pytest.mark.exhaustive
-def test_curves_are_read_from_tensorboard_s_files(sweep: Path) -> None:
+def test_curves_are_read_from_tensorboards_files(sweep: Path) -> None:
     found = summary_of(sweep, "--no-prediction")["jobs"][1]
-    curve = read_json(sweep / "1" / "results.json")["validation_curve"][1:]  # none is logged before the first step
+    curve = read_json(sweep / "1" / "results.json")["validation_curve"][1:]  # nothing is logged before the first step
     logged = [value for _, value in found["metrics"]["validation/perplexity"]]
     assert logged[: len(curve)] == pytest.approx([metrics["validation/perplexity"] for _, metrics in curve])
 
 
 @pytest.mark.exhaustive
-def test_a_job_without_records_is_shown_as_one(sweep: Path, tmp_path: Path) -> None:
+def test_a_job_without_records_is_shown_as_having_none(sweep: Path, tmp_path: Path) -> None:
     shutil.copytree(sweep, tmp_path / "sweep")
     shutil.rmtree(tmp_path / "sweep/1/logs")
     (tmp_path / "sweep/1/results.json").unlink()
@@ -232,14 +232,14 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_project_of_its_own_has_curves_memory_and_a_prediction(project: Path) -> None:
+def test_a_run_without_lightning_zero_train_has_curves_memory_and_a_prediction(project: Path) -> None:
     (found,) = summary_of(project)["jobs"]
     assert [step for step, _ in found["metrics"]["train_loss"]] == list(range(8))
     assert found["memory"]["predicted"]["peak_bytes"] == found["memory"]["measured"]
     assert found["label"] == project.name
 
 
-def test_both_loggers_records_make_the_same_curves(project: Path, tmp_path: Path) -> None:
+def test_records_of_both_loggers_give_the_same_curves(project: Path, tmp_path: Path) -> None:
     curves = []
     for name in ("csv", "board"):
         shutil.copytree(project / name, tmp_path / name)
@@ -249,7 +249,7 @@ def test_both_loggers_records_make_the_same_curves(project: Path, tmp_path: Path
     assert [loss for _, loss in of_csv] == pytest.approx([loss for _, loss in of_board])
 
 
-def test_why_there_is_no_prediction_is_said(project: Path, tmp_path: Path) -> None:
+def test_a_missing_prediction_is_explained(project: Path, tmp_path: Path) -> None:
     manifest = read_json(project / "manifest.json")
 
     def why(change: Callable[[dict[str, Any]], Any]) -> str:
@@ -269,7 +269,7 @@ def test_why_there_is_no_prediction_is_said(project: Path, tmp_path: Path) -> No
     assert "ModuleNotFoundError" in why(lambda found: found["model"].update({"class": "gone:Net"}))
 
 
-def test_memory_over_time_is_what_the_monitor_has_logged(project: Path, tmp_path: Path) -> None:
+def test_memory_over_time_is_what_the_monitor_logged(project: Path, tmp_path: Path) -> None:
     shutil.copy(project / "manifest.json", tmp_path)
     logger = CSVLogger(tmp_path, name="logs", version="")
     for step, parameters, gradients in ((10, 2.0, 0.5), (20, 2.0, 1.5), (30, 2.0, 1.0)):
@@ -288,7 +288,7 @@ def test_memory_over_time_is_what_the_monitor_has_logged(project: Path, tmp_path
         assert text in page, text
 
 
-def test_a_logger_s_folder_alone_is_a_run_and_its_versions_are_compared_by_their_settings(tmp_path: Path) -> None:
+def test_versions_in_a_loggers_folder_are_runs_that_are_compared_by_their_settings(tmp_path: Path) -> None:
     for version, width in (("version_0", 8), ("version_1", 32)):
         logger = CSVLogger(tmp_path, name="lightning_logs", version=version)
         logger.log_hyperparams({"width": width, "depth": 2})
@@ -305,7 +305,7 @@ def test_a_logger_s_folder_alone_is_a_run_and_its_versions_are_compared_by_their
     assert "0.125" not in (one / "report.html").read_text().partition("<svg")[0], "metrics of no validation are curves"
 
 
-def test_a_run_that_did_not_end_says_so_and_has_no_cost(project: Path, tmp_path: Path) -> None:
+def test_a_run_that_did_not_end_is_reported_as_such_without_a_cost(project: Path, tmp_path: Path) -> None:
     manifest = read_json(project / "manifest.json")
     del manifest["end"]
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
@@ -316,12 +316,12 @@ def test_a_run_that_did_not_end_says_so_and_has_no_cost(project: Path, tmp_path:
 
 
 def refused(*arguments: str) -> str:
-    """What a report says on standard error when it fails."""
+    """Standard error of a report that fails."""
     printed = io.StringIO()
     with contextlib.redirect_stderr(printed):
         try:
             assert report.main([*arguments]) == 2
-        except SystemExit as error:  # of argparse
+        except SystemExit as error:  # from argparse
             assert error.code == 2
     return printed.getvalue()
 
@@ -350,7 +350,7 @@ def test_a_folder_without_records_is_refused_in_one_line(tmp_path: Path, monkeyp
     ]
 
 
-def test_a_logger_and_packages_that_are_not_installed_are_named_in_one_line(
+def test_packages_that_are_not_installed_are_named_in_one_line(
     sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(sweep / "1", tmp_path / "job")
@@ -370,7 +370,7 @@ def test_a_logger_and_packages_that_are_not_installed_are_named_in_one_line(
     )
 
 
-def test_wrong_figures_are_refused() -> None:
+def test_wrong_cost_options_are_refused() -> None:
     assert "'-1' must be a number above 0" in refused(".", "--price-per-hour", "-1")
     assert "'dear' must be a number above 0" in refused(".", "--power-watts", "dear")
     assert refused(".", "--carbon-intensity", "300") == (

@@ -1,4 +1,4 @@
-"""Callbacks by which a project's job meets a fault."""
+"""Callbacks that cause a fault in a project's job."""
 
 import os
 import signal

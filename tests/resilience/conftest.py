@@ -13,7 +13,7 @@ from tests.resilience.jobs import Ended, run
 
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory) -> Callable[..., Ended]:
-    """`uninterrupted(options, ranks=2)`: what the job leaves in which nothing happens."""
+    """`uninterrupted(options, ranks=2)`: the outcome of the same job without faults."""
     known: dict[str, Ended] = {}
 
     def without_faults(options: dict[str, Any], ranks: int = 2) -> Ended:

@@ -1,6 +1,6 @@
 """A job as torchrun or `lightning-zero launch` starts it, with faults: `python job.py '{"stage": 3, ...}'`.
 
-Every process prints a line at the start of each batch, so that a test sees which steps were repeated.
+Every process prints a line at the start of each batch, so that a test can see which steps were repeated.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ OPTIONS = {
     "tunes_within": False,  # each fit begins with lr_find
     "logs": False,  # with a logger
     "finds": False,  # with FindNonFinite
-    "saves": 0,  # a checkpoint after every so many steps, by ModelCheckpoint
-    "validates": None,  # every so many batches; by default at the end of an epoch
+    "saves": 0,  # ModelCheckpoint saves after every n steps
+    "validates": None,  # every n batches; by default at the end of an epoch
     "tests": False,  # after the fit; an error there ends the process as Hydra ends it
     "epochs": 3,
     "pause": 0.0,  # seconds in each step, for faults from outside
@@ -116,7 +116,7 @@ class Note(Callback):
 
 EVALUATION = "validation", "test"
 LATER = "forward", "loss", "backward", "update"
-"""Moments at which a copy is usually whole: faults wait for it, so that the step to continue from is certain."""
+"""Moments at which a copy is usually complete: faults wait for it, so that the step to continue from is certain."""
 
 
 def wait_for_the_copy() -> None:
@@ -126,7 +126,7 @@ def wait_for_the_copy() -> None:
 
 
 def act(where: str) -> str | None:
-    """Do to this process what a fault says, if one is due here."""
+    """Apply a fault to this process, if one is due here."""
     step = trainer.global_step - (where == "end")
     for fault in options["faults"]:
         if (fault["attempt"], fault["fit"], fault["where"]) == (attempt(), fit, where):
@@ -219,7 +219,7 @@ def new_trainer() -> Trainer:
 
 
 def new_loaders() -> tuple[DataLoader, DataLoader]:
-    """Loaders of random data, other data at each call."""
+    """Loaders of random data, different at each call."""
     data = TensorDataset(torch.randn(96, 48))
     batch = options["batch"] or 16 // trainer.world_size
     return DataLoader(data, batch, shuffle=True), DataLoader(data, batch)

@@ -39,7 +39,7 @@ def fault(
 
 @dataclass
 class Ended:
-    """What a job has left."""
+    """The outcome of a job."""
 
     code: int
     output: str
@@ -65,7 +65,7 @@ class Ended:
         return [int(step) for step in re.findall(r"Continuing after step (\d+)", self.output)]
 
     def repeats_at_most(self, steps: int) -> None:
-        """Of the steps that an attempt ended, so many are done again; the one in which it died was not ended."""
+        """At most `steps` completed steps are repeated; the step in which an attempt died does not count."""
         for before, after in zip(self.begun, self.begun[1:]):
             assert before[-1] - steps <= after[0] <= before[-1] + 1, self.begun
 
@@ -88,7 +88,7 @@ def command(
 
 
 def options_of(folder: Path, options: dict[str, Any]) -> str:
-    """The script's argument; its slots are in the folder."""
+    """The script's argument; the job's slots are in the folder."""
     options = {"out": str(folder / "weights.pt"), **options}
     if (given := options.get("resilience", {})) is not None:
         options["resilience"] = {"path": str(folder / "memory"), "job": "job", **given}
@@ -115,7 +115,7 @@ def run(
     timeout: float = 240,
     more: Mapping[str, str] = MappingProxyType({}),
 ) -> Ended:
-    """Run a job to its end, with more variables in its environment."""
+    """Run a job to its end, with the environment variables `more` in addition."""
     folder.mkdir(exist_ok=True)
     with open(folder / "output", "w") as output:
         done = subprocess.run(

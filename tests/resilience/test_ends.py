@@ -1,4 +1,4 @@
-"""Ends of a job other than kills: the ordinary end, Ctrl-C, exceptions, values that are not finite, cut connections."""
+"""Ends of a job other than kills: the ordinary end, Ctrl-C, exceptions, non-finite values, cut connections."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def test_an_ordinary_end_is_silent_and_leaves_no_memory_and_no_thread(stage, res
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("offload", ["cpu", {"optimizer": "nvme", "path": "disk"}])
-def test_no_thread_of_offloading_is_left(offload, tmp_path):
+def test_offloading_leaves_no_thread_at_the_end(offload, tmp_path):
     found = run(tmp_path, {"epochs": 1, "strategy": {"offload": offload}}, more=DISMANTLED)
     assert len(re.findall(f"^{LAST_THREADS}$", found.output, re.MULTILINE)) == 2, found.output
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("launcher", [LAUNCH, TORCHRUN])
-def test_ctrl_c_leaves_a_state_and_no_process(launcher, uninterrupted, tmp_path):
+def test_ctrl_c_keeps_the_state_and_leaves_no_process(launcher, uninterrupted, tmp_path):
     options = {"pause": 0.1}
     with open(tmp_path / "output", "w") as output:
         process = subprocess.Popen(
@@ -112,7 +112,7 @@ def test_after_one_exception_of_the_project_the_job_continues(stage, victims, mo
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_loss_that_is_once_not_finite_leaves_no_trace(stage, rank, uninterrupted, tmp_path):
+def test_a_loss_that_is_not_finite_once_leaves_no_trace(stage, rank, uninterrupted, tmp_path):
     found = run(tmp_path, {"stage": stage, "finds": True, "faults": [fault(0, 5, [rank], "loss", "nan")]})
     assert "NonFiniteError: A loss or gradient is not finite at step 5" in found.output
     assert found.continued == [5]
@@ -134,8 +134,8 @@ def test_a_loss_that_is_never_finite_stops_the_job_and_names_the_step(stage, tmp
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_state_that_was_spoilt_before_it_was_kept_gives_way_to_the_one_before(stage, uninterrupted, tmp_path):
-    """As a bit that flips in a rank's memory spoils it: the slot is whole, and each attempt from it fails."""
+def test_if_the_newest_state_was_corrupted_before_it_was_kept_an_older_one_is_used(stage, uninterrupted, tmp_path):
+    """As by a bit that flips in a rank's memory: the slot is intact, and each attempt from it fails."""
     faults = [fault(0, 4, [1], "end", "spoil")]
     found = run(tmp_path, {"stage": stage, "finds": True, "faults": faults}, restarts=5)
     assert found.continued == [5, 4]
@@ -167,7 +167,7 @@ LOGS = [
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("logs", LOGS)
-def test_what_the_tuner_tries_is_not_kept(logs, uninterrupted):
+def test_steps_of_the_tuner_are_not_kept(logs, uninterrupted):
     found = uninterrupted({**TUNED, "logs": logs})
     assert not found.continued and found.begun == [list(range(12))], found.output
     found.same_as(uninterrupted({**TUNED, "logs": logs, "resilience": None}))
@@ -186,7 +186,7 @@ def test_kills_after_the_tuner_leave_no_trace(logs, uninterrupted, tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("logs", [False, True])
-def test_a_kill_within_the_tuner_lets_it_begin_anew(logs, uninterrupted, tmp_path):
+def test_a_tuner_whose_process_is_killed_starts_again(logs, uninterrupted, tmp_path):
     options = {**TUNED, "logs": logs}
     found = run(tmp_path, options | {"faults": [fault(0, 3, [1], "backward", fit=-1)]})
     assert not found.continued and found.begun == [list(range(12))], found.output
@@ -195,7 +195,7 @@ def test_a_kill_within_the_tuner_lets_it_begin_anew(logs, uninterrupted, tmp_pat
 
 @pytest.mark.exhaustive
 def test_a_fit_that_begins_with_a_tuner_continues_after_kills(tmp_path):
-    """It tunes again in each attempt, as Lightning does at ``ckpt_path``; epochs count from there (docs: restarts)."""
+    """Each attempt tunes again, as Lightning does with ``ckpt_path``; epochs count from there (docs: restarts)."""
     faults = [fault(number, step, [1], "start") for number, step in enumerate([3, 5, 7, 9])]
     found = run(tmp_path, {"tunes_within": True, "epochs": 2, "faults": faults})
     assert found.code == 0, found.output

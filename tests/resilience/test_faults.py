@@ -1,4 +1,4 @@
-"""Other faults than kills: signals, damaged or missing slots, a full tmpfs, hangs, mistakes that repeat."""
+"""Faults other than kills: signals, damaged or missing slots, a full tmpfs, hangs, repeated mistakes."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def test_sigterm_to_one_rank_saves_on_all_and_the_same_job_continues(stage, what
     assert not os.listdir(folder / "memory") and not os.listdir(folder / ".lightning_zero" / "job")
 
 
-def test_sigterm_to_the_launcher_is_answered_within_a_step_and_two_seconds(tmp_path):
+def test_after_sigterm_to_the_launcher_the_state_is_saved_within_a_step_and_two_seconds(tmp_path):
     process = started(tmp_path, {"pause": 0.2})
     wait_for(tmp_path, "rank 1 begins step 4")
     began = time.monotonic()
     process.send_signal(signal.SIGTERM)
     wait_for(tmp_path, "was saved to")
-    assert time.monotonic() - began < 0.2 + 2 + 0.5  # the last half second for the step's own work and this look
+    assert time.monotonic() - began < 0.2 + 2 + 0.5  # half a second for the step's own work and this check
     process.wait(60)
 
 
@@ -106,12 +106,12 @@ def test_a_damaged_slot_is_noticed_and_an_older_state_taken(damage, which, tmp_p
 
 
 @pytest.mark.exhaustive
-def test_the_agent_is_killed_and_the_job_started_again(tmp_path):
+def test_a_job_whose_agent_was_killed_continues_when_started_again(tmp_path):
     expected = run(tmp_path / "whole", {"pause": 0.05})
     folder = tmp_path / "killed"
     process = started(folder, {"pause": 0.05})
     wait_for(folder, "rank 1 begins step 5")
-    process.kill()  # its processes live on for a while, without it
+    process.kill()  # its processes outlive it for a while
     process.wait()
     found = ended(folder, started(folder, {"pause": 0.05}).wait(60))
     assert "Continuing after step" in found.output
@@ -129,12 +129,12 @@ def test_a_third_death_in_one_step_stops_the_job_and_names_the_step(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_training_goes_on_where_memory_has_no_room_and_says_so(tmp_path):
+def test_training_continues_with_a_warning_where_memory_has_no_room(tmp_path):
     memory = tmp_path / "memory"
     memory.mkdir()
 
     def act():
-        found = run(tmp_path, {"epochs": 1}, python=sys.executable)  # tests' warm one is outside of this file system
+        found = run(tmp_path, {"epochs": 1}, python=sys.executable)  # the warm interpreter is outside this file system
         assert found.code == 0 and found.output.count("could not keep the state after step 0") == 2, found.output
         assert "ended after step 6" in found.output
 

@@ -23,7 +23,7 @@ HOURS_AGO = time.time() - 3 * 3600
 
 
 def age(folder: Path) -> None:
-    """Give a folder and all that is in it the times of a while ago."""
+    """Set the times of a folder and of all its contents to hours ago."""
     for path in [*folder.rglob("*"), folder]:
         os.utime(path, (HOURS_AGO, HOURS_AGO))
 
@@ -56,12 +56,12 @@ def test_only_forgotten_jobs_are_removed_from_the_folder(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_a_rank_takes_its_place_though_another_looks_at_it_in_that_moment(tmp_path):
+def test_a_rank_takes_its_place_though_another_rank_checks_the_place_at_that_moment(tmp_path):
     (tmp_path / "job").mkdir()
     with open(tmp_path / "job" / "process-0", "w+") as place:
         json.dump([1, label_of(os.getpid())], place)
         place.flush()
-        fcntl.lockf(place, fcntl.LOCK_EX)  # as a rank that looks whether the place is taken
+        fcntl.lockf(place, fcntl.LOCK_EX)  # as a rank that checks whether the place is taken
         script = f"from lightning_zero.strategies.jobs import JobFolder; JobFolder({str(tmp_path)!r}, 'job', 0, 2)"
         process = subprocess.Popen([sys.executable, "-c", script], env=environment())
         with pytest.raises(subprocess.TimeoutExpired):
@@ -72,7 +72,7 @@ def test_a_rank_takes_its_place_though_another_looks_at_it_in_that_moment(tmp_pa
 DEAD = "import os; from lightning_zero.io.labels import label_of; print(label_of(os.getpid()), end='')"
 
 
-def test_slots_of_other_numbers_of_ranks_make_room(tmp_path):
+def test_slots_of_a_job_on_another_number_of_ranks_are_removed(tmp_path):
     options = {"is_plain": True, "batch": 4, "precision": "64-true"}
     run(tmp_path, options | {"faults": [fault(0, 4, range(4), "backward")]}, 4, restarts=0)
     assert len(slots_in(tmp_path)) == 8
@@ -85,7 +85,7 @@ def test_slots_of_other_numbers_of_ranks_make_room(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_an_error_after_the_fit_does_not_lose_its_end(uninterrupted, tmp_path):
+def test_an_error_after_the_fit_does_not_lose_the_final_state_of_the_fit(uninterrupted, tmp_path):
     found = run(tmp_path, {"tests": True, "faults": [fault(0, 18, [0, 1], "test", "fail")]})
     assert found.output.count("a mistake of the project") == 2
     assert found.continued == [18] and len(found.begun) == 1, found.output
@@ -107,7 +107,7 @@ def start_by_lightning(folder: Path, options: dict, attempt: int) -> int:
         ).returncode
 
 
-def test_a_job_with_a_name_that_lightning_itself_starts_continues(uninterrupted, tmp_path):
+def test_a_named_job_that_lightning_itself_starts_continues(uninterrupted, tmp_path):
     options = {"faults": [fault(0, 5, [0, 1], "backward")]}
     assert start_by_lightning(tmp_path, options, 0) != 0
     found = ended(tmp_path, start_by_lightning(tmp_path, options, 1))
@@ -116,7 +116,7 @@ def test_a_job_with_a_name_that_lightning_itself_starts_continues(uninterrupted,
 
 
 @pytest.mark.exhaustive
-def test_a_folder_that_is_full_from_the_start_is_said_and_training_goes_on(tmp_path):
+def test_a_folder_that_is_full_from_the_start_is_reported_and_training_continues(tmp_path):
     memory = tmp_path / "memory"
     memory.mkdir()
 
@@ -124,7 +124,7 @@ def test_a_folder_that_is_full_from_the_start_is_said_and_training_goes_on(tmp_p
         (memory / "filler").write_bytes(bytes(2**14 - 4096 * 1))
         with pytest.raises(OSError):
             (memory / "more").write_bytes(bytes(2**14))
-        found = run(tmp_path, {"epochs": 1}, python=sys.executable)  # tests' warm one is outside of this file system
+        found = run(tmp_path, {"epochs": 1}, python=sys.executable)  # the warm interpreter is outside this file system
         assert found.code == 0 and "so this run keeps nothing there" in found.output, found.output
         assert "ended after step 6" in found.output
 
@@ -135,7 +135,7 @@ def test_a_folder_that_is_full_from_the_start_is_said_and_training_goes_on(tmp_p
 
 
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (1, 2)), 3])
-def test_where_memory_is_damaged_the_last_checkpoint_is_taken(stage, uninterrupted, tmp_path):
+def test_where_memory_is_damaged_the_job_continues_from_the_last_checkpoint(stage, uninterrupted, tmp_path):
     options = stopped_after_kills(tmp_path, {"stage": stage, "saves": 3}, 8)
     for path in slots_in(tmp_path):
         flip(path)
@@ -146,7 +146,7 @@ def test_where_memory_is_damaged_the_last_checkpoint_is_taken(stage, uninterrupt
 
 @pytest.mark.exhaustive
 def test_a_validation_after_the_last_checkpoint_is_not_lost(uninterrupted, tmp_path):
-    """The checkpoint of step 4 is newer than what is in memory, but to continue from it would leave the rest out."""
+    """The checkpoint of step 4 is newer than the state in memory, but continuing from it would skip the validation."""
     options = {"saves": 2, "validates": 2}
     found = run(tmp_path, options | {"faults": [fault(0, 4, [1], "validation")]})
     assert found.continued == [3], found.output

@@ -1,4 +1,4 @@
-"""A job whose processes are killed at any moment ends with the weights of one that was not, after one step again."""
+"""A job whose processes are killed repeats at most one step and ends with the weights of an undisturbed job."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def killed_at_every_moment(stage, ranks):
 
 @pytest.mark.behaviour(
     "The Trainer",
-    '`resilience="memory"`: a job of which processes are killed at any moment goes on in the step that was running',
+    '`resilience="memory"`: a job whose processes are killed at any moment continues in the step that was running',
 )
 @pytest.mark.parametrize(
     ("stage", "offload"),

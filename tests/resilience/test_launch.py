@@ -1,4 +1,4 @@
-"""`lightning-zero launch` starts a script's processes, and again after one has died or hangs."""
+"""`lightning-zero launch` starts a script's processes, and restarts them after one has died or hangs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_processes_that_were_killed_start_again_and_continue(victims, whole, tmp
 
 
 @pytest.mark.parametrize("what", ["stop", pytest.param("loop", marks=pytest.mark.exhaustive)])
-def test_a_process_that_hangs_is_named_killed_and_the_job_continues(what, whole, tmp_path):
+def test_a_hanging_process_is_named_and_killed_and_the_job_continues(what, whole, tmp_path):
     options = {"faults": [fault(0, 4, [1], "forward", what)]}
     found = run(tmp_path, options, launcher=[*LAUNCH, "--hang-timeout", "4"])
     assert re.search(
@@ -51,14 +51,14 @@ def test_a_process_that_hangs_is_named_killed_and_the_job_continues(what, whole,
 
 
 @pytest.mark.exhaustive
-def test_a_slow_step_is_no_hang(whole, tmp_path):
+def test_a_slow_step_is_not_a_hang(whole, tmp_path):
     found = run(tmp_path, {"pause": 0.3}, launcher=[*LAUNCH, "--hang-timeout", "2"])
     assert "hangs" not in found.output and len(found.begun) == 1
     found.same_as(whole)
 
 
 def goes_on(process):
-    """Whether it has not ended. When it has, the system may take a while to forget it."""
+    """Whether the process has not ended. The system may take a while to forget one that has."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -86,7 +86,7 @@ def test_when_the_launcher_is_killed_its_processes_end(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)])
-def test_a_signal_to_the_launcher_ends_everything(number, tmp_path):
+def test_a_signal_to_the_launcher_ends_all_processes(number, tmp_path):
     (tmp_path / "script.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(600)\n")
     process = subprocess.Popen(
         [sys.executable, *LAUNCH, "--nproc-per-node", "2", "script.py"],
@@ -123,7 +123,7 @@ def test_a_script_or_module_gets_its_arguments(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_a_script_s_exit_code_and_exception_are_seen(tmp_path):
+def test_a_scripts_exit_code_and_exception_are_reported(tmp_path):
     for script, code, said in (
         ("import sys; sys.exit(0)", 0, ""),
         ("import sys; sys.exit(3)", 1, "exitcode"),
@@ -145,7 +145,7 @@ def test_a_script_s_exit_code_and_exception_are_seen(tmp_path):
         (["--nproc-per-node", "2", "--max-restart", "x", "script.py"], "invalid int value: 'x'"),
     ],
 )
-def test_a_wrong_option_gets_one_line(arguments, said, tmp_path):
+def test_a_wrong_option_is_an_error_of_one_line(arguments, said, tmp_path):
     (tmp_path / "script.py").write_text("")
     code, output, errors = launch(*arguments, folder=tmp_path)
     assert code == 2 and not output

@@ -1,4 +1,4 @@
-"""Two machines, each with a launcher and a memory of its own: one is lost with all that it has kept."""
+"""Two machines, each with a launcher and a memory of its own: one machine is lost with all the state that it kept."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPTIONS = {"pause": 0.1, "epochs": 4, "batch": 4, "is_plain": True, "precision":
 
 
 class Machine:
-    """A launcher with some processes; `name` is that of its memory."""
+    """A launcher with some processes; `name` is the name of the machine's memory."""
 
     def __init__(self, folder, name, nodes, port, options, ranks):
         launcher = [*LAUNCH, "--nnodes", nodes, "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "the-job"]
@@ -36,7 +36,7 @@ class Machine:
             )
 
     def ends(self, folder, seconds=150):
-        """Waits for an end without an error."""
+        """Wait for an end without an error."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds)
         if self.process.poll() is None:
@@ -44,7 +44,7 @@ class Machine:
         assert self.process.poll() == 0, (folder / "output").read_text()
 
     def is_lost(self):
-        """Its processes and its memory are gone."""
+        """Lose the machine's processes and its memory."""
         self.process.kill()  # and with it the processes that it has forked
         self.process.wait()
         shutil.rmtree(self.memory)
@@ -89,7 +89,7 @@ def wait_for(folder, text, seconds=90):
 @pytest.mark.exhaustive
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_what_a_lost_machine_kept_comes_from_its_mirror(stage, tmp_path):
+def test_the_state_of_a_lost_machine_comes_from_its_mirror(stage, tmp_path):
     options = OPTIONS | {"stage": stage}
     whole = run(tmp_path / "whole", options, 4)
     folder = tmp_path / "lost"
@@ -107,7 +107,7 @@ def test_what_a_lost_machine_kept_comes_from_its_mirror(stage, tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(400)
-def test_one_machine_goes_on_alone_and_a_second_joins_later(tmp_path):
+def test_one_machine_continues_alone_and_a_second_joins_later(tmp_path):
     options = OPTIONS | {"stage": 3, "pause": 0.25, "epochs": 12}
     whole = run(tmp_path / "whole", options | {"pause": 0}, 4)
     folder = tmp_path / "lost"

@@ -1,4 +1,4 @@
-"""Kills in other jobs than those of test_kills: one process, other precisions, several fits; and kills at random."""
+"""Kills in jobs other than those of test_kills: one process, other precisions, several fits; and kills at random."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STAGES = [pytest.param(1, marks=pytest.mark.exhaustive), pytest.param(2, marks=p
 
 
 def leaves_no_trace(found, expected, kills, repeats=1):
-    """A job continued after each kill, repeated at most so many steps, and ended as if nothing had happened."""
+    """A job continued after each kill, repeated at most `repeats` steps, and ended as if nothing had happened."""
     found.same_as(expected)
     assert len(found.continued) == kills, found.output
     found.repeats_at_most(repeats)
@@ -72,7 +72,7 @@ def test_a_job_killed_again_while_it_recovers_continues(stage, moment, victims, 
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_with_every_n_steps_at_most_so_many_are_repeated(stage, uninterrupted, tmp_path):
+def test_with_every_n_steps_at_most_n_steps_are_repeated(stage, uninterrupted, tmp_path):
     faults = [fault(0, 9, [1], "end"), fault(1, 15, [0], "copy")]
     options = {"stage": stage, "resilience": {"every_n_steps": 5}}
     found = run(tmp_path, options | {"faults": faults})
@@ -83,7 +83,7 @@ def test_with_every_n_steps_at_most_so_many_are_repeated(stage, uninterrupted, t
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_kills_between_and_in_micro_batches_in_bf16(stage, precision, uninterrupted, tmp_path):
+def test_kills_between_and_in_micro_batches_in_bf16_leave_no_trace(stage, precision, uninterrupted, tmp_path):
     faults = [fault(0, 2, [1], "micro-batch"), fault(1, 5, [0], "commit", until=6), fault(2, 7, [0, 1], "backward")]
     options = {"stage": stage, "precision": precision, "accumulate": 2}
     found = run(tmp_path, options | {"faults": faults})
@@ -105,7 +105,7 @@ def test_kills_between_and_in_micro_batches_in_bf16(stage, precision, uninterrup
 def test_a_kill_in_the_second_fit_of_a_script_does_not_repeat_the_first(stage, step, moment, uninterrupted, tmp_path):
     options = {"stage": stage, "fits": 2, "epochs": 1}
     found = run(tmp_path, options | {"faults": [fault(0, step, [1], moment, fit=1)]})
-    assert found.continued == [6, step][: 1 + (step > 0)]  # the end of the first fit, and the second where it was kept
+    assert found.continued == [6, step][: 1 + (step > 0)]  # the first fit's end, then the second fit if it was kept
     assert found.begun[-1] == list(range(step, 6))
     found.same_as(uninterrupted(options))
 
@@ -122,7 +122,7 @@ def test_a_kill_in_the_first_fit_leaves_no_trace_in_the_second(stage, moment, un
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_kill_in_each_of_three_fits(stage, uninterrupted, tmp_path):
+def test_a_kill_in_each_of_three_fits_leaves_no_trace(stage, uninterrupted, tmp_path):
     options = {"stage": stage, "fits": 3, "epochs": 1}
     faults = [fault(number, 2 + number, [number % 2], "backward", fit=number) for number in range(3)]
     found = run(tmp_path, options | {"faults": faults})
@@ -131,7 +131,7 @@ def test_a_kill_in_each_of_three_fits(stage, uninterrupted, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_kills_in_the_second_fit_are_no_deaths_of_the_first(uninterrupted, tmp_path):
+def test_kills_in_the_second_fit_do_not_count_as_deaths_in_the_first(uninterrupted, tmp_path):
     options = {"fits": 2, "epochs": 1}
     found = run(
         tmp_path, options | {"faults": [fault(number, 1 + number, [1], "forward", fit=1) for number in range(4)]}
@@ -164,7 +164,7 @@ def test_a_hundred_random_kills_leave_no_trace(job, uninterrupted, tmp_path):
 
 
 def last_begun(folder):
-    """The last attempt that is seen, and its last step."""
+    """The last attempt in the output, and the last step begun in it."""
     seen = re.findall(r"attempt (\d+) rank \d+ begins step (\d+)", (folder / "output").read_text())
     return max(((int(attempt), int(step)) for attempt, step in seen), default=(-1, -1))
 

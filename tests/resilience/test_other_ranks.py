@@ -11,7 +11,7 @@ OPTIONS = {"is_plain": True, "precision": "64-true"}
 
 
 def continued(folder, options, *, ranks_and_ends):
-    """A job on so many ranks, killed in a step, then on so many others, and so on."""
+    """Run a job on a number of ranks, kill it in a step, continue on another number of ranks, and so on."""
     for ranks, step in ranks_and_ends:
         faults = [] if step is None else [fault(0, step, range(ranks), "backward")]
         found = run(folder, {**OPTIONS, **options, "faults": faults}, ranks, restarts=0)

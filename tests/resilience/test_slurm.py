@@ -1,4 +1,4 @@
-"""Jobs as SLURM's srun starts them, again under the same job id after a task was killed or the job was preempted."""
+"""Jobs that SLURM's srun starts, again under the same job id after a task was killed or the job was preempted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def start_tasks(folder, options, attempt):
     ]
 
 
-def test_a_job_step_goes_on_after_a_task_was_killed(tmp_path):
+def test_a_job_step_continues_after_a_task_was_killed(tmp_path):
     folder, options = tmp_path / "job", {"faults": [fault(0, 5, [1], "backward")]}
     codes = [process.wait(90) for process in start_tasks(folder, options, 0)]
     assert 0 not in codes
@@ -44,7 +44,7 @@ def test_a_job_step_goes_on_after_a_task_was_killed(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_a_preempted_job_saves_and_goes_on_elsewhere(tmp_path):
+def test_a_preempted_job_saves_its_state_and_continues_on_another_machine(tmp_path):
     folder, options = tmp_path / "job", {"pause": 0.1}
     tasks = start_tasks(folder, options, 0)
     while "rank 1 begins step 4" not in (folder / "output").read_text():

@@ -21,7 +21,7 @@ WIDTH = 3
 
 
 class Block(nn.Module):
-    """Two layers, each used by a forward only if named in its arguments."""
+    """Two layers, each used by a forward pass only if named in its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def make_optimizers(setup: Setup, parameters: list[nn.Parameter]) -> list[Optimi
     made: list[Optimizer] = []
     for number, kind in enumerate(setup.optimizers):
         own = [p for p, owner in zip(parameters, setup.owner_of) if owner == number]
-        # A group of none is allowed, a list of none is not.
+        # An empty group is allowed, an empty list is not.
         groups: Any = [{"params": own}]
         if kind == "adam":
             made.append(torch.optim.Adam(groups, lr=0.05, eps=0.1))
@@ -87,10 +87,10 @@ class Averaged:
         self.is_local = [False] * len(self.parameters)
 
     def backward(self, local: Callable[[int], None], *, sync: bool) -> None:
-        """One backward of every rank.
+        """Run one backward pass on every rank.
 
         Args:
-                local: runs a rank's forward and backward on the net, whose gradients are None before.
+            local: runs a rank's forward and backward on the net, whose gradients are None before.
         """
         ranks = self.setup.ranks
         found: list[list[Tensor | None]] = []

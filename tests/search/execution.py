@@ -30,15 +30,15 @@ from tests.search.programs import (
 from tests.support.workers import rank
 
 BOUND = 1e-9
-"""Relative, of numbers in fp64: only a wrong number is further off than rounding."""
+"""Relative bound in fp64: rounding stays below it, so that only wrong numbers exceed it."""
 
 
 def execute(program: Program) -> str | None:
     """Run a program on this rank. Collective.
 
     Returns:
-        The first difference on this rank, or None. Where a rank finds one, all end there, so that their processes can
-        serve the next program.
+        The first difference on this rank, or None. When a rank finds one, all ranks stop there, so that their processes
+        can run the next program.
     """
     return Execution(program, make_net(program.setup)).run()
 
@@ -53,16 +53,16 @@ def check(holds: bool, difference: str) -> None:
 
 
 class Execution:
-    """A program under way on the engine.
+    """The run of a program on the engine.
 
     Args:
-        net: the model, as ``make_net`` gives it; what the program does with it begins once the engine has it.
+        net: the model, as ``make_net`` returns it; the program's steps begin once the engine has it.
     """
 
     def __init__(self, program: Program, net: Net) -> None:
         from lightning_zero.engine.plan import units
 
-        units.UNIT_NUMEL = 2**20  # the default, which `tests/support/workers.py` sets aside
+        units.UNIT_NUMEL = 2**20  # the default, which `tests/support/workers.py` overrides
         self.program, self.setup, self.net = program, program.setup, net
         self.parameters = list(net.parameters())
         self.optimizers = make_optimizers(self.setup, self.parameters)
@@ -85,7 +85,7 @@ class Execution:
         }
 
     def run(self) -> str | None:
-        """The program on the bare engine, in a loop of its own."""
+        """Run the program on the bare engine, without a Trainer."""
         from lightning_zero.engine import Engine
 
         self.engine = Engine(self.net, self.optimizers, **self.engine_options)
@@ -96,7 +96,7 @@ class Execution:
         return difference or self.compare_ordinary()
 
     def run_ops(self, start: int, stop: int) -> str | None:
-        """Some of the program's steps, in order; the first difference that one of them shows."""
+        """Run some of the program's steps in order; returns the first difference."""
         for index, op in list(enumerate(self.program.ops))[start:stop]:
             self.where = f"op {index}, {op}"
             act = getattr(self, f"_{type(op).__name__.lower()}")
@@ -112,7 +112,7 @@ class Execution:
         self.where = "after the engine's end"
         return self._found_by_all(self._compare_ordinary)
 
-    # What a Trainer has other ways for.
+    # Overridden where a Trainer runs the program.
 
     def window(self) -> contextlib.AbstractContextManager[None]:
         return self.engine.window()
@@ -175,7 +175,7 @@ class Execution:
             self._compare_parts()
 
     def _compare_parts(self) -> None:
-        """Compare what this rank has of the parameters at rest with those of the reference."""
+        """Compare this rank's parts of the parameters at rest with the reference."""
         expected = dict(self.reference.net.named_parameters())
         for bucket in self.engine.buckets if self.engine is not None else ():
             low, high = bucket.layout.own_part
@@ -237,7 +237,7 @@ class Execution:
 
     @property
     def _accumulates_locally(self) -> bool:
-        """Whether ``no_sync`` postpones anything: at stage 1 over several ranks, if no ``.grad`` is a reduced one."""
+        """Whether ``no_sync`` postpones anything: at stage 1 on several ranks, if no ``.grad`` is reduced already."""
         from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 
         is_reduced = any(isinstance(parameter.grad, ShardedTensor) for parameter in self.parameters)
@@ -252,7 +252,7 @@ class Execution:
         return wanted
 
     def _is_possible(self, op: Backward, trained: Sequence[bool]) -> bool:
-        """Whether each rank's backwards reach some parameter, and at stage 3 all ranks' go through the same units."""
+        """Whether each rank's backward passes reach some parameter and, at stage 3, the same units as other ranks'."""
         direct = op.direct is not None and trained[op.direct % len(trained)]
         names = [name for name, _ in self.net.named_parameters()]
 
@@ -268,7 +268,7 @@ class Execution:
             if self.setup.units == "single" and any(row != by_rank[0] for by_rank in all_reached for row in by_rank):
                 return False
             if op.twice and any(row != by_rank[0] for by_rank in op.uses for row in by_rank):
-                return False  # the second one gathers what was released for those ranks alone whose layers need it
+                return False  # only ranks whose layers need released units gather them for the second backward
         reaches = [[scaled or direct or any(row) for row in by_rank] for by_rank in all_reached]
         if op.each:
             return all(all(by_rank) for by_rank in reaches)
@@ -277,7 +277,7 @@ class Execution:
     @staticmethod
     @contextlib.contextmanager
     def _frozen(parameters: list[nn.Parameter], trained: Sequence[bool]) -> Iterator[None]:
-        """As ``toggle_optimizer`` does."""
+        """Freeze parameters temporarily, as ``toggle_optimizer`` does."""
         before = [p.requires_grad for p in parameters]
         for parameter, wanted in zip(parameters, trained):
             parameter.requires_grad = wanted

@@ -1,7 +1,7 @@
 """What a random training program consists of, and how hypothesis draws one.
 
-A program is data: every rank receives the same one. A step that has no meaning where it stands (an optimizer's step on
-gradients that ranks have not averaged yet, say) is skipped by ``execution`` on every rank alike.
+A program is data: every rank receives the same one. A step that has no meaning at its position (an optimizer's step on
+gradients that ranks have not averaged yet, say) is skipped by ``execution`` on every rank.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 from hypothesis import strategies as st
 
 BLOCKS, PARTS = 4, ("a", "b", "ab", "")
-"""Blocks of the model at most, and which of its two layers a forward of a block uses."""
+"""The maximum number of blocks, and which of its two layers a block's forward pass uses."""
 
 PARAMETERS = 4 * BLOCKS + 1
-"""Parameters of the model at most; a program's indices are taken modulo the model's own number."""
+"""The maximum number of parameters; a program's indices are taken modulo the model's own number."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Setup:
     Attributes:
         units: "merged" (the whole model is one unit), "single" (each block is one), or "resident" (each is one, and
             stays gathered for the step, as in a tiny model by default).
-        shard_within: as of the engine: the ranks of each pretended machine.
+        shard_within: the engine's option: the number of ranks of each simulated machine.
         owner_of: by parameter, the optimizer that has it from the start; None for one that may be added later.
     """
 
@@ -48,18 +48,18 @@ class Op:
 
 @dataclass(frozen=True)
 class Backward(Op):
-    """Forwards, of which each rank uses the parts of blocks that are named for it, and their backward.
+    """Forward passes, in which each rank uses the block layers named for it, and their backward pass.
 
     Attributes:
         uses: by forward, by rank, by block, one of ``PARTS``.
         scaled: the root's own parameter takes part.
         direct: a parameter that the loss reads outside of its module, if any.
         sync: False for a micro-batch under ``no_sync``.
-        frozen: an optimizer whose parameters alone want gradients, as by ``toggle_optimizer``.
-        checkpointed: blocks are computed again in backward.
-        twice: the same graph is gone through twice.
-        each: each forward has a backward of its own.
-        window: forwards and backwards are within one window, as in a ``training_step``.
+        frozen: an optimizer whose parameters alone require gradients, as with ``toggle_optimizer``.
+        checkpointed: blocks are recomputed in backward.
+        twice: backward runs twice through the same graph.
+        each: each forward pass has its own backward pass.
+        window: forward and backward passes are within one window, as in a ``training_step``.
     """
 
     uses: tuple[tuple[tuple[str, ...], ...], ...]
@@ -93,8 +93,8 @@ class Gradient(Op):
 
     Attributes:
         action: "drop", "clone", "plain" (an ordinary tensor in its place), "twice" (times two, another tensor), "scale"
-            (in place), "zero" (in place), "other" (that of another parameter of the same shape), "keep" (somebody
-            keeps the tensor), "put back" (what was kept is ``.grad`` again), "read", "detached".
+            (in place), "zero" (in place), "other" (that of another parameter of the same shape), "keep" (keep a
+            reference to the tensor), "put back" (the kept tensor is ``.grad`` again), "read", "detached".
     """
 
     parameter: int
@@ -103,7 +103,7 @@ class Gradient(Op):
 
 @dataclass(frozen=True)
 class Clip(Op):
-    """``by`` is "norm", "inf" or "value"; of an optimizer's parameters, or of all."""
+    """Clip gradients of an optimizer's parameters, or of all; ``by`` is "norm", "inf" or "value"."""
 
     by: str
     optimizer: int | None = None
@@ -127,14 +127,14 @@ class Write(Op):
 
 @dataclass(frozen=True)
 class Evaluate(Op):
-    """A forward without gradients; in eval mode."""
+    """A forward pass without gradients, in eval mode."""
 
     block: int
 
 
 @dataclass(frozen=True)
 class SaveAndLoad(Op):
-    """What is saved is compared; with ``load`` the newest saved state is loaded back, of weights and optimizers."""
+    """Save and compare weights and optimizer states; with ``load``, load the newest saved ones back."""
 
     load: bool
     whole: bool = True
@@ -148,7 +148,7 @@ class LearningRate(Op):
 
 @dataclass(frozen=True)
 class AddGroup(Op):
-    """Give an optimizer a parameter that none has."""
+    """Add a parameter that no optimizer has to an optimizer."""
 
     optimizer: int
     parameter: int
@@ -207,7 +207,7 @@ def setups(draw: st.DrawFn, ranks: int) -> Setup:
 
 @st.composite
 def _uses(draw: st.DrawFn, setup: Setup) -> tuple[tuple[str, ...], ...]:
-    """By rank and block. At stage 3 with units of their own all ranks run the same ones."""
+    """By rank and block. At stage 3, if each block is a unit, all ranks run the same blocks."""
     first = tuple(draw(st.sampled_from(PARTS)) for _ in range(setup.blocks))
     if setup.ranks == 1 or not draw(st.booleans()):
         return (first,) * setup.ranks

@@ -1,4 +1,4 @@
-"""Programs on which the engine once gave other numbers than averaged gradients, as short as they could be made."""
+"""Programs on which the engine once gave numbers other than averaged gradients, made as short as possible."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tests.search.execution import execute
 from tests.search.programs import Backward, Check, Gradient, Program, Setup, Step, ZeroGrad
 
 A, B = ((("a",), ("a",)),), ((("b",), ("b",)),)
-"""One forward, of the one block's layer ``a`` or ``b``, on both ranks."""
+"""One forward pass, with layer ``a`` or ``b`` of the only block, on both ranks."""
 
 LAYER_A, LAYER_B = (1, 2), (3, 4)
-"""Indices of their weights and biases."""
+"""Indices of the layers' weights and biases."""
 
 SETUP = Setup(
     ranks=2,
@@ -83,8 +83,8 @@ FOUND = {
 }
 
 
-def test_ranks_that_use_other_layers_of_a_block_do_not_wait_for_each_other(run_on):
-    """Where a reduction is waited for before the next unit of backward is gathered."""
+def test_ranks_that_use_different_layers_of_a_block_do_not_wait_for_each_other(run_on):
+    """Without overlap, where a reduction is awaited before backward gathers the next unit."""
     setup = replace(SETUP, stage=3, units="single", overlap=False, blocks=2, bucket_numel=12, owner_of=(0,) * 9)
     once = ((("a", "ab"), ("a", "a")),)
     twice = ((("a", "ab"), ("ab", "a")),) * 2
@@ -94,8 +94,8 @@ def test_ranks_that_use_other_layers_of_a_block_do_not_wait_for_each_other(run_o
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_gradient_from_another_parameter_updates_one_that_lies_on_one_rank(run_on, stage):
-    """Every rank takes part in the gather of that gradient, also those that hold nothing of what is updated."""
+def test_a_gradient_from_another_parameter_updates_a_parameter_held_by_one_rank(run_on, stage):
+    """Every rank takes part in gathering that gradient, also ranks that hold no part of the updated parameter."""
     setup = replace(SETUP, stage=stage, blocks=3, optimizers=("sgd",), owner_of=(*[None] * 3, 0, *[None] * 13))
     program = Program(setup, (Backward(((("a",) * 3,) * 2,)), Gradient(3, "other"), Step(0), Check()))
     found = run_on(2, execute, program=program)
@@ -103,8 +103,8 @@ def test_a_gradient_from_another_parameter_updates_one_that_lies_on_one_rank(run
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_gradient_from_another_parameter_is_added_to_by_a_loss_that_uses_the_parameter_itself(run_on, stage):
-    """Autograd adds to the tensor in ``p.grad``, which knows another parameter."""
+def test_backward_adds_to_a_gradient_that_came_from_another_parameter(run_on, stage):
+    """Autograd adds to the tensor in ``p.grad``, which refers to another parameter."""
     nothing = ((("",) * 4,) * 2,)
     program = Program(
         replace(SETUP, stage=stage, blocks=4, optimizers=("sgd",), owner_of=(*[0] * 8, *[None] * 8, 0)),
@@ -115,8 +115,8 @@ def test_a_gradient_from_another_parameter_is_added_to_by_a_loss_that_uses_the_p
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_layer_is_used_again_on_one_rank(run_on, stage):
-    """Its gradient comes when that of its neighbour, which was alone before, has been taken."""
+def test_a_layer_may_be_used_again_together_with_its_neighbour_on_one_rank(run_on, stage):
+    """Its neighbour's gradient arrives after that of the layer, which was used alone before, has been taken."""
     program = Program(replace(SETUP, ranks=1, stage=stage), (Backward(((("b",),),)), Backward(((("ab",),),)), Check()))
     assert run_on(1, execute, program=program) == [None]
 
@@ -124,7 +124,7 @@ def test_a_layer_is_used_again_on_one_rank(run_on, stage):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("units", ["merged", "single", "resident"])
 @pytest.mark.parametrize("name", FOUND)
-def test_gradients_are_averaged_ones_where(run_on, name, units, stage):
+def test_gradients_equal_averaged_gradients_where(run_on, name, units, stage):
     program = Program(replace(SETUP, stage=stage, units=units), (*FOUND[name], Check()))
     found = run_on(2, execute, program=program)
     assert found == [None, None], "\n".join(filter(None, found))

@@ -12,7 +12,7 @@ from tests.search.programs import Program, programs
 from tests.search.trainer_execution import execute_in_trainer
 
 SHARES = {"engine on 1": 0.15, "engine on 2": 0.6, "engine on 3": 0.1, "engine on 4": 0.1, "Trainer on 2": 0.05}
-"""Of the programs, by what runs them and on how many ranks; on 4 they are two pretended machines (``shard_within``)."""
+"""Shares of the programs, by runner and number of ranks; 4 ranks simulate two machines (``shard_within``)."""
 
 
 @pytest.mark.parametrize("where", SHARES)

@@ -16,11 +16,11 @@ from tests.search.programs import Program
 from tests.support.trainer import make_trainer
 
 STEPS = 3
-"""Batches that a program's steps are spread over."""
+"""The number of batches over which a program's steps are spread."""
 
 
 class TrainerExecution(Execution):
-    """A program under way in a module's ``training_step``, which is a window."""
+    """The run of a program in a module's ``training_step``, which is a window."""
 
     module: ProgramModule
 

@@ -1,4 +1,4 @@
-"""``after_fit``: what the module is when a run ends, and that no run dies of memory after its last step."""
+"""``after_fit``: the form of the module when a run ends; no run runs out of memory after its last step."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def loader(samples=24):
 
 
 def runs(make_strategy):
-    """Fit, evaluate, save, look, and fit again with a new Trainer; all that is found on the way."""
+    """Fit, compute an output, save and test; returns the trainer, the module and all values found on the way."""
     torch.manual_seed(0)
     model, found = Model(), {}
     trainer = make_trainer(make_strategy(), max_epochs=2, enable_checkpointing=False)
@@ -90,7 +90,7 @@ def train_on(make_strategy, model):
 
 
 def keep_sharded(stage, after_fit):
-    """With ``"auto"`` on a host without memory for the ordinary module; the same as with ``"sharded"``."""
+    """``"auto"``, on a host without memory for the ordinary module, gives the same as ``"sharded"``."""
 
     def sharded(**options):
         return lambda: ZeroStrategy(stage=stage, after_fit=after_fit, **options)
@@ -126,12 +126,12 @@ def check_sharded(stage, sharded):
 
 @pytest.mark.behaviour(
     "The Trainer",
-    '`after_fit="sharded"`, or `"auto"` without host memory for an ordinary module: every next run goes on with the '
-    "module as it is",
+    '`after_fit="sharded"`, or `"auto"` without host memory for an ordinary module: every later run continues with '
+    "the module as it is",
 )
 @STAGES
 @pytest.mark.parametrize("after_fit", ["sharded", "auto"])
-def test_the_module_stays_sharded_and_every_next_run_equals_ddps(run_on, stage, after_fit):
+def test_the_module_stays_sharded_and_later_runs_equal_ddps(run_on, stage, after_fit):
     run_on(2, keep_sharded, stage=stage, after_fit=after_fit)
 
 
@@ -146,20 +146,20 @@ def notices(act):
     return [str(each.message) for each in caught if "stays sharded" in str(each.message)]
 
 
-# 171 parameters: 6 x 8 + 8, 8 x 8 + 8, 8 + 8, 8 x 3 + 3, and Adam's two moments of each in fp32. On each rank there is
+# 171 parameters: 6 x 8 + 8, 8 x 8 + 8, 8 + 8, 8 x 3 + 3, and Adam's two moments of each in fp32. Each rank has
 # one master in each of four units, with a step count of four bytes. The largest unit is gathered in 128 elements.
 PARAMETERS = 4 * 171
 WHOLE = PARAMETERS + 2 * PARAMETERS + 2 * 4 * 4 + 4 * 128
-HALF_PRECISION = WHOLE - PARAMETERS // 2  # parameters in two bytes; the masters are on rank 0 alone
+HALF_PRECISION = WHOLE - PARAMETERS // 2  # two-byte parameters; only rank 0 has the masters
 
 
 def enough_for(needed):
-    """The least bytes of memory of which a tenth stays free."""
+    """The smallest memory, in bytes, of which a tenth stays free."""
     return -(-needed * 10 // 9)
 
 
 def decide(memory, stage, precision, averages, message):
-    """Fit with a host for each rank, of so much memory; then evaluate without memory, and with."""
+    """Fit with one host per rank, each with the given memory; then evaluate within that memory, and without a limit."""
     model = Model(averages)
     trainer = make_trainer(ZeroStrategy(stage=stage), precision=precision, max_epochs=1)
     with pytest.MonkeyPatch.context() as patch:
@@ -188,7 +188,7 @@ def decide(memory, stage, precision, averages, message):
 )
 @pytest.mark.parametrize("short", [None, 0, 1])
 def test_the_module_is_ordinary_if_nine_tenths_of_each_hosts_memory_suffice(run_on, needs, options, short):
-    """With one byte less on one host the module stays sharded on every rank, and rank 0 says so once."""
+    """With one byte less on one host the module stays sharded on every rank, and rank 0 warns once."""
     memory = [enough_for(needed) - (rank == short) for rank, needed in enumerate(needs)]
     message = ""
     if short is not None:
@@ -200,10 +200,10 @@ def test_the_module_is_ordinary_if_nine_tenths_of_each_hosts_memory_suffice(run_
 
 WIDTH, LAYERS = 1024, 8
 LAYER = 4 * WIDTH * WIDTH  # bytes
-# Beside the shards of half of the model a rank of stage 3 holds gradients of half of it, two gathered layers and two in
-# reduction, and a layer of activations and workspace.
+# In addition to its shards, half of the model, a rank at stage 3 holds gradients of half of it, two gathered layers,
+# two layers in reduction, and a layer of activations and workspace.
 TO_TRAIN = LAYERS // 2 * LAYER + 5 * LAYER
-# The ordinary module has three times its parameters, with Adam's moments.
+# With Adam's moments the ordinary module takes three times the memory of its parameters.
 TO_END = 3 * LAYERS * LAYER
 
 
@@ -235,14 +235,14 @@ def wide_loader():
 
 
 def used():
-    """Bytes that count for ``RLIMIT_DATA``."""
+    """Bytes that count towards ``RLIMIT_DATA``."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return 1024 * int(status["VmData"].split()[0])
 
 
 @contextmanager
 def limited() -> Iterator[Callable[[int], None]]:
-    """Yields a function that lets this process take so many bytes more, until the context ends."""
+    """Yield a function that limits this process to a number of further bytes, until the context ends."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     try:
         yield lambda more: resource.setrlimit(resource.RLIMIT_DATA, (used() + more, hard))
@@ -251,20 +251,20 @@ def limited() -> Iterator[Callable[[int], None]]:
 
 
 def return_memory_at_once():
-    """As MALLOC_MMAP_THRESHOLD_ does: what is freed no longer counts for the limit."""
+    """Return freed memory at once, as with MALLOC_MMAP_THRESHOLD_, so that it no longer counts towards the limit."""
     assert ctypes.CDLL(None).mallopt(-3, 2**16)
 
 
 @pytest.fixture(scope="module")
 def run_limited() -> Iterator[Callable[..., list[Any]]]:
-    """As ``run_on``, in processes of their own that return freed memory at once."""
+    """Like ``run_on``, but in separate processes that return freed memory at once."""
     pools = WorkerPools(WorkerKind(prepare=return_memory_at_once))
     yield pools.run_on
     pools.close()
 
 
 def train_wide(strategy, limit, more):
-    """Fit, with room for ``more`` bytes beyond what there is after the first step."""
+    """Fit, with room for ``more`` bytes beyond those in use after the first step."""
     torch.manual_seed(0)
     model = Wide()
     after_first_step = LambdaCallback(
@@ -293,7 +293,7 @@ def end_with_little_memory(stage, folder):
         assert tested == validated and all(type(p) is ShardedTensor for p in model.parameters())
     with full_parameters(model):
         same_tensors({name: p.detach() for name, p in model.named_parameters()}, expected, bound=0)
-    # A mapped file counts for the limit, though it takes no memory.
+    # A mapped file counts towards the limit, though it takes no memory.
     (tested,) = trainer.test(model, wide_loader(), ckpt_path=folder / "last.ckpt", verbose=False)
     assert tested == validated and all(type(p) is nn.Parameter for p in model.parameters())
 
@@ -309,11 +309,11 @@ def end_with_memory(stage):
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not Path("/proc/self/limits").exists(), reason="needs Linux")
 @pytest.mark.parametrize(("size", "stage"), [(1, 3), (2, 1), (2, 3)])
-def test_no_training_dies_of_memory_after_its_last_step(run_limited, tmp_path, size, stage):
-    """Where ``after_fit="full"`` dies, the default leaves the module sharded, and every use of it works."""
+def test_no_training_runs_out_of_memory_after_its_last_step(run_limited, tmp_path, size, stage):
+    """Where ``after_fit="full"`` exhausts memory, the default leaves the module sharded, and every use of it works."""
     run_limited(size, end_with_little_memory, stage=stage, folder=tmp_path)
 
 
 @pytest.mark.skipif(not Path("/proc/self/limits").exists(), reason="needs Linux")
-def test_within_a_limit_that_suffices_the_module_is_ordinary_and_equals_ddps_bit_for_bit(run_limited):
+def test_with_enough_memory_the_module_is_ordinary_and_equals_ddps_bit_for_bit(run_limited):
     run_limited(2, end_with_memory, stage=3)

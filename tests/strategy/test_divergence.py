@@ -18,7 +18,7 @@ from tests.support.trainer import Learner, make_trainer
 
 
 class Forked(nn.Module):
-    """Two blocks, of which a rank may run one only."""
+    """Two blocks; a rank may run only one of them."""
 
     def __init__(self, choose):
         super().__init__()
@@ -60,7 +60,7 @@ def run_other_blocks(choose, prefetch):
         for _ in range(2):
             module(torch.ones(2, 4)).backward()
 
-    # With prefetching rank 0 has also started the gather of b in vain, which the others have finished.
+    # With prefetching, rank 0 has also started an unneeded gather of b, which the others have finished.
     other = "the end of backward" if prefetch else "the gather of unit 'b'"
     text = f"for ever: rank 0 waits for the gather of unit 'a', rank [12] waits for {other}. Every rank must run"
     seconds = seconds_until_error(steps, text)
@@ -70,11 +70,11 @@ def run_other_blocks(choose, prefetch):
 
 @pytest.mark.behaviour(
     "The module",
-    "Whole blocks skipped, others on each rank",
-    notes={3: "an error in seconds, naming units and ranks"},
+    "Whole blocks skipped, different ones on each rank",
+    notes={3: "an error within seconds that names units and ranks"},
 )
 @pytest.mark.parametrize(("size", "prefetch"), [(2, 0), (3, 1)])
-def test_ranks_that_run_different_units_are_told_which_in_seconds(run_on, size, prefetch):
+def test_if_ranks_run_different_units_an_error_in_seconds_names_units_and_ranks(run_on, size, prefetch):
     assert max(run_on(size, run_other_blocks, choose=own_block, prefetch=prefetch)) < 20
 
 
@@ -116,13 +116,13 @@ def be_late():
     return full
 
 
-def test_a_rank_that_is_slow_is_waited_for(run_on):
+def test_a_slow_rank_is_waited_for(run_on):
     first, second = run_on(2, be_late)
     assert first == second > 0
 
 
 def miss_the_timeout():
-    """Rank 1 does not wait for anything that others could see, and arrives too late."""
+    """Rank 1 waits for nothing that the other ranks can see, and arrives too late."""
     renew(timeout=timedelta(seconds=2))
     module = Forked(both)
     engine = Engine(module, stage=3, units=is_block)
@@ -142,5 +142,5 @@ def miss_the_timeout():
 
 
 @pytest.mark.exhaustive
-def test_the_timeout_of_the_group_ends_what_cannot_be_proven(run_on):
+def test_a_divergence_that_cannot_be_proven_ends_at_the_process_groups_timeout(run_on):
     assert max(run_on(2, miss_the_timeout)) < 20

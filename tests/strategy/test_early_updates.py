@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Tower(LightningModule):
-    """Eight blocks. Notes in the backward of the first whether the masters of the last have changed in it."""
+    """Eight blocks. In the backward of the first, notes whether the masters of the last have already changed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Tower(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
     def last_masters(self) -> tuple[Any, Tensor | None]:
-        """The update of the last unit that is under way, and its masters after it where these are in memory."""
+        """The update of the last unit, if one has begun, and the unit's masters after it, if they are in memory."""
         engine = self.trainer.strategy.engine
         bucket = engine.units[-1].buckets[0]
         if bucket.update is not None:
@@ -72,7 +72,7 @@ class Tower(LightningModule):
             assert masters is None or torch.equal(masters, before[1]) != is_new
             self.was_early.append(is_new)
 
-        if self.forwards:  # before the first step there is no order of buckets to go by
+        if self.forwards:  # before the first step the order of buckets is unknown
             x.register_hook(note)
         self.forwards += 1
 
@@ -92,7 +92,7 @@ def run(module: Callable[[], Tower], stage: int, offload: Any, **options: Any) -
 
 
 def compare(stage: int, module: Callable[[], Tower], expected: Any, path: str | None = None, **options: Any) -> None:
-    """Train with and without offload: bit for bit the same; and as early as expected after the first step."""
+    """Train with and without offload: bit for bit the same, with updates as early as expected after the first step."""
     offload = OffloadConfig("nvme", path=path, sub_group=16) if path else "cpu"
     found = []
     for where in (None, offload):
@@ -236,13 +236,13 @@ WAIT = [
 @STAGES
 @pytest.mark.parametrize("module", WAIT, ids=lambda module: module.__name__)
 @pytest.mark.exhaustive
-def test_they_wait_for_the_end_of_backward_where_a_module_stands_between_it_and_the_step(run_on, stage, module):
+def test_updates_wait_for_the_end_of_backward_where_a_module_acts_between_it_and_the_step(run_on, stage, module):
     run_on(2, compare, stage=stage, module=module, expected=False)
 
 
 @STAGES
 @pytest.mark.parametrize("hook", ["on_after_backward", "on_before_optimizer_step"])
-def test_they_wait_where_a_callback_may_look_at_gradients(run_on, stage, hook):
+def test_updates_wait_where_a_callback_may_look_at_gradients(run_on, stage, hook):
     run_on(2, compare, stage=stage, module=Tower, expected=False, callbacks=partial(callbacks, hook))
 
 
@@ -276,12 +276,12 @@ def own_precision() -> list[Any]:
     ],
     ids=["clipping by norm", "clipping by value", "loss scale", "a precision plugin", "overlap=False"],
 )
-def test_they_wait_where_the_trainer_changes_gradients_or_is_told_not_to_overlap(run_on, stage, options):
+def test_updates_wait_where_the_trainer_changes_gradients_or_overlap_is_off(run_on, stage, options):
     run_on(2, compare, stage=stage, module=Tower, expected=False, **options)
 
 
 @STAGES
-def test_while_micro_batches_accumulate_they_begin_in_the_last_one(run_on, stage):
+def test_with_accumulation_updates_begin_in_the_last_micro_batch(run_on, stage):
     # 2 optimizer steps, of 3 micro-batches
     options = {"accumulate_grad_batches": 3, "max_steps": 2}
     run_on(2, compare, stage=stage, module=Tower, expected=[False] * 4 + [True], **options)
@@ -290,12 +290,12 @@ def test_while_micro_batches_accumulate_they_begin_in_the_last_one(run_on, stage
 @STAGES
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @pytest.mark.exhaustive
-def test_they_begin_in_backward_at_other_precisions(run_on, stage, precision):
+def test_updates_begin_in_backward_at_other_precisions(run_on, stage, precision):
     run_on(2, compare, stage=stage, module=Tower, expected=True, precision=precision)
 
 
 class PenaltyAtTimes(Tower):
-    """Reads a weight outside of its module in some steps, so that its gradient arrives in two parts."""
+    """Reads a weight outside its module in some steps, so that its gradient arrives in two parts."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -303,8 +303,8 @@ class PenaltyAtTimes(Tower):
 
 
 @STAGES
-def test_they_wait_when_a_gradient_comes_in_more_parts_than_ever_before(run_on, stage):
-    # step 2 is the first with two parts; step 3 waits in vain for the second, and so to the end of backward
+def test_updates_wait_when_a_gradient_arrives_in_more_parts_than_ever_before(run_on, stage):
+    # step 2 is the first with two parts; step 3 waits in vain for a second part, until the end of backward
     run_on(2, compare, stage=stage, module=PenaltyAtTimes, expected=[True, False, False, True, True])
 
 
@@ -317,12 +317,12 @@ class Chained(Tower):
 
 
 @STAGES
-def test_a_schedule_of_the_learning_rate_lets_them_begin(run_on, stage):
+def test_updates_begin_in_backward_with_a_learning_rate_schedule(run_on, stage):
     run_on(2, compare, stage=stage, module=Chained, expected=True)
 
 
 class Unfreezes(Tower):
-    """Trains its last blocks alone at first."""
+    """Freezes its second and third blocks for the first three batches."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.blocks[:3].requires_grad_(batch_idx >= 3)
@@ -330,7 +330,7 @@ class Unfreezes(Tower):
 
 
 @STAGES
-def test_what_is_unfrozen_in_mid_run_lets_them_begin_one_step_later(run_on, stage):
+def test_after_unfreezing_in_mid_run_updates_begin_one_step_later(run_on, stage):
     run_on(2, compare, stage=stage, module=Unfreezes, expected=[True, True, False, True, True])
 
 
@@ -339,5 +339,5 @@ def trains_without_offload_costs_nothing() -> None:
     assert trainer.strategy._early_updates is None
 
 
-def test_without_offload_nothing_is_looked_at(run_on):
+def test_without_offload_no_early_updates_are_set_up(run_on):
     run_on(1, trains_without_offload_costs_nothing)

@@ -47,7 +47,7 @@ def interrupt():
 
 
 class FailsOnce(Learner):
-    """One rank fails once, in one place; without `failing` all do."""
+    """One rank fails once, in one place; with `failing=None` all ranks do."""
 
     def __init__(self, fail, where="training_step", failing=1):
         super().__init__(batches=3)
@@ -85,7 +85,7 @@ def fails(trainer, module, error, text):
 
 
 def fail_and_fit_again(stage, fail, error, name, where="training_step", failing=1, precision="32-true"):
-    handler = signal.default_int_handler  # also where the tests run in the background, which ignores the signal
+    handler = signal.default_int_handler  # also where the tests run in the background, where the signal is ignored
     signal.signal(signal.SIGINT, handler)
     torch.manual_seed(0)
     module = FailsOnce(fail, where, failing)
@@ -108,7 +108,7 @@ def fail_on_all_ranks_and_then_on_one():
             make_trainer(ZeroStrategy(stage=2), max_epochs=1).fit(module)
 
 
-def test_a_failure_on_one_rank_reaches_the_others_also_after_failures_on_all(run_on):
+def test_a_failure_on_one_rank_reaches_the_others_even_after_failures_on_all(run_on):
     run_on(2, fail_on_all_ranks_and_then_on_one, timeout=40)
 
 
@@ -138,20 +138,20 @@ def test_a_failure_on_one_rank_ends_every_rank_and_all_can_fit_the_module_again(
 )
 @pytest.mark.parametrize("where", ["configure_optimizers", "on_before_optimizer_step", "on_train_end"])
 @STAGES
-def test_it_may_fail_anywhere(run_on, stage, where):
+def test_a_failure_anywhere_in_fit_ends_every_rank_and_all_can_fit_again(run_on, stage, where):
     found = run_on(3, fail_and_fit_again, stage=stage, fail=user_error, error=UserError, name="UserError", where=where)
     same_tensors(found[0], found[2], bound=0)
 
 
 @STAGES
-def test_it_may_be_rank_0_that_fails_in_low_precision(run_on, stage):
+def test_after_a_failure_of_rank_0_in_low_precision_all_ranks_can_fit_again(run_on, stage):
     options = {"fail": user_error, "error": UserError, "name": "UserError", "failing": 0, "precision": "bf16-mixed"}
     first, second = run_on(2, fail_and_fit_again, stage=stage, **options)
     same_tensors(first, second, bound=0)
 
 
 def fail_before_any_step(stage):
-    """The module is assembled from the shards: the second run equals one after an undisturbed first run."""
+    """The module is assembled from the shards: the second run equals an undisturbed first run."""
     torch.manual_seed(0)
     module = FailsOnce(user_error, "on_train_batch_start")
     module.on_train_batch_start = lambda *_: module._maybe("on_train_batch_start")
@@ -173,9 +173,9 @@ def fail_before_any_step(stage):
     same_tensors(module.state_dict(), reference.state_dict(), bound=0)
 
 
-@pytest.mark.behaviour("The Trainer", "A fit after a failure starts from the weights of the one that failed")
+@pytest.mark.behaviour("The Trainer", "A fit after a failure starts from the weights of the failed fit")
 @STAGES
-def test_the_second_fit_starts_from_the_weights_of_the_first(run_on, stage):
+def test_a_fit_after_a_failure_starts_from_the_weights_of_the_failed_fit(run_on, stage):
     run_on(2, fail_before_any_step, stage=stage)
 
 
@@ -199,7 +199,7 @@ def mixed():
     return keep.state
 
 
-def test_a_rank_that_holds_parts_takes_the_weights_of_one_that_holds_them_whole(run_on):
+def test_a_rank_that_holds_shards_takes_the_weights_of_one_with_a_full_module(run_on):
     first, second = run_on(2, mixed)
     same_tensors(second, first, bound=0)
 
@@ -227,7 +227,7 @@ def fail_and_save(folder, everyone):
     assert rank() == 0 or any("was not written: after the exception" in line for line in log), log
 
 
-def test_a_checkpoint_on_exception_is_written_where_every_rank_comes_to_save_it(run_on, tmp_path):
+def test_a_checkpoint_on_exception_is_written_where_every_rank_saves_it(run_on, tmp_path):
     first, second = run_on(2, save_on_exception, folder=str(tmp_path), everyone=True)
     same_tensors(first, second, bound=0)
     saved = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)
@@ -235,7 +235,7 @@ def test_a_checkpoint_on_exception_is_written_where_every_rank_comes_to_save_it(
     assert saved["global_step"] == 1 and saved["optimizer_states"][0]["state"][0]["step"] == 1
 
 
-def test_a_checkpoint_on_exception_that_cannot_be_written_hides_nothing(run_on, tmp_path):
+def test_a_checkpoint_on_exception_that_cannot_be_written_does_not_hide_the_exception(run_on, tmp_path):
     run_on(2, save_on_exception, folder=str(tmp_path), everyone=False)
     assert not list(Path(tmp_path).glob("*.ckpt"))
 
@@ -257,7 +257,7 @@ def evaluate_failing(stage):
     assert all(type(p) is nn.Parameter for p in module.parameters())
 
 
-def test_a_failure_in_evaluation_is_one_too(run_on):
+def test_after_a_failure_in_evaluation_all_ranks_can_evaluate_again(run_on):
     run_on(2, evaluate_failing, stage=3)
 
 
@@ -301,7 +301,7 @@ def run_script(tmp_path, strategy, fail, again):
 
 
 @pytest.mark.exhaustive
-def test_processes_that_the_trainer_started_can_fit_again(tmp_path):
+def test_processes_that_the_trainer_started_can_fit_again_after_a_failure(tmp_path):
     done = run_script(tmp_path, "zero3", "user_error", again=True)
     assert "FAILED UserError in the user's code" in done.stdout, done.stderr
     assert "rank 1 failed with UserError: in the user's code" in done.stdout

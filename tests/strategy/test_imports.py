@@ -1,4 +1,4 @@
-"""What importing this package imports and shows, and when the strategy names are registered."""
+"""What importing this package imports and exposes, and when the strategy names are registered."""
 
 import os
 import subprocess
@@ -82,7 +82,7 @@ for module in sys.argv[1:]:
     assert os.waitpid(child, 0)[1] == 0, module
 print("done")
 """
-# These import packages that need not be installed.
+# These modules import packages that need not be installed.
 OPTIONAL = {"lightning_zero.lightning_fabric", "lightning_zero.pytorch_lightning"}
 
 

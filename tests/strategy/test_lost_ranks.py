@@ -22,7 +22,7 @@ from tests.support.trainer import Learner, make_trainer
 
 KILLED = -9
 SECONDS = 8
-"""In which a survivor ends: torch and Lightning take some to close, on a busy machine."""
+"""The time in which a survivor ends: on a busy machine torch and Lightning take some seconds to close."""
 
 
 def survivors_name(act, victim, size=2, what=""):
@@ -37,7 +37,7 @@ def survivors_name(act, victim, size=2, what=""):
 
 
 def while_a_rank_waits_in(where, victim, size):
-    """All operations of the engine alone in which a rank waits for the others."""
+    """Every operation of the engine, without a Trainer, in which a rank waits for the others."""
 
     def act():
         torch.manual_seed(0)
@@ -74,7 +74,7 @@ def while_a_rank_waits_in(where, victim, size):
         "a collective of the project's",
     ],
 )
-def test_a_wait_for_a_rank_that_was_killed_ends_and_names_it(run_on, where, victim):
+def test_a_wait_for_a_killed_rank_ends_with_an_error_that_names_it(run_on, where, victim):
     run_on(1, while_a_rank_waits_in, timeout=100, where=where, victim=victim, size=3)
 
 
@@ -89,7 +89,7 @@ def all_reduce_of_the_project():
 @pytest.mark.parametrize(
     "text", ["[gloo/transport/tcp/pair.cc:538] Connection closed", "Application timeout caused pair closure"]
 )
-def test_an_error_of_gloos_says_which_rank_was_lost(monkeypatch, text):
+def test_a_gloo_error_says_which_rank_was_lost(monkeypatch, text):
     monkeypatch.setattr(failures, "failure", lambda: "rank 1 was killed")
     error, of_the_project = RuntimeError(text), RuntimeError("an assertion of the project's")
     failures.explain(error)
@@ -112,7 +112,7 @@ def test_a_rank_that_is_killed_while_the_transport_is_set_up_is_named(run_on):
 
 
 def while_a_rank_is_stopped():
-    """For longer than patience lasts, in which rank 0 waits for it."""
+    """Rank 1 is stopped for longer than PATIENCE, while rank 0 waits for it."""
 
     @little_patience()
     def act():
@@ -121,7 +121,7 @@ def while_a_rank_is_stopped():
         engine = Engine(module, stage=3)
         if rank() == 1:
             child = os.fork()
-            if child == 0:  # lets it go on
+            if child == 0:  # lets its parent continue
                 time.sleep(4 * PATIENCE)
                 os.kill(os.getppid(), signal.SIGCONT)
                 os._exit(0)
@@ -140,7 +140,7 @@ def test_a_rank_that_is_stopped_for_a_while_is_waited_for(run_on):
 
 
 def while_a_child_of_it_lives(folder):
-    """A process that the rank has forked has copies of its connections, and outlives it."""
+    """A process that the rank has forked has copies of the rank's connections, and outlives the rank."""
 
     def act():
         module = nn.Linear(4, 4)
@@ -158,7 +158,7 @@ def while_a_child_of_it_lives(folder):
     os.kill(int((folder / "child").read_text()), signal.SIGKILL)
 
 
-def test_a_rank_is_lost_though_a_process_that_it_has_forked_lives(run_on, tmp_path):
+def test_a_killed_rank_is_noticed_though_a_process_that_it_forked_lives(run_on, tmp_path):
     run_on(1, while_a_child_of_it_lives, timeout=60, folder=tmp_path)
 
 

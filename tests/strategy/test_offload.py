@@ -44,7 +44,7 @@ def on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tempfile, "tempdir", str(REPOSITORY))
 
 
-def test_a_word_or_a_mapping_means_the_config_that_it_abbreviates(on_a_disk, tmp_path: Path):
+def test_a_string_or_mapping_stands_for_an_offload_config(on_a_disk, tmp_path: Path):
     default = os.path.join(tempfile.gettempdir(), f"lightning_zero-offload-{os.getuid()}")
     was_there = os.path.exists(default)
     for given, meant in (
@@ -73,13 +73,13 @@ def test_a_default_folder_that_lies_in_memory_is_refused(monkeypatch: pytest.Mon
     strategy(offload="cpu")
 
 
-def test_where_files_lie_in_memory_is_seen(tmp_path: Path):
+def test_whether_a_folder_is_in_memory_is_recognised(tmp_path: Path):
     assert not is_in_memory("/proc")
     assert is_in_memory(str(tmp_path)) == is_in_memory(str(tmp_path / "not" / "there" / "yet"))
 
 
 @STAGES
-def test_every_other_namespace_has_the_names(on_a_disk, stage):
+def test_every_other_namespace_registers_the_offload_names(on_a_disk, stage):
     for registry, cls in (
         (pytorch_lightning.strategies.StrategyRegistry, lightning_zero.pytorch_lightning.ZeroStrategy),
         (STRATEGY_REGISTRY, lightning_zero.fabric.ZeroStrategy),
@@ -100,7 +100,7 @@ def moved(stage: int, place: str, path: str, **options: Any) -> ZeroStrategy:
 
 @trained_once
 def fit_without(stage: int, learner: Any, **options: Any) -> TrainerRun:
-    """The reference, for both places."""
+    """The reference for both places of offloading."""
     return replace(fit(f"zero{stage}", learner, **options), module=None)
 
 
@@ -116,7 +116,7 @@ def fit_with_and_without(
 @STAGES
 @PLACES
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_losses_and_weights_are_those_without_offload(run_on, tmp_path: Path, stage, place, size):
+def test_losses_and_weights_equal_those_without_offload(run_on, tmp_path: Path, stage, place, size):
     run_on(size, fit_with_and_without, stage=stage, place=place, path=str(tmp_path))
     assert not list(tmp_path.iterdir()), "the files are gone with the run"
 
@@ -135,7 +135,7 @@ def test_losses_and_weights_are_those_without_offload(run_on, tmp_path: Path, st
     ids=["accumulation", "clipping by value", "clipping by norm", "bf16-mixed", "manual optimization"],
 )
 @pytest.mark.exhaustive
-def test_they_are_so_with_everything_else(run_on, tmp_path: Path, stage, place, options):
+def test_other_trainer_options_give_the_same_numbers_with_offload(run_on, tmp_path: Path, stage, place, options):
     run_on(2, fit_with_and_without, stage=stage, place=place, path=str(tmp_path), **options)
 
 
@@ -149,7 +149,7 @@ def fit_names(stage: int, path: str) -> None:
 
 
 @STAGES
-def test_a_name_alone_is_enough(run_on, tmp_path: Path, stage):
+def test_a_strategy_name_alone_trains_as_without_offload(run_on, tmp_path: Path, stage):
     run_on(2, fit_names, stage=stage, path=str(tmp_path))
     (folder,) = tmp_path.iterdir()
     assert folder.name == f"lightning_zero-offload-{os.getuid()}", "another user of the machine has another"
@@ -158,7 +158,7 @@ def test_a_name_alone_is_enough(run_on, tmp_path: Path, stage):
 
 
 class Breaks(Callback):
-    """From a batch on the disk of one rank fails."""
+    """The disk of one rank fails from a given batch on."""
 
     def __init__(self, when: str, at: int, failing: int) -> None:
         self.when, self.at, self.failing = when, at, failing
@@ -195,9 +195,7 @@ def fit_on_a_failing_disk(stage: int, path: str, when: str, at: int, **offload: 
 @pytest.mark.parametrize("when", ["read", "write"])
 @pytest.mark.parametrize("at", [2, 3], ids=["in mid-run", "at the end"])
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_disk_that_fails_is_what_the_user_sees_and_nothing_is_left_of_the_run(
-    run_on, tmp_path: Path, stage, when, at, size
-):
+def test_a_failing_disk_is_reported_and_nothing_is_left_of_the_run(run_on, tmp_path: Path, stage, when, at, size):
     run_on(size, fit_on_a_failing_disk, stage=stage, path=str(tmp_path), when=when, at=at)
 
 
@@ -227,12 +225,12 @@ def fit_after_a_failure(path: str, precision: str, **offload: Any) -> None:
 @pytest.mark.parametrize("options", [{"parameters": "nvme"}, {"parameters": "cpu"}, {}], ids=str)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.exhaustive
-def test_after_a_failure_what_was_on_a_disk_is_where_the_next_run_finds_it(run_on, tmp_path: Path, options, precision):
+def test_after_a_failure_the_next_run_finds_the_offloaded_weights(run_on, tmp_path: Path, options, precision):
     run_on(2, fit_after_a_failure, path=str(tmp_path), precision=precision, **options)
 
 
 def resume_elsewhere(stage: int, path: str) -> None:
-    """Two epochs at a stretch, and one each with and without offload, in all four orders: the checkpoints are equal."""
+    """One epoch with and one without offload, in either order, equal two at a stretch; the checkpoints are equal."""
     whole = fit_without(stage, learner)
     kept = {}
     for name, make in (("plain", lambda: f"zero{stage}"), ("cpu", lambda: moved(stage, "cpu", path))):
@@ -250,7 +248,7 @@ def resume_elsewhere(stage: int, path: str) -> None:
 
 
 @STAGES
-def test_a_checkpoint_is_the_same_and_goes_on_with_or_without_offload(run_on, tmp_path: Path, stage):
+def test_checkpoints_are_the_same_and_resume_with_or_without_offload(run_on, tmp_path: Path, stage):
     run_on(2, resume_elsewhere, stage=stage, path=str(tmp_path))
 
 
@@ -269,5 +267,5 @@ def fabric_with_and_without(stage: int, path: str) -> None:
 @STAGES
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.exhaustive
-def test_fabric_trains_as_without_offload(run_on, tmp_path: Path, stage, size):
+def test_fabric_trains_with_offload_as_without(run_on, tmp_path: Path, stage, size):
     run_on(size, fabric_with_and_without, stage=stage, path=str(tmp_path))

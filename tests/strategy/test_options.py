@@ -81,7 +81,7 @@ def test_hydra_has_every_option_with_its_default():
         ({"compute_dtype": torch.bfloat16}, "ZeroStrategy has no option 'compute_dtype'"),
     ],
 )
-def test_an_option_that_does_not_exist_is_refused_with_what_does(options, message):
+def test_an_unknown_option_is_refused_with_the_options_that_exist(options, message):
     with pytest.raises(TypeError) as caught:
         ZeroStrategy(**options)
     assert str(caught.value).startswith(message)
@@ -115,7 +115,7 @@ def test_a_wrong_value_is_refused_when_the_options_are_made(options, error, mess
             make(**options)
 
 
-def test_options_of_the_engine_can_be_given_together_and_one_by_one():
+def test_engine_options_can_be_given_as_a_config_and_one_by_one():
     config = EngineConfig(stage="os+g", reduce_dtype="bf16", offload="cpu")
     assert (config.stage, config.reduce_dtype, config.offload) == (2, torch.bfloat16, OffloadConfig("cpu"))
     engine = Engine(nn.Linear(2, 2), config=config, offload=None)
@@ -124,7 +124,7 @@ def test_options_of_the_engine_can_be_given_together_and_one_by_one():
         Engine(nn.Linear(2, 2), stages=2)
 
 
-def test_lightning_cli_takes_the_name_and_the_class(monkeypatch: pytest.MonkeyPatch):
+def test_lightning_cli_takes_the_strategy_by_name_and_by_class(monkeypatch: pytest.MonkeyPatch):
     def strategy_by(*arguments: str) -> ZeroStrategy:
         device = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.logger=false"]
         monkeypatch.setattr(sys, "argv", ["cli", *device, *arguments])

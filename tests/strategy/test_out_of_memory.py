@@ -1,4 +1,4 @@
-"""An error of memory names who holds how much, and what would free how much."""
+"""An out-of-memory error names what holds how much memory, and what would free how much."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def error_of(stage: int) -> str:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_out_of_memory_names_holders_and_priced_remedies(run_on, stage):
+def test_an_out_of_memory_error_names_holders_and_what_each_remedy_frees(run_on, stage):
     for number, said in enumerate(run_on(2, error_of, stage=stage)):
         first, holders, remedies = said.splitlines()[-3:]
         assert "can't allocate memory" in said

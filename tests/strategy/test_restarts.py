@@ -1,4 +1,4 @@
-"""Jobs of which a process was killed, and that torchrun starts again: they end with the numbers of one undisturbed."""
+"""Jobs that torchrun restarts after a process was killed end with the numbers of an undisturbed job."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_job_continues_after_a_rank_was_killed_in_each_of_two_attempts(stage, 
 
 
 @pytest.mark.exhaustive
-def test_without_attempts_left_the_job_ends_with_the_reason(tmp_path):
+def test_a_job_without_restarts_left_ends_with_an_error(tmp_path):
     began = time.monotonic()
     found = run(tmp_path / "job", stage=3, killed=1, attempts=9, restarts=1)
     assert found.returncode != 0 and found.stdout.count("killed at") == 2

@@ -1,6 +1,6 @@
 """``shard_within`` in the Trainer and in Fabric: the numbers of stage 3, and the same parameters on all machines.
 
-Machines are pretended ones, as in tests/engine/test_several_machines.
+Machines are simulated, as in tests/engine/test_several_machines.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def within(**options: Any) -> ZeroStrategy:
 
 
 class SamePartsOnAllMachines(Callback):
-    """Compares what the machines hold of the parameters, before training and after each batch."""
+    """Checks that both machines hold the same parameters, before training and after each batch."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for bucket in trainer.strategy.engine.buckets:
@@ -72,7 +72,7 @@ def train_by_name() -> None:
     same_runs(fit("zero3_node", learner), fit("zero3", learner))
 
 
-def test_its_name_is_zero3_node(run_on):
+def test_zero3_node_is_the_name_of_stage_3_with_shard_within(run_on):
     run_on(2, train_by_name)
 
 
@@ -90,7 +90,7 @@ def write_parameters(callback: Any, compression: str | None, precision: str) -> 
     [("exact", "bf16-true"), pytest.param(None, "32-true", marks=pytest.mark.exhaustive)],
 )
 @pytest.mark.parametrize("callback", [partial(MagnitudePruning, 0.5), WeightAveraging], ids=["pruning", "averaging"])
-def test_callbacks_that_write_parameters_reach_all_machines(run_on, callback, compression, precision):
+def test_parameters_that_callbacks_write_reach_all_machines(run_on, callback, compression, precision):
     run_on(4, write_parameters, callback=callback, compression=compression, precision=precision)
 
 
@@ -126,7 +126,7 @@ def uneven_loaders() -> list[Any]:
     return [loader(counts, seed) for seed, counts in enumerate(([1, 4, 3, 2], [3, 1, 5, 1]))]
 
 
-def test_evaluation_on_loaders_of_uneven_length(run_on):
+def test_evaluation_on_loaders_of_uneven_length_gives_ddps_results(run_on):
     run_on(4, evaluate_unevenly)
 
 
@@ -172,7 +172,7 @@ def save_and_load_on_two_machines(**case: Any) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_checkpoints_in_both_forms_go_from_one_placement_to_another(run_on, tmp_path, precision):
+def test_checkpoints_in_both_forms_resume_under_another_placement(run_on, tmp_path, precision):
     run_on(4, save_and_load_on_two_machines, folder=tmp_path, precision=precision)
 
 

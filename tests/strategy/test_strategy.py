@@ -82,7 +82,7 @@ def refuse_engine_options(options, message):
         ({"units": nn.LSTM}, r"no module matches LSTM"),
     ],
 )
-def test_a_wrong_option_of_the_engine_is_refused_before_anything_is_cut(run_on, options, message):
+def test_a_wrong_engine_option_is_refused_before_anything_is_sharded(run_on, options, message):
     run_on(2, refuse_engine_options, options=options, message=message)
 
 
@@ -122,7 +122,7 @@ class Everything(LightningModule):
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         with torch.no_grad():
-            self.head.weight.clamp_(-0.4, 0.4)  # weight clipping, as of a Wasserstein critic
+            self.head.weight.clamp_(-0.4, 0.4)  # weight clipping, as in a Wasserstein critic
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
@@ -175,7 +175,7 @@ def test_fit_validate_test_predict_and_fit_again_give_ddps_numbers(run_on, stage
 
 
 def evaluate_alone(stage, backend):
-    torch.manual_seed(rank())  # each rank creates other weights: rank 0's are used
+    torch.manual_seed(rank())  # each rank creates different weights: rank 0's are used
     model = Everything()
     reference = copy.deepcopy(model)
     trainer = make_trainer(ZeroStrategy(stage=stage, process_group_backend=backend))
@@ -194,7 +194,7 @@ def test_evaluation_without_training_gives_ddps_numbers_under_inference_mode_too
 
 
 class ValidatesACopy(Callback):
-    """In mid-run, by a Trainer of its own."""
+    """Validates a copy of the module in mid-run, with a Trainer of its own."""
 
     def __init__(self, strategy):
         self.strategy, self.found = strategy, []

@@ -1,4 +1,4 @@
-"""`ZeroStrategy(tensor_parallel_size=...)`: ranks by data and by tensor parallelism, with a Trainer and with Fabric."""
+"""`ZeroStrategy(tensor_parallel_size=...)`: data-parallel and tensor-parallel ranks, with a Trainer and with Fabric."""
 
 from __future__ import annotations
 
@@ -82,9 +82,7 @@ def train(strategy: Any, resume: str | None = None, save: str | None = None, **o
     return learned | {name: value.clone() for name, value in trainer.callback_metrics.items()}
 
 
-@pytest.mark.behaviour(
-    "The Trainer", "Tensor parallelism beside it: `tensor_parallel_size`, as for `ModelParallelStrategy`"
-)
+@pytest.mark.behaviour("The Trainer", "With tensor parallelism: `tensor_parallel_size`, as for `ModelParallelStrategy`")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"on_meta": True}], ids=str)
 def test_a_trainer_on_two_by_two_ranks_learns_what_ddp_learns_on_two(run_on, stage, options):
@@ -95,8 +93,8 @@ def test_a_trainer_on_two_by_two_ranks_learns_what_ddp_learns_on_two(run_on, sta
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_in_low_precision_it_learns_nearly_what_ddp_learns(run_on, precision):
-    """Sums over tensor-parallel ranks round otherwise."""
+def test_in_low_precision_tensor_parallel_ranks_learn_nearly_what_ddp_learns(run_on, precision):
+    """Sums over tensor-parallel ranks round differently."""
     (expected, *_) = run_on(2, train, strategy="ddp", precision=precision, max_epochs=4)
     found = run_on(4, train, strategy={"stage": 3, "tensor_parallel_size": 2}, precision=precision, max_epochs=4)
     assert found[0]["loss"] == pytest.approx(expected["loss"].item(), rel=1e-2)
@@ -118,7 +116,7 @@ def train_as_model_parallel() -> None:
     same_values(train(defaults, gradient_clip_val=None), expected, "weights", bound=CLOSE)
 
 
-def test_the_form_of_checkpoints_has_another_name():
+def test_save_distributed_checkpoint_is_refused_in_favour_of_checkpoint():
     for value, form in ((True, "sharded"), (False, "full")):
         with pytest.raises(TypeError, match=f"ModelParallelStrategy: write checkpoint='{form}' instead"):
             ZeroStrategy(save_distributed_checkpoint=value)
@@ -134,19 +132,19 @@ def test_the_form_of_checkpoints_has_another_name():
     ],
     ids=str,
 )
-def test_automatic_sizes_are_the_ranks_of_a_machine_and_the_machines(machines, options, mesh):
+def test_automatic_sizes_are_ranks_per_machine_and_number_of_machines(machines, options, mesh):
     trainer = make_trainer(ZeroStrategy(**options), devices=4, num_nodes=machines)
     assert trainer.strategy.mesh_shape == mesh
 
 
 @pytest.mark.exhaustive
-def test_a_module_for_model_parallel_strategy_learns_the_same_when_the_strategy_is_exchanged(run_on):
+def test_a_module_for_model_parallel_strategy_learns_the_same_under_zero_strategy(run_on):
     run_on(2, train_as_model_parallel)
 
 
 @pytest.mark.parametrize("form", ["full", pytest.param("sharded", marks=pytest.mark.exhaustive)])
-def test_checkpoints_are_those_of_any_mesh_and_of_ddp(run_on, form, tmp_path: Path):
-    """2 x 2 saves; 1 x 4, 1 x 2, 2 x 2, 4 x 1, ZeRO and DDP on two ranks, plain Lightning on one go on, all alike."""
+def test_checkpoints_resume_on_any_mesh_and_under_ddp(run_on, form, tmp_path: Path):
+    """2 x 2 saves; 1 x 4, 1 x 2, 2 x 2, 4 x 1, ZeRO and DDP on two ranks, and plain Lightning on one rank resume."""
     saved = str(tmp_path / "first.ckpt")
     two_by_two = {"stage": 3, "tensor_parallel_size": 2, "checkpoint": form}
     run_on(4, train, strategy=two_by_two, save=saved)
@@ -186,13 +184,13 @@ def test_the_monitor_counts_each_batch_once(run_on):
     assert run_on(2, monitored, strategy="ddp") == [2, 2]
 
 
-def test_the_advisor_leaves_it_to_the_user():
+def test_zero_auto_refuses_to_plan_tensor_parallelism():
     with pytest.raises(TypeError, match="zero_auto does not plan tensor parallelism"):
         ZeroAutoStrategy(tensor_parallel_size=2)
 
 
 class Mismatched(Divided):
-    """With a sampler that gives ranks the same batches at first, and then others."""
+    """With a sampler that gives ranks the same batches at first, and then different ones."""
 
     def __init__(self, alike: int, validates: bool = False) -> None:
         super().__init__()
@@ -217,13 +215,13 @@ def refuse_batches(alike: int, validates: bool) -> None:
 
 
 @pytest.mark.parametrize(("alike", "validates"), [(0, False), (1, False), (0, True)], ids=str)
-def test_tensor_parallel_ranks_with_different_batches_are_told(run_on, alike, validates):
+def test_different_batches_on_tensor_parallel_ranks_are_refused(run_on, alike, validates):
     """In the first batch, in the second, in the first of validation."""
     run_on(4, refuse_batches, alike=alike, validates=validates)
 
 
 def compare_later(different: int) -> int:
-    """In which batch a difference is noticed that all batches from `different` on have."""
+    """The batch in which a difference is noticed, where all batches from `different` on differ."""
     module = nn.Linear(1, 1)
     engine = Engine(module, [], mesh=mesh_of(2))
     batches = SameBatches("")
@@ -237,7 +235,7 @@ def compare_later(different: int) -> int:
     raise AssertionError
 
 
-def test_one_batch_in_a_hundred_is_compared_after_the_first(run_on):
+def test_after_the_first_batches_one_in_a_hundred_is_compared(run_on):
     assert run_on(2, compare_later, different=3) == [3, 3]
     assert run_on(2, compare_later, different=5) == [100, 100]
     assert run_on(2, compare_later, different=101) == [200, 200]
@@ -251,7 +249,7 @@ def refuse_with_fabric() -> None:
         model(torch.full((2, 5), rank()))
 
 
-def test_fabric_names_its_own_sampler_arguments(run_on):
+def test_the_error_for_different_batches_in_fabric_names_fabrics_sampler_arguments(run_on):
     run_on(2, refuse_with_fabric)
 
 
@@ -275,7 +273,7 @@ def draw(p: float, is_alike: bool) -> list[str]:
     return [str(each.message) for each in found if "random number generators" in str(each.message)]
 
 
-def test_dropout_by_other_random_numbers_on_tensor_parallel_ranks_is_a_warning(run_on):
+def test_dropout_by_different_random_numbers_on_tensor_parallel_ranks_is_a_warning(run_on):
     first, second = run_on(2, draw, p=0.5, is_alike=False)
     assert len(first) == 1 and not second
     assert "dropped (Dropout) drops different elements on each" in first[0] and "seed_everything" in first[0]
@@ -296,7 +294,7 @@ def validate_plainly() -> list[Tensor]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_evaluation_alone_computes_the_same(run_on, stage):
+def test_evaluation_without_training_computes_what_ddp_computes(run_on, stage):
     found, expected = run_on(4, evaluate, stage=stage), run_on(2, validate_plainly)
     for number, values in enumerate(found):
         same_values(values, expected[number // 2], f"rank {number}", bound=CLOSE)
@@ -323,7 +321,7 @@ def train_with_fabric(strategy: Any) -> Any:
     return weights(model)
 
 
-@pytest.mark.behaviour("Fabric", "Tensor parallelism beside it: `tensor_parallel_size`")
+@pytest.mark.behaviour("Fabric", "With tensor parallelism: `tensor_parallel_size`")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_fabric_on_two_by_two_ranks_learns_what_ddp_learns_on_two(run_on, stage):
     (expected, *_) = run_on(2, train_with_fabric, strategy="ddp")
@@ -361,7 +359,7 @@ def save_with_fabric(folder: str) -> None:
         same_values(dict(torch.load(f"{folder}/saved.ckpt")["model"]), expected, "weights", bound=0)
 
 
-def test_a_whole_file_saved_in_the_background_has_all_shares(run_on, tmp_path: Path):
+def test_a_full_checkpoint_saved_in_the_background_has_whole_weights(run_on, tmp_path: Path):
     run_on(4, save_with_fabric, folder=str(tmp_path))
 
 
@@ -371,7 +369,7 @@ def prune() -> None:
         trainer.fit(Divided())
 
 
-def test_pruning_is_refused(run_on):
+def test_pruning_is_refused_with_tensor_parallelism(run_on):
     run_on(2, prune)
 
 
@@ -388,5 +386,5 @@ def fail_on_one_rank() -> None:
         trainer.fit(Divided() if rank() != 1 else Failing())
 
 
-def test_a_rank_that_fails_ends_those_that_share_its_tensors_and_all_others(run_on):
+def test_a_failing_rank_ends_its_tensor_parallel_group_and_all_other_ranks(run_on):
     run_on(4, fail_on_one_rank)

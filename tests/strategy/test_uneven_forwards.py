@@ -1,4 +1,4 @@
-"""Text generation of different lengths on each rank: every rank runs as many forwards as its own data needs."""
+"""Text generation of different lengths on each rank: every rank runs as many forward passes as its data needs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Writer(nn.Module):
 
 
 class Author(LightningModule):
-    """Writes texts whose lengths are in the batches, wherever a project may do that."""
+    """Writes texts whose lengths are in the batches, wherever a project may do so."""
 
     def __init__(self, by_hand=False):
         super().__init__()
@@ -93,7 +93,7 @@ def loader(batches):
     count = 2 * batches
     prompts = torch.randint(WORDS, (count, 4), generator=generator)
     targets = torch.randint(WORDS, (count,), generator=generator)
-    lengths = (torch.arange(count) // 2 * 3 + 4 * rank()) % 7  # of each batch, no two ranks alike, some of them 0
+    lengths = (torch.arange(count) // 2 * 3 + 4 * rank()) % 7  # by batch, different on each rank, some of them 0
     return DataLoader(TensorDataset(prompts, targets, lengths), batch_size=2)
 
 
@@ -128,11 +128,11 @@ def test_ranks_write_texts_of_different_lengths(run_on, stage):
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])
-def test_with_more_ranks_and_any_prefetch(run_on, prefetch):
+def test_three_ranks_write_texts_of_different_lengths_with_any_prefetch(run_on, prefetch):
     run_on(3, write_as_under_ddp, stage=3, prefetch=prefetch)
 
 
-def test_a_project_says_for_its_own_loops_that_they_are_uneven(run_on):
+def test_a_project_can_declare_its_own_loops_uneven(run_on):
     run_on(2, write_as_under_ddp, stage=3, by_hand=True)
 
 
@@ -156,7 +156,7 @@ def copies():
     assert torch.equal(module.writer.generate(prompt, length=5), expected)
 
 
-def test_copies_of_the_module_generate_for_themselves(run_on):
+def test_copies_of_the_module_generate_on_their_own(run_on):
     run_on(2, copies)
 
 
@@ -179,7 +179,7 @@ def write_alone():
     assert all(torch.equal(text, expected) for text in module.written)
 
 
-def test_one_rank_alone_may_write_with_whole_parameters(run_on):
+def test_one_rank_alone_may_write_with_full_parameters(run_on):
     run_on(2, write_alone)
 
 
@@ -198,5 +198,5 @@ def fail_in_the_midst():
         make_trainer("zero3").validate(Unlucky(), loader(2), verbose=False)
 
 
-def test_a_failure_in_the_midst_of_a_text_ends_every_rank(run_on):
+def test_a_failure_in_the_middle_of_a_text_ends_every_rank(run_on):
     run_on(2, fail_in_the_midst, timeout=30)

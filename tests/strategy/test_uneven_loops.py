@@ -23,7 +23,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 class Classifier(LightningModule):
-    """Three units and a root; logs one mean by `sync_dist` and one by a torchmetric, by dataloader."""
+    """Three units and a root; logs one mean by `sync_dist` and one by a torchmetric, for each dataloader."""
 
     def __init__(self, norm=nn.Identity, sync_dist=True):
         super().__init__()
@@ -124,7 +124,7 @@ def test_loops_of_uneven_length_give_ddps_metrics_and_predictions(run_on, stage)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo"])
-def test_a_rank_without_any_batch_serves_the_others(run_on, backend):
+def test_a_rank_without_any_batch_joins_the_collectives_of_the_others(run_on, backend):
     run_on(3, evaluate_as_under_ddp, counts=[[1, 3, 0]], backend=backend, sized=False, sync_dist=False)
 
 
@@ -157,7 +157,7 @@ def skip_on_one_rank():
     assert type(model.head.weight) is nn.Parameter
 
 
-def test_a_loop_that_a_rank_skips_for_want_of_data_is_served_too(run_on):
+def test_a_rank_may_skip_a_loop_for_lack_of_data(run_on):
     run_on(2, skip_on_one_rank)
 
 
@@ -172,9 +172,9 @@ def validate_in_fit(stage, counts, norm=nn.Identity, **options):
     torch.testing.assert_close(train(f"zero{stage}"), train("ddp"), **CLOSE)
 
 
-@pytest.mark.behaviour("The Trainer", "Training goes on after a validation of uneven length")
+@pytest.mark.behaviour("The Trainer", "Training continues after a validation of uneven length")
 @STAGES
-def test_training_goes_on_after_an_uneven_validation(run_on, stage):
+def test_training_continues_after_an_uneven_validation(run_on, stage):
     run_on(2, validate_in_fit, stage=stage, counts=[1, 3], val_check_interval=2)
 
 
@@ -220,7 +220,7 @@ def validate_with_an_iterator(sized):
 
 
 @pytest.mark.parametrize("sized", [True, False])
-def test_steps_that_fetch_for_themselves_may_be_uneven(run_on, sized):
+def test_steps_that_fetch_their_own_batches_may_be_uneven(run_on, sized):
     run_on(2, validate_with_an_iterator, sized=sized)
 
 
@@ -250,7 +250,7 @@ def predict_with_lightnings_sampler(samples):
     return len(found[0][0])
 
 
-def test_predictions_and_what_is_written_of_them_are_ddps(run_on):
+def test_predictions_and_what_a_callback_writes_of_them_equal_ddps(run_on):
     assert run_on(2, predict_with_lightnings_sampler, samples=9) == [3, 2]
 
 
@@ -281,5 +281,5 @@ def refuse_what_cannot_be_served(model, what):
 @pytest.mark.parametrize(
     ("model", "what"), [(Clamping, "a write to 'backbone.0.weight'"), (Remembering, "a sum or norm over parts")]
 )
-def test_what_ranks_without_a_batch_cannot_serve_is_an_error(run_on, model, what):
+def test_an_operation_that_ranks_without_a_batch_cannot_join_is_an_error(run_on, model, what):
     run_on(2, refuse_what_cannot_be_served, model=model, what=what)

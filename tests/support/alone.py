@@ -1,7 +1,7 @@
 """`@pytest.mark.alone`: a test that measures time, so no other test runs meanwhile, whatever the number of workers.
 
 The workers of pytest-xdist share a file lock, which such a test takes exclusively. A second lock in front of it (the
-gate) keeps new tests from starting; without it they would keep such a test waiting for ever.
+gate) keeps new tests from starting; without the gate they could keep such a test waiting forever.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Alone:
     def __init__(self, folder: Path) -> None:
         self._gate, self._room = folder / "gate", folder / "room"
 
-    # Outside of pytest-timeout's wrapper, which would count the waiting.
+    # Outside of pytest-timeout's wrapper, which would include the waiting time.
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         is_alone = item.get_closest_marker("alone") is not None

@@ -42,11 +42,12 @@ def difference(later: Any, earlier: Any) -> dict[str, dict[str, int]]:
 
 
 def expected_traffic(padded: dict[str, int], stage: int, steps: int, backwards: int) -> dict[str, dict[str, int]]:
-    """Expected fp32 traffic for a number of steps and backwards over units of these sizes; the root unit's name is "".
+    """Expected fp32 traffic of steps and backward passes over units of these sizes; the root unit's name is "".
 
-    Gradients are reduced once a step at stage 1, and once a backward above. Weights are gathered once a step at stages
-    1 and 2; at stage 3 in the forward and in the backward of each unit. Exceptions are the root unit, which stays
-    gathered from the start of forward to the end of backward, and the last unit, with which backward starts.
+    Gradients are reduced once a step at stage 1, and once a backward pass at stages 2 and 3. Weights are gathered once
+    a step at stages 1 and 2, and at stage 3 in the forward and in the backward pass of each unit. Exceptions are the
+    root unit, which stays gathered from the start of forward to the end of backward, and the last unit, with which
+    backward starts.
     """
     stay = ("", list(padded)[-1])
     reductions = dict.fromkeys(padded, steps if stage == 1 else backwards)

@@ -8,7 +8,7 @@ A test names the behaviour it covers, in a user's words:
 
 The test counts for its parameter `stage`, or for all stages if it has none. Several tests may share a behaviour: a cell
 is "yes" if all of them passed at that stage, "no" if one failed, and empty without a test. If the result is not a plain
-yes, `notes={3: "refused: names the unit"}` is shown instead of "yes". Rows with anything but "yes" stand first.
+yes, `notes={3: "refused: names the unit"}` is shown instead of "yes". Rows with anything but "yes" come first.
 
 `pytest --compatibility=write` writes the table; `pytest -m behaviour --compatibility=write` takes less time. A run of
 the whole suite fails at its end if the table in the repository differs.

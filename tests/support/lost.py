@@ -27,7 +27,7 @@ class Ending(NamedTuple):
     Attributes:
         code: its exit code: 0 if it returned, 1 if it raised, None if it hung.
         said: its return value, its exception's class and text, or its stack if it hung.
-        seconds: between the first end of a rank and its own.
+        seconds: from the end of the first rank that ended to the end of this rank.
     """
 
     code: int | None

@@ -17,7 +17,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 TIMEOUT = 150.0  # seconds
 
-sys.path.append(str(REPOSITORY / "benchmarks"))  # whose modules import each other as scripts do
+sys.path.append(str(REPOSITORY / "benchmarks"))  # its modules import each other as scripts do
 
 from machines import Machines, bytes_sent_by_all  # noqa: E402
 
@@ -26,7 +26,7 @@ __all__ = ["bytes_sent_by_all", "on_two", "run_on_two"]
 
 @contextmanager
 def on_two() -> Iterator[Machines]:
-    """Two machines; skips where they cannot be made."""
+    """Two simulated machines; skips where they cannot be created."""
     machines = Machines()
     try:
         machines.__enter__()
@@ -41,7 +41,7 @@ def on_two() -> Iterator[Machines]:
 def run_on_two(function: Any, ranks_each: int = 2, **arguments: Any) -> list[Any]:
     """Call a module's function on every rank, with ``ranks_each`` ranks a machine, and return the results by rank.
 
-    It is called after ``init_process_group("gloo")``. Arguments and results are JSON. Skips as ``on_two``.
+    The function is called after ``init_process_group("gloo")``. Arguments and results are JSON. Skips like ``on_two``.
     """
     call = [sys.executable, "-m", "tests.support.machines", f"{function.__module__}:{function.__name__}"]
     processes: list[subprocess.Popen[str]] = []

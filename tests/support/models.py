@@ -95,7 +95,7 @@ class Square(nn.Module):
 
 
 def decay_groups(model: nn.Module) -> list[dict[str, object]]:
-    """Param groups of many projects: weight decay for matrices, none for vectors and scalars."""
+    """Parameter groups as in many projects: weight decay for matrices, none for vectors and scalars."""
     return [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},

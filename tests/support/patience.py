@@ -1,4 +1,4 @@
-"""Shortens the time that ranks wait for each other, for tests in which they wait and the time does not matter."""
+"""Shortens the time that ranks wait for each other, for tests in which the length of the wait does not matter."""
 
 from __future__ import annotations
 

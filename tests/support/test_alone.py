@@ -39,7 +39,7 @@ ALONE = (
 
 
 @pytest.mark.exhaustive
-def test_no_test_runs_beside_one_that_is_to_be_alone(pytester):
+def test_no_test_runs_while_a_test_marked_alone_runs(pytester):
     pytester.makeini("[pytest]\naddopts = -p tests.support.alone --strict-markers")
     files = {f"test_{name}": TESTS for name in "abc"}
     pytester.makepyfile(test_alone=ALONE, **files)

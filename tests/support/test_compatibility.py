@@ -58,7 +58,7 @@ WITH_A_FAILURE = """
 
 @pytest.fixture(params=["", "-n 2 --dist loadfile"], ids=["in one process", "by two workers"])
 def project(pytester, request):
-    """A folder with these tests, all of which pass, and without a table."""
+    """A folder with these tests, which all pass, and without a table."""
     options = f"-p tests.support.compatibility --strict-markers {request.param}"
     pytester.makeini(f"[pytest]\ntestpaths = .\naddopts = {options}")
     pytester.makepyfile(TESTS.format(failing=0))
@@ -69,7 +69,7 @@ def page(project):
     return (project.path / FILE).read_text()
 
 
-def test_the_table_has_a_row_a_behaviour_and_says_yes_where_all_its_tests_passed(project):
+def test_the_table_has_a_row_per_behaviour_and_says_yes_where_all_its_tests_passed(project):
     assert project.runpytest_inprocess("--compatibility=write").ret == 0
     assert page(project) == HEAD + TABLE
     assert project.runpytest_inprocess().ret == 0
@@ -81,7 +81,7 @@ def test_a_cell_says_no_where_one_of_its_tests_failed_and_its_row_comes_first(pr
     assert page(project) == HEAD + WITH_A_FAILURE
 
 
-def test_a_run_of_the_whole_suite_fails_where_the_table_is_missing_or_another(project):
+def test_a_run_of_the_whole_suite_fails_if_the_table_is_missing_or_differs(project):
     result = project.runpytest_inprocess()
     assert result.ret == 1 and result.parseoutcomes() == {"passed": 6}
     result.stdout.fnmatch_lines([f"*{FILE} is not what the tests say: run*--compatibility=write*"])
@@ -91,7 +91,7 @@ def test_a_run_of_the_whole_suite_fails_where_the_table_is_missing_or_another(pr
     assert "It trains" in page(project)
 
 
-def test_the_marked_tests_alone_are_enough_and_a_part_of_them_is_not(project):
+def test_the_table_can_be_written_from_all_marked_tests_but_not_from_some(project):
     assert project.runpytest_inprocess("-m", "behaviour", "--compatibility=write").ret == 0
     assert page(project) == HEAD + TABLE
     project.makepyfile(TESTS.format(failing=0).replace("It trains", "It learns"))
@@ -101,7 +101,7 @@ def test_the_marked_tests_alone_are_enough_and_a_part_of_them_is_not(project):
     result.stderr.fnmatch_lines(["*--compatibility=write needs every marked test*"])
 
 
-def test_an_unknown_section_is_refused_with_those_there_are(project):
+def test_an_unknown_section_is_refused_and_the_sections_are_listed(project):
     project.makepyfile(TESTS.format(failing=0).replace("The Trainer", "The trainer"))
     result = project.runpytest_inprocess()
     assert result.parseoutcomes() == {"passed": 2, "errors": 4}

@@ -103,7 +103,7 @@ def test_a_hang_ends_at_the_timeout_with_every_ranks_stack_and_the_next_case_run
     assert run_on(2, sum_of_ranks, start=0) == [1.0, 1.0]
 
 
-def test_ranks_that_end_out_of_step_are_found_in_the_case_that_did_it(run_on):
+def test_ranks_out_of_step_are_detected_in_the_case_that_caused_it(run_on):
     with pytest.raises(CaseFailed):
         run_on(2, one_collective_more_on_rank_0, timeout=2)
     assert run_on(2, sum_of_ranks, start=0) == [1.0, 1.0]
@@ -114,7 +114,7 @@ def test_a_process_that_dies_is_reported_with_its_exit_code(run_on):
         run_on(2, die_on_rank_0)
 
 
-def test_a_case_may_take_the_group_down(run_on):
+def test_a_case_may_destroy_the_process_group(run_on):
     run_on(2, take_the_group_down)
     assert run_on(2, sum_of_ranks, start=0) == [1.0, 1.0]
 

@@ -9,9 +9,9 @@ The executable is a short script that sends its arguments, environment and open 
 and exits with the forked process's exit code. The forked process dies with the script. Only third-party packages are
 preloaded; each process imports this package itself.
 
-A process ends as Python does, with its threads and what is registered with atexit, but does not take its modules apart:
+A process ends as Python does, joining its threads and running its atexit functions, but does not tear down its modules:
 that would copy most of the server's memory, and take several times as long as the start. With `DISMANTLED` in its
-environment it does that as well.
+environment it tears them down as well.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ PRELOAD = [
 ]
 
 DISMANTLED = {"WARM_PYTHON_IS_DISMANTLED": "1"}
-"""Environment of processes whose end is tested."""
+"""Environment of processes whose shutdown is tested."""
 
 EXECUTABLE = """\
 #!{python} -IS
 import json, os, signal, socket, struct, sys
 
 files = [int(name) for name in os.listdir("/proc/self/fd")]
-files = [file for file in files if os.path.exists(f"/proc/self/fd/{{file}}")]  # one was of the list itself
+files = [file for file in files if os.path.exists(f"/proc/self/fd/{{file}}")]  # one belonged to listdir itself
 connection = socket.socket(socket.AF_UNIX)
 connection.connect({address!r})
 job = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ), files]).encode()
@@ -93,7 +93,7 @@ def warm_python(*more: str) -> str:
     server = subprocess.Popen(
         [warm_python() if more else sys.executable, __file__, str(folder / "server"), str(executable), *more],
         env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,  # at its end, also if this process is killed, the server ends
+        stdin=subprocess.PIPE,  # the server ends when it is closed, also if this process is killed
         stdout=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C must reach pytest only
     )
@@ -223,7 +223,7 @@ def _run(job: Job, executable: str) -> None:
 
 
 def _to_the_end(run: Callable[[], None]) -> None:
-    """Call a function, and end the process as after a script that does the same; but see above."""
+    """Call a function, and end the process as at the end of a script, but without tearing down modules."""
     code, interrupted = 0, False
     try:
         run()

@@ -12,7 +12,7 @@ from tests.support.models import CLASSES, VOCABULARY
 
 
 class Layer(nn.Module):
-    """A residual block with matrices of half as many rows more than columns, and the other way round, and vectors."""
+    """A residual block with vectors and two matrices: one with 3/2 as many rows as columns, and one with 2/3."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Layer(nn.Module):
 
 
 class Layered(nn.Module):
-    """Embedding, three layers of which the last is used in some batches only, and a head."""
+    """Embedding, three layers, and a head; with `skips`, only some batches use the last layer."""
 
     def __init__(self, skips: bool = False, width: int = 16) -> None:
         super().__init__()
@@ -46,12 +46,12 @@ def skipping() -> nn.Module:
 
 
 def wide() -> nn.Module:
-    """Matrices of 6,144 elements, which 8-bit optimizers quantise: they leave those below 4,096 alone."""
+    """Matrices of 6,144 elements, which 8-bit optimizers quantise, unlike those below 4,096."""
     return Layered(width=64)
 
 
 def matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Those that Muon is for."""
+    """The parameters that Muon trains."""
     return [p for name, p in model.named_parameters() if p.ndim == 2 and name.startswith("layers")]
 
 

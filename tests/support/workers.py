@@ -132,7 +132,7 @@ def _redirect_output(file: Path) -> None:
 def _without_ours(register: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `signal.signal` to ignore the signal that shows stacks.
 
-    A Trainer restores each handler that `signal.getsignal` returned, which does not know faulthandler's.
+    A Trainer restores each handler that `signal.getsignal` returned, but that function does not know faulthandler's.
     """
     return lambda number, handler: signal.getsignal(number) if number == signal.SIGUSR1 else register(number, handler)
 

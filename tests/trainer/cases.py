@@ -28,7 +28,7 @@ Case = Callable[[str], Any]
 
 
 def behaviours(section: str, *cases: Case) -> pytest.MarkDecorator:
-    """Run a test with each case; its docstring is its row in docs/reference/compatibility.md."""
+    """Run a test with each case; the case's docstring is its row in docs/reference/compatibility.md."""
     marked = [
         pytest.param(case, id=case.__name__, marks=pytest.mark.behaviour(section, str(case.__doc__).rstrip(".")))
         for case in cases
@@ -49,7 +49,7 @@ def same_as_under_ddp(case: Case, bound: float = 0) -> None:
 
 
 class Body:
-    """A typical module of either namespace: two blocks, a head and a scale; logs, evaluates and predicts."""
+    """A typical module of either namespace: two blocks, a head and a scale; it logs, evaluates, predicts."""
 
     lr = 0.01
     log: Any
@@ -91,14 +91,14 @@ class Net(Body, LightningModule):
 
 
 def data(samples: int = 24, batch_size: int = 4) -> DataLoader[Any]:
-    """Of which Lightning gives each of two ranks half: three batches by default."""
+    """Samples, of which each of two ranks gets half: three batches by default."""
     generator = torch.Generator().manual_seed(3)
     x, y = torch.randn(samples, 6, generator=generator), torch.randint(3, (samples,), generator=generator)
     return DataLoader(TensorDataset(x, y), batch_size=batch_size)
 
 
 def fit(strategy: str, module: LightningModule | None = None, ckpt_path: Any = None, **options: Any) -> Any:
-    """Fit a module, by default a Net, for two epochs with validation: its trainer and itself."""
+    """Fit a module, by default a Net, for two epochs with validation; return its trainer and the module."""
     module = Net() if module is None else module
     trainer = make_trainer(strategy, **options)
     trainer.fit(module, data(), data(16), ckpt_path=ckpt_path)
@@ -106,7 +106,7 @@ def fit(strategy: str, module: LightningModule | None = None, ckpt_path: Any = N
 
 
 def observed(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-    """Weights and buffers, logged values, steps, optimizer states, and records of the module itself."""
+    """Weights and buffers, logged values, steps, optimizer states, and the module's own records."""
     return {
         "weights": weights(module),
         "metrics": dict(trainer.callback_metrics),
@@ -121,7 +121,7 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
-    """Its state dict, the parameters in order; Lightning's stand-in for no optimizer has an empty one."""
+    """The optimizer's state dict, sorted by parameter; it is empty for Lightning's stand-in for no optimizer."""
     state_dict = optimizer.state_dict()
     return {**state_dict, "state": dict(sorted(state_dict.get("state", {}).items()))}
 

@@ -88,11 +88,11 @@ def train(stage: int) -> None:
 
 @STAGES
 @pytest.mark.behaviour("The Trainer", "`configure_model` on the meta device, and `load_weights` in it")
-def test_a_model_made_on_the_meta_device_trains_as_one_that_was_made_whole(run_on, stage):
+def test_a_model_made_on_the_meta_device_trains_as_one_made_on_the_cpu(run_on, stage):
     run_on(2, train, stage=stage)
 
 
-def test_on_one_rank_too(run_on):
+def test_a_model_made_on_the_meta_device_trains_on_one_rank(run_on):
     run_on(1, train, stage=3)
 
 
@@ -138,7 +138,7 @@ def resume(stage: int) -> None:
 @pytest.mark.exhaustive
 @STAGES
 @pytest.mark.behaviour("The Trainer", "Resuming and evaluating a model made on the meta device")
-def test_resuming_and_evaluating_start_from_the_meta_device_too(run_on, stage):
+def test_a_model_made_on_the_meta_device_resumes_and_evaluates(run_on, stage):
     run_on(2, resume, stage=stage)
 
 
@@ -201,5 +201,5 @@ class WithoutInitialiser(OnMeta):
         self.scale = nn.Parameter(torch.empty((), device="meta"))
 
 
-def test_what_fails_before_a_module_has_values_is_the_error_that_is_seen(run_on):
+def test_an_error_before_a_module_has_values_reaches_the_user(run_on):
     run_on(2, fail, stage=3)

@@ -123,7 +123,7 @@ class WithBatchNorm(Net):
 
 
 def average_at_the_end(strategy: str) -> Any:
-    """`StochasticWeightAveraging`, with BatchNorm statistics computed anew"""
+    """`StochasticWeightAveraging`, with BatchNorm statistics recomputed"""
     averaging = StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1, annealing_epochs=2)
     return trained(strategy, WithBatchNorm(), callbacks=[averaging], max_epochs=4)
 
@@ -148,7 +148,7 @@ def average_exponentially(strategy: str) -> Any:
 
 
 class OwnAverage(Callback):
-    """An average as projects write it: a copy of the module, moved towards it after each batch, used in validation."""
+    """A hand-written average: a copy of the weights, moved towards them after each batch and used in validation."""
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self.average = [p.detach().clone() for p in pl_module.parameters()]
@@ -169,7 +169,7 @@ class OwnAverage(Callback):
 
 
 def average_by_hand(strategy: str) -> Any:
-    """An average of the weights kept by a callback of the project, and swapped in for validation"""
+    """An average of the weights, kept by a project's callback and swapped in for validation"""
     callback = OwnAverage()
     trainer, module = fit(strategy, callbacks=[callback], num_sanity_val_steps=0)
     return observed(trainer, module), [torch.tensor(mean.tolist()) for mean in callback.average]
@@ -192,7 +192,7 @@ class Frozen(BaseFinetuning):
 
 
 class Backboned(WithBatchNorm):
-    """Its optimizer begins with the head and what BatchNorm has; the rest is added when it is unfrozen."""
+    """The optimizer begins with the head and BatchNorm's parameters; the rest is added when it is unfrozen."""
 
     @property
     def backbone(self) -> Any:
@@ -204,7 +204,7 @@ class Backboned(WithBatchNorm):
 
 
 def after_wrapping(kind: Any) -> Any:
-    """DDP never reduces what was frozen when it wrapped the module, so for it the freezing waits until then."""
+    """Freeze after DDP has wrapped the module, since DDP never reduces parameters that were frozen at wrapping."""
 
     class Later(kind):  # type: ignore[misc]
         def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -218,7 +218,7 @@ def after_wrapping(kind: Any) -> Any:
 
 
 def unfreeze_later(strategy: str) -> Any:
-    """`BaseFinetuning`: frozen before training, unfrozen in mid-run, group by group, BatchNorm apart"""
+    """`BaseFinetuning`: frozen before training, unfrozen group by group in mid-run, BatchNorm trained throughout"""
     return finetune(strategy, Frozen)
 
 
@@ -233,7 +233,7 @@ def finetune(strategy: str, kind: Any, **options: Any) -> Any:
     return trained(strategy, Backboned(), callbacks=[kind(**options)], max_epochs=3)
 
 
-# -------------------------------------------------------------------------------------------------- what only watches
+# ---------------------------------------------------------------------------------------- callbacks that only observe
 
 
 class Sizes(Net):
@@ -252,7 +252,7 @@ class KeptSummary(ModelSummary):
 
 
 def summarise(strategy: str) -> Any:
-    """`ModelSummary`: full counts and sizes at any depth, before, in and after a run"""
+    """`ModelSummary`: full counts and sizes at any depth, before, during and after a run"""
     module = Sizes()
     seen: list[Any] = []
 
@@ -279,7 +279,7 @@ def monitor(strategy: str) -> Any:
 
 
 def find_a_rate(strategy: str) -> Any:
-    """`LearningRateFinder` and `Tuner.lr_find`, which load a checkpoint in mid-run; the fit that follows starts anew"""
+    """`LearningRateFinder` and `Tuner.lr_find`, which load a checkpoint in mid-run; the next fit starts afresh"""
     module = Net()
     trainer = make_trainer(strategy)
     found = Tuner(trainer).lr_find(module, data(), num_training=12, early_stop_threshold=None, update_attr=True)
@@ -291,7 +291,7 @@ def find_a_rate(strategy: str) -> Any:
 
 
 def find_a_batch_size(strategy: str) -> Any:
-    """`BatchSizeFinder` and `Tuner.scale_batch_size` are refused by Lightning, as under DDP; a fit after it trains"""
+    """`BatchSizeFinder` and `Tuner.scale_batch_size` are refused by Lightning, as under DDP; a later fit trains"""
     module = Net()
     trainer = make_trainer(strategy, callbacks=[BatchSizeFinder()])
     errors = []
@@ -304,7 +304,7 @@ def find_a_batch_size(strategy: str) -> Any:
 
 
 def save_on_an_exception(strategy: str) -> Any:
-    """`OnExceptionCheckpoint` and `ModelCheckpoint(save_on_exception=True)` where every rank fails alike"""
+    """`OnExceptionCheckpoint` and `ModelCheckpoint(save_on_exception=True)` when every rank fails the same way"""
     folder = shared_folder()
     for callback in (
         OnExceptionCheckpoint(folder / "a", "a"),

@@ -43,7 +43,7 @@ def edit_checkpoints(strategy: str) -> Any:
     saving = LambdaCallback(on_train_epoch_end=lambda trainer, _: trainer.save_checkpoint(path))
     trainer, module = fit(strategy, Edits(), callbacks=[saving], max_epochs=1)
     checkpoint = torch.load(path, weights_only=True)
-    checkpoint.pop("lightning_zero", None)  # says what wrote it
+    checkpoint.pop("lightning_zero", None)  # records what wrote the file
     seen = list(module.seen)
     trainer, module = fit(strategy, Edits(), ckpt_path=path)
     loaded = Edits.load_from_checkpoint(path)
@@ -51,7 +51,7 @@ def edit_checkpoints(strategy: str) -> Any:
 
 
 class AddsInFit(Net):
-    """Saves from inside of a run, where weights are sharded, and edits what is there."""
+    """Saves during a run, while weights are sharded, and edits the checkpoint."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["state_dict"]
@@ -166,7 +166,7 @@ def resume_with_more(strategy: str) -> Any:
 
 
 class SavesAnywhere(Net):
-    """Saves in the middle of what the engine does: in a step, between backward and update, in validation."""
+    """Saves at any point: in a step, between backward and update, in validation."""
 
     def save(self, where: str) -> None:
         self.trainer.save_checkpoint(shared_folder() / f"{self.global_step} {where}.ckpt")
@@ -186,7 +186,7 @@ class SavesAnywhere(Net):
 
 
 def save_anywhere(strategy: str) -> Any:
-    """`trainer.save_checkpoint` inside of `training_step`, between backward and update, in mid-accumulation"""
+    """`trainer.save_checkpoint` inside `training_step`, between backward and update, during accumulation"""
     trainer, module = fit(strategy, SavesAnywhere(), max_epochs=1, accumulate_grad_batches=2)
     files = {path.name: torch.load(path, weights_only=True) for path in sorted(shared_folder().iterdir())}
     states = {name: [file["state_dict"], file["optimizer_states"]] for name, file in files.items()}
@@ -195,7 +195,7 @@ def save_anywhere(strategy: str) -> Any:
 
 
 class Elsewhere(TorchCheckpointIO):
-    """Keeps what it is given beside the file, as an uploader does."""
+    """Writes a second copy of the weights next to the file, as an uploader does."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         super().save_checkpoint(checkpoint, path, storage_options)
@@ -203,14 +203,14 @@ class Elsewhere(TorchCheckpointIO):
 
 
 class SavesOften(Net):
-    """Saves after each batch, while the next one is already under way."""
+    """Saves after each batch; an asynchronous write may overlap the next batch."""
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.trainer.save_checkpoint(shared_folder() / f"{self.global_step}.ckpt")
 
 
 def write_elsewhere(strategy: str) -> Any:
-    """`CheckpointIO` plugins: one of the project, and `AsyncCheckpointIO`, which writes while training goes on"""
+    """`CheckpointIO` plugins: a project's own, and `AsyncCheckpointIO`, which writes while training continues"""
     results = []
     for plugin in (Elsewhere(), AsyncCheckpointIO()):
         trainer, module = fit(strategy, SavesOften(), plugins=[plugin], max_epochs=1)
@@ -232,4 +232,4 @@ def write_elsewhere(strategy: str) -> Any:
     resume_with_more,
 )
 def test_a_checkpoint_is_handled_as_under_ddp(run_on, case):
-    run_on(2, same_as_under_ddp, case=case, bound=CLOSE if case is save_anywhere else 0)  # which accumulates
+    run_on(2, same_as_under_ddp, case=case, bound=CLOSE if case is save_anywhere else 0)  # save_anywhere accumulates

@@ -19,7 +19,7 @@ from tests.trainer.cases import Net, data, fit, observed, same_as_under_ddp, sha
 
 
 class HoldsTrainer(Callback):
-    """Keeps the trainer, as many do, and copies what a project may copy, in training and in validation."""
+    """Keeps the trainer, as many callbacks do, and copies the named parts of it in training and in validation."""
 
     def __init__(self, *names: str) -> None:
         self.names, self.trainer, self.copies = names, None, []
@@ -58,7 +58,7 @@ def copy_in_a_run(strategy: str) -> Any:
 
 @pytest.mark.behaviour("The Trainer", copy_in_a_run.__doc__)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_copies_in_a_run_leave_it_as_under_ddp(run_on, ranks):
+def test_copies_made_during_a_run_leave_it_the_same_as_under_ddp(run_on, ranks):
     run_on(ranks, same_as_under_ddp, case=copy_in_a_run)
 
 
@@ -82,12 +82,12 @@ def copy_with_all_that_runs_beside(offload: str | None) -> None:
 
 
 @pytest.mark.parametrize("offload", [None, "cpu"])
-def test_saves_and_updates_under_way_are_not_copied(run_on, offload):
+def test_background_saves_and_updates_are_not_copied(run_on, offload):
     run_on(2, copy_with_all_that_runs_beside, offload=offload)
 
 
 def fit_a_copy(folder: Path) -> None:
-    """A trainer copied in mid-run fits a module of its own."""
+    """A trainer copied in mid-run fits another module."""
     holder = HoldsTrainer("")
     fit("zero3", callbacks=[holder], max_epochs=1)
     torch.manual_seed(0)
@@ -100,6 +100,6 @@ def fit_a_copy(folder: Path) -> None:
     assert not any(torch.equal(p, q) for p, q in zip(again.parameters(), Net().parameters()) if p.ndim == 2)
 
 
-def test_a_copied_trainer_fits_a_module_of_its_own(run_on, tmp_path):
+def test_a_trainer_copied_during_a_run_fits_another_module(run_on, tmp_path):
     run_on(1, fit_a_copy, folder=tmp_path)
     assert world_size() == 1

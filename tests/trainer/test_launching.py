@@ -20,7 +20,7 @@ from tests.trainer.cases import Net, behaviours, data, fit, observed, same_as_un
 
 
 def train_on_two_nodes(strategy: str) -> Any:
-    """`num_nodes=2`: each node's rank has its own part of the data, and one global rank"""
+    """`num_nodes=2`: each node's rank has its own part of the data and its own global rank"""
     os.environ.update(LOCAL_RANK="0", GROUP_RANK=str(rank()), LOCAL_WORLD_SIZE="1")
     trainer, module = fit(strategy, devices=1, num_nodes=2)
     ranks = [trainer.global_rank, trainer.local_rank, trainer.node_rank, trainer.num_nodes, trainer.world_size]
@@ -29,7 +29,7 @@ def train_on_two_nodes(strategy: str) -> Any:
 
 
 def under_slurm() -> None:
-    """The environment that srun gives each task, in place of torchrun's."""
+    """Set the environment variables that srun gives each task, in place of torchrun's."""
     for name in [name for name in os.environ if name.startswith("TORCHELASTIC")]:
         del os.environ[name]
     os.environ.update(
@@ -45,7 +45,7 @@ def under_slurm() -> None:
 
 
 def train_under_slurm(strategy: str) -> Any:
-    """SLURM's environment: ranks come from it, and nothing is launched"""
+    """SLURM's environment: ranks are read from it, and nothing is launched"""
     under_slurm()
     trainer, module = fit(strategy)
     assert isinstance(trainer.strategy.cluster_environment, SLURMEnvironment)
@@ -62,7 +62,7 @@ def send_at_batch(number: int, sent: signal.Signals) -> Any:
 
 
 def requeue(strategy: str) -> Any:
-    """SLURM's requeue signal: a checkpoint is written in its handler, training goes on, `ckpt_path="hpc"` resumes"""
+    """SLURM's requeue signal: its handler writes a checkpoint, training continues, `ckpt_path="hpc"` resumes"""
     under_slurm()
     folder = shared_folder()
     folder.mkdir(exist_ok=True)
@@ -74,7 +74,7 @@ def requeue(strategy: str) -> Any:
     whole = trained(strategy, callbacks=[callback], plugins=plugins, default_root_dir=folder)
     checkpoint = torch.load(folder / "hpc_ckpt_1.ckpt", weights_only=True)
     resumed = trained(strategy, ckpt_path="hpc", plugins=plugins, default_root_dir=folder)
-    if strategy != "ddp":  # which begins the epoch's data anew, and so ends elsewhere
+    if strategy != "ddp":  # DDP restarts the epoch's data, and so ends with other weights
         same_values(resumed["weights"], whole["weights"], "the resumed run")
     return whole, checkpoint["state_dict"], checkpoint["optimizer_states"], checkpoint["global_step"], resumed["step"]
 

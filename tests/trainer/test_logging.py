@@ -20,7 +20,7 @@ from tests.trainer.cases import Net, behaviours, data, fit, observed, same_as_un
 
 
 class Logs(Net):
-    """Every reduction, in steps and epochs, on one rank and on all."""
+    """Logs with every reduction, in steps and epochs, on one rank and on all."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -48,7 +48,7 @@ class Metrics(Net):
         self.accuracy = Accuracy(task="multiclass", num_classes=3)
         self.collection = MetricCollection([MulticlassAccuracy(3), MulticlassF1Score(3)], prefix="val/")
         self.lists = nn.ModuleList([MeanMetric()])
-        self.apart = {"mean": MeanMetric()}  # not a module of this one
+        self.apart = {"mean": MeanMetric()}  # not a submodule
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         scores = self(batch[0])
@@ -75,7 +75,7 @@ def use_metrics(strategy: str) -> Any:
 
 
 class Talks(Net):
-    """Uses what Lightning offers for talking to other ranks, in every hook where that is usual."""
+    """Uses Lightning's collectives in every hook in which projects do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def talk(strategy: str) -> Any:
 
 
 class CommunicatesByHand(Net):
-    """Calls torch.distributed on its own parameters and gradients, waiting or not."""
+    """Calls torch.distributed on its own parameters and gradients, synchronously and asynchronously."""
 
     def on_after_backward(self) -> None:
         for p in self.parameters():
@@ -146,7 +146,7 @@ class Configured(Net):
 
 
 def write_logs(strategy: str) -> Any:
-    """A logger with hyperparameters: the file of a `CSVLogger`"""
+    """A logger with hyperparameters: the files of a `CSVLogger`"""
     folder = shared_folder()
     logger = CSVLogger(folder, name="logs", version=0, flush_logs_every_n_steps=1)
     trainer, module = fit(strategy, Configured(depth=2), logger=logger, log_every_n_steps=1)
@@ -176,5 +176,5 @@ def show_progress(strategy: str) -> Any:
 
 
 @behaviours("The Trainer", log_everything, use_metrics, talk, communicate_by_hand, write_logs, profile, show_progress)
-def test_what_is_logged_and_told_is_as_under_ddp(run_on, case):
+def test_logging_and_communication_by_user_code_are_as_under_ddp(run_on, case):
     run_on(2, same_as_under_ddp, case=case)

@@ -54,12 +54,12 @@ def ddp_that_finds_unused(strategy: str) -> str:
 
 
 def train_a_gan(strategy: str) -> Any:
-    """A GAN by manual optimization: `toggle_optimizer`, `clip_gradients`, two optimizers and schedulers."""
+    """A GAN with manual optimization: `toggle_optimizer`, `clip_gradients`, two optimizers and schedulers."""
     return trained(ddp_that_finds_unused(strategy), Gan())
 
 
 class Alternating(Net):
-    """The second optimizer steps every other batch; both have gradients of the same backward."""
+    """The second optimizer steps every other batch; both get gradients from the same backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,12 +79,12 @@ class Alternating(Net):
 
 
 def alternate(strategy: str) -> Any:
-    """Two optimizers that step at different times, the gradients of one being added up meanwhile."""
+    """Two optimizers that step at different times, while gradients for one of them accumulate."""
     return trained(strategy, Alternating())
 
 
 class InTurn(Net):
-    """Two networks of one unit, each with an optimizer; gradients are not cleared in between."""
+    """Two networks in one unit, each with an optimizer; gradients are not cleared in between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class InTurn(Net):
 
 
 def take_turns(strategy: str) -> Any:
-    """Two optimizers that each clear, compute and apply their own gradients in turn, as a GAN's or SAC's."""
+    """Two optimizers that each clear, compute and apply their own gradients in turn, as in a GAN or SAC."""
     return trained(ddp_that_finds_unused(strategy), InTurn())
 
 
@@ -126,7 +126,7 @@ def backward_twice(strategy: str) -> Any:
 
 
 class SharpnessAware(Net):
-    """Climbs along the gradient, takes the gradient there, goes back and steps: weights are written twice a step."""
+    """Climbs along the gradient, computes the gradient there, goes back and steps: weights are written twice a step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ def wait_for_a_plateau(strategy: str) -> Any:
 
 
 def monitor_the_rate(strategy: str) -> Any:
-    """`LearningRateMonitor` with momentum, several optimizers and named groups, into a logger"""
+    """`LearningRateMonitor` with momentum, several optimizers and named groups, written to a logger"""
 
     class Groups(Net):
         def configure_optimizers(self) -> Any:
@@ -325,7 +325,7 @@ def override_every_hook(strategy: str) -> Any:
 
 
 class StepsByHand(Net):
-    """`optimizer_step` calls the closure by itself, and steps every other batch only."""
+    """`optimizer_step` always runs the closure, but steps on every other batch only."""
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         if batch_idx % 2 == 0:
@@ -335,7 +335,7 @@ class StepsByHand(Net):
 
 
 def skip_steps(strategy: str) -> Any:
-    """An `optimizer_step` that runs the closure alone and skips the step"""
+    """An `optimizer_step` that only runs the closure and skips the step"""
     return trained(strategy, StepsByHand())
 
 
@@ -367,7 +367,7 @@ def clip_by_value(strategy: str) -> Any:
 
 
 class GradientDescent(Net):
-    """Whose steps are small where gradients are, other than Adam's."""
+    """With SGD, whose steps are small where gradients are small, unlike Adam's."""
 
     def configure_optimizers(self) -> Any:
         return SGD(self.parameters(), lr=0.1)
@@ -384,7 +384,7 @@ def accumulate_on_schedule(strategy: str) -> Any:
 
 
 class StartsAnew(Net):
-    """Replaces its optimizers during a run: by calling `configure_optimizers` again, or by new ones."""
+    """Replaces its optimizers during a run: by calling `configure_optimizers` again, or by assigning new ones."""
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
@@ -454,7 +454,7 @@ def configure_in_every_form(strategy: str) -> Any:
     configure_in_every_form,
     take_new_optimizers,
 )
-def test_a_step_is_ddps_bit_for_bit(run_on, case):
+def test_an_optimization_step_equals_ddps_bit_for_bit(run_on, case):
     run_on(2, same_as_under_ddp, case=case)
 
 
@@ -468,5 +468,5 @@ def test_a_step_is_ddps_bit_for_bit(run_on, case):
     clip_by_norm,
     accumulate_on_schedule,
 )
-def test_a_step_with_a_global_norm_or_gradients_added_in_another_order_is_ddps(run_on, case):
+def test_a_step_with_a_global_norm_or_another_order_of_sums_is_close_to_ddps(run_on, case):
     run_on(2, same_as_under_ddp, case=case, bound=CLOSE)

@@ -18,7 +18,7 @@ from tests.support.training import CLOSE
 from tests.support.workers import rank
 from tests.trainer.cases import Net, behaviours, same_as_under_ddp, trained
 
-# ------------------------------------------------------------------------------------------- freezing, and more of them
+# ------------------------------------------------------------------------------------------ frozen and added parameters
 
 
 class FrozenBackbone(Net):
@@ -64,7 +64,7 @@ class Adapted(FrozenBackbone):
 
 
 def freeze(strategy: str) -> Any:
-    """A frozen backbone; biases only; adapters beside frozen layers, merged at the end"""
+    """A frozen backbone; biases only; adapters next to frozen layers, merged at the end"""
     return [trained(strategy, kind()) for kind in (FrozenBackbone, BiasesOnly, Adapted)]
 
 
@@ -110,7 +110,7 @@ def add_a_group(strategy: str) -> Any:
 
 
 class ClipsWeights(Net):
-    """After each step, as the critic of a Wasserstein GAN; with a norm bound on rows and a decay by hand besides."""
+    """Clips weights after each step, as a Wasserstein GAN's critic does; also bounds row norms and decays by hand."""
 
     def on_train_batch_end(self, *_: Any) -> None:
         with torch.no_grad():
@@ -141,7 +141,7 @@ class WritesInStep(Net):
 
 
 def write_in_a_step(strategy: str) -> Any:
-    """Weights written and penalised inside of `training_step`"""
+    """Weights written and penalised inside `training_step`"""
     return trained(strategy, WritesInStep())
 
 
@@ -159,7 +159,7 @@ class Looks(Net):
 
 
 def read_weights(strategy: str) -> Any:
-    """`self.layer.weight.norm()` and other reads in hooks: the numbers of the whole weight"""
+    """`self.layer.weight.norm()` and other reads in hooks see the whole weight"""
     return trained(strategy, Looks())
 
 
@@ -177,7 +177,7 @@ class Copies(Callback):
 
 
 class Teacher(Net):
-    """A target network inside the module itself: a copy that follows, and that the loss compares with."""
+    """A target network inside the module itself: a copy that follows the weights and that the loss compares with."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ def copy_modules(strategy: str) -> Any:
 
 
 class Initialised(Net):
-    """Initialises weights once more where a project might: after construction, in `setup`, and when sharded already."""
+    """Reinitialises weights wherever a project might: after construction, in `setup`, and once they are sharded."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ class Initialised(Net):
 
 
 class InitialisedAtRandom(Net):
-    """From the global generator, which must continue as under DDP."""
+    """Reinitialises from the global random generator, which must continue as under DDP."""
 
     def on_fit_start(self) -> None:
         for module in self.modules():
@@ -329,7 +329,7 @@ def keep_statistics(strategy: str) -> Any:
 
 
 class Doubling(nn.BatchNorm1d):
-    """Stands for `nn.SyncBatchNorm`, which exists on GPUs only."""
+    """Stands in for `nn.SyncBatchNorm`, which exists on GPUs only."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
@@ -360,7 +360,7 @@ def synchronise_statistics(strategy: str) -> Any:
 
 
 class EditsGradients(Net):
-    """Looks at and edits gradients as projects do: centralisation, scaling, checks that all is finite."""
+    """Looks at and edits gradients as projects do: centralisation, scaling, checks that all values are finite."""
 
     def on_after_backward(self) -> None:
         with torch.no_grad():
@@ -381,7 +381,7 @@ def edit_gradients(strategy: str) -> Any:
 
 
 class Vectors(Net):
-    """Weights and gradients as one vector, as evolution strategies and meta-learning do."""
+    """Weights and gradients as one vector, as in evolution strategies and meta-learning."""
 
     def on_train_batch_end(self, *_: Any) -> None:
         vector = nn.utils.parameters_to_vector(self.parameters()).detach()
@@ -395,7 +395,7 @@ def convert_to_vectors(strategy: str) -> Any:
 
 
 class HooksEverywhere(Net):
-    """Hooks of the project on modules, parameters and tensors, which see the same as under DDP."""
+    """The project's hooks on modules, parameters and tensors, which see the same values as under DDP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -415,12 +415,12 @@ class HooksEverywhere(Net):
 
 
 def hook_modules(strategy: str) -> Any:
-    """Hooks of the project on modules, parameters and outputs, forward and backward"""
+    """A project's hooks on modules, parameters and outputs, in forward and backward"""
     return trained(strategy, HooksEverywhere())
 
 
 class Collections(Net):
-    """Parameters in lists and dicts, and the layers of torch that use their weights by themselves."""
+    """Parameters in lists and dicts, and torch's layers that use weights of submodules directly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -442,7 +442,7 @@ def collect_parameters(strategy: str) -> Any:
 
 
 class Inner(Net):
-    """A LightningModule within another one, which logs and has helper methods."""
+    """A LightningModule inside another one; it logs and has helper methods."""
 
     def penalty(self) -> Tensor:
         return 0.01 * self.head.weight.square().sum()
@@ -459,7 +459,7 @@ class Outer(Net):
 
 
 def nest_modules(strategy: str) -> Any:
-    """A LightningModule inside of another; a parameter under two names"""
+    """A LightningModule inside another; a parameter under two names"""
     return trained(strategy, Outer())
 
 
@@ -480,7 +480,7 @@ class WithoutSync(Net):
 
 
 def accumulate_by_hand(strategy: str) -> Any:
-    """`optimizer.toggle_model(sync_grad=False)` while micro-batches are added up by hand"""
+    """`optimizer.toggle_model(sync_grad=False)` while micro-batches are accumulated by hand"""
     return trained(strategy, WithoutSync())
 
 
@@ -502,10 +502,10 @@ def accumulate_by_hand(strategy: str) -> Any:
     keep_statistics,
     synchronise_statistics,
 )
-def test_parameters_are_ddps_bit_for_bit(run_on, case):
+def test_parameters_equal_ddps_bit_for_bit(run_on, case):
     run_on(2, same_as_under_ddp, case=case)
 
 
 @behaviours("The module", read_weights, write_in_a_step, nest_modules, accumulate_by_hand)
-def test_parameters_are_ddps_where_sums_are_taken_in_another_order(run_on, case):
+def test_parameters_are_close_to_ddps_where_sums_are_taken_in_another_order(run_on, case):
     run_on(2, same_as_under_ddp, case=case, bound=CLOSE)

@@ -15,7 +15,7 @@ from tests.trainer.cases import Net, behaviours, data, same_as_under_ddp, traine
 
 
 class StepsWith(Net):
-    """With an optimizer whose own `step` is replaced."""
+    """Has an optimizer whose `step` is replaced on the instance."""
 
     def replaced(self, optimizer: Optimizer) -> Any:
         return mock.Mock(wraps=optimizer.step)
@@ -41,12 +41,12 @@ class StepsByFunction(StepsWith):
 
 
 def wrap_by_a_mock(strategy: str) -> Any:
-    """`optimizer.step = Mock(wraps=optimizer.step)`, or a function of the project's."""
+    """`optimizer.step = Mock(wraps=optimizer.step)`, or a project's own function."""
     return [trained(strategy, kind()) for kind in (StepsWith, StepsByFunction)]
 
 
 def patch_the_class(strategy: str) -> Any:
-    """`patch.object(SGD, "step", ...)`, by a function that calls the former one"""
+    """`patch.object(SGD, "step", ...)`, with a function that calls the original"""
     before = SGD.step
 
     def step(self: Optimizer, closure: Any = None) -> Any:
@@ -140,12 +140,12 @@ def count_backwards(strategy: str) -> Any:
 
 @behaviours("The Trainer", wrap_by_a_mock, patch_the_class, wrap_in_a_subclass, count_backwards)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_a_project_replaces_is_called_as_under_ddp(run_on, case, ranks):
+def test_patched_steps_and_strategy_methods_are_called_as_under_ddp(run_on, case, ranks):
     run_on(ranks, same_as_under_ddp, case=case)
 
 
 class Swallows(Net):
-    """Whose steps are mocks that do nothing."""
+    """Trains with an optimizer whose steps are mocks that do nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,5 +166,5 @@ def swallow_steps(strategy: str) -> Any:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_that_does_nothing_leaves_the_weights(run_on, ranks):
+def test_an_optimizer_step_that_does_nothing_leaves_the_weights_unchanged(run_on, ranks):
     run_on(ranks, same_as_under_ddp, case=swallow_steps)

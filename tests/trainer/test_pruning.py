@@ -1,4 +1,4 @@
-"""``MagnitudePruning``: what is zero, and training with it, are those of torch's pruning under DDP."""
+"""``MagnitudePruning``: masks, and training with them, equal those of torch's pruning under DDP."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def amount(epoch: int) -> float:
 
 
 class ByHand(Callback):
-    """What projects write around torch's pruning: one mask of all matrices, and zeros again after each step."""
+    """Torch's pruning as projects use it: one mask for all matrices, and zeros restored after each step."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.chosen = [p for p in pl_module.parameters() if p.ndim >= 2]
@@ -65,7 +65,7 @@ class Clipped(Learner):
 
 
 def stays_pruned(stage: int, precision: str, offload: str | None, folder: Path) -> None:
-    """Modules compute with what is pruned, wherever masters are; and so do whole weights and checkpoints."""
+    """Pruned elements are zero for modules, in whole weights and in checkpoints, wherever the masters are."""
     seen = []
 
     class Look(Callback):
@@ -92,7 +92,7 @@ def stays_pruned(stage: int, precision: str, offload: str | None, folder: Path) 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("offload", [None, "cpu", "nvme"])
-def test_what_is_pruned_is_zero_wherever_masters_and_copies_are(run_on, tmp_path, size, stage, precision, offload):
+def test_pruned_elements_are_zero_wherever_masters_and_copies_are(run_on, tmp_path, size, stage, precision, offload):
     run_on(size, stays_pruned, stage=stage, precision=precision, offload=offload, folder=tmp_path)
 
 
@@ -110,18 +110,18 @@ def saves_after_the_fit(folder: Path) -> None:
     trainer.fit(resumed, ckpt_path=folder / "end.ckpt")
     zeros = sum(int((p == 0).sum()) for p in resumed.parameters() if p.ndim >= 2)
     assert zeros == round(0.5 * sum(p.numel() for p in resumed.parameters() if p.ndim >= 2))
-    pruning._amount = 0.0  # the next fit of the first callback knows nothing of its masks
+    pruning._amount = 0.0  # a new fit with the first callback starts without its masks
     trainer = make_trainer("zero3", callbacks=[pruning], max_epochs=1, max_steps=1)
     trainer.fit(Learner(whole.Layered))
     assert pruning.sparsity == 0.0
 
 
-def test_masks_are_in_a_checkpoint_that_is_saved_after_the_fit(run_on, tmp_path):
+def test_a_checkpoint_saved_after_the_fit_contains_the_masks(run_on, tmp_path):
     run_on(2, saves_after_the_fit, folder=tmp_path)
 
 
 class Unfreezes(Learner):
-    """Matrices that are frozen at first, and then get owners by another layout of their unit."""
+    """Unfreezes matrices during training, which changes the layout of their unit and gives them owners."""
 
     def configure_optimizers(self) -> Any:
         last = list(self.model.head.parameters())
@@ -147,7 +147,7 @@ def prunes_what_is_unfrozen(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_masks_follow_parameters_whose_unit_gets_another_layout(run_on, stage):
+def test_masks_follow_parameters_when_the_layout_of_their_unit_changes(run_on, stage):
     run_on(2, prunes_what_is_unfrozen, stage=stage)
 
 
@@ -183,7 +183,7 @@ def prunes(stage: int, optimizer: Any, precision: str, **options: Any) -> None:
         pytest.param({"precision": "bf16-mixed", "reduce_dtype": "fp32", "offload": "cpu"}, id="offload bf16-mixed"),
     ],
 )
-def test_pruned_training_is_that_of_torchs_masks_under_ddp(run_on, stage, optimizer, options):
+def test_pruned_training_equals_training_with_torchs_masks_under_ddp(run_on, stage, optimizer, options):
     run_on(2, prunes, stage=stage, optimizer=optimizer, **options)
 
 
@@ -204,7 +204,7 @@ def masks_as_torchs(values: list[list[float]], amounts: list[float], dtype: torc
         left_out = ~torch.cat([torch.tensor(mask.tolist(), dtype=torch.bool).flatten() for mask in masks])
         wanted = max(round(fraction * len(whole_values)), int(before.sum()))
         assert left_out.sum() == wanted == sum(pruned_numels(masks)) and (left_out | ~before).all()
-        # The first ones in order of magnitude, and in order of position where those are equal.
+        # The smallest elements by magnitude; ties are ordered by position.
         alive = (~before).nonzero()[:, 0]
         order = alive[torch.sort(whole_values[alive], stable=True).indices]
         expected = before.clone()
@@ -218,7 +218,7 @@ numbers = st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5, 1e-7, -3.0, float("inf"), 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.exhaustive
-def test_masks_leave_out_the_least_of_any_values_with_ties_by_position(run_on, size):
+def test_masks_remove_the_smallest_magnitudes_and_break_ties_by_position(run_on, size):
     numels = [torch.Size(shape).numel() for shape in SHAPES]
 
     @settings(max_examples=25, deadline=None, derandomize=True, database=None)
@@ -264,7 +264,7 @@ def resumed(first: str, second: str, sharded: bool) -> None:
         ("ddp", "zero3", False),
     ],
 )
-def test_a_resumed_run_goes_on_with_its_masks(run_on, first, second, sharded):
+def test_a_resumed_run_continues_with_its_masks(run_on, first, second, sharded):
     run_on(2, resumed, first=first, second=second, sharded=sharded)
 
 
@@ -286,17 +286,17 @@ def moves(stage: int) -> None:
         fit(f"zero{stage}", lambda: Learner(Square, batches=6), callbacks=callbacks, max_epochs=1)
         for callbacks in ([], [MagnitudePruning(0.5)])
     ]
-    # From the second batch on: before the first, weights are chosen and set to zero.
+    # Count from the second batch on: before the first, elements are chosen and set to zero.
     moved = [{k: n - run.reports[0].bytes[k] for k, n in run.reports[-1].bytes.items()} for run in fits]
     assert moved[1] == moved[0] and moved[0]["all_gather"] > 0 and world_size() == 2
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_pruned_steps_gather_and_reduce_no_more(run_on, stage):
+def test_pruning_adds_no_traffic_to_a_step(run_on, stage):
     run_on(2, moves, stage=stage)
 
 
-def test_wrong_amounts_and_no_parameters_are_refused_before_training():
+def test_wrong_amounts_and_an_empty_choice_of_parameters_are_refused_before_training():
     with pytest.raises(ValueError, match=r"amount=1.5 is not a fraction of the elements: write a number from 0 to 1"):
         MagnitudePruning(1.5)
     with pytest.raises(ValueError, match="amount=-0.1 is not a fraction"):

@@ -49,7 +49,7 @@ def plain(strategy: str) -> Any:
     resumed = observed(*fit(strategy, ckpt_path=path))
     trainer.test(module, data(), verbose=False)
     predicted = trainer.predict(module, data(16))
-    torch.manual_seed(0)  # a resumed run goes on with the random numbers of its checkpoint, DDP's does not
+    torch.manual_seed(0)  # a resumed run continues with its checkpoint's random numbers, unlike under DDP
     mixed = observed(*fit(strategy, precision="bf16-mixed", max_epochs=1))
     return first, file["state_dict"], file["optimizer_states"], resumed, predicted, mixed
 
@@ -63,7 +63,7 @@ def clipped(strategy: str) -> Any:
 
 
 class Shaped(Net):
-    """Two optimizers, of which one needs whole matrices, by manual optimization."""
+    """Manual optimization with two optimizers, one of which needs whole matrices."""
 
     automatic_optimization = False
 
@@ -86,7 +86,7 @@ def whole(strategy: str) -> Any:
 
 
 @behaviours("The Trainer", plain, whole)
-def test_pytorch_lightnings_trainer_gives_its_ddps_numbers(run_on, case):
+def test_pytorch_lightnings_trainer_gives_the_same_numbers_as_its_ddp(run_on, case):
     run_on(2, same_as_under_ddp, case=case)
 
 
@@ -96,7 +96,7 @@ def test_pytorch_lightnings_trainer_clips_and_scales_as_under_ddp(run_on, case):
 
 
 class Uneven(Net):
-    """Each rank evaluates as many batches as its number, plus one, in one loop or by `dataloader_iter`."""
+    """Rank r evaluates r + 1 batches, in an ordinary loop or by `dataloader_iter`."""
 
     def val_dataloader(self) -> Any:
         generator = torch.Generator().manual_seed(rank())
@@ -126,7 +126,7 @@ def uneven(strategy: str) -> Any:
 
 
 @behaviours("The Trainer", uneven)
-def test_pytorch_lightnings_loops_may_be_of_uneven_length(run_on, case):
+def test_pytorch_lightnings_ranks_may_validate_different_numbers_of_batches(run_on, case):
     run_on(2, same_as_under_ddp, case=case, bound=CLOSE)
 
 
@@ -138,7 +138,7 @@ class Fails(Net):
 
 
 def failures() -> None:
-    """A failure on one rank ends both in seconds; SIGTERM is not one; the processes train again."""
+    """A failure on one rank ends both in seconds; SIGTERM is no failure; the processes can train again."""
     folder = shared_folder()
     begin = time.monotonic()
     error, text = (KeyError, "user error") if rank() == 1 else (RuntimeError, "rank 1 failed with KeyError")
@@ -160,11 +160,11 @@ class Terminates(pytorch_lightning.Callback):
             os.kill(os.getpid(), 15)
 
 
-def test_pytorch_lightnings_exceptions_are_told_apart(run_on):
+def test_pytorch_lightnings_failures_end_every_rank_and_sigterm_is_no_failure(run_on):
     run_on(2, failures)
 
 
-def test_the_names_are_registered_and_what_is_of_another_namespace_is_refused():
+def test_strategy_names_are_registered_and_objects_of_another_namespace_are_refused():
     for stage in (1, 2, 3):
         for suffix, start_method in {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}.items():
             strategy = StrategyRegistry.get(f"zero{stage}{suffix}")
@@ -207,7 +207,7 @@ run(ours_last)
 """
 
 
-def test_either_order_of_imports_registers_the_names_and_imports_nothing_else():
+def test_either_order_of_imports_registers_the_strategies_and_imports_nothing_else():
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run([warm_python(), "-c", ORDERS], capture_output=True, text=True, timeout=90, env=environment)

@@ -36,7 +36,7 @@ def evaluate_in_every_order(strategy: str) -> Any:
 
 
 def fit_again(strategy: str) -> Any:
-    """A second `fit` with another Trainer, or with the same and more epochs, goes on from the weights of the first."""
+    """A second `fit`, with another Trainer or the same one and more epochs, continues from the first one's weights."""
     trainer, module = fit(strategy, max_epochs=1)
     first = observed(trainer, module)
     trainer.fit_loop.max_epochs = 3
@@ -87,7 +87,7 @@ def use_after_training(strategy: str) -> Any:
 
 
 def go_on_by_hand(strategy: str) -> Any:
-    """After `fit` the module and its optimizer go on in a plain loop."""
+    """After `fit` the module and its optimizer continue in a plain loop."""
     trainer, module = fit(strategy, max_epochs=1)
     optimizer = trainer.optimizers[0]
     for batch in data():
@@ -194,7 +194,7 @@ def use_a_datamodule(strategy: str) -> Any:
 
 
 class OtherMethods(Net):
-    """Steps that go around the module's own forward."""
+    """Its steps bypass the module's own `forward`."""
 
     def forward(self, *args: Any) -> Any:
         raise AssertionError("not called")
@@ -212,7 +212,7 @@ class OtherMethods(Net):
 
 
 def call_other_methods(strategy: str) -> Any:
-    """A module whose steps call other methods than `forward`, and weights read outside of their layer."""
+    """A module whose steps call methods other than `forward`, and weights read outside their layer."""
     return trained(strategy, OtherMethods())
 
 
@@ -250,7 +250,7 @@ def read_any_iterable(strategy: str) -> Any:
     short_runs,
     use_a_datamodule,
 )
-def test_a_run_is_as_under_ddp(run_on, case):
+def test_fitting_and_evaluating_are_as_under_ddp(run_on, case):
     run_on(2, same_as_under_ddp, case=case)
 
 

@@ -30,7 +30,7 @@ class Evaluating(Learner):
 
 
 class Terminate(Callback):
-    """Send this process a SIGTERM in the midst of a batch, whose collectives the other ranks may be in already."""
+    """Send this process a SIGTERM during a batch, whose collectives the other ranks may have entered already."""
 
     def __init__(self, receivers, where, batch):
         self.receivers, self.where, self.batch = receivers, where, batch
@@ -80,7 +80,9 @@ def terminated(stage, receivers, where, batch, folder):
 @pytest.mark.parametrize(
     ("stage", "where", "batch"), [(1, "start", 2), (2, "backward", 2), (3, "end", 2), (3, "backward", 5)]
 )
-def test_ranks_end_after_the_same_batch_whichever_got_the_signal(run_on, tmp_path, stage, where, batch, receivers):
+def test_all_ranks_stop_training_after_the_same_batch_whichever_got_sigterm(
+    run_on, tmp_path, stage, where, batch, receivers
+):
     first, second = run_on(
         2, terminated, stage=stage, receivers=receivers, where=where, batch=batch, folder=str(tmp_path)
     )
@@ -89,7 +91,7 @@ def test_ranks_end_after_the_same_batch_whichever_got_the_signal(run_on, tmp_pat
 
 @AMONG
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_so_they_do_in_validation(run_on, tmp_path, stage, receivers):
+def test_all_ranks_stop_after_the_same_batch_of_validation_during_fit(run_on, tmp_path, stage, receivers):
     options = {"stage": stage, "receivers": receivers, "where": "evaluation", "batch": 1, "folder": str(tmp_path)}
     first, second = run_on(2, terminated, **options)
     assert first == second and first[0] == 6 and first[1] < 5
@@ -105,6 +107,6 @@ def terminated_in_validate(stage, receivers):
 
 @pytest.mark.parametrize("receivers", [[0], [1]], ids=["rank 0", "rank 1"])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_and_in_a_validation_of_its_own(run_on, stage, receivers):
+def test_all_ranks_stop_after_the_same_batch_of_trainer_validate(run_on, stage, receivers):
     first, second = run_on(2, terminated_in_validate, stage=stage, receivers=receivers)
     assert first == second < 59
