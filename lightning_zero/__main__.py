@@ -36,7 +36,7 @@ def main() -> int:
         try:
             if sys.argv[1:2] == ["-sc"]:  # from a shell, at Tab
                 return menu.load("completion").answer(menu, sys.argv[1:])
-            ours = list(itertools.takewhile("--".__ne__, sys.argv[1:]))  # words after -- are for a script to plan
+            ours = list(itertools.takewhile("--".__ne__, sys.argv[1:]))  # arguments after -- belong to a script
             if ours[:1] == ["launch"]:
                 ours = []  # the launched script's options are not ours
             wants_json = any(len(word) > 2 and "--json".startswith(word) for word in ours)

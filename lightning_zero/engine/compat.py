@@ -251,7 +251,7 @@ def optimized_module_class() -> type | None:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether a module's forward is the start of compiled code; torch has no public way to ask for that."""
+    """Whether a module's forward is the entry point of compiled code; torch has no public API for this."""
     forward = vars(module).get("forward")  # as ``model.forward = torch.compile(model.forward)`` and Lightning set it
     optimized = optimized_module_class()
     return (

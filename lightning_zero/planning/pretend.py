@@ -302,7 +302,7 @@ class InlineUpdates(Updates):
     """Runs updates in the calling thread, as fake tensors are made only in the thread that has entered the fake mode.
 
     Args:
-        recorder: records the updates' operators as the host's.
+        recorder: records the operators of updates as operators on the host.
         gradients: as for ``Updates``.
     """
 

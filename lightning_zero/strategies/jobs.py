@@ -105,7 +105,7 @@ class JobFolder:
 
 
 def _lock(file: int) -> None:
-    """Lock a file that other ranks may lock briefly, to test whether a process holds it.
+    """Lock a file; retry while another rank holds the lock briefly to test whether the file's process still runs.
 
     Raises:
         BlockingIOError: if it stays locked.

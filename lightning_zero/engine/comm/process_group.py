@@ -54,12 +54,12 @@ def pretended(rank: int, size: int) -> Iterator[None]:
 
 
 def world_size(group: ProcessGroup | None = None) -> int:
-    """The number of ranks in a process group, None for the default one; 1 if there is none."""
+    """The number of ranks in a process group (None: the default group); 1 if torch.distributed is not initialised."""
     return dist.get_world_size(group or dist.group.WORLD) if is_initialized() else 1
 
 
 def rank(group: ProcessGroup | None = None) -> int:
-    """This process's rank in a group, None for the default one; 0 if there is none."""
+    """This process's rank in a group (None: the default group); 0 if torch.distributed is not initialised."""
     return dist.get_rank(group or dist.group.WORLD) if is_initialized() else 0
 
 

@@ -31,7 +31,7 @@ class Span(NamedTuple):
 
 
 class Started(NamedTuple):
-    """A collective in flight, as its transport has started it.
+    """A collective in flight, and the functions that wait for it and finish it.
 
     Attributes:
         waits: functions that block the current stream (NCCL) or the thread.

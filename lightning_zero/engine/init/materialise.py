@@ -234,8 +234,8 @@ class Materialiser:
 def _initialisers(module: nn.Module, ancestors: list[nn.Module]) -> list[Callable[[], Any]]:
     """The functions that initialise a module, in the order of ordinary construction.
 
-    First its own method, by torch's convention (with a leading underscore in torch's attention and transformer
-    modules); then the method that an enclosing model applies to all its modules (``self.apply(self._init_weights)``:
+    First the module's own ``reset_parameters`` (``_reset_parameters`` in torch's attention and transformer modules);
+    then the method that an enclosing model applies to all its modules (``self.apply(self._init_weights)``:
     transformers, timm, minGPT); then the method that PEFT calls on its adapters.
     """
     own = [getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters")]

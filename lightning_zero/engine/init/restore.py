@@ -37,7 +37,7 @@ def restore_parameters(
             if not bucket.parameters:
                 continue  # restored before other ranks failed
             if alone and not bucket.is_whole_here:
-                bucket.update, memory = None, available_memory()  # the update has ended, its error has been reported
+                bucket.update, memory = None, available_memory()  # the update has ended; close() raises any error
                 shard = bucket.residency.plan.shard_numel * bucket.master_dtype.itemsize
                 bucket.leave_disk(may_read=memory is None or memory > 2 * shard)
                 if communicator.everyone.size > 1:
